@@ -241,7 +241,7 @@ async def test_a_step_in_flight_is_kept_if_the_trainer_received_it(
         seconds = await run.continue_run()
     await check(stage, run, expected)
     dropped = stage.report()["dropped"]
-    assert dropped == ({} if received else {COORDINATOR_RESTARTED: 12})
+    assert dropped == {}, "its batch is trained, or leased again"
     sys.stdout.write(f"\nin flight, received={received}: {seconds:.1f} s, dropped {dropped}\n")
 
 

@@ -48,8 +48,8 @@ class Shop:
         made[-1] = made[-1].with_drop_reason("NO_IDEA", abstained=True)
         return SampleGroup(position=position, seed=0, trajectories=tuple(made))
 
-    async def load(self, step: int) -> list[SampleGroup]:
-        found = await self.store.load(step, vocabulary_size=1000, max_tokens=64)
+    async def load(self) -> list[SampleGroup]:
+        found = await self.store.load(vocabulary_size=1000, max_tokens=64)
         return [
             SampleGroup(
                 position=position,
@@ -110,10 +110,9 @@ async def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
     assert shop.ledger.counts() == {SampleState.READY: 10, SampleState.DROPPED: 5}
     shop.ledger.lease(1, [s.sample_id for group in groups[:2] for s in group.samples])
     again = Shop(tmp_path)
-    loaded = await again.load(1)
+    loaded = await again.load()
     assert [group.position for group in loaded] == list(range(5)), "READY and leased ones"
     assert all(same(*pair) for pair in zip(loaded, groups, strict=True))
-    assert await again.load(2) == []
 
 
 async def test_a_group_of_which_a_part_was_never_finished_is_not_loaded(tmp_path: Path) -> None:
@@ -123,7 +122,7 @@ async def test_a_group_of_which_a_part_was_never_finished_is_not_loaded(tmp_path
     old = shop.ledger.issue(step=1, position=2, count=2)  # READY without a record, as in a ledger of version 0
     for state in (SampleState.RUNNING, SampleState.ROLLED, SampleState.READY):
         shop.ledger.move(old.sample_ids, state)
-    assert [group.position for group in await shop.load(1)] == [1]
+    assert [group.position for group in await shop.load()] == [1]
 
 
 async def test_no_sample_is_ready_before_its_arrays_are_on_the_disk(
@@ -176,7 +175,7 @@ async def test_a_writer_that_is_cancelled_leaves_the_work_to_the_others(
     await asyncio.gather(*tasks, return_exceptions=True)
     assert calls == [3, 6, 6] and tasks[1].cancelled() and not tasks[2].cancelled()
     assert shop.ledger.counts()[SampleState.READY] == 6
-    assert all(same(*pair) for pair in zip(await shop.load(1), groups, strict=True))
+    assert all(same(*pair) for pair in zip(await shop.load(), groups, strict=True))
 
 
 async def test_a_place_that_has_the_record_of_another_sample_is_noticed(
@@ -186,9 +185,9 @@ async def test_a_place_that_has_the_record_of_another_sample_is_noticed(
     groups = [shop.group(position) for position in range(2)]
     for group in groups:
         await shop.store.put(group)
-    rows = shop.ledger.recorded(1)
+    rows = shop.ledger.recorded()
     shop.ledger.make_ready([], [RecordPlace(rows[0].sample_id, rows[3].segment, rows[3].offset)])
-    assert [group.position for group in await shop.load(1)] == [1]
+    assert [group.position for group in await shop.load()] == [1]
     assert f"it is of sample '{rows[3].sample_id}'" in caplog.text
 
 
@@ -201,7 +200,7 @@ async def test_a_damaged_record_costs_its_group_and_no_other(tmp_path: Path, cap
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1  # in the second of three groups of one size
     path.write_bytes(data)
-    assert [group.position for group in await shop.load(1)] == [0, 2]
+    assert [group.position for group in await shop.load()] == [0, 2]
     assert "group cannot be recovered, its prompt is issued again: group=p0000001-0: " in caplog.text
     assert "record at byte" in caplog.text
     assert shop.ledger.restore(0, keep=["p0000000-0", "p0000002-0"]) == 2
@@ -223,7 +222,7 @@ async def test_segments_are_deleted_when_a_checkpoint_has_their_samples(tmp_path
     await shop.store.release(1)
     assert shop.segments() == [] and shop.ledger.segments() == set()
     await shop.store.put(shop.group(2, step=2))
-    assert len(await shop.load(2)) == 1
+    assert len(await shop.load()) == 1
 
 
 def test_what_was_told_is_there_after_kill_9_at_any_moment(tmp_path: Path) -> None:
@@ -237,7 +236,7 @@ def test_what_was_told_is_there_after_kill_9_at_any_moment(tmp_path: Path) -> No
             process.send_signal(signal.SIGKILL)
             known |= {line.strip() for line in process.stdout.readlines() if line.endswith("\n")}
         shop = Shop(tmp_path)
-        loaded = {group.trajectories[0].sample.group_id: group for group in asyncio.run(shop.load(1))}
+        loaded = {group.trajectories[0].sample.group_id: group for group in asyncio.run(shop.load())}
         assert known <= loaded.keys()
         for name, group in loaded.items():
             made = [
@@ -253,7 +252,7 @@ async def _work(folder: Path) -> None:
     """Store groups until killed; print the id of each when it is durable."""
     shop = Shop(folder)
     os.write(1, b"ready\n")
-    position = max((group.position for group in await shop.load(1)), default=-1) + 1_000
+    position = max((group.position for group in await shop.load()), default=-1) + 1_000
 
     async def put(group: SampleGroup) -> None:
         await shop.store.put(group)

@@ -278,7 +278,7 @@ def test_a_ledger_of_version_0_is_migrated_and_keeps_its_rows(tmp_path: Path) ->
         ledger = Ledger(path)
         assert ledger.counts() == {SampleState.TRAINED: 1, SampleState.READY: 1}
         assert [row.metrics for row in ledger.steps()] == [{"reward/mean": 0.5}]
-        assert ledger.recorded(2) == [], "its arrays were only in the memory of the process that wrote it"
+        assert ledger.recorded() == [], "its arrays were only in the memory of the process that wrote it"
         ledger.close()
     ledger = Ledger(path)
     assert ledger.restore(1) == 1
@@ -287,7 +287,7 @@ def test_a_ledger_of_version_0_is_migrated_and_keeps_its_rows(tmp_path: Path) ->
     ledger.move(issued.sample_ids, SampleState.RUNNING)
     ledger.move(issued.sample_ids, SampleState.ROLLED)
     ledger.make_ready(issued.sample_ids, [RecordPlace(issued.sample_ids[0], 1, 4)])
-    assert [(row.sample_id, row.segment, row.offset) for row in ledger.recorded(2)] == [("p0000001-1-0", 1, 4)]
+    assert [(row.sample_id, row.segment, row.offset) for row in ledger.recorded()] == [("p0000001-1-0", 1, 4)]
     ledger.close()
 
 
@@ -311,10 +311,10 @@ def test_a_restore_keeps_the_groups_it_is_told_to_and_their_leased_samples_are_r
         ledger.drop(group.sample_ids[1:], "RAISED")
         ledger.make_ready(group.sample_ids[:1], [RecordPlace(name, 1, 4) for name in group.sample_ids])
     ledger.lease(1, [group.sample_ids[0] for group in groups[:2]])
-    assert [row.dropped for row in ledger.recorded(1)] == ["", "RAISED"] * 3
+    assert [row.dropped for row in ledger.recorded()] == ["", "RAISED"] * 3
     assert ledger.restore(0, keep=["p0000000-0", "p0000002-0"]) == 1
     assert ledger.counts() == {SampleState.READY: 2, SampleState.DROPPED: 4}
     assert ledger.dropped() == {"RAISED": 2, TRAINER_RESTORED: 2}
-    assert [row.position for row in ledger.recorded(1)] == [0, 0, 2, 2]
+    assert [row.position for row in ledger.recorded()] == [0, 0, 2, 2]
     ledger.lease(1, ["p0000002-0-0", "p0000000-0-0"])
     ledger.close()

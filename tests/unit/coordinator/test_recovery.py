@@ -15,11 +15,10 @@ import pytest
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus, TrainStepResponse
-from fourfold_coordinator.routing.trainer_session import TrainerSession
 from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
-from fourfold_coordinator.state.samples import SampleGroup
+from fourfold_coordinator.training.context import RunContext
 from fourfold_coordinator.training.recovery import (
     TRAINER_KEY,
     RunPosition,
@@ -73,12 +72,24 @@ class Session:
         return version
 
 
-async def restored(folder: Path, ledger: Ledger, session: Session) -> RunPosition:
-    async def recover(step: int) -> list[SampleGroup]:
-        return []
-
+def run_of(folder: Path, ledger: Ledger, session: Session) -> RunContext:
+    """A run whose recipe is not the one that sampled what is stored."""
     disk = DiskWriter(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
-    return await restore(CONFIG, folder, ledger, cast(TrainerSession, session), disk, recover=recover)
+    return cast(RunContext, SimpleNamespace(config=CONFIG, folder=folder, ledger=ledger, session=session, disk=disk))
+
+
+async def restored(folder: Path, ledger: Ledger, session: Session) -> RunPosition:
+    return await restore(run_of(folder, ledger, session))
+
+
+def lease(ledger: Ledger, step: int, *positions: int) -> list[str]:
+    """Sample the prompts at these positions, and put them into the batch of a step."""
+    groups = [ledger.issue(step=step, position=position, count=2).sample_ids for position in positions]
+    samples = [name for group in groups for name in group]
+    for state in (SampleState.RUNNING, SampleState.ROLLED, SampleState.READY):
+        ledger.move(samples, state)
+    ledger.lease(step, samples)
+    return samples
 
 
 @pytest.fixture
@@ -86,6 +97,7 @@ def ledger(tmp_path: Path) -> Ledger:
     """Four steps of three prompts each; a checkpoint after the second."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for step in range(1, 5):
+        lease(ledger, step, *range(3 * step - 3, 3 * step))
         ledger.acknowledge(step, policy_version=step, skipped_reason="", data_position=3 * step)
         ledger.record_metrics(step, {"reward/mean": step / 10}, seconds=1.0)
         if step == 2:
@@ -189,7 +201,7 @@ async def test_versions_go_on_above_the_only_one_that_was_published(
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.publishing(1, 1)
     session = Session(TrainerStatus(checkpoint_step=-1))
-    assert await restored(tmp_path, ledger, session) == RunPosition(step=0, prompts_drawn=0)
+    assert await restored(tmp_path, ledger, session) == RunPosition(step=0, next_position=0)
     assert session.policy_version == 2, "an engine may hold version 1 of the weights that are lost"
     assert "restored: step=0 policy_version=2" in caplog.text
 
@@ -211,22 +223,14 @@ def answered(step: int, **fields: Any) -> TrainerStatus:
 
 async def taken_over(folder: Path, ledger: Ledger, status: TrainerStatus, known: str = "a") -> RunPosition | None:
     ledger.put({TRAINER_KEY: known})
-    disk = DiskWriter(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
-    return await take_over(folder, ledger, cast(TrainerSession, Session(status)), disk)
-
-
-def lease(ledger: Ledger, step: int, position: int) -> tuple[str, ...]:
-    samples = ledger.issue(step=step, position=position, count=2).sample_ids
-    for state in (SampleState.RUNNING, SampleState.ROLLED, SampleState.READY):
-        ledger.move(samples, state)
-    ledger.lease(step, samples)
-    return samples
+    return await take_over(run_of(folder, ledger, Session(status)))
 
 
 async def test_a_trainer_at_the_last_step_of_the_ledger_is_kept(tmp_path: Path, ledger: Ledger) -> None:
     samples = lease(ledger, 5, 12)
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (3, 4, 5)))
-    assert await taken_over(tmp_path, ledger, answered(4)) == RunPosition(step=4, prompts_drawn=12, trainer_kept=True)
+    position = await taken_over(tmp_path, ledger, answered(4))
+    assert position == RunPosition(step=4, next_position=13, open_positions=(12,), trainer_kept=True)
     assert ledger.dropped() == {COORDINATOR_RESTARTED: 2} and ledger.state(samples[0]) is SampleState.DROPPED
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [3, 4]
     assert ledger.steps()[-1].metrics == {"reward/mean": 0.4}, "metrics that were recorded stay"
@@ -236,10 +240,11 @@ async def test_a_step_that_the_trainer_has_done_is_acknowledged(tmp_path: Path, 
     lost = lease(ledger, 5, 20)  # an earlier try of the step had drawn more prompts
     ledger.restore(4)
     samples = lease(ledger, 5, 14)
-    assert await taken_over(tmp_path, ledger, answered(5)) == RunPosition(step=5, prompts_drawn=15, trainer_kept=True)
+    position = await taken_over(tmp_path, ledger, answered(5))
+    assert position == RunPosition(step=5, next_position=21, open_positions=(20,), trainer_kept=True)
     assert ledger.state(samples[0]) is SampleState.TRAINED and ledger.state(lost[0]) is SampleState.DROPPED
     row = ledger.steps()[-1]
-    assert (row.policy_version, row.data_position) == (5, 15)
+    assert (row.policy_version, row.data_position) == (5, 21)
     assert row.metrics.pop("end_time").endswith("Z")
     assert row.metrics == {"reward/mean": 0.7, "loss": None, "diagnosis": "", "alarms": []}
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 5
@@ -278,7 +283,7 @@ async def test_the_checkpoint_of_the_first_step_is_one_as_any_other(tmp_path: Pa
     ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=3)
     ledger.record_metrics(1, {"reward/mean": 0.5}, seconds=1.0)
     session = Session(TrainerStatus(step=1, checkpoint_step=1))
-    assert await restored(tmp_path, ledger, session) == RunPosition(step=1, prompts_drawn=3)
+    assert await restored(tmp_path, ledger, session) == RunPosition(step=1, next_position=0)
     assert "LoadCheckpoint" in session.timeouts
     checkpoint = ledger.last_checkpoint()
     assert checkpoint is not None and checkpoint.step == 1
@@ -290,7 +295,9 @@ async def test_a_restore_goes_back_to_the_checkpoint_and_gives_every_call_a_dead
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 5)))
     ledger.publishing(4, 4)
     session = Session(TrainerStatus(step=4, checkpoint_step=2))
-    assert await restored(tmp_path, ledger, session) == RunPosition(step=2, prompts_drawn=6)
+    assert await restored(tmp_path, ledger, session) == RunPosition(
+        step=2, next_position=12, open_positions=(6, 7, 8, 9, 10, 11)
+    )
     assert session.timeouts == {"GetStatus": 10.0, "LoadCheckpoint": 77.0}
     assert session.policy_version == 5
     assert ledger.last_step() == 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 from fourfold import metrics as m
@@ -37,6 +40,7 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
         m.POLICY_LAG_MEAN: float(lags.mean()),
         m.POLICY_LAG_MAX: float(lags.max()),
         m.LAG_SPAN: float(max(spans)),
+        **_token_lags([s for group in batch.groups for s in group.samples], policy_version),
     }
     if len(every) > len(groups):  # in groups of one sample no scores can differ
         result |= {
@@ -45,7 +49,25 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
             m.GROUPS_ALL_MIN: float(np.mean([s.max() == lowest for s in scores])),
             m.GROUPS_STD: float(np.mean([s.std() for s in scores])),
         }
-    return result | batch.engines
+    return result | batch.measured
+
+
+def _token_lags(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
+    """Return mean, 95th percentile and largest lag of the sampled tokens."""
+    counts = Counter[int]()
+    for sample in samples:
+        for span in sample.version_spans:
+            if span.policy_version >= 0:
+                counts[policy_version - span.policy_version] += span.token_count
+    if not counts:
+        return {}
+    lags = sorted(counts)
+    ends = np.cumsum([counts[lag] for lag in lags])
+    return {
+        m.TOKEN_LAG_MEAN: sum(lag * count for lag, count in counts.items()) / float(ends[-1]),
+        m.TOKEN_LAG_P95: float(lags[int(np.searchsorted(ends, 0.95 * ends[-1]))]),
+        m.TOKEN_LAG_MAX: float(lags[-1]),
+    }
 
 
 def _turns(sample: Sample) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,6 +134,14 @@ class Replica:
         """Return whether it may get so many samples more; a call that it refused next to others may fit alone."""
         limits = [self.capacity, self._congested_at if self.outstanding else 0]
         return all(self.outstanding + samples <= limit for limit in limits if limit)
+
+    def room(self, demand: Demand, now: float) -> float:
+        """Return the number of such calls that fit now, by its limits and its KV cache; infinite if there are none."""
+        limits = [self.capacity, self._congested_at if self.outstanding else 0]
+        rooms = [(limit - self.outstanding) // demand.samples for limit in limits if limit]
+        if (cache := self.load.room(now)) is not None:
+            rooms.append(cache // demand.size)
+        return max(min(rooms, default=math.inf), 0)
 
     def record_congestion(self, samples: int) -> bool:
         """Note that it refused `samples` as too many; return whether our own calls are the cause."""

@@ -241,6 +241,12 @@ class Router:
         reasons = {r.title: ", ".join(filter(None, (r.unusable_reason, r.failure_text))) for r in self.replicas(role)}
         return "; ".join(f"{title}: {text or 'ready'}" for title, text in reasons.items()) or "none has registered"
 
+    def room(self, role: int, demand: Demand, *, version: int | None = None) -> float:
+        """Return the number of such calls that the replicas would begin at once; infinite if they have no limit."""
+        now = self.clock.monotonic()
+        usable = (r for r in self.replicas(role) if _fits(r, version) and r.breaker.admits(now))
+        return sum(replica.room(demand, now) for replica in usable)
+
     @asynccontextmanager
     async def _acquire(
         self, role: int, demand: Demand, wait: WaitLimit, *, version: int | None, avoid: set[tuple[str, str]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Final, TypeVar
 
 from fourfold.config import Config
@@ -131,7 +131,7 @@ class TrainerSession:
                     await asyncio.wait(tasks)
                 watcher.cancel()
         except BaseExceptionGroup as errors:
-            found = errors.exceptions
+            found = list(_leaves(errors))
             raise next((e for e in found if isinstance(e, TrainerRestarted)), found[0]) from None
         return [task.result() for task in tasks]
 
@@ -183,3 +183,12 @@ class TrainerSession:
                 f"{replica.member.peer} is a new process; what it learned since its checkpoint is lost"
             )
         return replica
+
+
+def _leaves(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    """Yield the errors of a group and of the groups in it."""
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -3,7 +3,7 @@
     group is sampled, scored, has its reference --> put --> arrays in a segment file, synced --> READY in the ledger
                                                              | groups that finish meanwhile share the next sync
     checkpoint of a step is durable ------------> release --> segments without live samples are deleted
-    restore ------------------------------------> load ----> groups of the step after the checkpoint, as they were
+    restore, new coordinator -------------------> load ----> groups that are not trained yet, as they were
 
 A record is one byte of flags and the `Experience` that the trainer would get. The text of a sample is not stored: it is
 decoded again from the token ids.
@@ -100,10 +100,8 @@ class ExperienceStore:
                 await asyncio.sleep(0)  # the event loop has other work between two transactions
             await self._disk.write_in_thread(self._files.keep_only, self._ledger.segments())
 
-    async def load(
-        self, step: int, *, vocabulary_size: int, max_tokens: int
-    ) -> list[tuple[int, str, list[StoredSample]]]:
-        """Return position, id and samples of the finished groups of `step`, which is not trained yet.
+    async def load(self, *, vocabulary_size: int, max_tokens: int) -> list[tuple[int, str, list[StoredSample]]]:
+        """Return position, id and samples of the groups that are READY or leased.
 
         A group whose records are damaged is left out, with a warning.
         """
@@ -120,7 +118,7 @@ class ExperienceStore:
             return groups
 
         async with self._lock:
-            recorded = self._ledger.recorded(step)
+            recorded = self._ledger.recorded()
             return await asyncio.to_thread(read)
 
 

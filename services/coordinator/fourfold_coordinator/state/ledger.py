@@ -297,18 +297,19 @@ class Ledger:
             rolled = [name for name, state in self._states(sample_ids) if state is not SampleState.READY]
             self._move(db, rolled, SampleState.READY)
 
-    def recorded(self, step: int) -> list[RecordedSample]:
-        """Return the samples of all groups of `step` that are READY or LEASED, in order of position and index.
+    def recorded(self) -> list[RecordedSample]:
+        """Return the samples of all groups that are READY or LEASED, in order of position and index.
 
         Groups without a record of each sample are left out, such as those of a ledger of version 0.
         """
         query = """
+            WITH live AS (SELECT DISTINCT group_id FROM samples WHERE state IN (?, ?)),
+            whole AS (
+              SELECT group_id FROM samples LEFT JOIN records USING (sample_id) WHERE group_id IN live
+              GROUP BY group_id HAVING COUNT(segment) = COUNT(*))
             SELECT sample_id, group_id, position, reason, segment, offset FROM samples JOIN records USING (sample_id)
-            WHERE step = ? AND group_id IN (SELECT group_id FROM samples WHERE step = ? AND state IN (?, ?))
-            AND group_id NOT IN (
-              SELECT group_id FROM samples WHERE step = ? AND sample_id NOT IN (SELECT sample_id FROM records))"""
-        values = (step, step, SampleState.READY, SampleState.LEASED, step)
-        samples = [RecordedSample(*row) for row in self._db.execute(query, values)]
+            WHERE group_id IN whole"""
+        samples = [RecordedSample(*row) for row in self._db.execute(query, (SampleState.READY, SampleState.LEASED))]
         return sorted(samples, key=lambda s: (s.position, s.group_id, int(s.sample_id.rpartition("-")[2])))
 
     def release(self, step: int) -> bool:
@@ -343,6 +344,11 @@ class Ledger:
                     raise WrongState(f"sample {sample_id} is {state}; only READY samples are leased")
             values = (SampleState.LEASED, step, json.dumps(sample_ids))
             db.execute(f"UPDATE samples SET state = ?, step = ? WHERE sample_id {_IN_LIST}", values)
+
+    def leased_groups(self) -> set[str]:
+        """Return the ids of the groups in the batch that is leased."""
+        rows = self._db.execute("SELECT DISTINCT group_id FROM samples WHERE state = ?", (SampleState.LEASED,))
+        return {group_id for (group_id,) in rows}
 
     def acknowledge(self, step: int, *, policy_version: int, skipped_reason: str, data_position: int) -> None:
         """Record that the trainer has done `step`: its LEASED samples become TRAINED. A repeat changes nothing."""
@@ -423,11 +429,16 @@ class Ledger:
         row = self._db.execute("SELECT * FROM checkpoints ORDER BY step DESC LIMIT 1").fetchone()
         return None if row is None else CheckpointRow(*row)
 
-    def prompts_drawn(self, step: int) -> int:
-        """Return the number of prompts drawn up to the end of the collection of `step`; 0 if it issued no sample."""
-        unused = f"reason IN ({_marks(ISSUED_AGAIN)})"
-        query = f"SELECT COALESCE(MAX(position) + 1, 0) FROM samples WHERE step = ? AND NOT {unused}"
-        return int(self._db.execute(query, (step, *ISSUED_AGAIN)).fetchone()[0])
+    def next_position(self) -> int:
+        """Return the position of the first prompt that was never drawn."""
+        return int(self._db.execute("SELECT COALESCE(MAX(position) + 1, 0) FROM samples").fetchone()[0])
+
+    def open_positions(self) -> list[int]:
+        """Return the positions whose prompts were drawn and must be drawn again, in order; reads the whole table."""
+        query = f"""
+            SELECT position FROM samples GROUP BY position
+            HAVING SUM(state != ? OR reason NOT IN ({_marks(ISSUED_AGAIN)})) = 0 ORDER BY position"""
+        return [position for (position,) in self._db.execute(query, (SampleState.DROPPED, *ISSUED_AGAIN))]
 
     def restore(self, step: int, reason: str = TRAINER_RESTORED, *, keep: Collection[str] = ()) -> int:
         """Go back to the end of `step`; return the number of samples that this dropped.

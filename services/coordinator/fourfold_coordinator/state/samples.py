@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,7 +72,6 @@ class SampleGroup:
     seed: int  # of the request
     trajectories: tuple[Trajectory, ...]
     baseline: Trajectory | None = None  # the greedy completion of the prompt, dropped
-    recovered: bool = False  # sampled before a restore
 
     @property
     def samples(self) -> list[Sample]:
@@ -85,17 +85,19 @@ class SampleGroup:
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """The groups of one step, and the times at which its parts were done, in seconds of `time.monotonic`."""
+    """The groups of one step, and what happened since the batch before it; times are those of `time.monotonic`."""
 
     groups: list[SampleGroup] = field(default_factory=list)
     filtered: list[SampleGroup] = field(default_factory=list)  # scored, and not kept by dynamic sampling
-    lost: list[Trajectory] = field(default_factory=list)  # of groups that were given up after sampling
+    lost: list[Trajectory] = field(default_factory=list)  # sampled, of groups that were given up or are too old
+    dropped: Counter[str] = field(default_factory=Counter)  # samples by reason
     prompts_drawn: int = 0
     groups_lost: int = 0
-    groups_accepted: int = 0  # kept by the filter; 0 when `groups` has filtered ones because it kept none
-    engines: dict[str, float] = field(default_factory=dict)  # metrics that the engines reported meanwhile
-    began: float = field(default_factory=time.monotonic)
-    rolled: float = 0.0  # last completion
+    groups_kept: int = 0  # by the filter, for this batch or for a later one
+    groups_accepted: int = 0  # of `groups`, kept by the filter; 0 when it has filtered ones because none was kept
+    measured: dict[str, float] = field(default_factory=dict)  # metrics of engines and of the queue
+    began: float = field(default_factory=time.monotonic)  # start of the wait for the batch
+    rolled: float = 0.0  # last completion of the batch
     scored: float = 0.0  # last score
     done: float = 0.0
 
@@ -117,17 +119,14 @@ class StepBatch:
         """Return all groups that were scored, kept or filtered out, in order."""
         return sorted([*self.groups, *self.filtered], key=lambda group: group.position)
 
-    def sampled_tokens(self) -> int:
-        """Return the number of tokens that were sampled for this batch; recovered groups need none."""
-        recovered = [t for group in self.groups if group.recovered for t in group.all_trajectories()]
-        return sum(t.token_count for t in self.trajectories()) - sum(t.token_count for t in recovered)
-
     def times(self) -> dict[str, float]:
-        """Return the seconds of each part that did not overlap with the part before it."""
+        """Return the seconds for which the trainer waited for each part, without overlap."""
+        rolled = max(self.rolled, self.began)
+        scored = max(self.scored, rolled)
         return {
-            m.TIME_GENERATE: self.rolled - self.began,
-            m.TIME_REWARD: max(self.scored - self.rolled, 0.0),
-            m.TIME_REFERENCE: max(self.done - max(self.scored, self.rolled), 0.0),
+            m.TIME_GENERATE: rolled - self.began,
+            m.TIME_REWARD: scored - rolled,
+            m.TIME_REFERENCE: max(self.done - scored, 0.0),
         }
 
 

@@ -1,18 +1,19 @@
 """Runs the training loop: the schedule of a run, from its first step to its report.
 
-    start ---> step, step, step ... ---> finish
-      ^          |
-      '----------'  the trainer restarted: go back to the last checkpoint (`recovery.py`)
+    start ---> produce groups  ----------------------------------+--> finish
+      ^   |      admit -> generate -> score -> filter -> READY    |
+      |   +--> step, step, step ... ------------------------------+
+      |          take      B groups, in order of admission (`producer.py`)
+      |          train     one TrainStep call; a repeat of the call trains nothing twice
+      |          publish   send the new weights to every engine
+      |          evaluate  every k steps, on the held-out prompts
+      |          checkpoint  every k steps, first the trainer's, then the ledger's
+      |          report    metrics, diagnosis and log line of the step (`step_report.py`)
+      '---- the trainer restarted: go back to the last checkpoint (`recovery.py`)
 
-    a step:  collect     generate -> score -> filter -> reference log-probabilities, group by group (`collect.py`)
-             train       one TrainStep call; a repeat of the call trains nothing twice
-             publish     send the new weights to every engine
-             evaluate    every k steps, on the held-out prompts
-             checkpoint  every k steps, first the trainer's, then the ledger's
-             report      metrics, diagnosis and log line of the step (`step_report.py`)
-
-The loop is synchronous: a step starts when every engine has the weights of the step before, so that the policy that
-samples is the policy that is trained. Every part writes the state of its samples to the ledger before and after its
+`asynchrony.max_policy_lag` = L decides how far the producer may be ahead. With L = 0 sampling and training alternate,
+so that the policy that samples is the policy that is trained. With L >= 1 engines sample while the trainer trains, and
+evaluations run beside the next steps. Every part writes the state of its samples to the ledger before and after its
 work, so that any process may be killed at any line.
 """
 
@@ -37,10 +38,10 @@ from ..routing.replica import Replica
 from ..routing.trainer_session import TrainerRestarted
 from ..state.samples import StepBatch, to_lines
 from ..weights.update import WeightUpdateResult
-from .collect import BatchCollector
 from .context import RunContext
 from .evaluate import Evaluator
-from .recovery import SAMPLES_FILE, TRAINER_KEY, recover_groups, restore, take_over
+from .producer import GroupProducer
+from .recovery import SAMPLES_FILE, TRAINER_KEY, restore, take_over
 from .step_report import StepRecord, StepReporter
 
 log = logging.getLogger("fourfold.coordinator")
@@ -58,7 +59,7 @@ class TrainingLoop:
         self.context, self.config = context, context.config
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
-        self.collector, self.evaluator = BatchCollector(context), Evaluator(context)
+        self.producer, self.evaluator = GroupProducer(context), Evaluator(context)
         self.reporter = StepReporter(context)
         self.step = 0  # steps done
         self.required, self.start_seconds = context.required_services(), context.start_seconds
@@ -70,8 +71,7 @@ class TrainingLoop:
             while True:
                 try:
                     await self.start(reason)
-                    while self.step < self.config.steps:
-                        await self.run_step(self.step + 1)
+                    await self.session.run_all([self.producer.run(), self.run_steps()])
                     await self.finish()
                     return
                 except TrainerRestarted as error:
@@ -95,26 +95,17 @@ class TrainingLoop:
         self.board.set_phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
         await self._connect()
         await self.reporter.close()  # a recovery rewrites the file that the reporter appends to
-        folder, totals = self.context.folder, self.context.totals
-        position = await take_over(folder, self.ledger, self.session, self.disk)
-        if position is None:
-            position = await restore(
-                self.config,
-                folder,
-                self.ledger,
-                self.session,
-                self.disk,
-                recover=lambda step: recover_groups(self.context, step),
-            )
-            await self.context.experiences.release(position.step)
+        totals = self.context.totals
+        position = await take_over(self.context) or await restore(self.context)
+        await self.context.experiences.release(position.step)
         self.step = position.step
-        self.collector.resume(position.prompts_drawn, position.groups)
         if reason or totals.continued:
             reason = totals.add_recovery(self.step, reason, trainer_kept=position.trainer_kept)
             await self.disk.write(totals.save)
             self.board.add_recovery(self.step, reason, trainer_kept=position.trainer_kept)
         self.reporter.resume()
         await self.broker.resync(self.session.policy_version, step=self.step)
+        self.producer.resume(position, version=self.broker.version)
         self.board.mark_started()
         self.board.set_step(step=self.step, policy_version=self.broker.version)
         await self._complete_step(self.step)
@@ -143,10 +134,14 @@ class TrainingLoop:
         if missing and self._is_due(step, self.config.checkpoint.every_steps):
             await self.checkpoint(step)
 
+    async def run_steps(self) -> None:
+        while self.step < self.config.steps:
+            await self.run_step(self.step + 1)
+
     async def run_step(self, step: int) -> None:
-        """Collect, train and publish; evaluate and checkpoint when they are due; report."""
+        """Take a batch, train and publish; evaluate and checkpoint when they are due; report."""
         record = StepRecord(step)
-        batch = await self.collect(step)
+        batch = await self.take(step)
         async with self.broker.lock:  # no engine may be filled while the trainer's weights change
             async with self.broker.sleeper.asleep() as sleep_times:
                 with record.timed(m.TIME_TRAIN):
@@ -154,6 +149,7 @@ class TrainingLoop:
             with record.timed(m.TIME_PUBLISH):
                 update = await self.publish(trained)
         self.step = step
+        self.producer.publish(self.broker.version)
         self.board.set_step(step=step, policy_version=self.broker.version)
         self.reporter.add_published(record, batch, batch_metrics | sleep_times, trained, update)
         if self._is_due(step, self.config.evaluation.every_steps):
@@ -171,12 +167,12 @@ class TrainingLoop:
     def _is_due(self, step: int, every_steps: int) -> bool:
         return step == self.config.steps or step % every_steps == 0
 
-    # -- collect, train, publish ----------------------------------------------------------------------------------
+    # -- take, train, publish -------------------------------------------------------------------------------------
 
-    async def collect(self, step: int) -> StepBatch:
+    async def take(self, step: int) -> StepBatch:
         """Return the groups of one step: generated, scored, filtered, with reference log-probabilities."""
         self.board.set_phase(run_pb.RUN_PHASE_GENERATING)
-        batch = await self.collector.collect(step, version=self.broker.version)
+        batch = await self.producer.take(step)
         if step == 1:
             await self.disk.write(self.ledger.put, {report.FIRST_STEP: report.first_step_facts(batch.groups)})
         return batch
@@ -201,7 +197,7 @@ class TrainingLoop:
             step,
             policy_version=response.policy_version,
             skipped_reason=response.skipped_reason,
-            data_position=self.collector.prompts_drawn,
+            data_position=self.producer.data_position,
         )
         return response, batch_metrics
 
@@ -262,7 +258,7 @@ class TrainingLoop:
         await self.disk.write(
             self.ledger.commit_checkpoint,
             step=step,
-            data_position=self.collector.prompts_drawn,
+            data_position=self.producer.data_position,
             policy_version=self.session.policy_version,
         )
         await self.context.experiences.release(step)

@@ -4,13 +4,14 @@
       | no, or at another step
       '--> restore: trainer, ledger, data position, policy version and files go back to the last checkpoint
 
-A coordinator that takes over loses no trained step. It drops the samples that were in the memory of the dead
-coordinator, and issues their prompts again.
+A coordinator that takes over loses no trained step. Samples that were in the memory of the dead coordinator alone are
+DROPPED, and their prompts are issued again.
 
 A restore serves a resumed run, whose processes are all new, and a run whose trainer died and came back. The steps after
-the checkpoint went into weights that are lost: their samples are DROPPED and their prompts are issued again. The groups
-that were finished for the step after the checkpoint are kept: its weights sampled them, and no weights that remain have
-seen them. The policy version continues above every version that was published.
+the checkpoint went into weights that are lost: their samples are DROPPED and their prompts are issued again.
+
+In both cases READY and leased groups are kept, unless lost weights sampled them. The policy version continues above
+every version that was published. Kept samples are renumbered with it, so that their lag stays what it was.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.arrays import VersionSpan
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
+from fourfold.host.disk import append_lines
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from ..data.prompts import derive_seed
 from ..routing.router import INFO_SECONDS
-from ..routing.trainer_session import TrainerSession
 from ..state.experiences import StoredSample
-from ..state.files import DiskWriter, replace_file
-from ..state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState, StepRow
-from ..state.samples import SampleGroup
+from ..state.files import replace_file
+from ..state.ledger import COORDINATOR_RESTARTED, Ledger, StepRow
+from ..state.samples import SampleGroup, Trajectory, to_lines
 from .context import RunContext
 
 log = logging.getLogger("fourfold.coordinator")
@@ -46,8 +48,10 @@ SAMPLES_FILE: Final = "samples.jsonl"
 # Key in the ledger: incarnation of the trainer process whose weights come from the ledger's steps.
 TRAINER_KEY: Final = "trainer_incarnation"
 _RECIPE_KEY: Final = "experiences_recipe_sha256"
+# Key in the ledger: [[version, raised version], ...], in order, of the restores. Stored samples keep their numbers.
+_RAISES_KEY: Final = "version_raises"
 # Keys of a recipe that decide nothing about a sample.
-_NOT_OF_SAMPLES: Final = frozenset({"name", "steps", "checkpoint", "evaluation", "metrics", "retry"})
+_NOT_OF_SAMPLES: Final = frozenset({"name", "steps", "checkpoint", "evaluation", "metrics", "retry", "asynchrony"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,97 +59,120 @@ class RunPosition:
     """Where a run continues."""
 
     step: int  # steps done
-    prompts_drawn: int  # by the end of that step
+    next_position: int  # of the first prompt that was never drawn
+    open_positions: tuple[int, ...] = ()  # of prompts that were drawn, and are neither trained nor dropped for good
+    groups: tuple[SampleGroup, ...] = ()  # READY ones, at some of `open_positions`
     trainer_kept: bool = False  # the trainer kept its weights
-    groups: Sequence[SampleGroup] = ()  # finished ones of the next step
 
 
-async def take_over(folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWriter) -> RunPosition | None:
+async def take_over(context: RunContext) -> RunPosition | None:
     """Continue with the weights that the trainer has; return None when they do not come from the ledger's steps.
 
     A step that the trainer has done, and whose response the dead coordinator did not record, is acknowledged.
     """
+    ledger, session, disk = context.ledger, context.session, context.disk
     if ledger.get(TRAINER_KEY) != session.incarnation:
         return None
     status = await session.wait_until_idle()
     step, result = ledger.last_step(), status.last_step
-    if status.step == result.step == step + 1 and SampleState.LEASED in ledger.counts():
+    groups = await _load_groups(context, newest=status.policy_version)
+    leased, batch = ledger.leased_groups(), list[SampleGroup]()
+    if status.step == result.step == step + 1 and leased:
         step += 1
+        batch = [group for group in groups if _names([group]) <= leased]
         await disk.write(
             ledger.acknowledge,
             step,
             policy_version=result.policy_version,
             skipped_reason=result.skipped_reason,
-            data_position=ledger.prompts_drawn(step),
+            data_position=ledger.next_position(),
         )
     if status.step != step or status.policy_version < ledger.highest_version():
         return None
     session.policy_version = status.policy_version
-    dropped = await disk.write(ledger.restore, step, COORDINATOR_RESTARTED)
+    groups = [group for group in groups if group not in batch]
+    dropped = await disk.write(ledger.restore, step, COORDINATOR_RESTARTED, keep=_names(groups))
     last = next(reversed(ledger.steps()), None)
     if last is not None and not last.metrics and result.step == step:  # it died before it had reported the step
         texts = {"end_time": utc_text(SYSTEM_CLOCK.now()), "diagnosis": ""}
         metrics: dict[str, Any] = {**finite(result.metrics), **texts, "alarms": []}
         await disk.write(ledger.record_metrics, step, metrics, seconds=0.0)
-    await _rewrite_files(folder, ledger, step, disk)
-    log.warning("took over: step=%d policy_version=%d dropped_samples=%d", step, status.policy_version, dropped)
-    return RunPosition(step=step, prompts_drawn=last.data_position if last is not None else 0, trainer_kept=True)
+    await _rewrite_files(context, step)
+    await disk.write_in_thread(_append_missing, context.folder / SAMPLES_FILE, step, batch)
+    log.warning(
+        "took over: step=%d policy_version=%d dropped_samples=%d kept_samples=%d",
+        step, status.policy_version, dropped, sum(len(group.samples) for group in groups),
+    )  # fmt: skip
+    return _position(context, step, groups, trainer_kept=True)
 
 
-async def restore(
-    config: Config,
-    folder: Path,
-    ledger: Ledger,
-    session: TrainerSession,
-    disk: DiskWriter,
-    *,
-    recover: Callable[[int], Awaitable[Sequence[SampleGroup]]],
-) -> RunPosition:
-    """Bring trainer, ledger and files back to the last checkpoint.
-
-    `recover` returns the finished groups of a step.
-    """
+async def restore(context: RunContext) -> RunPosition:
+    """Bring trainer, ledger and files back to the last checkpoint."""
+    ledger, session, disk = context.ledger, context.session, context.disk
     status = await session.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
     step, data_position = newest_checkpoint(ledger, status)
     if step > 0:
-        status = await _load(config, session, step)
+        status = await _load_checkpoint(context, step)
     if status.step != step:
         raise WrongState(
             f"the trainer is at step {status.step}, and the run has no checkpoint after step {step} to go back "
             f"to; restart the trainer"
         )
-    session.policy_version = status.policy_version
-    groups = await recover(step + 1)
-    dropped = await disk.write(ledger.restore, step, keep={s.group_id for group in groups for s in group.samples})
+    version = session.policy_version = status.policy_version
+    groups = await _load_groups(context, newest=version)
+    dropped = await disk.write(ledger.restore, step, keep=_names(groups))
     if step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
-        version = status.policy_version
         await disk.write(ledger.commit_checkpoint, step=step, data_position=data_position, policy_version=version)
-    await _rewrite_files(folder, ledger, step, disk)
+    await _rewrite_files(context, step)
     highest = ledger.highest_version()
     if highest > 0:
         # An engine may still hold that version of the lost weights, so that its number is used up.
+        groups = await _renumber(context, groups, version, highest + 1)
         await session.raise_policy_version(highest + 1)
     if step or highest:
-        kept = sum(len(group.samples) for group in groups)
         log.warning(
             "restored: step=%d policy_version=%d dropped_samples=%d kept_samples=%d",
-            step, session.policy_version, dropped, kept,
+            step, session.policy_version, dropped, sum(len(group.samples) for group in groups),
         )  # fmt: skip
     await disk.write(ledger.put, {TRAINER_KEY: session.incarnation})
-    return RunPosition(step=step, prompts_drawn=data_position, groups=tuple(groups))
+    return _position(context, step, groups)
 
 
-async def recover_groups(context: RunContext, step: int) -> list[SampleGroup]:
-    """Return the groups of a step that were READY or leased, if the recipe that sampled them is that of this run."""
-    config = context.config
-    recipe = _recipe_sha256(config)
+def _position(
+    context: RunContext, step: int, groups: Sequence[SampleGroup], *, trainer_kept: bool = False
+) -> RunPosition:
+    return RunPosition(
+        step=step,
+        next_position=context.ledger.next_position(),
+        open_positions=tuple(sorted({*context.ledger.open_positions(), *(group.position for group in groups)})),
+        groups=tuple(groups),
+        trainer_kept=trainer_kept,
+    )
+
+
+def _names(groups: Sequence[SampleGroup]) -> set[str]:
+    return {sample.group_id for group in groups for sample in group.samples}
+
+
+# -- READY groups -------------------------------------------------------------------------------------------------
+
+
+async def _load_groups(context: RunContext, *, newest: int) -> list[SampleGroup]:
+    """Return the groups that are READY or leased, without those that versions above `newest` sampled.
+
+    Groups of another recipe are left out, too.
+    """
+    recipe = _recipe_sha256(context.config)
     if context.ledger.get(_RECIPE_KEY) != recipe:
         await context.disk.write(context.ledger.put, {_RECIPE_KEY: recipe})
         return []
     stored = await context.experiences.load(
-        step, vocabulary_size=MAX_NUMBER, max_tokens=config.model.max_context_tokens
+        vocabulary_size=MAX_NUMBER, max_tokens=context.config.model.max_context_tokens
     )
-    return [await _to_group(context, position, samples) for position, _, samples in stored]
+    groups = [await _to_group(context, position, samples) for position, _, samples in stored]
+    for raised_from, raised_to in json.loads(context.ledger.get(_RAISES_KEY) or "[]"):
+        groups = [_with_raised_versions(group, raised_from, raised_to) for group in groups]
+    return [g for g in groups if all(v.policy_version <= newest for s in g.samples for v in s.version_spans)]
 
 
 async def _to_group(context: RunContext, position: int, stored: Sequence[StoredSample]) -> SampleGroup:
@@ -161,8 +188,32 @@ async def _to_group(context: RunContext, position: int, stored: Sequence[StoredS
         seed=derive_seed(context.config.seed, "train", position, prompt.index),
         trajectories=tuple(trajectories[:size]),
         baseline=next(iter(trajectories[size:]), None),
-        recovered=True,
     )
+
+
+async def _renumber(context: RunContext, groups: Sequence[SampleGroup], version: int, raised: int) -> list[SampleGroup]:
+    """Return groups under the numbers that they have after the trainer's `version` is called `raised`."""
+    raises = json.loads(context.ledger.get(_RAISES_KEY) or "[]")
+    if raised <= version or [version, raised] in raises:
+        # The second: the coordinator died between this record and the trainer's new number.
+        return list(groups)
+    await context.disk.write(context.ledger.put, {_RAISES_KEY: json.dumps([*raises, [version, raised]])})
+    return [_with_raised_versions(group, version, raised) for group in groups]
+
+
+def _with_raised_versions(group: SampleGroup, version: int, raised: int) -> SampleGroup:
+    """Return a group with the versions up to `version` moved up, so that `version` becomes `raised`."""
+
+    def span(old: VersionSpan) -> VersionSpan:
+        moves = 0 <= old.policy_version <= version
+        return replace(old, policy_version=old.policy_version + raised - version) if moves else old
+
+    def renumber(trajectory: Trajectory) -> Trajectory:
+        spans = tuple(span(old) for old in trajectory.sample.version_spans)
+        return replace(trajectory, sample=replace(trajectory.sample, version_spans=spans))
+
+    baseline = None if group.baseline is None else renumber(group.baseline)
+    return replace(group, trajectories=tuple(map(renumber, group.trajectories)), baseline=baseline)
 
 
 def _recipe_sha256(config: Config) -> str:
@@ -185,10 +236,10 @@ def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> tuple[int, in
     return newest
 
 
-async def _load(config: Config, session: TrainerSession, step: int) -> pb.TrainerStatus:
-    timeout = config.trainer.step_timeout_seconds
+async def _load_checkpoint(context: RunContext, step: int) -> pb.TrainerStatus:
+    timeout = context.config.trainer.step_timeout_seconds
     try:
-        return await session.call("LoadCheckpoint", lambda r: r.trainer.load_checkpoint(step, timeout=timeout))
+        return await context.session.call("LoadCheckpoint", lambda r: r.trainer.load_checkpoint(step, timeout=timeout))
     except NotFound as error:
         raise NotFound(
             f"the ledger's last checkpoint is that of step {step}, and the trainer does not have it: {error}; start "
@@ -196,9 +247,20 @@ async def _load(config: Config, session: TrainerSession, step: int) -> pb.Traine
         ) from None
 
 
-async def _rewrite_files(folder: Path, ledger: Ledger, step: int, disk: DiskWriter) -> None:
-    await disk.write_in_thread(rewrite_metrics, folder / METRICS_FILE, ledger.steps())
-    await disk.write_in_thread(truncate_after, folder / SAMPLES_FILE, step)
+async def _rewrite_files(context: RunContext, step: int) -> None:
+    await context.disk.write_in_thread(rewrite_metrics, context.folder / METRICS_FILE, context.ledger.steps())
+    await context.disk.write_in_thread(truncate_after, context.folder / SAMPLES_FILE, step)
+
+
+def _append_missing(path: Path, step: int, groups: Sequence[SampleGroup]) -> None:
+    """Append the lines of a step's groups that samples.jsonl lacks: the coordinator died while the step was trained."""
+    written = set()
+    if path.exists():
+        with path.open(encoding="utf-8") as lines:
+            written = {json.loads(line)["sample_id"] for line in lines}
+    missing = [t for group in groups for t in group.all_trajectories() if t.sample.sample_id not in written]
+    if missing:
+        append_lines(path, to_lines(step, missing), sync=True)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

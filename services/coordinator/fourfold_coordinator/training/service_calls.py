@@ -96,10 +96,7 @@ class ServiceCalls:
             )
             return completions
 
-        count, expected = len(sample_ids), self._lengths.expected(params.max_tokens)
-        # Samples share the blocks of their prompt; engines count it once per sample in their load report, though.
-        tokens = count * (len(prompt.token_ids) + expected)
-        demand = Demand(samples=count, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
+        demand = self._demand(prompt, len(sample_ids), params.max_tokens)
         completions = await self._router.call(
             Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=version, on_try=on_try
         )
@@ -108,6 +105,17 @@ class ServiceCalls:
         named = zip(sample_ids, completions, strict=True)
         samples = [build_sample(prompt, c, sample_id=i, group_id=group_id, temperature=temperature) for i, c in named]
         return await self.with_texts(prompt, samples)
+
+    def room(self, prompt: Prompt, samples: int, *, version: int) -> float:
+        """Return how many calls such as `samples` of a prompt the engines of this version or later would begin now."""
+        longest = sampling_params(self._config, prompt, 0).max_tokens
+        return self._router.room(Role.ROLE_ROLLOUT, self._demand(prompt, samples, longest), version=version)
+
+    def _demand(self, prompt: Prompt, samples: int, longest: int) -> Demand:
+        """Return what samples of at most `longest` tokens bring to an engine."""
+        # Samples share the blocks of their prompt; engines count it once per sample in their load report, though.
+        tokens = samples * (len(prompt.token_ids) + self._lengths.expected(longest))
+        return Demand(samples=samples, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
 
     async def with_texts(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Trajectory]:
         """Return the trajectories of samples of one prompt; the tokens are decoded in another thread."""

@@ -17,7 +17,6 @@ from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 from ..reporting import report
 from ..reporting.diagnosis import TrainingDiagnosis
 from ..state.files import MetricsWriter
-from ..state.ledger import ISSUED_AGAIN
 from ..state.samples import StepBatch
 from ..weights.update import WeightUpdateResult
 from .context import RunContext
@@ -38,6 +37,7 @@ class StepRecord:
     seconds: float = 0.0  # from the first prompt to the published weights
     metrics: dict[str, float] = field(default_factory=dict)
     skipped_reason: str = ""  # the trainer's; empty when it trained
+    dropped: Mapping[str, int] = field(default_factory=dict)  # samples by reason
     findings: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)  # the findings that are new, or clearly worse than before
     row: dict[str, Any] = field(default_factory=dict)  # as it was saved last
@@ -88,7 +88,7 @@ class StepReporter:
         `measured` has the coordinator's own metrics of the batch.
         """
         record.seconds = time.monotonic() - record.began
-        record.skipped_reason = trained.skipped_reason
+        record.skipped_reason, record.dropped = trained.skipped_reason, batch.dropped
         # Sleeping engines are woken during the update, but their wake-up is a metric of its own.
         record.metrics[m.TIME_PUBLISH] -= update.seconds.get(m.TIME_WAKE, 0.0)
         # Later tables win. The trainer also measures the batch, but only the groups that the filter kept.
@@ -97,7 +97,7 @@ class StepReporter:
             **measured,
             **batch.times(),
             **record.metrics,
-            **self._count_samples(record.step, batch),
+            **self._count_samples(batch),
             **_update_metrics(update),
             **self._context.certificates.metrics(),
         }
@@ -105,7 +105,7 @@ class StepReporter:
     async def diagnose(self, record: StepRecord) -> None:
         """Compare a step with those before it, and save its metrics."""
         findings, alarms = self._diagnosis.examine(
-            record.step, record.metrics, skipped_reason=record.skipped_reason, dropped=self._dropped(record.step)
+            record.step, record.metrics, skipped_reason=record.skipped_reason, dropped=record.dropped
         )
         record.findings, record.alarms = [f.text for f in findings], [f.text for f in alarms]
         await self.save(record)
@@ -148,25 +148,21 @@ class StepReporter:
         await self._disk.write_in_thread(report.write, context.folder, facts, steps, evals)
         log.info("run finished: report=%s model=%s", context.folder / "report.json", model)
 
-    def _count_samples(self, step: int, batch: StepBatch) -> dict[str, float]:
+    def _count_samples(self, batch: StepBatch) -> dict[str, float]:
         trajectories = batch.trajectories()
         return {
             m.ABSTAIN_COUNT: sum(t.abstained for t in trajectories),
-            m.DROPPED_SAMPLES: sum(self._dropped(step).values()),
+            m.DROPPED_SAMPLES: batch.dropped.total(),
             m.SKIPPED_STEPS: self._ledger.skipped_count(),
-            m.ROLLOUT_SPEED: batch.sampled_tokens() / max(batch.rolled - batch.began, 1e-9),
         }
-
-    def _dropped(self, step: int) -> dict[str, int]:
-        """Return the number of samples that this step dropped, by reason."""
-        # A recovery drops the samples of an earlier try of the step, which do not count for this one.
-        return {reason: count for reason, count in self._ledger.dropped(step).items() if reason not in ISSUED_AGAIN}
 
 
 def _add_total_time(record: StepRecord) -> None:
     """Store the time of the step so far, and the rest of it that no part accounts for."""
     seconds = time.monotonic() - record.began
     record.metrics[m.TIME_STEP] = seconds
+    waited = sum(record.metrics.get(name, 0.0) for name in (m.TIME_GENERATE, m.TIME_REWARD, m.TIME_REFERENCE))
+    record.metrics[m.TRAINER_WAIT] = waited / max(seconds, 1e-9)
     record.metrics[m.TIME_OTHER] = seconds - sum(record.metrics.get(name, 0.0) for name in m.TIMES_OF_A_STEP)
 
 

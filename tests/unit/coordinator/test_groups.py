@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fourfold.config.algorithm import FilterConfig
-from fourfold_coordinator.training.collect import keep_group
+from fourfold_coordinator.training.groups import keep_group
 
 
 @pytest.mark.parametrize(

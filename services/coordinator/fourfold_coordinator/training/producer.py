@@ -1,0 +1,281 @@
+"""Keeps groups in generation ahead of the trainer, and hands it batches in order of admission.
+
+    prompts --admit--> place --make--> READY ------> the first B places are READY: take --> trained --> published
+       ^                 |                                                            |                     |
+       |                 +--> filtered out, or lost: the place is free again           +--> too old: STALE   |
+       +------------------------------------------------------------------------------------ credit --------+
+
+Admission: with a lag limit of L, at most (L + 1) * B groups are between their admission and the publication of the
+step that trains them, where B is `batch.prompts_per_step`. Groups are trained strictly in order of admission. So a
+group that was admitted at version v trains version v + L at most, and short completions are not preferred. A place
+whose group is filtered out or lost is free at once. The places of the next batch are admitted in any case, further ones
+only while engines have room.
+
+With L = 0 no prompt is drawn in advance: sampling and training alternate. As long as no group is lost, the groups of a
+step then do not depend on the order in which responses arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from fourfold import metrics as m
+from fourfold.errors import WrongState
+
+from ..routing.replica import GivenUp
+from ..state.ledger import FILTERED, STALE
+from ..state.samples import SampleGroup, StepBatch
+from .context import RunContext
+from .groups import GroupDraft, GroupMaker
+from .queue_meter import QueueMeter
+from .recovery import RunPosition
+
+log = logging.getLogger("fourfold.coordinator")
+
+_TICK_SECONDS: Final = 0.25  # room in an engine comes without a notice
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Place:
+    """A place in the queue: one prompt, from its admission until a batch takes its group."""
+
+    position: int
+    sent: bool = False  # an engine got its request
+    group: SampleGroup | None = None  # READY
+    rolled: float = 0.0
+    scored: float = 0.0
+
+    def mark_sent(self) -> None:
+        self.sent = True
+
+
+class GroupProducer:
+    """The groups of a run that are not trained yet. `run` and `take` run concurrently."""
+
+    def __init__(self, context: RunContext) -> None:
+        self.lag_limit = context.config.asynchrony.max_policy_lag
+        self._maker = GroupMaker(context)
+        self._config, self._context = context.config, context
+        self._count, self._steps = context.config.batch.prompts_per_step, context.config.steps
+        self._restart(step=0, version=0)
+
+    def _restart(self, *, step: int, version: int) -> None:
+        self._step, self._version = step, version  # the last one taken; of the engines
+        self._open: deque[int] = deque()  # positions that were drawn and must be drawn again
+        self._next = 0  # above all positions that were drawn
+        self._recovered: dict[int, SampleGroup] = {}  # by position
+        self._places: list[_Place] = []  # in order of admission
+        self._in_training = 0  # groups of the batch that was taken and is not published yet
+        self._window = StepBatch()  # what happened since the last batch
+        self._meter = QueueMeter()
+        self._changed = asyncio.Event()
+
+    def resume(self, position: RunPosition, *, version: int) -> None:
+        """Continue at a position of the run, with the engines at `version`."""
+        self._restart(step=position.step, version=version)
+        self._open, self._next = deque(position.open_positions), position.next_position
+        self._recovered = {group.position: group for group in position.groups}
+
+    @property
+    def data_position(self) -> int:
+        """Position of the prompt that is drawn next."""
+        return self._open[0] if self._open else self._next
+
+    def publish(self, version: int) -> None:
+        """Note that the batch that was taken last is trained, and that engines serve `version`."""
+        self._version, self._in_training = version, 0
+        self._notify()
+
+    async def run(self) -> None:
+        """Admit and make groups, until the last batch is taken."""
+        async with asyncio.TaskGroup() as tasks:
+            while self._step < self._steps:
+                changed = self._changed
+                while self._may_admit() and (len(self._places) < self._count or self._engines_have_room()):
+                    place = _Place(position=self._draw())
+                    self._places.append(place)
+                    tasks.create_task(self._fill(place))
+                self._meter.set_blocked(not self._may_admit() and self._engines_have_room())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_TICK_SECONDS):
+                        await changed.wait()
+
+    async def take(self, step: int) -> StepBatch:
+        """Wait for the batch of a step, and take it; raise WrongState if all its groups are lost."""
+        began = time.monotonic()
+        while True:
+            while not self._head_is_ready():
+                await self._changed.wait()
+            head = self._places[: self._count]
+            stale = [place for place in head if self._is_stale(place.group)]
+            if not stale:
+                break
+            for place in stale:
+                self._places.remove(place)
+                await self._drop_stale(place.group)
+            self._notify()
+        del self._places[: len(head)]
+        batch = self._close_window(head)
+        batch.began = began
+        self._step, self._in_training = step, self._count
+        self._notify()
+        await self._complete(step, batch)
+        return batch
+
+    # -- admission --------------------------------------------------------------------------------------------------
+
+    def _may_admit(self) -> bool:
+        """Return whether the lag limit and the limits of the window let one more prompt be drawn."""
+        published = self._step - (1 if self._in_training else 0)
+        limit = min(self.lag_limit + 1, self._steps - published) * self._count
+        return len(self._places) + self._in_training < limit and self._may_draw()
+
+    def _may_draw(self) -> bool:
+        """Return whether a free place may draw a prompt; False when too many were lost, or filtered out."""
+        window, rule = self._window, self._config.algorithm.filter
+        places = (self._config.asynchrony.max_policy_lag + 1) * self._count
+        if rule.keep != "all" and len(window.filtered) + window.groups_lost > (rule.max_rounds - 1) * places:
+            return False
+        # If every group so far was lost, the scorer may be broken; `reward.lost_rounds` limits the further tries.
+        rounds = 1 if window.groups_kept or window.filtered else self._config.reward.lost_rounds
+        return window.groups_lost <= places * rounds
+
+    def _engines_have_room(self) -> bool:
+        """Return whether one more prompt would be sampled at once."""
+        prompt = self._context.prompts.at(self.data_position)
+        room = self._context.service_calls.room(prompt, self._config.batch.group_size, version=self._version)
+        return room > sum(not place.sent for place in self._places)
+
+    def _draw(self) -> int:
+        self._window.prompts_drawn += 1
+        if self._open:
+            return self._open.popleft()
+        self._next += 1
+        return self._next - 1
+
+    # -- one place --------------------------------------------------------------------------------------------------
+
+    async def _fill(self, place: _Place) -> None:
+        """Make the group of a place; free the place when there is none to train on."""
+        group = self._recovered.pop(place.position, None)
+        if group is not None and self._is_stale(group):
+            await self._drop_stale(group)
+            group = None
+        if group is not None:
+            place.group, place.sent = group, True
+            self._window.groups_kept += 1
+        else:
+            self._meter.begin_sampling()
+            draft = await self._maker.make(
+                place.position, step=self._step + 1, version=self._version, on_sent=place.mark_sent
+            )
+            self._add(draft, place)
+        ready = sum(p.group is not None for p in self._places)
+        self._context.board.set_progress(min(ready / self._count, 1.0))
+        self._notify()
+
+    def _add(self, draft: GroupDraft, place: _Place) -> None:
+        """Count a draft in the window, and put its group in its place or free the place."""
+        window, trajectories = self._window, list(draft.trajectories.values())
+        window.dropped += draft.dropped
+        self._meter.add_sampled(trajectories, draft.rolled)
+        if draft.group is not None and draft.kept:
+            place.group, place.rolled, place.scored = draft.group, draft.rolled, draft.scored
+            window.groups_kept += 1
+            return
+        self._places.remove(place)
+        if draft.group is not None:
+            window.filtered.append(draft.group)
+        else:
+            window.lost += trajectories
+            window.groups_lost += 1
+
+    def _is_stale(self, group: SampleGroup | None) -> bool:
+        """Return whether a token of a group is older than the recipe allows its step to train on."""
+        rule = self._config.asynchrony
+        if group is None or rule.stale == "train":
+            return False
+        version = self._context.session.policy_version
+        return any(version - sample.oldest_version > rule.max_policy_lag for sample in group.samples)
+
+    async def _drop_stale(self, group: SampleGroup | None) -> None:
+        if group is None:
+            return
+        names = [sample.sample_id for sample in group.samples]
+        await self._context.disk.write(self._context.ledger.drop, names, STALE)
+        self._window.dropped[STALE] += len(names)
+        self._window.lost += [t.with_drop_reason(STALE) for t in group.all_trajectories()]
+        log.warning("group is stale: group=%s", group.samples[0].group_id)
+
+    # -- batch ------------------------------------------------------------------------------------------------------
+
+    def _head_is_ready(self) -> bool:
+        head = self._places[: self._count]
+        return all(place.group is not None for place in head) and (len(head) == self._count or not self._may_draw())
+
+    def _close_window(self, head: Sequence[_Place]) -> StepBatch:
+        """Return the batch of these places, and begin the next window."""
+        batch, self._window = self._window, StepBatch()
+        batch.groups = [place.group for place in head if place.group is not None]
+        batch.groups_accepted = len(batch.groups)
+        batch.filtered.sort(key=lambda group: group.position)
+        batch.rolled = max((place.rolled for place in head), default=self._meter.last_completion)
+        batch.scored = max((place.scored for place in head), default=0.0)
+        running = sum(place.group is None for place in self._places)
+        batch.measured = {
+            m.LAG_LIMIT: float(self.lag_limit),
+            m.GROUPS_RUNNING: float(running),
+            m.GROUPS_READY: float(len(self._places) - running),
+            **self._context.router.engine_metrics(),
+            **self._meter.close_window(batch, sampling=running > 0),
+        }
+        return batch
+
+    async def _complete(self, step: int, batch: StepBatch) -> None:
+        """Settle what is not trained on; raise WrongState when nothing is left."""
+        context = self._context
+        if not batch.groups:
+            await self._keep_muted_groups(step, batch)
+        elif len(batch.groups) < self._count:
+            log.warning(
+                "batch is incomplete: step=%d groups=%d wanted=%d prompts=%d lost=%d filtered=%d",
+                step, len(batch.groups), self._count, batch.prompts_drawn, batch.groups_lost, len(batch.filtered),
+            )  # fmt: skip
+        filtered = [s.sample_id for group in batch.filtered for s in group.samples]
+        await context.disk.write(context.ledger.drop, filtered, FILTERED)
+        batch.dropped += Counter({FILTERED: len(filtered)})
+        batch.groups.sort(key=lambda group: group.position)
+        if not batch.groups:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(batch.dropped.items()))
+            raise WrongState(
+                f"step {step}: no group is left to train on; dropped samples: {reasons}; "
+                f"{context.router.faults.first_of(batch.dropped) or 'see the log'}"
+            )
+        batch.done = time.monotonic()
+
+    async def _keep_muted_groups(self, step: int, batch: StepBatch) -> None:
+        """Fill the batch with the last groups that were filtered out, with empty loss masks."""
+        # The trainer accepts no empty batch. It skips a batch without loss tokens, and the run continues. The masks are
+        # empty because penalties, KL terms or whitening could still give the samples advantages other than 0.
+        chosen, batch.filtered = batch.filtered[-self._count :], batch.filtered[: -self._count]
+        if chosen:
+            log.warning("step has nothing to learn: step=%d prompts=%d", step, batch.prompts_drawn)
+
+        async def mute(group: SampleGroup) -> None:
+            try:
+                batch.groups.append(await self._maker.mute(group))
+            except GivenUp:
+                batch.filtered.append(group)
+
+        await self._context.session.run_all(mute(group) for group in chosen)
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

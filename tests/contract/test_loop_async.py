@@ -1,0 +1,236 @@
+"""Asynchronous training: the real coordinator samples ahead of the trainer, within the policy lag of its recipe."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fourfold import config as configuration
+from fourfold.arrays import Sample
+from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold_coordinator.state.ledger import SampleState
+from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until
+from tests.fakes.toy import make_config
+
+EVERY_STEP = {"checkpoint": {"every_steps": 1}}
+NEVER = {"evaluation": {"every_steps": 100}}
+
+
+def lag(limit: int, **keys: Any) -> dict[str, Any]:
+    return {"asynchrony": {"max_policy_lag": limit, **keys}}
+
+
+class Log:
+    """What the trainer got: positions and lags of each step."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.positions: list[list[int]] = []
+        self.lags: list[list[int]] = []  # of every sample
+        self.follow()
+
+    def follow(self) -> None:
+        self.stage.trainer.on_batch = self._add
+
+    def _add(self, samples: list[Sample]) -> None:
+        self.positions.append(sorted({int(s.sample_id[1:8]) for s in samples}))
+        self.lags.append([self.stage.trainer.version - s.oldest_version for s in samples])
+
+    @property
+    def largest(self) -> int:
+        return max(max(lags) for lags in self.lags)
+
+
+def slow_and_uneven(stage: Stage, seed: int = 0) -> None:
+    """Let each request take a random time, some of them ten times as long as others."""
+    chance = random.Random(seed)
+
+    async def wait() -> None:
+        await asyncio.sleep(chance.choice([0.001, 0.002, 0.02]))
+
+    for engine in stage.rollouts:
+        engine.on_generate = wait
+
+
+def drawn(stage: Stage) -> list[int]:
+    return [int(r.request_id[1:8]) for r in stage.rollouts[0].requests if r.request_id.startswith("p")]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+async def test_groups_are_trained_in_order_of_admission_and_none_is_too_old(
+    make_stage: Callable[..., Stage], limit: int
+) -> None:
+    stage = make_stage(steps=8, **lag(limit))
+    slow_and_uneven(stage)
+    log = Log(stage)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert log.positions == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(8)]
+    assert 1 <= log.largest <= limit
+    rows = stage.lines("metrics.jsonl")
+    assert [row["async/token_lag_max"] for row in rows] == [float(max(lags)) for lags in log.lags]
+    assert max(row["train/policy_lag_max"] for row in rows) == log.largest
+    assert all(row["async/lag_limit"] == limit and row["async/stale_token_fraction"] == 0 for row in rows)
+    assert all(0 <= row[f"async/{side}_wait_fraction"] <= 1 for row in rows for side in ("trainer", "rollout"))
+    assert rows[-1]["async/length_bias"] == pytest.approx(0), "every group that was sampled is trained"
+    assert rows[-1]["async/groups_running"] == rows[-1]["async/groups_ready"] == 0
+    assert sorted(drawn(stage)) == list(range(24)), "no prompt is drawn for steps that the run does not have"
+    assert stage.report()["dropped"] == {}
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_engines_sample_while_the_trainer_trains_if_the_recipe_allows_a_lag(
+    make_stage: Callable[..., Stage], limit: int
+) -> None:
+    stage = make_stage(steps=4, **lag(limit), **NEVER)
+    meanwhile: list[int] = []
+
+    async def train(step: int) -> None:
+        before = len(drawn(stage))
+        await asyncio.sleep(0.1)
+        meanwhile.append(len(drawn(stage)) - before)
+
+    stage.trainer.on_train = train
+    await stage.start()
+    assert await stage.finish() == 0
+    assert (sum(meanwhile) > 0) == (limit > 0)
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+async def test_the_places_ahead_of_the_trainer_are_limited(make_stage: Callable[..., Stage], limit: int) -> None:
+    stage = make_stage(steps=9, **lag(limit), **NEVER)
+    hangs = hang_in_step(stage, 2)
+    await stage.start()
+    await until(hangs.is_set)
+    await asyncio.sleep(0.3)
+    assert len(drawn(stage)) == 3 + (limit + 1) * 3, "step 1, and what may be between admission and publication"
+    await stage.kill()
+
+
+async def test_places_ahead_wait_for_room_in_an_engine(make_stage: Callable[..., Stage]) -> None:
+    """The engine takes 8 samples, which are two groups; the batch has three."""
+    stage = make_stage(steps=3, **lag(4), **NEVER)
+    release = asyncio.Event()
+
+    async def hold() -> None:
+        if not stage.rollouts[0].requests[-1].request_id.startswith("eval"):
+            await release.wait()
+
+    stage.rollouts[0].on_generate = hold
+    await stage.start()
+    await until(lambda: len(drawn(stage)) == 2)
+    await asyncio.sleep(0.5)
+    ledger = stage.ledger()
+    assert sum(ledger.counts().values()) == 3 * 4, "the next batch is issued, no group beyond it"
+    ledger.close()
+    release.set()
+    assert await stage.finish() == 0
+    check_books(stage)
+
+
+async def test_filtered_groups_give_their_places_back(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=6, algorithm={"filter": {"keep": "varied", "max_rounds": 4}}, **lag(2), **NEVER)
+    slow_and_uneven(stage)
+
+    def outcome(item: reward.ScoreItem) -> reward.SampleScore | None:
+        name = item.experience.sample_id
+        if name.startswith("p") and int(name[1:8]) % 3 == 0:
+            return reward.SampleScore(score=1.0)
+        return reward.SampleScore(score=float(int(name[-1]) % 2))
+
+    stage.reward.outcome = outcome
+    log = Log(stage)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert all(len(positions) == 3 and not any(p % 3 == 0 for p in positions) for positions in log.positions)
+    assert log.largest <= 2
+    report = stage.report()
+    assert set(report["dropped"]) == {"FILTERED"}
+    assert sum(row["samples/dropped"] for row in stage.lines("metrics.jsonl")) <= report["dropped"]["FILTERED"]
+
+
+async def test_steps_that_learn_nothing_do_not_stop_the_run(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=5, **lag(1), **NEVER)
+    stage.reward.outcome = lambda item: reward.SampleScore(score=1.0)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.version == 0 and stage.report()["skipped_steps"] == 5
+
+
+async def test_everything_is_killed_and_ready_groups_are_trained_with_the_age_they_had(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=7, **lag(2), **EVERY_STEP, **NEVER)
+    log, hangs = Log(stage), hang_in_step(stage, 4)
+    await stage.start()
+    await until(hangs.is_set)
+    await until(lambda: ready_count(stage) == 36)
+    await stage.kill()
+    await fresh_processes(stage)
+    log.follow()
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert log.positions == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(7)]
+    assert set(drawn(stage)) == {18, 19, 20}, "what was READY or leased is not sampled again"
+    assert log.largest <= 2 and stage.report()["dropped"] == {}
+
+
+def ready_count(stage: Stage) -> int:
+    """Return the number of durable samples that are not trained."""
+    ledger = stage.ledger()
+    try:
+        counts = ledger.counts()
+        return counts.get(SampleState.READY, 0) + counts.get(SampleState.LEASED, 0)
+    finally:
+        ledger.close()
+
+
+async def test_groups_of_weights_that_died_with_the_trainer_are_sampled_again(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """The checkpoint is that of step 2; the trainer dies in step 4."""
+    stage = make_stage(steps=7, **lag(2), **NEVER)
+    log, dies = Log(stage), hang_in_step(stage, 4)
+    await stage.start()
+    await until(dies.is_set)
+    old = stage.trainer
+    await old.kill()
+    stage.trainer = successor(old)
+    log.follow()
+    await stage.trainer.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.loaded == [2]
+    assert log.positions[-5:] == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(2, 7)]
+    assert log.largest <= 2
+    assert set(stage.report()["dropped"]) == {"TRAINER_RESTORED"}
+
+
+@pytest.mark.parametrize("stale", ["drop", "train"])
+async def test_a_resume_with_a_smaller_lag_drops_what_is_too_old_unless_told_to_train_on_it(
+    make_stage: Callable[..., Stage], stale: str
+) -> None:
+    stage = make_stage(steps=7, **lag(4), **EVERY_STEP, **NEVER)
+    hangs = hang_in_step(stage, 2)
+    await stage.start()
+    await until(hangs.is_set)
+    await until(lambda: ready_count(stage) == 15 * 4)
+    await stage.kill()
+    stage.config = make_config(stage.folder.parent, steps=7, **lag(1, stale=stale), **EVERY_STEP, **NEVER)
+    (stage.folder / "config.toml").write_text(configuration.dump(stage.config))
+    await fresh_processes(stage)
+    log = Log(stage)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert (stage.report()["dropped"].get("STALE", 0) > 0) == (stale == "drop")
+    assert (log.largest > 1) == (stale == "train")
+    assert any(row["async/stale_token_fraction"] > 0 for row in stage.lines("metrics.jsonl")) == (stale == "drop")

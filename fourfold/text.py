@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 # Limits in characters.
@@ -65,6 +65,15 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column starts on the left, the others end on the right."""
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([head.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        for head, *cells in rows
+    ]
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

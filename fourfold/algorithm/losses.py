@@ -69,6 +69,8 @@ class PolicyLoss(Definition):
 
     compares_with_old: ClassVar[bool] = True
     """False if the loss does not read the old log-probabilities."""
+    corrects_lag: ClassVar[bool] = False
+    """True if the loss itself weighs tokens by their behavior log-probabilities."""
 
     @abstractmethod
     def compute(self, inputs: LossInputs) -> TokenLoss:

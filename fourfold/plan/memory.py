@@ -84,6 +84,14 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * _bytes_per_weight(config)
 
 
+def kv_cache_tokens(config: Config, shape: ModelShape) -> int | None:
+    """Return the tokens that fit into the KV cache of one replica; None if it has what is left of its GPUs."""
+    gib = config.rollout.kv_cache_gib or (None if config.rollout.gpus_per_replica else 1)
+    if gib is None:
+        return None
+    return gib * GIB * max(config.rollout.gpus_per_replica, 1) // kv_bytes_per_token(config, shape)
+
+
 def checkpoint_bytes(config: Config, sizes: ModelSizes) -> int:
     """Return the bytes of one checkpoint: masters, moments and average of the policy, and those of a critic."""
     shape, trained = sizes.policy, sizes.trained

@@ -2,7 +2,8 @@
 
 While it samples, a GPU holds the engine, the reference, and what the trainer keeps between steps (weights, gradients,
 optimizer). While it trains, it holds the whole trainer, the reference, and the engine; with `rollout.sleep_mode` only
-the part of the engine that no sleep frees.
+the part of the engine that no sleep frees. With `asynchrony.max_policy_lag` above 0 it does both at the same time: this
+takes what training takes with the engine awake.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from fourfold.plan.models import model_sizes
 _ENGINE_REST: Final = 1 * GIB
 
 
-def gpu_plan(config: Config, rows: Sequence[MemoryRow]) -> list[str]:
-    """Return the services on each GPU and, if they share GPUs, their memory, as sentences; [] without GPUs."""
+def gpu_plan(config: Config, rows: Sequence[MemoryRow], gpu_bytes: int | None = None) -> list[str]:
+    """Return the services on each GPU and, if they share GPUs, their memory, as sentences; [] without GPUs.
+
+    `gpu_bytes` is the memory of the smallest GPU of this machine, None if unknown.
+    """
     count = gpu_count(config)
     if not count:
         return []
@@ -30,6 +34,8 @@ def gpu_plan(config: Config, rows: Sequence[MemoryRow]) -> list[str]:
     many = f"{count} GPU{'s' if count > 1 else ''}"
     if config.placement.colocated:
         sampling, training = (max(sizes) for sizes in zip(*_bytes_by_gpu(config, rows), strict=True))
+        if config.asynchrony.max_policy_lag:
+            return [f"{many}, shared: {listed}.", _overlap(config, rows, training, gpu_bytes)]
         engine = "asleep" if config.rollout.sleep_mode else "awake"
         return [
             f"{many}, shared: {listed}.",
@@ -38,6 +44,24 @@ def gpu_plan(config: Config, rows: Sequence[MemoryRow]) -> list[str]:
         ]
     fewer = " On a machine with fewer GPUs they share." if config.placement.colocated is None and count > 1 else ""
     return [f"{many}, one service on each: {listed}.{fewer}"]
+
+
+def _overlap(config: Config, rows: Sequence[MemoryRow], needed: int, gpu_bytes: int | None) -> str:
+    """Describe whether engine and trainer fit on a GPU while both work."""
+    engine = next(row for row in rows if row.role == "rollout")
+    text = (
+        f"Engine and trainer work at the same time: the fullest GPU holds about {needed / GIB:.1f} GiB, "
+        f"{engine.total / GIB:.1f} of them the engine ({engine.kv_cache / GIB:.1f} KV cache). "
+    )
+    if gpu_bytes is None:
+        return f"{text}Every GPU must have at least that much."
+    has = f"this machine's have {gpu_bytes / GIB:.1f}"
+    if needed <= gpu_bytes:
+        return f"{text}It fits: {has}."
+    return (
+        f"{text}It does not fit: {has}. Lower rollout.kv_cache_gib or batch.tokens_per_micro_batch, raise "
+        f"trainer.ranks, or set asynchrony.max_policy_lag = 0 and rollout.sleep_mode = true."
+    )
 
 
 def check_gpu_memory(config: Config, gpu_bytes: int) -> None:
@@ -53,6 +77,8 @@ def check_gpu_memory(config: Config, gpu_bytes: int) -> None:
         if needed <= gpu_bytes:
             continue
         sleep = "" if config.rollout.sleep_mode else ", set rollout.sleep_mode = true"
+        if config.asynchrony.max_policy_lag:
+            sleep += " and asynchrony.max_policy_lag = 0"
         raise ConfigError(
             f"placement.colocated = true: while {phase} a GPU must hold at least {needed / GIB:.1f} GiB of weights, "
             f"gradients, optimizer and KV cache, and has {gpu_bytes / GIB:.1f}; lower rollout.kv_cache_gib = "

@@ -10,12 +10,25 @@ from typing import Final
 
 from fourfold import config as configuration
 from fourfold.config import Config, CriticConfig, DataSourceConfig, TrainerConfig
+from fourfold.errors import ConfigError
+from fourfold.host.hardware import smallest_memory, visible_gpus
 from fourfold.model.folder import ModelShape
 from fourfold.plan.algorithm import algorithm_plan
+from fourfold.plan.asynchrony import NO_RATES, lag_plan, rates_text, speed_table
 from fourfold.plan.batch import BatchPlan, batch_plan, engine_limits
-from fourfold.plan.memory import GIB, MemoryRow, checkpoint_bytes, kv_bytes_per_token, memory_plan, weight_bytes
+from fourfold.plan.memory import (
+    GIB,
+    MemoryRow,
+    checkpoint_bytes,
+    kv_bytes_per_token,
+    kv_cache_tokens,
+    memory_plan,
+    weight_bytes,
+)
 from fourfold.plan.models import AdapterPlan, check_sequence_parallel, model_sizes
 from fourfold.plan.placement import gpu_plan
+from fourfold.plan.rates import RunRates, read_rates
+from fourfold.text import align_columns
 
 _WIDTH: Final = 110
 _LABEL: Final = 12
@@ -24,23 +37,32 @@ _COLUMNS: Final = ("weights", "gradients", "optimizer", "activations", "kv_cache
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="TOML file of the run")
+    parser.add_argument(
+        "--rates",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, such as runs/NAME: predict step time and speed-up from its metrics",
+    )
     parser.add_argument("--resolved", action="store_true", help="print the recipe with every default written out")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the plan of a recipe, or the recipe with all defaults."""
     config = configuration.load(args.recipe)
-    print(configuration.dump(config) if args.resolved else describe(config), end="")
+    if args.resolved and args.rates:
+        raise ConfigError("--resolved and --rates exclude each other: a recipe has no rates; give one of them")
+    run = read_rates(args.rates) if args.rates else None
+    print(configuration.dump(config) if args.resolved else describe(config, run), end="")
     return 0
 
 
-def describe(config: Config) -> str:
-    """Return the plan as text; its models must exist and fit the recipe."""
+def describe(config: Config, run: RunRates | None = None) -> str:
+    """Return the plan as text, with step times if rates are known; its models must exist and fit the recipe."""
     check_sequence_parallel(config)
     sizes, plan = model_sizes(config), batch_plan(config)
     shape = sizes.policy
     rows = memory_plan(config, sizes)
-    on_gpus = gpu_plan(config, rows)
+    on_gpus = gpu_plan(config, rows, smallest_memory(visible_gpus()))
     # Label and paragraph; further paragraphs of a label have an empty one.
     paragraphs = [
         ("model", _model(config, shape)),
@@ -57,7 +79,8 @@ def describe(config: Config) -> str:
         ("reference", _reference(config)),
         *zip_longest(["placement"] if on_gpus else [], on_gpus, fillvalue=""),
         *zip_longest(["weights"], _weights(config, shape), fillvalue=""),
-        ("policy lag", "0: the weights of each step sample the next one."),
+        *zip_longest(["policy lag"], lag_plan(config, shape), fillvalue=""),
+        ("speed", rates_text(run) if run else f"unknown. {NO_RATES}"),
     ]
     title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
     lines = [title, ""]
@@ -65,6 +88,8 @@ def describe(config: Config) -> str:
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=" " * _LABEL, break_on_hyphens=False
         )
+    if run:
+        lines += ["", *speed_table(config, shape, run)]
     return "\n".join([*lines, "", *memory_table(rows)]) + "\n"
 
 
@@ -239,7 +264,7 @@ def _rollout(config: Config, shape: ModelShape) -> str:
             f"{_engine_limits(config)}{rounded}{sleep}"
         )
     cache = rollout.kv_cache_gib or 1
-    tokens = cache * GIB // kv_bytes_per_token(config, shape)
+    tokens = kv_cache_tokens(config, shape) or 0
     full = tokens // config.model.max_context_tokens
     return (
         f"{where} on CPU: {cache} GiB of KV cache = {tokens:,} tokens = {full:,} samples of full "
@@ -327,13 +352,8 @@ def memory_table(rows: list[MemoryRow]) -> list[str]:
         cells = [_gib(getattr(row, name)) for name in _COLUMNS]
         total = f"{row.share_of_gpu:.0%} of GPU" if row.share_of_gpu else _gib(row.total)
         table.append([where, str(row.count), *cells, total])
-    first, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join([head.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
-        for head, *cells in table
-    ]
     main_memory = sum(row.total * row.count for row in rows if not row.on_gpu)
-    return [*lines, f"Main memory in total: about {main_memory / GIB:.1f} GiB."]
+    return [*align_columns(table), f"Main memory in total: about {main_memory / GIB:.1f} GiB."]
 
 
 def _gib(size: int) -> str:

@@ -15,7 +15,8 @@ from fourfold.model import folder
 from fourfold.plan import report
 from fourfold.plan.placement import check_gpu_memory
 
-QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
+RECIPES = Path(__file__).parents[3] / "recipes"
+QUICKSTART = RECIPES / "quickstart.toml"
 
 # Word for word what the command prints: the README quotes it.
 QUICKSTART_PLAN = """\
@@ -51,6 +52,8 @@ weights     0.50 GiB go to the engine after every step, through shared memory, o
             Running samples finish first. Checksums of all tensors are compared with the trainer's in the
             first 3 updates and every 10 versions, the log-probabilities of a probe prompt after every update.
 policy lag  0: the weights of each step sample the next one.
+speed       unknown. `fourfold plan RECIPE --rates runs/NAME` predicts it from the metrics of a run that has
+            done a step.
 
 GiB each     number  weights  gradients  optimizer  activations  kv cache  programs  total
 trainer           1     1.00       0.50       1.50         3.00         -      0.68   6.69
@@ -81,6 +84,14 @@ def changed(**tables: dict[str, Any]) -> str:
 def test_plan_of_the_quickstart_word_for_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(QUICKSTART)]) == 0
     assert capsys.readouterr().out == QUICKSTART_PLAN
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("**/*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_has_a_plan(path: Path) -> None:
+    config = configuration.load(path)
+    text = report.describe(config)
+    assert text.startswith(f"{config.name}: {config.steps} steps of")
+    assert "Warning:" not in text
 
 
 def test_plan_needs_no_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

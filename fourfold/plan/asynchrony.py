@@ -1,0 +1,118 @@
+"""Describes what `asynchrony.max_policy_lag` means for a recipe, and predicts its step time at several lags."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fourfold.config import Config
+from fourfold.model.folder import ModelShape
+from fourfold.plan.batch import engine_limits, groups_in_flight
+from fourfold.plan.cost import Prediction, predict
+from fourfold.plan.memory import GIB, kv_bytes_per_token, kv_cache_tokens
+from fourfold.plan.rates import RunRates, workload
+from fourfold.text import align_columns
+
+LAGS: Final = (0, 1, 2, 4)
+NO_RATES: Final = "`fourfold plan RECIPE --rates runs/NAME` predicts it from the metrics of a run that has done a step."
+
+
+def lag_plan(config: Config, shape: ModelShape) -> list[str]:
+    """Return one paragraph on the policy lag, one on the room that it needs in engines, and one per warning."""
+    lag, batch = config.asynchrony.max_policy_lag, config.batch
+    if not lag:
+        return ["0: the weights of each step sample the next one."]
+    too_old = {"drop": "dropped (STALE)", "train": "trained on"}[config.asynchrony.stale]
+    text = (
+        f"at most {lag}: engines sample while the trainer trains. At most {lag + 1} x {batch.prompts_per_step} = "
+        f"{groups_in_flight(config):,} groups are between admission and the update that trains on them, and up to "
+        f"{lag * batch.prompts_per_step:,} of them run while a step trains. Groups are trained in the order of "
+        f"admission. Those with tokens of weights more than {lag} version{'s' if lag > 1 else ''} old, as after a "
+        f"failure, are {too_old}."
+    )
+    if target := config.asynchrony.target_mismatch:
+        text += (
+            f" The lag is lowered while |o - u| of trained tokens (u: their log-probability in the engine) is above "
+            f"{target:g} nats on average, and raised again below."
+        )
+    return [text, _room(config, shape), *_warnings(config)]
+
+
+def _room(config: Config, shape: ModelShape) -> str:
+    """Compare the samples in flight with those at lag 0, and with the room in an engine."""
+    batch, replicas = config.batch, max(config.rollout.replicas, 1)
+    before, wanted = (-(-g // replicas) * batch.group_size for g in (batch.prompts_per_step, groups_in_flight(config)))
+    context, limit = config.model.max_context_tokens, engine_limits(config).concurrent_samples
+    samples = min(wanted, limit)
+    needed = samples * context * kv_bytes_per_token(config, shape)
+    waiting = f"; of {wanted:,}, the others wait in the coordinator" if wanted > limit else ""
+    text = (
+        f"Each engine has up to {samples:,} samples in flight ({min(before, limit):,} at lag 0{waiting}). At full "
+        f"length their KV cache takes {needed / GIB:.1f} GiB"
+    )
+    tokens = kv_cache_tokens(config, shape)
+    if tokens is None:
+        return f"{text} of the engine's share of its GPUs."
+    if tokens >= samples * context:
+        return f"{text}, which the engine has."
+    return f"{text}; the engine has room for {tokens // context:,} of them, and the others wait in its queue."
+
+
+def _warnings(config: Config) -> list[str]:
+    algorithm = config.algorithm
+    found = []
+    if algorithm.correction.kind == "none" and not algorithm.loss.corrects_lag:
+        found.append(
+            f'Warning: algorithm.correction.kind = "none" trains tokens of older weights as if those of the step had '
+            f"sampled them (loss.kind = `{algorithm.loss.kind}` compares with o alone); set correction.kind = "
+            f'"tis", or a preset that has one, such as `decoupled` or `cispo`.'
+        )
+    if config.pause_mode == "wait":
+        found.append(
+            'Warning: weights.pause = "wait" lets every update wait for the longest running sample, so that little is '
+            'gained; set it to "keep".'
+        )
+    return found
+
+
+def rates_text(run: RunRates) -> str:
+    """Describe the rates of a run and where they come from."""
+    step, rates = run.rates.engine_step, run.rates
+    first, last = run.steps
+    if run.step_is_measured:
+        engine = f"an engine step takes {step.base * 1e3:.3g} ms + {step.per_sample * 1e6:.3g} us per sample"
+        if step.per_context_token:
+            engine += f" + {step.per_context_token * 1e9:.3g} ns per token in the KV cache"
+    else:
+        engine = (
+            f"an engine samples {1 / step.per_sample:,.0f} tokens/s. How this depends on the samples at once was not "
+            f"measured (generations of a few seconds are too short), so that it is assumed not to, and the speed-ups "
+            f"are lower bounds"
+        )
+    return (
+        f"from {run.folder}, {f'steps {first} to {last}' if first < last else f'step {last}'}: {engine}; the trainer "
+        f"trains {rates.train_tokens_per_second:,.0f} tokens/s; publish {rates.publish_seconds:.2g} s, scoring "
+        f"{rates.reward_seconds:.2g} s, other {rates.other_seconds:.2g} s. Prompts of {run.prompt_tokens:,.0f} and "
+        f"completions of {run.mean_new_tokens:,.0f} tokens on average, at most {run.longest_new_tokens:,}. Evaluations "
+        f"and checkpoints are left out."
+    )
+
+
+def speed_table(config: Config, shape: ModelShape, run: RunRates) -> list[str]:
+    """Return the lines of a table with one line per policy lag: step time, speed-up, and what waits for what."""
+    lags = sorted({*LAGS, config.asynchrony.max_policy_lag})
+    results = [predict(run.rates, workload(config, shape, run, lag), lag) for lag in lags]
+    head = ["policy lag", "s per step", "speed-up", "tokens/s", "engine load", "trainer waits", "token lag", "bound by"]
+    return align_columns([head, *(_row(result, results[0]) for result in results)])
+
+
+def _row(result: Prediction, synchronous: Prediction) -> list[str]:
+    return [
+        str(result.lag),
+        f"{result.step_seconds:.3g}",
+        f"{synchronous.step_seconds / result.step_seconds:.2f}",
+        f"{result.trained_tokens_per_second:,.0f}",
+        f"{result.engine_utilisation:.0%}",
+        f"{result.trainer_wait:.0%}",
+        f"{result.mean_token_lag:.1f}",
+        result.limit,
+    ]

@@ -112,6 +112,8 @@ ENGINE_STEP_BASE: Final = "rollout/step_base_seconds"
 ENGINE_STEP_SAMPLE: Final = "rollout/step_sample_seconds"
 ENGINE_STEP_CONTEXT: Final = "rollout/step_context_seconds"
 KV_CACHE_USE: Final = "rollout/kv_cache_use_max"
+CONTINUED_TOKENS: Final = "rollout/continued_tokens"
+LOST_TOKENS: Final = "rollout/lost_tokens"
 TIME_GENERATE: Final = "time/generate"
 TIME_REWARD: Final = "time/reward"
 TIME_REFERENCE: Final = "time/reference"
@@ -233,6 +235,8 @@ METRICS: Final[dict[str, str]] = {
     ENGINE_STEP_SAMPLE: "seconds: part of an engine step per running sample, fitted, mean engine",
     ENGINE_STEP_CONTEXT: "seconds: part of an engine step per token in the KV cache, fitted, mean engine",
     KV_CACHE_USE: "share in [0, 1]: peak use of the KV cache since the last step, fullest engine",
+    CONTINUED_TOKENS: "tokens: number of interrupted and slow calls that samples kept; absent if none",
+    LOST_TOKENS: "tokens: number that engines sent and no sample has, as after a bad response; absent if none",
     TIME_GENERATE: "seconds: sampling",
     TIME_REWARD: "seconds: scoring that is not hidden behind sampling",
     TIME_REFERENCE: "seconds: reference log-probabilities that are not hidden behind sampling and scoring",

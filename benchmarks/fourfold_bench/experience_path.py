@@ -89,6 +89,7 @@ _SERVE: Final = "--serve"
 _ROLES: Final = ("rollout", "reward", "trainer")
 _PHASES: Final = ("generate", "score", "store", "train", "record")
 _WATCH_SECONDS: Final = 0.002
+_FLUSH_SECONDS: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ class PathSettings(BenchmarkSettings):
     samples: int = option("samples of one step", default=1000, least=1)
     tokens: int = option("tokens of one sample, prompt and completion", default=1024, above=PROMPT_TOKENS + 1)
     group_size: int = option("samples of one Generate call", default=8, least=2)
+    flushes: int = option("messages with tokens of unfinished samples in one Generate call", default=0, least=0)
     runs: int = option(default=15, least=1)
     warmup: int = option(default=3, least=0)
     prompt_tokens: int = PROMPT_TOKENS
@@ -108,7 +110,7 @@ class PathSettings(BenchmarkSettings):
 
 
 class ReadyEngine:
-    """A `RolloutEngine` that answers at once."""
+    """A `RolloutEngine` that answers at once; with flushes, in parts a few milliseconds apart."""
 
     def __init__(self, settings: PathSettings) -> None:
         rng = np.random.default_rng(0)
@@ -121,7 +123,8 @@ class ReadyEngine:
             )
             for _ in range(_READY_SAMPLES)
         ]
-        self._given = 0
+        self._given, self._flushes = 0, settings.flushes
+        self._tasks: set[asyncio.Task[None]] = set()
         # As in the middle of a step: for an idle engine the servicer waits some milliseconds to coalesce calls.
         self.running_count = 1
         self.description = EngineDescription(
@@ -139,10 +142,27 @@ class ReadyEngine:
         return EngineLoad(running_samples=0, sampled_tokens=0, held_tokens=0)
 
     async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
+        outputs = []
         for request in requests:
             self._given += 1
-            request.sink.put(request.index, self._outputs[self._given % _READY_SAMPLES])
+            outputs.append((request, self._outputs[self._given % _READY_SAMPLES]))
+        if not self._flushes:
+            for request, output in outputs:
+                request.sink.put(request.index, output)
+        else:
+            self._tasks.add(task := asyncio.create_task(self._put_parts(outputs)))
+            task.add_done_callback(self._tasks.discard)
         return []
+
+    async def _put_parts(self, outputs: Sequence[tuple[SampleRequest, SampleOutput]]) -> None:
+        """Put equal parts of all samples, `flushes` times before the last; those of one time leave in one message."""
+        for part in range(self._flushes + 1):
+            for request, output in outputs:
+                ids = np.array_split(output.token_ids, self._flushes + 1)[part]
+                logprobs = np.array_split(output.logprobs, self._flushes + 1)[part]
+                finish = output.finish if part == self._flushes else None
+                request.sink.put(request.index, SampleOutput(token_ids=ids, logprobs=logprobs, finish=finish))
+            await asyncio.sleep(_FLUSH_SECONDS)
 
     async def abandon(self, samples: Sequence[EngineSample]) -> None:
         """Do nothing: no sample runs."""

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from fourfold.table import Table
 
+_LEAST_HEDGE: Final = 1.5
 # Options of vLLM's engine that are keys of the recipe.
 _VLLM_KEYS: Final = {
     "model": "model.source",
@@ -93,6 +94,10 @@ class RolloutConfig(Table):
     """Tokens that one engine step may process. Unset: see `fourfold.plan.batch`."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPUs."""
+    hedge_after: float = Field(default=0.0, ge=0)
+    """A call counts as slow when it takes this many times as long as the run's median call for the tokens that it has
+    sampled so far, or when its engine reports no load. Then its unfinished samples continue on another engine with
+    room, too, and the first result is used. 0: never; otherwise at least 1.5."""
     quantization: Literal["", "fp8"] = ""
     """fp8: the engine rounds the weights to 8 bits when it receives them; needs GPUs. The trainer stays in
     `model.dtype`, and `algorithm.correction` weighs the difference. Empty: no rounding."""
@@ -120,6 +125,15 @@ class RolloutConfig(Table):
             if not all(isinstance(one, bool | int | float | str) for one in values):
                 raise ValueError(f"`{name}` = {value!r} must be a number, a text, true, false, or a list of these")
         return options
+
+    @field_validator("hedge_after")
+    @classmethod
+    def _check_hedging(cls, value: float) -> float:
+        if 0 < value < _LEAST_HEDGE:
+            raise ValueError(
+                f"hedge_after = {value:g} would sample most groups twice; set it to at least {_LEAST_HEDGE}, or to 0"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:

@@ -211,8 +211,8 @@ class WeightsConfig(Table):
     pause: Literal["auto", "keep", "recompute", "wait", "abort"] = "auto"
     """Running requests during an update. keep: they are paused and continue under the new weights, with the KV cache of
     the old ones. recompute: the same, but the new weights compute their KV cache again. wait: they finish first. abort:
-    they end with the tokens they have, and are sampled again. auto: wait if `asynchrony.max_policy_lag` is 0, else
-    keep."""
+    they end with the tokens they have, and continue from these as new requests. auto: wait if
+    `asynchrony.max_policy_lag` is 0, else keep."""
     timeout_seconds: Seconds = 120.0
     """Longest time of one update, from pause to resume."""
     verify_first: int = Field(default=3, ge=0)

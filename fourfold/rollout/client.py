@@ -6,7 +6,7 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from fourfold.arrays import Float32Array, Int32Array, VersionSpan
@@ -23,7 +23,7 @@ from fourfold.types.v1.experience_pb2 import Experience
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One finished sample of a prompt, without the prompt."""
+    """One sample of a prompt, without the prompt; finished, unless `finish_reason` is UNSPECIFIED or ABORTED."""
 
     sample_index: int
     token_ids: Int32Array  # [n]; n may be 0 when the engine aborted the request
@@ -41,6 +41,46 @@ class CompletionChunk:
     logprobs: Float32Array  # [n]
     policy_version: int  # of the weights that sampled these tokens; a chunk never spans two versions
     finish_reason: pb.FinishReason.ValueType  # FINISH_REASON_UNSPECIFIED before the last chunk of the sample
+
+
+class CompletionDraft:
+    """The chunks of one sample as they come."""
+
+    __slots__ = ("_logprobs", "_spans", "_token_ids", "finish_reason", "index", "token_count")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.token_count = 0
+        self.finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED  # of the last chunk
+        self._token_ids: list[bytes] = []
+        self._logprobs: list[bytes] = []
+        self._spans: list[tuple[int, int]] = []  # (policy version, tokens)
+
+    def add(self, chunk: pb.SampleChunk) -> None:
+        """Append a chunk that `AsyncRolloutClient.generate` has yielded."""
+        # Read each field once: every access copies the bytes out of the message.
+        ids, version = chunk.token_ids, chunk.policy_version
+        self.finish_reason = chunk.finish_reason
+        if not ids:
+            return
+        count = len(ids) // 4
+        self.token_count += count
+        self._token_ids.append(ids)
+        self._logprobs.append(chunk.logprobs)
+        if self._spans and self._spans[-1][0] == version:
+            self._spans[-1] = (version, self._spans[-1][1] + count)
+        else:
+            self._spans.append((version, count))
+
+    def join(self) -> Completion:
+        """Return the tokens so far."""
+        return Completion(
+            sample_index=self.index,
+            token_ids=read_ints(b"".join(self._token_ids)),
+            logprobs=read_floats(b"".join(self._logprobs)),
+            version_spans=tuple(VersionSpan(policy_version=v, token_count=n) for v, n in self._spans),
+            finish_reason=self.finish_reason,
+        )
 
 
 class AsyncRolloutClient(AsyncClient):
@@ -149,11 +189,11 @@ class AsyncRolloutClient(AsyncClient):
 
         Errors as of `generate`.
         """
-        parts = [_Parts(index=index) for index in range(sample_count(request))]
+        drafts = [CompletionDraft(index) for index in range(sample_count(request))]
         async with aclosing(self.generate(request, timeout=timeout)) as chunks:
             async for chunk in chunks:
-                parts[chunk.sample_index].add(chunk)
-        return [part.join() for part in parts]
+                drafts[chunk.sample_index].add(chunk)
+        return [draft.join() for draft in drafts]
 
     def watch_load(
         self, *, period: float = 1.0, timeout: float | None = None
@@ -186,39 +226,6 @@ def _request(
         sample_count=count,
         min_policy_version=min_version,
     )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Parts:
-    """Chunks of one sample as they come."""
-
-    index: int
-    token_ids: list[bytes] = field(default_factory=list)
-    logprobs: list[bytes] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (policy version, tokens)
-    finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
-
-    def add(self, chunk: pb.SampleChunk) -> None:
-        # Read each field once: every access copies the bytes out of the message.
-        ids, version = chunk.token_ids, chunk.policy_version
-        self.finish_reason = chunk.finish_reason
-        if not ids:
-            return
-        self.token_ids.append(ids)
-        self.logprobs.append(chunk.logprobs)
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = (version, self.spans[-1][1] + len(ids) // 4)
-        else:
-            self.spans.append((version, len(ids) // 4))
-
-    def join(self) -> Completion:
-        return Completion(
-            sample_index=self.index,
-            token_ids=read_ints(b"".join(self.token_ids)),
-            logprobs=read_floats(b"".join(self.logprobs)),
-            version_spans=tuple(VersionSpan(policy_version=v, token_count=n) for v, n in self.spans),
-            finish_reason=self.finish_reason,
-        )
 
 
 class RolloutControlClient(AsyncClient):

@@ -87,6 +87,17 @@ class TestGenerate:
         chunks = await asyncio.wait_for(answer, 2)
         assert [len(chunk.token_ids) // 4 for chunk in chunks] == [1, 3]
 
+    @pytest.mark.parametrize(("seconds", "batches"), [(None, 1), (1.0, 1), (0.9, 2)])
+    async def test_calls_that_are_flushed_seldom_begin_together_like_calls_that_are_not(
+        self, service: Service, seconds: float | None, batches: int
+    ) -> None:
+        # Their tokens are then those of calls without flushes: kernels round by the shape of the batch.
+        calls = [asyncio.create_task(collect(service, request(name, flush_seconds=seconds))) for name in "ab"]
+        await service.running(2)
+        assert len(service.engine.batches) == batches
+        service.engine.tick(4)
+        await asyncio.gather(*calls)
+
     async def test_flush_interval_bounds_how_long_a_token_waits(self, service: Service) -> None:
         async with aclosing(service.client.generate(request(flush_seconds=0.05), timeout=5)) as chunks:
             for _ in range(2):

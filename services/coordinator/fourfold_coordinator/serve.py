@@ -210,7 +210,11 @@ class Coordinator:
                 status=self._weight_status,
             ),
             service_calls=ServiceCalls(
-                config, router, self._tokenizer.decode_batch, newest_version=ledger.highest_version
+                config,
+                router,
+                self._tokenizer.decode_batch,
+                newest_version=ledger.highest_version,
+                stop_token_ids=self._tokenizer.stop_token_ids,
             ),
             certificates=self._certificates,
             totals=totals,

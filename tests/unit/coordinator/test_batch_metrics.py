@@ -11,7 +11,7 @@ import pytest
 
 from fourfold import metrics as m
 from fourfold.arrays import VersionSpan
-from fourfold.errors import PeerFault, Unavailable
+from fourfold.errors import PeerFault
 from fourfold.metrics import METRICS
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
@@ -93,7 +93,6 @@ def test_truncation_comes_from_the_finish_reason() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"finish_reason": rollout.FINISH_REASON_ABORTED}, "gave the request up"),
         ({"finish_reason": 77}, "unknown finish_reason 77"),
         ({"tokens": 0}, "a sample without tokens"),
         ({"token_ids": np.array([1, 2, 20], np.int32)}, "outside the vocabulary"),
@@ -101,8 +100,18 @@ def test_truncation_comes_from_the_finish_reason() -> None:
     ],
 )
 def test_a_completion_that_cannot_be_trained_on_is_asked_of_another_engine(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises((Unavailable, PeerFault), match=f"rollout-0: .*{words}"):
+    with pytest.raises(PeerFault, match=f"rollout-0: .*{words}"):
         check_completions([completion(**changes)], peer="rollout-0", vocabulary_size=20, newest_version=2)
+
+
+def test_an_unfinished_completion_is_checked_like_a_finished_one() -> None:
+    for reason in (rollout.FINISH_REASON_UNSPECIFIED, rollout.FINISH_REASON_ABORTED):
+        fields: dict[str, Any] = {"finish_reason": reason}
+        for good in (completion(**fields), completion(**fields, tokens=0)):
+            check_completions([good], peer="rollout-0", vocabulary_size=20, newest_version=2)
+        bad = completion(**fields, token_ids=np.array([1, 20, 2], np.int32))
+        with pytest.raises(PeerFault, match="outside the vocabulary"):
+            check_completions([bad], peer="rollout-0", vocabulary_size=20, newest_version=2)
 
 
 def test_tokens_of_a_version_that_was_never_sent_are_refused() -> None:
@@ -110,6 +119,9 @@ def test_tokens_of_a_version_that_was_never_sent_are_refused() -> None:
     with pytest.raises(PeerFault, match="tokens of policy_version 2; 1 is the newest that was sent") as fault:
         check_completions([completion()], peer="rollout-0", vocabulary_size=20, newest_version=1)
     assert fault.value.reason == "BAD_VERSION"
+    spans = (VersionSpan(policy_version=2, token_count=2), VersionSpan(policy_version=1, token_count=1))
+    with pytest.raises(PeerFault, match="policy_version 2; 1 is the newest"):  # it went on with older weights
+        check_completions([completion(version_spans=spans)], peer="r", vocabulary_size=20, newest_version=1)
 
 
 def test_the_digest_sees_every_token_and_no_order() -> None:

@@ -172,3 +172,20 @@ async def test_a_watch_opens_again_what_ended_broke_or_stood_still(monkeypatch: 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def test_an_engine_is_silent_when_its_reports_stopped() -> None:
+    load = EngineLoad()
+    assert not load.silent(100.0), "a service need not report"
+    load.take(report(1.0), 100.0)
+    assert not load.silent(100.0 + module.STALE_SECONDS)
+    assert load.silent(100.1 + module.STALE_SECONDS)
+
+
+def test_counts_of_tokens_begin_again_when_they_are_taken() -> None:
+    counts = module.TokenCounts()
+    counts.add(continued=3, lost=0)
+    counts.add(continued=4, lost=0)
+    assert counts.take() == {"rollout/continued_tokens": 7.0}
+    counts.add(continued=0, lost=2)
+    assert counts.take() == {"rollout/lost_tokens": 2.0} and counts.take() == {}

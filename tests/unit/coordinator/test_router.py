@@ -11,10 +11,18 @@ import pytest
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded, PeerFault, PermissionDenied, Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.rollout.v1.rollout_service_pb2 import WatchLoadResponse
 from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.routing import circuit_breaker
 from fourfold_coordinator.routing.registry import Member, Registry
-from fourfold_coordinator.routing.replica import FatalRunError, GivenUp, Replica, RetryBudget, ServiceMissing
+from fourfold_coordinator.routing.replica import (
+    FatalRunError,
+    GivenUp,
+    Interrupted,
+    Replica,
+    RetryBudget,
+    ServiceMissing,
+)
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.routing.scheduling import Demand
 from fourfold_coordinator.state.faults import FaultLog
@@ -148,6 +156,46 @@ async def test_the_infrastructure_budget_ends(bench: Bench) -> None:
     with pytest.raises(GivenUp, match="given up after its last try: c is draining") as error:
         await bench.call(work, infrastructure=2)
     assert error.value.reason == "DRAINING"
+
+
+async def test_an_interruption_is_no_failure_and_the_rest_goes_elsewhere_with_its_own_demand(bench: Bench) -> None:
+    for member in ("a", "b"):
+        bench.join(member)
+    left, tried, spent = [5], list[tuple[str, int]](), list[str]()
+
+    async def work(replica: Replica) -> str:
+        tried.append((replica.member.member_id, replica.outstanding))
+        if len(tried) == 1:
+            left[0] = 2
+            raise Interrupted("the engine gave the request up", reason="ABORTED")
+        return "done"
+
+    call = bench.router.call(
+        ROLE, work, demand=lambda: Demand(samples=left[0]), spend=lambda error: spent.append(error.reason)
+    )
+    assert await call == "done"
+    assert tried == [("a", 5), ("b", 2)] and spent == ["ABORTED"]
+    assert not bench.router.replicas(ROLE)[0].breaker.failures and not bench.router.faults.counts()
+
+
+async def test_another_replica_is_spare_if_it_takes_a_call_at_once(bench: Bench) -> None:
+    first, other = bench.join("a"), bench.join("b", capacity=4)
+
+    def spare(samples: int = 3, version: int = -1, without: Replica = first) -> bool:
+        return bench.router.has_spare(ROLE, Demand(samples=samples, tokens=30), version=version, without=without)
+
+    assert spare() and not spare(5) and not spare(version=0) and spare(without=other, samples=5)
+    report = WatchLoadResponse(kv_cache_token_count=40, free_kv_cache_token_count=30)
+    other.load.take(report, SYSTEM_CLOCK.monotonic())
+    assert spare()
+    with other.in_flight(Demand(samples=1, tokens=1)):
+        assert not spare(), "29 tokens fit into its KV cache"
+    with other.in_flight(Demand(samples=2)):
+        assert not spare()
+    async with bench.router._turns[ROLE]:
+        assert not spare(), "a call waits for room"
+    other.breaker.trip(DeadlinePassed("too long"), SYSTEM_CLOCK.monotonic())
+    assert not spare()
 
 
 async def test_data_failures_have_a_budget_of_their_own(bench: Bench) -> None:

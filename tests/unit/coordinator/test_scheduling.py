@@ -9,6 +9,7 @@ from fourfold_coordinator.routing.scheduling import (
     Candidate,
     CompletionLengths,
     PrefixHolders,
+    SamplingPace,
     choose_replica,
     prefix_keys,
 )
@@ -78,3 +79,16 @@ def test_expected_lengths_are_the_mean_of_those_seen_and_never_above_the_limit()
     assert lengths.expected(16) == 16
     lengths.add([100] * 20_000)
     assert lengths.expected(512) >= 98, "what was long ago fades"
+
+
+def test_the_pace_is_the_median_of_the_latest_calls() -> None:
+    pace = SamplingPace()
+    assert pace.seconds_per_token is None
+    pace.add(5.0, 0)
+    assert pace.seconds_per_token is None, "a call without tokens has no pace"
+    for seconds in (1.0, 2.0, 90.0):
+        pace.add(seconds, 10)
+    assert pace.seconds_per_token == 0.2, "one slow engine does not make all slow"
+    for _ in range(100):
+        pace.add(4.0, 10)
+    assert pace.seconds_per_token == 0.4

@@ -1,4 +1,4 @@
-"""Tests the demand of a sampling call: its expected tokens and its prefix."""
+"""Tests the calls for one prompt: their demand, their requests, and the budget of tries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from fourfold import config as configuration
-from fourfold.arrays import VersionSpan
 from fourfold.config import Config
-from fourfold.errors import FourfoldError
-from fourfold.rollout.client import Completion
+from fourfold.errors import FourfoldError, Unavailable
+from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.rpc.codec import pack_floats, pack_ints
 from fourfold_coordinator.data.prompts import Prompt
+from fourfold_coordinator.routing.load import TokenCounts
+from fourfold_coordinator.routing.replica import GivenUp
 from fourfold_coordinator.routing.scheduling import Demand, prefix_keys
 from fourfold_coordinator.training.service_calls import ServiceCalls
 
@@ -28,24 +30,51 @@ PROMPT = Prompt(
 
 
 class Router:
-    """Answers every call with completions of a length, and keeps what was asked."""
+    """Has one replica of each kind, notes what it is asked, and answers with completions of a length."""
 
     def __init__(self) -> None:
         self.demands: list[Demand] = []
-        self.length = 0
+        self.requests: list[rollout.GenerateRequest] = []
+        self.timeouts: list[float] = []
+        self.length = 2
+        self.token = 5
+        self.failures = 0
+        self.missing = 0
+        self.clock, self.tokens = SYSTEM_CLOCK, TokenCounts()
+        self.replica = SimpleNamespace(
+            member=SimpleNamespace(peer="rollout-0 at here", member_id="rollout-0"),
+            vocabulary_size=9,
+            rollout=self,
+            reference=self,
+        )
 
-    async def call(self, role: int, work: Any, *, demand: Demand, **_: Any) -> list[Completion]:
-        self.demands.append(demand)
-        return [
-            Completion(
+    async def call(self, role: int, work: Any, *, demand: Any, spend: Any, on_try: Any = nullcontext, **_: Any) -> Any:
+        while True:
+            self.demands.append(demand if isinstance(demand, Demand) else demand())
+            try:
+                async with on_try():
+                    return await work(self.replica)
+            except FourfoldError as error:
+                spend(error)
+
+    async def generate(self, request: rollout.GenerateRequest, *, timeout: float) -> AsyncIterator[rollout.SampleChunk]:
+        self.requests.append(request)
+        self.timeouts.append(timeout)
+        if self.failures:
+            self.failures -= 1
+            raise Unavailable("gone")
+        for index in range(request.sample_count):
+            yield rollout.SampleChunk(
                 sample_index=index,
-                token_ids=np.zeros(self.length, np.int32),
-                logprobs=np.zeros(self.length, np.float32),
-                version_spans=(VersionSpan(policy_version=0, token_count=self.length),),
+                token_ids=pack_ints([self.token] * self.length),
+                logprobs=pack_floats(np.full(self.length, -0.5, np.float32)),
+                policy_version=3,
                 finish_reason=rollout.FINISH_REASON_STOP,
             )
-            for index in range(demand.samples)
-        ]
+
+    async def compute_logprobs(self, samples: Any, *, timeout: float) -> list[Any]:
+        self.timeouts.append(timeout)
+        return [np.full(92, -0.25, np.float32) for _ in samples[self.missing :]]
 
 
 def decode(sequences: Sequence[Any]) -> list[str]:
@@ -71,44 +100,6 @@ async def test_a_call_says_what_it_will_take() -> None:
     assert {d.prefix for d in router.demands} == {prefix_keys(PROMPT.token_ids)}
 
 
-class OneReplica:
-    """A router with one replica of each kind, which notes what it is asked and answers as a test says."""
-
-    def __init__(self) -> None:
-        self.requests: list[rollout.GenerateRequest] = []
-        self.timeouts: list[float] = []
-        self.tries = 1
-        self.missing = 0
-        self.token = 5
-        self.replica = SimpleNamespace(
-            member=SimpleNamespace(peer="rollout-0 at here"), vocabulary_size=9, rollout=self, reference=self
-        )
-
-    async def call(self, role: int, work: Any, *, on_try: Any = nullcontext, **_: Any) -> Any:
-        for _try in range(self.tries):
-            async with on_try():
-                answer = await work(self.replica)
-        return answer
-
-    async def complete(self, request: rollout.GenerateRequest, *, timeout: float) -> list[Completion]:
-        self.requests.append(request)
-        self.timeouts.append(timeout)
-        return [
-            Completion(
-                sample_index=index,
-                token_ids=np.full(2, self.token, np.int32),
-                logprobs=np.full(2, -0.5, np.float32),
-                version_spans=(VersionSpan(policy_version=3, token_count=2),),
-                finish_reason=rollout.FINISH_REASON_STOP,
-            )
-            for index in range(request.sample_count - self.missing)
-        ]
-
-    async def compute_logprobs(self, samples: Any, *, timeout: float) -> list[Any]:
-        self.timeouts.append(timeout)
-        return [np.full(92, -0.25, np.float32) for _ in samples[self.missing :]]
-
-
 def _config() -> Config:
     config = configuration.load(RECIPE)
     sampling = config.sampling.model_copy(update={"temperature": 0.5})
@@ -116,7 +107,7 @@ def _config() -> Config:
     return config.model_copy(update={"sampling": sampling, "trainer": trainer})
 
 
-async def _ask(router: OneReplica, **more: Any) -> list[Any]:
+async def _ask(router: Router, **more: Any) -> list[Any]:
     asked: Any = router
     service_calls = ServiceCalls(_config(), asked, decode)
     names = ["s0", "s1", "s2"]
@@ -126,8 +117,8 @@ async def _ask(router: OneReplica, **more: Any) -> list[Any]:
 
 
 async def test_every_try_is_a_request_with_an_id_of_its_own() -> None:
-    router = OneReplica()
-    router.tries = 3
+    router = Router()
+    router.failures = 2
     entered: list[int] = []
 
     @asynccontextmanager
@@ -148,7 +139,7 @@ async def test_every_try_is_a_request_with_an_id_of_its_own() -> None:
 
 
 async def test_a_greedy_answer_is_asked_for_at_0_and_counts_at_1() -> None:
-    router = OneReplica()
+    router = Router()
     trajectories = await _ask(router, greedy=True)
     assert [r.request_id for r in router.requests] == ["g-greedy-0"]
     assert router.requests[0].sampling_params.temperature == 0.0
@@ -156,18 +147,15 @@ async def test_a_greedy_answer_is_asked_for_at_0_and_counts_at_1() -> None:
 
 
 async def test_completions_that_cannot_be_are_refused() -> None:
-    router = OneReplica()
+    router = Router()
     router.token = 9
-    with pytest.raises(FourfoldError, match="rollout-0 at here"):
+    with pytest.raises(GivenUp, match="rollout-0 at here: sampled ids outside"):
         await _ask(router)
-    router.token = 5
-    router.missing = 1
-    with pytest.raises(ValueError, match="shorter"):
-        await _ask(router)
+    assert [r.request_id for r in router.requests[-4:]] == ["g-2", "g-3", "g-4", "g-5"], "its tries are used up"
 
 
 async def test_a_reference_gives_each_sample_its_row_in_time() -> None:
-    router = OneReplica()
+    router = Router()
     trajectories = await _ask(router)
     asked: Any = router
     service_calls = ServiceCalls(_config(), asked, decode)

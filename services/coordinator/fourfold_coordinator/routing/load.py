@@ -91,6 +91,10 @@ class EngineLoad:
             return None
         return self._free - self._begun if self._fresh(now) else 0
 
+    def silent(self, now: float) -> bool:
+        """Return whether the reports stopped: the engine may hang."""
+        return self._reports > 0 and not self._fresh(now)
+
     def cache_use(self, now: float) -> float | None:
         """Return the share of the KV cache that was in use at the report, in [0, 1]; None if unknown."""
         return 1 - self._free / self._cache if self._cache and self._fresh(now) else None
@@ -113,6 +117,24 @@ class EngineLoad:
 
     def _fresh(self, now: float) -> bool:
         return now - self._arrived <= STALE_SECONDS
+
+
+class TokenCounts:
+    """Tokens of interrupted and of slow calls since the last `take`."""
+
+    def __init__(self) -> None:
+        self._continued = self._lost = 0
+
+    def add(self, *, continued: int, lost: int) -> None:
+        """Count tokens that a continuation kept, and tokens that an engine sent and no sample has."""
+        self._continued += continued
+        self._lost += lost
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics, without those that are 0, and start again from 0."""
+        counts = {m.CONTINUED_TOKENS: float(self._continued), m.LOST_TOKENS: float(self._lost)}
+        self._continued = self._lost = 0
+        return {name: count for name, count in counts.items() if count}
 
 
 def summarize_loads(loads: Sequence[EngineLoad], now: float) -> dict[str, float]:

@@ -33,6 +33,10 @@ class ServiceMissing(Unavailable):
     """No service of a needed role came in time; the run cannot continue."""
 
 
+class Interrupted(Unavailable):
+    """An engine ended samples with the tokens that they have, for a drain or a weight update: no failure of it."""
+
+
 class FatalRunError(WrongState):
     """An error that ends the run; no other replica is tried."""
 

@@ -29,9 +29,9 @@ from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloa
 
 from ..state.faults import FaultLog
 from ..state.files import DiskFull
-from .load import summarize_loads, watch_load
+from .load import TokenCounts, summarize_loads, watch_load
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
-from .replica import NOT_INSPECTED, FatalRunError, Replica, ServiceMissing
+from .replica import NOT_INSPECTED, FatalRunError, Interrupted, Replica, ServiceMissing
 from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
 
 log = logging.getLogger("fourfold.coordinator")
@@ -69,6 +69,7 @@ class Router:
         self.clock, self.tokenizer_sha256, self.on_wait = registry.clock, registry.tokenizer_sha256, on_wait
         self.wait_seconds, self._wait = wait_seconds, WaitLimit(wait_seconds)
         self.faults = faults or FaultLog()
+        self.tokens = TokenCounts()
         self._registry, self._open_channel = registry, open_channel
         self._replicas: dict[str, Replica] = {}  # by member_id
         self._turns = {role: asyncio.Lock() for role in ROLE_NAMES}  # asyncio.Lock is first in, first out
@@ -131,7 +132,7 @@ class Router:
         role: int,
         work: Callable[[Replica], Awaitable[T]],
         *,
-        demand: Demand,
+        demand: Demand | Callable[[], Demand],
         spend: Callable[[FourfoldError], None],
         version: int | None = None,
         wait: WaitLimit | None = None,
@@ -143,7 +144,7 @@ class Router:
 
         Args:
             work: One try; its calls have deadlines.
-            demand: What the work adds to the replica's load.
+            demand: What the work adds to the replica's load, or a function that returns it for each try.
             spend: Counts one failed try; raises GivenUp or FatalRunError when there was none left.
             version: Lowest policy version that a rollout service must have; None for any.
             wait: Longest wait for a usable replica; None for the run's.
@@ -156,16 +157,20 @@ class Router:
         """
         avoid: set[tuple[str, str]] = set()
         while True:
-            async with self._acquire(role, demand, wait or self._wait, version=version, avoid=avoid) as replica:
+            size = demand if isinstance(demand, Demand) else demand()
+            async with self._acquire(role, size, wait or self._wait, version=version, avoid=avoid) as replica:
                 try:
                     async with on_try():
                         result = await replica.call(work(replica))
                 except (DiskFull, FatalRunError):
                     raise  # of this process, or the run's end: another replica would not help
                 except Overloaded as error:
-                    if not replica.record_congestion(demand.samples):  # calls of other clients fill it
+                    if not replica.record_congestion(size.samples):  # calls of other clients fill it
                         self.record_failure(replica, error)
                         spend(error)
+                except Interrupted as error:
+                    avoid.add(replica.key)
+                    spend(error)
                 except FourfoldError as error:
                     log.warning("call failed, trying again: member=%s: %s", replica.member.member_id, error)
                     avoid.add(replica.key)
@@ -232,9 +237,16 @@ class Router:
         row.state_since.FromNanoseconds(int(since * 1e9))
         return row
 
+    def has_spare(self, role: int, demand: Demand, *, version: int, without: Replica) -> bool:
+        """Return whether a replica other than `without` has room now, and no call waits for one."""
+        now = self.clock.monotonic()
+        others = [r for r in self.replicas(role) if r is not without and _fits(r, version) and r.breaker.admits(now)]
+        return not self._turns[role].locked() and any(replica.room(demand, now) >= 1 for replica in others)
+
     def engine_metrics(self) -> dict[str, float]:
-        """Return the metrics of the engines' load reports since the last call of this method."""
-        return summarize_loads([engine.load for engine in self.replicas(Role.ROLE_ROLLOUT)], self.clock.monotonic())
+        """Return the metrics of the engines' load reports and token counts since the last call of this method."""
+        loads = [engine.load for engine in self.replicas(Role.ROLE_ROLLOUT)]
+        return summarize_loads(loads, self.clock.monotonic()) | self.tokens.take()
 
     def explain(self, role: int) -> str:
         """Return why the replicas of a role get no calls, for users."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Final
 
 from fourfold.arrays import Int32Array
@@ -22,6 +22,7 @@ PrefixKeys = tuple[tuple[int, bytes], ...]
 
 _MIN_PREFIX_TOKENS: Final = 64
 _MAX_PREFIXES: Final = 1 << 16  # about 5,000 prompts with a dozen prefixes each
+_PACE_WINDOW: Final = 64  # calls
 _MEAN_WINDOW: Final = 4096  # completions; from then on, a new length has the weight 1 / 4096
 
 
@@ -128,3 +129,21 @@ class CompletionLengths:
     def expected(self, longest: int) -> int:
         """Return the expected length of a completion of at most `longest` tokens; `longest` before the first one."""
         return min(round(self._mean), longest) if self._count else longest
+
+
+class SamplingPace:
+    """Median time per token of a run's latest calls, in the longest sample of each."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=_PACE_WINDOW)
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """Add a call that finished all its samples; `tokens` is what it sampled of the longest one."""
+        if tokens > 0:
+            self._latest.append(seconds / tokens)
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Return the median; None before the first call has ended."""
+        # Not the mean: calls to an engine that is ten times slower than the others would hide that it is.
+        return median(self._latest) if self._latest else None

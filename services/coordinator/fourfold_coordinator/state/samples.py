@@ -25,19 +25,22 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from fourfold import metrics as m
 from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
-from fourfold.errors import PeerFault, Unavailable
+from fourfold.errors import PeerFault
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
 from ..data.prompts import Prompt
 from .ledger import FILTERED
+
+_FINISHED: Final = frozenset({rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH})
+_UNFINISHED: Final = frozenset({rollout.FINISH_REASON_UNSPECIFIED, rollout.FINISH_REASON_ABORTED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,21 +159,22 @@ def build_sample(
 def check_completions(
     completions: Sequence[Completion], *, peer: str, vocabulary_size: int, newest_version: int
 ) -> None:
-    """Raise for completions that cannot be trained on, so that another replica samples them.
+    """Raise PeerFault for completions, finished or not, that cannot be trained on: another replica samples them.
 
     The client has checked everything that needs no knowledge of the run. `newest_version` is the highest policy version
     that an engine may have received.
     """
     for completion in completions:
-        if completion.finish_reason == rollout.FINISH_REASON_ABORTED:
-            raise Unavailable(f"{peer}: the engine gave the request up", reason="ABORTED")
-        if completion.finish_reason not in (rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH):
+        if completion.finish_reason not in _FINISHED | _UNFINISHED:
             raise PeerFault(peer, "BAD_SAMPLE", f"unknown finish_reason {completion.finish_reason}")
         if not len(completion.token_ids):
+            if completion.finish_reason in _UNFINISHED:
+                continue
             raise PeerFault(peer, "BAD_SAMPLE", "a sample without tokens")
         if int(completion.token_ids.view(np.uint32).max()) >= vocabulary_size:  # a negative id is a large one
             raise PeerFault(peer, "BAD_SAMPLE", f"sampled ids outside the vocabulary [0, {vocabulary_size})")
-        if (version := completion.version_spans[-1].policy_version) > newest_version:  # the last is the highest
+        # Not always the last one: a sample may continue on an engine with older weights.
+        if (version := max(span.policy_version for span in completion.version_spans)) > newest_version:
             raise PeerFault(
                 peer, "BAD_VERSION", f"tokens of policy_version {version}; {newest_version} is the newest that was sent"
             )

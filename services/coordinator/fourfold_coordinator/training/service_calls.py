@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -12,14 +11,14 @@ from fourfold.arrays import Int32Array, Sample
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.rollout.client import Completion
-from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
 from ..data.prompts import Prompt
-from ..routing.replica import Replica, RetryBudget
+from ..routing.replica import RetryBudget
 from ..routing.router import Router
-from ..routing.scheduling import CompletionLengths, Demand, prefix_keys
-from ..state.samples import Trajectory, build_sample, check_completions, sampling_params
+from ..routing.scheduling import Demand
+from ..state.samples import Trajectory, build_sample, sampling_params
+from .group_requests import GroupRequest
+from .group_sampling import GroupSampler
 from .scoring import Scoring
 
 
@@ -33,16 +32,22 @@ class ServiceCalls:
         decode: Callable[[Sequence[Int32Array]], list[str]],
         *,
         newest_version: Callable[[], int] = lambda: MAX_NUMBER,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         """Prepare calls.
 
         `decode` returns the texts of token ids, and is called in other threads. `newest_version` returns the highest
-        policy version that an engine may have received.
+        policy version that an engine may have received. `stop_token_ids` are the model's own.
         """
         self._config, self._router, self._decode = config, router, decode
-        self._newest_version = newest_version
         self.score = Scoring(config, router).score
-        self._lengths = CompletionLengths()
+        self._sampler = GroupSampler(
+            router,
+            timeout=config.trainer.step_timeout_seconds,
+            newest_version=newest_version,
+            stop_token_ids=(*stop_token_ids, *config.sampling.stop_token_ids),
+            hedge_after=config.rollout.hedge_after,
+        )
 
     def budget(self) -> RetryBudget:
         """Return a fresh retry budget for one group."""
@@ -60,7 +65,7 @@ class ServiceCalls:
         greedy: bool = False,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> list[Trajectory]:
-        """Sample the completions of one prompt in one call.
+        """Sample the completions of one prompt; what a call leaves unfinished continues on another engine.
 
         Args:
             sample_ids: One completion is sampled for each, in order of their index.
@@ -74,33 +79,12 @@ class ServiceCalls:
             ServiceMissing: No service came in time.
         """
         params, name = sampling_params(self._config, prompt, seed), group_id
-        timeout = self._config.trainer.step_timeout_seconds
         if greedy:  # the sampled completions of the group are requested at the same time, under the plain name
             params.temperature, name = 0.0, f"{group_id}-greedy"
-        tries = itertools.count()  # a new request id for every try: the request of a lost try may still run
-
-        async def work(replica: Replica) -> list[Completion]:
-            request = rollout.GenerateRequest(
-                request_id=f"{name}-{next(tries)}",
-                prompt_token_ids=prompt.token_ids.tolist(),
-                sampling_params=params,
-                sample_count=len(sample_ids),
-                min_policy_version=version,
-            )
-            completions = await replica.rollout.complete(request, timeout=timeout)
-            check_completions(
-                completions,
-                peer=replica.member.peer,
-                vocabulary_size=replica.vocabulary_size,
-                newest_version=self._newest_version(),
-            )
-            return completions
-
-        demand = self._demand(prompt, len(sample_ids), params.max_tokens)
-        completions = await self._router.call(
-            Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=version, on_try=on_try
+        request = GroupRequest(
+            name=name, prompt_token_ids=prompt.token_ids, params=params, count=len(sample_ids), version=version
         )
-        self._lengths.add(len(completion.token_ids) for completion in completions)
+        completions = await self._sampler.sample(request, spend=budget.spend, on_try=on_try)
         temperature = 1.0 if greedy else self._config.sampling.temperature  # engines report greedy tokens at 1
         named = zip(sample_ids, completions, strict=True)
         samples = [build_sample(prompt, c, sample_id=i, group_id=group_id, temperature=temperature) for i, c in named]
@@ -109,13 +93,8 @@ class ServiceCalls:
     def room(self, prompt: Prompt, samples: int, *, version: int) -> float:
         """Return how many calls such as `samples` of a prompt the engines of this version or later would begin now."""
         longest = sampling_params(self._config, prompt, 0).max_tokens
-        return self._router.room(Role.ROLE_ROLLOUT, self._demand(prompt, samples, longest), version=version)
-
-    def _demand(self, prompt: Prompt, samples: int, longest: int) -> Demand:
-        """Return what samples of at most `longest` tokens bring to an engine."""
-        # Samples share the blocks of their prompt; engines count it once per sample in their load report, though.
-        tokens = samples * (len(prompt.token_ids) + self._lengths.expected(longest))
-        return Demand(samples=samples, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
+        demand = self._sampler.demand(prompt.token_ids, [0] * samples, longest)
+        return self._router.room(Role.ROLE_ROLLOUT, demand, version=version)
 
     async def with_texts(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Trajectory]:
         """Return the trajectories of samples of one prompt; the tokens are decoded in another thread."""

@@ -31,6 +31,8 @@ _MAX_SEED: Final = 2**53
 _MAX_FLUSH_SECONDS: Final = 10.0
 # Below this interval each token is sent at once: flushing so often would cost more.
 _SHORTEST_FLUSH_SECONDS: Final = 0.01
+# From this interval on, a call starts like one without flushes, so that its tokens are the same.
+_LONG_FLUSH_SECONDS: Final = 1.0
 # Tokens count at their worst case, prompt plus max_tokens. Most samples stop earlier, so twice the cache is promised.
 _TOKENS_PROMISED_PER_CACHED: Final = 2
 _RETRY_SECONDS: Final = 0.5
@@ -82,6 +84,11 @@ class GenerateCall:
     def at_once(self) -> bool:
         """Return true if tokens are sent as they come."""
         return self.flush_seconds is not None and self.flush_seconds < _SHORTEST_FLUSH_SECONDS
+
+    @property
+    def interactive(self) -> bool:
+        """Return true if a reader waits for the first token."""
+        return self.flush_seconds is not None and self.flush_seconds < _LONG_FLUSH_SECONDS
 
     @property
     def token_count(self) -> int:

@@ -144,8 +144,8 @@ class RolloutServicer(RolloutServiceServicer):
                 outputs = CallOutputs(call.sample_count, self._weights.token_hold, chunks.put_nowait)
                 samples: Sequence[EngineSample] = ()
                 try:
-                    interactive = call.flush_seconds is not None
-                    samples = await self._coalescer.submit(call.samples(lease.cache_salt, outputs), at_once=interactive)
+                    submitted = call.samples(lease.cache_salt, outputs)
+                    samples = await self._coalescer.submit(submitted, at_once=call.interactive)
                     lease.mark_in_flight()
                     waiting.close()
                     if call.flush_seconds is not None and not call.at_once:

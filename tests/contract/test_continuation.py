@@ -1,0 +1,304 @@
+"""Groups on real rollout servicers over loopback whose engines die, drain, are updated or hang in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.rollout.client import Completion, CompletionDraft, RolloutControlClient
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
+from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.server import Server
+from fourfold_coordinator.routing import load
+from fourfold_coordinator.routing.registry import Member, Registry
+from fourfold_coordinator.routing.replica import Replica, RetryBudget
+from fourfold_coordinator.routing.router import Router
+from fourfold_coordinator.training import group_sampling
+from fourfold_coordinator.training.group_requests import GroupRequest
+from fourfold_coordinator.training.group_sampling import GroupSampler
+from fourfold_rollout.engine import EngineSample, SampleOutput, SampleRequest
+from fourfold_rollout.generate import servicer as servicer_module
+from fourfold_rollout.generate.admission import GenerateLimits
+from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.update.controller import WeightController
+from fourfold_rollout.update.servicer import RolloutControlServicer
+from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY, FakeEngine, FakeSample
+from tests.fakes.rollout import NO_QUOTAS, OPEN, SHA256, until
+
+PROMPT = np.array([1, 2, 3], np.int32)
+TOKENS = 12
+TICK_SECONDS = 0.01
+
+
+class PositionSample(FakeSample):
+    """A sample whose tokens depend on nothing but their position after the first prompt."""
+
+    def put(self) -> None:
+        """Put the new tokens: at position i the id 10 + i, with log-probability -(i + 1)."""
+        first, self.given = self.given, self.tokens
+        before = len(self.request.prompt_token_ids) - len(PROMPT)
+        positions = np.arange(before + first, before + self.tokens, dtype=np.int32)
+        self.request.sink.put(
+            self.request.index,
+            SampleOutput(token_ids=positions + np.int32(10), logprobs=-(positions + np.float32(1)), finish=self.finish),
+        )
+
+
+class PositionEngine(FakeEngine):
+    """An engine with such samples: a continued sample equals one that was never interrupted."""
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
+        """Begin samples."""
+        await super().submit([])
+        new = [PositionSample(request) for request in requests]
+        self.samples += new
+        return new
+
+
+@dataclass(slots=True)
+class Engine:
+    """One rollout service."""
+
+    name: str
+    engine: PositionEngine
+    servicer: RolloutServicer
+    weights: WeightController
+    server: Server
+    control: RolloutControlClient
+    token: bytes
+
+    async def update(self, version: int, mode: Any) -> None:
+        """Replace the weights."""
+        await self.control.open(epoch=version, timeout=5, **OPEN)
+        await self.control.begin(epoch=version, policy_version=version, pause_mode=mode, timeout=5)
+        await self.control.receive(epoch=version, policy_version=version, timeout=5)
+        await self.control.commit(epoch=version, policy_version=version, timeout=5)
+
+    def sampled(self) -> int:
+        """Return the tokens of its shortest running sample."""
+        return min((sample.given for sample in self.engine.running), default=0)
+
+
+class Fleet:
+    """A router, its rollout services, and a sampler of groups."""
+
+    def __init__(self) -> None:
+        self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=SHA256, ttl=60)
+        self.router = Router(
+            self.registry, open_channel=lambda member: open_channel(member.target, None), wait_seconds=5
+        )
+        self.newest = 5
+        self.sampler = GroupSampler(
+            self.router, timeout=20, newest_version=lambda: self.newest, stop_token_ids=[STOP_TOKEN]
+        )
+        self.engines: list[Engine] = []
+        self.ticking: set[str] = set()
+        self._tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self._tick())]
+
+    async def start(self, name: str, *, ticks: bool = True) -> Engine:
+        """Start a service; without `ticks`, it samples only when the test says so."""
+        engine = PositionEngine()
+        limits = GenerateLimits(
+            max_context_tokens=CONTEXT,
+            vocabulary_size=VOCABULARY,
+            max_concurrent_samples=100,
+            kv_cache_tokens=0,
+            stop_token_ids=(STOP_TOKEN,),
+        )
+        weights = WeightController(engine, update_timeout=5)
+        model = ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits)
+        servicer = RolloutServicer(model, engine, weights, NO_QUOTAS)
+        control = RolloutControlServicer(engine, weights, model_sha256=SHA256, host_id="here", update_timeout=5)
+        server = Server(listen="127.0.0.1:0", security=None)
+        server.add(pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, servicer)
+        server.add(
+            control_pb.DESCRIPTOR.services_by_name["RolloutControlService"],
+            add_RolloutControlServiceServicer_to_server,
+            control,
+        )
+        target = await server.start()
+        server.set_ready(True)
+        token = self.registry.register(
+            Member(
+                member_id=name, incarnation=name * 32, role=Role.ROLE_ROLLOUT, target=target, tokenizer_sha256=SHA256
+            )
+        )
+        replica = self.replica(name)
+        await until(lambda: replica.present)
+        replica.version = 0
+        self.router.set_unusable_reason(replica, "")
+        client = RolloutControlClient(replica.channel, peer=name)
+        self.engines.append(Engine(name, engine, servicer, weights, server, client, token))
+        if ticks:
+            self.ticking.add(name)
+        return self.engines[-1]
+
+    def replica(self, name: str) -> Replica:
+        return next(r for r in self.router.replicas(Role.ROLE_ROLLOUT) if r.member.member_id == name)
+
+    def begin(self, name: str = "g") -> asyncio.Task[list[Completion]]:
+        """Begin a group of three samples."""
+        request = GroupRequest(
+            name=name, prompt_token_ids=PROMPT, params=pb.SamplingParams(max_tokens=TOKENS, seed=1), count=3, version=0
+        )
+        budget = RetryBudget(infrastructure=1, data=0)
+        work = self.sampler.sample(request, spend=budget.spend, on_try=nullcontext)
+        return asyncio.create_task(asyncio.wait_for(work, 20))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            for engine in self.engines:
+                if engine.name in self.ticking:
+                    engine.engine.tick()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for engine in self.engines:
+            await engine.weights.close()
+            await engine.server.stop(0)
+
+
+@pytest.fixture
+async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    monkeypatch.setattr(group_sampling, "FLUSH_SECONDS", (0.02, 0.02))
+    monkeypatch.setattr(group_sampling, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(group_sampling, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(servicer_module, "_DRAIN_SECONDS", 0.05)
+    fleet = Fleet()
+    yield fleet
+    await fleet.close()
+
+
+def check(samples: list[Completion]) -> list[list[tuple[int, int]]]:
+    """Check that tokens and log-probabilities are those of a sample that was not interrupted; return the versions."""
+    for index, sample in enumerate(samples):
+        assert sample.sample_index == index
+        assert sample.token_ids.tolist() == list(range(10, 10 + TOKENS))
+        assert sample.logprobs.tolist() == [-(i + 1) for i in range(TOKENS)]
+        assert sample.finish_reason == pb.FINISH_REASON_LENGTH
+        assert sum(span.token_count for span in sample.version_spans) == TOKENS
+    return [[(span.policy_version, span.token_count) for span in sample.version_spans] for sample in samples]
+
+
+async def _partly(fleet: Fleet, engine: Engine) -> asyncio.Task[list[Completion]]:
+    """Begin a group on an engine that does not tick; return when the coordinator has four tokens of each sample."""
+    task = fleet.begin()
+    await until(lambda: engine.engine.running_count == 3)
+    received: list[int] = []
+    take = CompletionDraft.add
+    with pytest.MonkeyPatch.context() as patch:
+
+        def add(draft: CompletionDraft, chunk: pb.SampleChunk) -> None:
+            take(draft, chunk)
+            received.append(draft.token_count)
+
+        patch.setattr(CompletionDraft, "add", add)
+        engine.engine.tick(4)
+        await until(lambda: received.count(4) == 3)
+    return task
+
+
+async def test_a_group_whose_engine_dies_continues_with_newer_weights(fleet: Fleet) -> None:
+    first = await fleet.start("a", ticks=False)
+    task = await _partly(fleet, first)
+    other = await fleet.start("b")
+    await other.update(2, control_pb.PAUSE_MODE_WAIT)
+    await first.server.stop(0)
+    assert check(await task) == [[(0, 4), (2, TOKENS - 4)]] * 3
+    assert [sample.versions for sample in other.engine.samples] == [[2] * (TOKENS - 4)] * 3
+    assert fleet.router.engine_metrics()["rollout/continued_tokens"] == 12
+
+
+async def test_finished_samples_of_a_dead_engine_are_kept(fleet: Fleet) -> None:
+    first = await fleet.start("a", ticks=False)
+    task = await _partly(fleet, first)
+    other = await fleet.start("b")
+    first.engine.stop(first.engine.samples[1])
+    await asyncio.sleep(0.1)  # nothing else tells that the chunk has arrived
+    await first.server.stop(0)
+    samples = await task
+    assert samples[1].token_ids.tolist() == [10, 11, 12, 13] and samples[1].finish_reason == pb.FINISH_REASON_STOP
+    assert len(other.engine.samples) == 2
+    assert [len(sample.token_ids) for sample in samples] == [TOKENS, 4, TOKENS]
+
+
+async def test_a_group_whose_engine_drains_continues_at_once(fleet: Fleet) -> None:
+    first = await fleet.start("a", ticks=False)
+    task = await _partly(fleet, first)
+    other = await fleet.start("b")
+    fleet.registry.deregister(first.token)  # as a service does before it drains
+    await first.servicer.drain()
+    assert check(await task) == [[(0, TOKENS)]] * 3
+    assert [sample.tokens for sample in other.engine.samples] == [TOKENS - 4] * 3
+
+
+async def test_a_draining_engine_that_is_still_a_member_costs_one_try_at_most(fleet: Fleet) -> None:
+    first = await fleet.start("a", ticks=False)
+    task = await _partly(fleet, first)
+    await fleet.start("b")
+    await first.servicer.drain()
+    assert check(await task) == [[(0, TOKENS)]] * 3
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+async def test_a_group_that_updates_abort_continues_on_the_same_engine(fleet: Fleet, updates: int) -> None:
+    only = await fleet.start("a", ticks=False)
+    task = await _partly(fleet, only)
+    for version in range(1, updates + 1):
+        await only.update(version, control_pb.PAUSE_MODE_ABORT)
+        await until(lambda: only.engine.running_count == 3)
+        only.engine.tick(2)
+        await until(lambda: only.sampled() == 2)
+    fleet.ticking.add("a")
+    newest = [(version, 2) for version in range(1, updates)] + [(updates, TOKENS - 4 - 2 * (updates - 1))]
+    assert check(await task) == [[(0, 4), *newest]] * 3, "more updates than tries"
+    for samples in (only.engine.samples[i::3] for i in range(3)):
+        assert [version for sample in samples for version in sample.versions] == [
+            0, 0, 0, 0, *(version for version, count in newest for _ in range(count))
+        ]  # fmt: skip
+
+
+async def test_the_rival_of_an_engine_that_hangs_wins(fleet: Fleet) -> None:
+    fleet.sampler.hedge_after = 2.0
+    fleet.sampler.pace.add(TICK_SECONDS, 1)
+    hung = await fleet.start("a", ticks=False)
+    task = await _partly(fleet, hung)
+    other = await fleet.start("b")
+    assert check(await task) == [[(0, TOKENS)]] * 3
+    assert [sample.tokens for sample in other.engine.samples] == [TOKENS - 4] * 3
+    await until(lambda: hung.engine.running_count == 0)  # its samples were aborted
+    assert fleet.router.engine_metrics().get("rollout/lost_tokens", 0) == 0
+
+
+async def test_an_engine_that_stops_to_report_counts_as_hung(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.sampler.hedge_after = 2.0
+    hung = await fleet.start("a", ticks=False)
+    task = await _partly(fleet, hung)
+    await fleet.start("b")
+    hung_load = fleet.replica("a").load
+    monkeypatch.setattr(load.EngineLoad, "silent", lambda self, _now: self is hung_load)
+    assert check(await task) == [[(0, TOKENS)]] * 3
+
+
+async def test_groups_of_a_slow_engine_are_finished_by_the_others(fleet: Fleet) -> None:
+    """Half of the groups go to an engine that never samples: every group comes, and each sample comes once."""
+    fleet.sampler.hedge_after = 2.0
+    fleet.sampler.pace.add(TICK_SECONDS, 1)
+    await fleet.start("a", ticks=False)
+    await fleet.start("b")
+    groups = await asyncio.gather(*(fleet.begin(f"g{index}") for index in range(6)))
+    assert [check(group) for group in groups] == [[[(0, TOKENS)]] * 3] * 6

@@ -78,10 +78,9 @@ class Streams:
         """Return the seconds between two messages of one request."""
         return [b - a for gaps in self._gaps for a, b in gaps]
 
-    def longest_gap(self, began: float, end: float) -> float:
-        """Return the longest time between two messages of one request that touches [began, end]; 0: none does."""
-        recent = (gap for gaps in self._gaps for gap in gaps[-_RECENT:])
-        return max((b - a for a, b in recent if b >= began and a <= end), default=0.0)
+    def longest_gaps(self, began: float, end: float) -> list[float]:
+        """Return, by caller, the longest time between two messages of a request that touches [began, end]; 0: none."""
+        return [max((b - a for a, b in gaps[-_RECENT:] if b >= began and a <= end), default=0.0) for gaps in self._gaps]
 
     def end(self) -> None:
         """Send no further request."""

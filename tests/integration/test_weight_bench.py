@@ -44,16 +44,18 @@ def test_the_benchmark_measures_real_updates(options: list[str], tmp_path: Path)
     assert result["parameters"]["backend"] == ("gloo" if options else "shm")
 
 
-def test_the_services_lose_no_token_over_updates_and_say_what_clients_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pause", ["keep", "recompute"])
+def test_the_services_lose_no_token_over_updates_and_say_what_clients_wait(pause: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     rounds = ("--rounds", "2", "--warm-up", "1", "--verified-rounds", "1", "--streams", "4", "--context", "256")
-    words = ("-m", "fourfold", "bench", "weights", "--path", "services", "--shape", "tiny")
+    words = ("-m", "fourfold", "bench", "weights", "--path", "services", "--shape", "tiny", "--pause", pause)
     table = _run(*words, *rounds, "--json", str(out), cwd=tmp_path)
-    assert "tokens lost" in table and "stall + 50" in table
+    assert "tokens lost" in table and "stall + 50" in table and f"4, {pause}" in table
     measured = json.loads(out.read_text())["results"]
     tokens = measured["tokens"]
     assert tokens["lost"] == 0 and tokens["sampled"] == tokens["received"] > 4 * 4 * 4
     assert len(measured["first_token"]["runs_ms"]) >= 4
+    assert measured["plain"]["mean_gap"]["median_ms"] <= measured["plain"]["gap"]["median_ms"]
     assert measured["worst_round"]["gap_ms"] in measured["plain"]["longest_gap"]["runs_ms"]
     assert measured["worst_round"]["stall_ms"] in measured["plain"]["stall"]["runs_ms"]
 

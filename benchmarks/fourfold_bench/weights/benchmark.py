@@ -24,6 +24,7 @@ _SERVICES: Final = "--path services --zero3"
 _APART: Final = "--trainer-device cuda:0 --engine-device cuda:1"
 _TOGETHER: Final = "--trainer-device cuda:0 --engine-device cuda:0"
 _ZERO3: Final = "--zero3 --engine-device cuda:1 --engine-memory 0.3 --backend cuda_ipc"
+_LONG: Final = f"--shape 0.43b --backend nccl {_APART} --streams 256 --flush 0.05 --context 4096"
 SUITES: Final[dict[str, dict[str, str]]] = {
     "h200": {
         "0.43b-nccl": f"--shape 0.43b --backend nccl {_APART} --compare loop",
@@ -31,6 +32,8 @@ SUITES: Final[dict[str, dict[str, str]]] = {
         "0.43b-ipc-together": f"--shape 0.43b --backend cuda_ipc {_TOGETHER}",
         "0.43b-services-nccl": f"{_SERVICES} --shape 0.43b --backend nccl {_APART}",
         "0.43b-services-ipc": f"{_SERVICES} --shape 0.43b --backend cuda_ipc {_TOGETHER}",
+        "0.43b-services-keep": f"{_SERVICES} {_LONG}",
+        "0.43b-services-recompute": f"{_SERVICES} {_LONG} --pause recompute",
         "7b-nccl": f"--shape 7b --backend nccl {_APART} --compare loop --eager",
         "7b-ipc-together": f"--shape 7b --backend cuda_ipc {_TOGETHER} --eager",
         "7b-ipc-apart": f"--shape 7b --backend cuda_ipc {_APART} --eager",
@@ -41,6 +44,7 @@ SUITES: Final[dict[str, dict[str, str]]] = {
         "0.135b-shm": f"{_ON_CPU} --backend shm --compare loop --rounds 10",
         "0.135b-gloo": f"{_ON_CPU} --backend gloo --rounds 10",
         "0.135b-services-shm": f"{_ON_CPU} {_SERVICES} --backend shm",
+        "0.135b-services-shm-recompute": f"{_ON_CPU} {_SERVICES} --backend shm --pause recompute",
         "0.135b-shm-zero3-2": f"{_ON_CPU} --backend shm --zero3 --ranks 2 --rounds 10",
     },
 }
@@ -66,6 +70,10 @@ class WeightSettings(BenchmarkSettings):
     rounds: int = option(default=20, least=1)
     warm_up: int = option(default=3, least=1)
     verified_rounds: int = option("additional rounds that compare the sums of both sides", default=5, least=1)
+    pause: str = option(
+        "running samples keep their keys and values, or the new weights recompute them (services only)",
+        default="keep", choices=("keep", "recompute"),
+    )  # fmt: skip
     streams: int = option("callers that decode all the time; default 64, on CPU 4; 0: the engine is idle", least=0)
     flush_seconds: float = option(
         "seconds between messages to a stream of the services", flag="--flush", default=0.001, least=0,
@@ -107,6 +115,8 @@ class WeightSettings(BenchmarkSettings):
             raise ConfigError(f"devices {sorted(devices)}: trainer and engine must both be on CPU or both on GPUs")
         if not self.on_gpus and self.backend in ("cuda_ipc", "nccl"):
             raise ConfigError(f"--backend {self.backend} moves weights between GPUs; on CPU use shm or gloo")
+        if self.pause != "keep" and self.path == "direct":
+            raise ConfigError(f"--pause {self.pause}: only the services can recompute; add --path services")
         if self.profile and self.path == "services":
             raise ConfigError(f"--profile {self.profile}: only --path direct has a worker that can be profiled")
 
@@ -145,7 +155,8 @@ class WeightBenchmark(Benchmark[WeightSettings]):
     def label(self, settings: WeightSettings) -> str:
         kind = ("services-" if settings.path == "services" else "") + ("zero3-" if settings.zero3 else "")
         trainer, engine = "+".join(settings.trainer_devices), settings.engine_device
-        return f"{settings.shape}-{kind}{settings.backend}-{trainer}-{engine}".replace(":", "")
+        mode = "" if settings.pause == "keep" else f"-{settings.pause}"
+        return f"{settings.shape}-{kind}{settings.backend}-{trainer}-{engine}{mode}".replace(":", "")
 
     def measure(self, settings: WeightSettings, run: BenchmarkRun) -> dict[str, Any]:
         vllm_process.prepare(on_gpus=settings.on_gpus)
@@ -180,7 +191,7 @@ def _rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("backend", parameters["backend"]),
         ("tensors, MB", f"{results['tensors']}, {results['bytes'] / _MB:.1f}"),
         ("in place / reloaded", f"{applied['direct']} / {applied['reload']}"),
-        ("streams", str(parameters["streams"])),
+        ("streams", f"{parameters['streams']}, {parameters.get('pause', 'keep')}"),
         ("data: receive verb", f"{_ms(plain['receive'])} ms, {results['gigabytes_per_second']} GB/s"),
     ]
     if "worker" in plain:
@@ -190,6 +201,7 @@ def _rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [
         ("stall of the engine", f"{_ms(plain['stall'])} ms"),
         ("longest gap of a client, above the usual", f"{_ms(plain['gap'])} ms"),
+        *([("the same, mean over the clients", f"{_ms(plain['mean_gap'])} ms")] if "mean_gap" in plain else []),
         ("usual gap between tokens", f"{results['token_gap']['median_ms']:.2f} ms"),
         ("begin, commit", f"{_ms(plain['begin'])}, {_ms(plain['commit'])} ms"),
         ("with sums: receive verb", f"{_ms(results['verified']['receive'])} ms"),

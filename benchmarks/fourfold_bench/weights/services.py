@@ -186,8 +186,9 @@ class _ServiceRounds:
             row = await self._update(self._version, verify=verify)
             answered = time.perf_counter()
             await self._streams.wait_for(2, timeout=_STEP_SECONDS)
-            gap = self._streams.longest_gap(asked, answered)
-            row |= {"whole": answered - asked, "gap": gap - usual_gap(self._streams.times), "longest_gap": gap}
+            gaps, usual = self._streams.longest_gaps(asked, answered), usual_gap(self._streams.times)
+            longest, mean = max(gaps, default=0.0), sum(gaps) / max(1, len(gaps))
+            row |= {"whole": answered - asked, "gap": longest - usual, "mean_gap": mean - usual, "longest_gap": longest}
             add_round(phase, row)
         return phase
 
@@ -197,7 +198,8 @@ class _ServiceRounds:
         sending = asyncio.create_task(
             self._call(self._sender.SendWeights, weight.SendWeightsRequest(**fixed, skip_sums=not verify))
         )
-        begin = control.BeginWeightsRequest(**fixed, pause_mode=control.PAUSE_MODE_KEEP)
+        mode = control.PauseMode.Value(f"PAUSE_MODE_{self._settings.pause.upper()}")
+        begin = control.BeginWeightsRequest(**fixed, pause_mode=mode)
         await self._call(self._engine.BeginWeights, begin)
         at.append(time.perf_counter())
         receive = control.ReceiveWeightsRequest(**fixed, skip_sums=not verify)

@@ -73,6 +73,7 @@ def test_a_suite_without_such_a_name_is_refused(tmp_path: Path) -> None:
         (["--engine-memory", "-1"], "--engine-memory -1.0: it must be above 0 and below 1"),
         (["--flush", "11"], "--flush 11.0: it must be at least 0 and at most 10"),
         (["--profile", "x", "--path", "services"], "--profile x: only --path direct has a worker"),
+        (["--pause", "recompute"], "only the services can recompute; add --path services"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(words: list[str], message: str) -> None:

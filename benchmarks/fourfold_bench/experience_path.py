@@ -58,9 +58,11 @@ from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, o
 from fourfold_bench.processes import BenchProcesses
 from fourfold_bench.record import medians
 from fourfold_coordinator.data.prompts import Prompt
+from fourfold_coordinator.data.texts import TextDecoder
 from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
 from fourfold_coordinator.state.experiences import ExperienceStore
 from fourfold_coordinator.state.files import DiskWriter
+from fourfold_coordinator.state.group_commit import GroupCommit
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.state.samples import (
@@ -262,9 +264,10 @@ class _Coordinator:
         self._rollout = AsyncRolloutClient(open_channel(targets["rollout"], None), peer="rollout")
         self._reward = AsyncRewardClient(open_channel(targets["reward"], None), peer="reward")
         self._trainer = AsyncTrainerClient(open_channel(targets["trainer"], None), peer="trainer")
-        self._tokenizer = Tokenizer.load(_make_tokenizer(folder))
+        self._texts = TextDecoder(Tokenizer.load(_make_tokenizer(folder)).decode_batch)
         self._ledger = Ledger(folder / "ledger.sqlite")
         disk = DiskWriter(folder, RunBoard(name="path", step_count=1), wait_seconds=_TIMEOUT)
+        self._changes = GroupCommit(self._ledger, disk)
         self._store = ExperienceStore(SegmentFiles(folder / "experiences"), self._ledger, disk)
         ids = np.arange(PROMPT_TOKENS, dtype=np.int32)
         self._prompt = Prompt(index=0, text="?", token_ids=ids, answer="", metadata_json="{}", group_key="0")
@@ -294,8 +297,9 @@ class _Coordinator:
 
     async def _generate(self, step: int, position: int) -> SampleGroup:
         """Return the samples of one group, without scores."""
-        issued = self._ledger.issue(step=step, position=position, count=self._settings.group_size)
-        self._ledger.move(issued.sample_ids, SampleState.RUNNING)
+        count = self._settings.group_size
+        issued = await self._changes.write(self._ledger.issue, step=step, position=position, count=count)
+        await self._changes.write(self._ledger.move, issued.sample_ids, SampleState.RUNNING)
         request = rollout.GenerateRequest(
             request_id=issued.group_id,
             prompt_token_ids=self._prompt.token_ids.tolist(),
@@ -304,8 +308,8 @@ class _Coordinator:
         )
         completions = await self._rollout.complete(request, timeout=_TIMEOUT)
         check_completions(completions, peer="rollout", vocabulary_size=VOCABULARY_SIZE, newest_version=0)
-        self._ledger.move(issued.sample_ids, SampleState.ROLLED)
-        texts = await asyncio.to_thread(self._tokenizer.decode_batch, [c.token_ids for c in completions])
+        await self._changes.write(self._ledger.move, issued.sample_ids, SampleState.ROLLED)
+        texts = await self._texts.decode([c.token_ids for c in completions])
         trajectories = []
         for name, completion, text in zip(issued.sample_ids, completions, texts, strict=True):
             sample = build_sample(self._prompt, completion, sample_id=name, group_id=issued.group_id, temperature=1.0)

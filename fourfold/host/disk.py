@@ -53,7 +53,7 @@ def check_room(folder: Path) -> str:
     return ""
 
 
-def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:
+def append_lines(path: Path, lines: bytes | bytearray, *, sync: bool = False) -> None:
     """Append lines, each with its newline, to a file: all of them, or none if it raises OSError.
 
     A missing file is created. An incomplete last line, left by a killed process, is removed first. `sync` flushes the

@@ -5,6 +5,7 @@ The library maps each token to its bytes, joins them and replaces what is not UT
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -21,26 +22,35 @@ _NOT_UTF8: Final = b"\xfe"
 
 
 class TokenBytes:
-    """The bytes of each token, in rows of equal size. Any thread may decode."""
+    """The bytes of each token. Any thread may decode."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Make the table; takes some 0.1 s."""
-        tokens = _bytes_of_tokens(tokenizer)
-        self._long = {i: token for i, token in enumerate(tokens) if len(token) > _ROW_BYTES}
-        # The last row is that of ids without a token: models round the size of their vocabulary up.
-        rows = [b"" if i in self._long else token for i, token in enumerate(tokens)] + [b""]
-        self._rows = np.frombuffer(b"".join(row.ljust(_ROW_BYTES, _FILLER) for row in rows), f"V{_ROW_BYTES}")
-        self._is_long = np.zeros(len(rows), np.bool_)
-        self._is_long[list(self._long)] = True
+        self._tokenizer = tokenizer
+        self._table: _Table | None = None  # made when it is first needed: most processes never decode
 
     def decode(self, ids: Int32Array) -> str:
         """Return the text of token ids, without special tokens and without ids without a token."""
-        rows, parts, begin = self._rows.take(ids, mode="clip"), list[bytes](), 0
-        for index in np.flatnonzero(self._is_long.take(ids, mode="clip")).tolist():
-            parts += (rows[begin:index].tobytes(), self._long[int(ids[index])])
+        if self._table is None:
+            self._table = _Table(_bytes_of_tokens(self._tokenizer))
+        table = self._table
+        rows, parts, begin = table.rows.take(ids, mode="clip"), list[bytes](), 0
+        for index in np.flatnonzero(table.is_long.take(ids, mode="clip")).tolist():
+            parts += (rows[begin:index].tobytes(), table.long[int(ids[index])])
             begin = index + 1
         parts.append(rows[begin:].tobytes())
         return b"".join(parts).translate(None, _FILLER).decode(errors="replace")
+
+
+class _Table:
+    """The bytes of each token in rows of equal size, and those that are longer."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.long = {i: token for i, token in enumerate(tokens) if len(token) > _ROW_BYTES}
+        # The last row is that of ids without a token: models round the size of their vocabulary up.
+        rows = [b"" if i in self.long else token for i, token in enumerate(tokens)] + [b""]
+        self.rows = np.frombuffer(b"".join(row.ljust(_ROW_BYTES, _FILLER) for row in rows), f"V{_ROW_BYTES}")
+        self.is_long = np.zeros(len(rows), np.bool_)
+        self.is_long[list(self.long)] = True
 
 
 def _bytes_of_tokens(tokenizer: tokenizers.Tokenizer) -> list[bytes]:

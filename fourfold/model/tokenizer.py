@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -53,7 +52,7 @@ def chat_template(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokenizer:
     """The tokenizer and the chat template of one model folder."""
 
@@ -67,7 +66,7 @@ class Tokenizer:
     _tokenizer: tokenizers.Tokenizer
     _template: jinja2.Template | None
     _special: Mapping[str, str]
-    _is_byte_level: bool
+    _token_bytes: TokenBytes | None  # of byte-level tokenizers
 
     @staticmethod
     def load(source: str | Path) -> Tokenizer:
@@ -81,6 +80,8 @@ class Tokenizer:
         """
         import tokenizers
         from tokenizers.decoders import ByteLevel
+
+        from fourfold.model.token_bytes import TokenBytes
 
         folder = resolve(source) if isinstance(source, str) and source.startswith(BUILTIN_PREFIX) else Path(source)
         data = _bytes(folder / "tokenizer.json")
@@ -101,7 +102,7 @@ class Tokenizer:
             _tokenizer=tokenizer,
             _template=_compile(template, folder) if template is not None else None,
             _special=special,
-            _is_byte_level=isinstance(tokenizer.decoder, ByteLevel),
+            _token_bytes=TokenBytes(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None,
         )
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
@@ -146,16 +147,9 @@ class Tokenizer:
 
     def decode_batch(self, sequences: Sequence[Int32Array]) -> list[str]:
         """Return the text of each sequence, as `decode` does; int32 [n] each. May be called in any thread."""
-        if not self._is_byte_level:
+        if self._token_bytes is None:
             return [self.decode(ids.tolist()) for ids in sequences]
         return [self._token_bytes.decode(ids) for ids in sequences]
-
-    @cached_property
-    def _token_bytes(self) -> TokenBytes:
-        """The table of a byte-level tokenizer, made when it is first needed: most processes never decode."""
-        from fourfold.model.token_bytes import TokenBytes
-
-        return TokenBytes(self._tokenizer)
 
 
 def _compile(source: str, folder: Path) -> jinja2.Template:

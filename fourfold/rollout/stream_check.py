@@ -73,7 +73,7 @@ class StreamCheck:
         )
         values = np.frombuffer(data, "<f4")
         self._require(
-            bool(((values <= 0) & (values > -np.inf)).all()),  # NaN fails both comparisons
+            not size or bool(values.max() <= 0 and values.min() > -np.inf),  # NaN fails both comparisons
             f"sample {chunk.sample_index} has log-probabilities that are NaN, -inf or above 0",
             "NOT_FINITE",
         )

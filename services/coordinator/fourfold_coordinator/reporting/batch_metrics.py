@@ -20,7 +20,7 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
     samples = [sample for group in groups for sample in group.samples]
     every = np.concatenate(scores)
     highest, lowest = every.max(), every.min()
-    lengths = np.array([sample.action_mask.sum() for sample in samples])
+    lengths = np.array([np.count_nonzero(sample.action_mask) for sample in samples])
     spans = [_lag_span(sample) for sample in samples]
     lags = np.array([policy_version - sample.oldest_version for sample in samples])
     result = {

@@ -5,10 +5,10 @@
       +-----------+          v          v         v           v  (by a restore only)
                           DROPPED(reason): counted, named, never silent
 
-The database is SQLite in WAL mode, in `runs/<name>/ledger.sqlite`. Each call is one transaction, so that the
-coordinator may be killed between any two of them. A sample enters exactly one step: `lease` takes it from READY,
-`acknowledge` makes it TRAINED. Only a `restore` makes a LEASED sample READY again: it goes back to weights that have
-not seen it.
+The database is SQLite in WAL mode, in `runs/<name>/ledger.sqlite`. Each call is one transaction, or a part of one
+(`group_commit.py`), so that the coordinator may be killed between any two of them. A sample enters exactly one step:
+`lease` takes it from READY, `acknowledge` makes it TRAINED. Only a `restore` makes a LEASED sample READY again: it goes
+back to weights that have not seen it.
 
 The arrays of a READY sample are in a segment file (`experiences.py`); the table `records` has their place.
 """
@@ -185,6 +185,7 @@ class Ledger:
         Raises WrongState when a later version of Fourfold wrote it.
         """
         self._path, self._wal = path, path.with_name(path.name + "-wal")
+        self._in_transaction = False
         self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -229,10 +230,23 @@ class Ledger:
                 db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # transactions go on meanwhile
 
     @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Make the calls inside the block one transaction. An error of one of them undoes all."""
+        with self._transaction():
+            yield
+
+    @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._db:  # commits, or rolls back unless SQLite has done so already, as it does when the disk is full
-            self._db.execute("BEGIN IMMEDIATE")
+        if self._in_transaction:
             yield self._db
+            return
+        self._in_transaction = True
+        try:
+            with self._db:  # commits, or rolls back unless SQLite has done so already, as it does when the disk is full
+                self._db.execute("BEGIN IMMEDIATE")
+                yield self._db
+        finally:
+            self._in_transaction = False
 
     # -- samples ------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from fourfold.errors import FourfoldError
 
 from ..data.prompts import Prompt, derive_seed
 from ..routing.replica import GivenUp, RetryBudget
+from ..state.group_commit import GroupCommit
 from ..state.ledger import BASELINE, IssuedGroup, SampleState
 from ..state.samples import SampleGroup, Trajectory
 from .context import RunContext
@@ -89,7 +90,7 @@ class GroupMaker:
     def __init__(self, context: RunContext) -> None:
         self._config, self._prompts, self._ledger = context.config, context.prompts, context.ledger
         self._service_calls, self._session = context.service_calls, context.session
-        self._disk, self._experiences = context.disk, context.experiences
+        self._changes, self._experiences = GroupCommit(context.ledger, context.disk), context.experiences
         algorithm = context.config.algorithm
         self._filter = algorithm.filter
         self._min_samples = 2 if algorithm.compares_samples else 1
@@ -123,7 +124,7 @@ class GroupMaker:
         group = await self._add_reference(group, self._service_calls.budget())
         kept = [sample.sample_id for sample in group.samples]
         # Not durable: after a restore the prompts are drawn again, and the filter decides as it did before.
-        await self._disk.write(self._ledger.move, kept, SampleState.READY)
+        await self._changes.write(self._ledger.move, kept, SampleState.READY)
         muted = tuple(
             t if t.dropped else replace(t, sample=replace(t.sample, loss_mask=np.zeros_like(t.sample.action_mask)))
             for t in group.trajectories
@@ -134,7 +135,7 @@ class GroupMaker:
         """Issue the samples of the prompt at a position; the greedy completion has the last id."""
         prompt, size = self._prompts.at(position), self._config.batch.group_size
         count = size + self._baselines
-        issued = await self._disk.write(self._ledger.issue, step=step, position=position, count=count)
+        issued = await self._changes.write(self._ledger.issue, step=step, position=position, count=count)
         return GroupDraft(
             prompt=prompt,
             position=position,
@@ -177,7 +178,7 @@ class GroupMaker:
             on_try=lambda: self._running(draft, sample_ids),
         )
         draft.rolled = time.monotonic()
-        await self._disk.write(self._ledger.move, sample_ids, SampleState.ROLLED)
+        await self._changes.write(self._ledger.move, sample_ids, SampleState.ROLLED)
         draft.trajectories |= zip(sample_ids, trajectories, strict=True)
         trajectories = await self._service_calls.score(trajectories, draft.budget)
         draft.scored = time.monotonic()
@@ -187,19 +188,19 @@ class GroupMaker:
                 await self._drop(draft, [name], trajectory.dropped)
 
     async def _drop(self, draft: GroupDraft, sample_ids: Sequence[str], reason: str) -> None:
-        await self._disk.write(self._ledger.drop, sample_ids, reason)
+        await self._changes.write(self._ledger.drop, sample_ids, reason)
         draft.dropped[reason] += len(sample_ids)
 
     @asynccontextmanager
     async def _running(self, draft: GroupDraft, sample_ids: Sequence[str]) -> AsyncIterator[None]:
         """Mark samples RUNNING during one try, and ISSUED again when the try fails."""
         # After a cancellation they stay RUNNING: the run ends or returns to a checkpoint, and a restore drops them.
-        await self._disk.write(self._ledger.move, sample_ids, SampleState.RUNNING)
+        await self._changes.write(self._ledger.move, sample_ids, SampleState.RUNNING)
         draft.on_sent()
         try:
             yield
         except FourfoldError:
-            await self._disk.write(self._ledger.move, sample_ids, SampleState.ISSUED)
+            await self._changes.write(self._ledger.move, sample_ids, SampleState.ISSUED)
             raise
 
     async def _apply_baseline(self, draft: GroupDraft) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -13,6 +12,7 @@ from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..data.prompts import Prompt
+from ..data.texts import TextDecoder
 from ..routing.replica import RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
@@ -39,7 +39,7 @@ class ServiceCalls:
         `decode` returns the texts of token ids, and is called in other threads. `newest_version` returns the highest
         policy version that an engine may have received. `stop_token_ids` are the model's own.
         """
-        self._config, self._router, self._decode = config, router, decode
+        self._config, self._router, self._texts = config, router, TextDecoder(decode)
         self.score = Scoring(config, router).score
         self._sampler = GroupSampler(
             router,
@@ -99,7 +99,7 @@ class ServiceCalls:
     async def with_texts(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Trajectory]:
         """Return the trajectories of samples of one prompt; the tokens are decoded in another thread."""
         ids = [sample.token_ids[len(prompt.token_ids) :] for sample in samples]
-        texts = await asyncio.to_thread(self._decode, ids)
+        texts = await self._texts.decode(ids)
         return [
             Trajectory(prompt=prompt, sample=sample, completion=text)
             for sample, text in zip(samples, texts, strict=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from fourfold import metrics as m
+from fourfold.config.schema import AsynchronyConfig
 from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
 from fourfold_coordinator.reporting.diagnosis import TrainingDiagnosis, summarize_findings
 from fourfold_coordinator.state.ledger import StepRow
@@ -146,6 +148,147 @@ def test_a_critic_that_does_harm_is_told_after_its_warm_up() -> None:
     assert examined("value/explained_variance", [-0.5] * 12) == ["11 critic"]
     assert examined("value/explained_variance", [-0.5] * 12, critic_begins=20) == []
     assert examined("value/explained_variance", [-0.5, 0.2] * 10) == []
+
+
+ASYNC = AsynchronyConfig(max_policy_lag=2)
+RUNNING: dict[str, Any] = HEALTHY | {
+    m.TOKEN_LAG_MEAN: 1.2, m.LAG_LIMIT: 2.0, m.TRAINER_WAIT: 0.04, m.ROLLOUT_WAIT: 0.3, m.STALE_TOKENS: 0.0,
+    m.GROUPS_RUNNING: 10.0, m.GROUPS_READY: 30.0,
+    m.LENGTH_BIAS: 0.01, m.MISMATCH_MEAN: 0.01, m.EFFECTIVE_SAMPLE_SIZE: 0.95,
+}  # fmt: skip
+
+
+def last_findings(
+    changes: dict[str, float], *, steps: int = 20, dropped: dict[str, int] | None = None, **options: Any
+) -> str:
+    """Return the findings of the last of some equal steps of a run with a lag."""
+    diagnosis = TrainingDiagnosis(**{"asynchrony": ASYNC, **options})
+    for step in range(1, steps + 1):
+        found, _ = diagnosis.examine(step, RUNNING | changes, skipped_reason="", dropped=dropped or {})
+    return "; ".join(finding.text for finding in found)
+
+
+def test_nothing_is_said_of_an_asynchronous_run_that_works() -> None:
+    assert last_findings({}) == ""
+    assert last_findings({}, dropped={"STALE": 8}) == "", "below 1 % of the tokens"
+    assert last_findings({m.TRAINER_WAIT: 0.3, m.ROLLOUT_WAIT: 0.9, m.STALE_TOKENS: 0.01, m.LENGTH_BIAS: -0.05}) == ""
+
+
+@pytest.mark.parametrize("other", [{m.TRAINER_WAIT: 0.05}, {m.GROUPS_READY: 30.0}, {m.ROLLOUT_WAIT: 0.5}])
+def test_room_in_engines_is_a_finding_only_if_the_trainer_works_and_most_groups_are_ready(
+    other: dict[str, float],
+) -> None:
+    idle = {m.ROLLOUT_WAIT: 1.0, m.GROUPS_READY: 40.0, m.GROUPS_RUNNING: 0.0}
+    assert "use fewer engines" in last_findings(idle, asynchrony=AsynchronyConfig(max_policy_lag=1))
+    assert last_findings({m.ROLLOUT_WAIT: 1.0, m.GROUPS_READY: 31.0} | other) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {m.TRAINER_WAIT: 0.6, m.ROLLOUT_WAIT: 0.02},
+            "the trainer waits for samples 60% of the time (median of 10 steps), and the engines are full; add an "
+            "engine (rollout.replicas), or KV cache (rollout.kv_cache_gib)",
+        ),
+        (
+            {m.TRAINER_WAIT: 0.6, m.ROLLOUT_WAIT: 0.6},
+            "the trainer waits for samples 60% of the time (median of 10 steps), and the engines have room for "
+            "60%; raise asynchrony.max_policy_lag = 2",
+        ),
+        (
+            {m.TRAINER_WAIT: 0.04, m.ROLLOUT_WAIT: 0.55, m.GROUPS_READY: 31.0},
+            "the engines wait for the trainer: they have room for 55% of the time (median of 10 steps), and 31 of 41 "
+            "groups are ready; lower asynchrony.max_policy_lag, for younger samples at the same speed, or give the "
+            "trainer more GPUs",
+        ),
+        (
+            {m.STALE_TOKENS: 0.023},
+            "2.3% of the sampled tokens were dropped as stale (mean of 10 steps, at most 1% is normal); raise "
+            "asynchrony.max_policy_lag = 2, or look for an engine that is slow or restarts",
+        ),
+        (
+            {m.LENGTH_BIAS: -0.06},
+            "trained completions are 6% shorter than all scored ones (above 5% the policy learns a wrong length), "
+            "because samples of other lengths were dropped; see their reasons in report.json, and raise "
+            "asynchrony.max_policy_lag if it is STALE",
+        ),
+        (
+            {m.MISMATCH_KL: 0.02},
+            "large logprob mismatch between engine and trainer at a mean lag of 1.2: mismatch/kl_k3 = 0.02; nothing "
+            "corrects for it: train with algorithm.correction.kind = `tis`, or lower asynchrony.max_policy_lag",
+        ),
+        (
+            {m.REJECTED_TOKENS: 0.4},
+            "algorithm.correction rejected 40% of the tokens; widen its bounds, or lower asynchrony.max_policy_lag",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_asynchronous_run_is_said_with_its_fix(changes: dict[str, float], text: str) -> None:
+    assert last_findings(changes) == text
+    synchronous = last_findings(changes, asynchrony=AsynchronyConfig())
+    assert "waits" not in synchronous and "stale (" not in synchronous and "max_policy_lag" not in synchronous
+
+
+def test_a_trainer_that_waits_because_the_limit_was_lowered_is_told_so() -> None:
+    rule = AsynchronyConfig(max_policy_lag=2, target_mismatch=0.02)
+    changes = {m.TRAINER_WAIT: 0.5, m.ROLLOUT_WAIT: 0.4, m.LAG_LIMIT: 0.0}
+    assert last_findings(changes, asynchrony=rule) == (
+        "the trainer waits for samples 50% of the time (median of 10 steps), and the engines have room for 40%, as "
+        "the lag limit is lowered to 0; raise asynchrony.target_mismatch = 0.02"
+    )
+
+
+def test_waits_are_told_after_ten_steps_and_not_after_one_long_wait() -> None:
+    assert last_findings({m.TRAINER_WAIT: 0.9}, steps=9) == ""
+    assert "the trainer waits" in last_findings({m.TRAINER_WAIT: 0.9}, steps=10)
+    diagnosis = TrainingDiagnosis(asynchrony=ASYNC)
+    for step in range(1, 40):
+        wait = {m.TRAINER_WAIT: 0.9 if step % 5 == 0 else 0.0}
+        assert diagnosis.examine(step, RUNNING | wait, skipped_reason="", dropped={}) == ([], [])
+
+
+def test_a_length_bias_is_no_finding_at_first_nor_with_a_filter() -> None:
+    assert "6% longer" in last_findings({m.LENGTH_BIAS: 0.06}, steps=10)
+    assert last_findings({m.LENGTH_BIAS: 0.06}, steps=9) == ""
+    assert last_findings({m.LENGTH_BIAS: 0.06}, filters=True) == ""
+
+
+def test_with_a_correction_a_large_mismatch_is_answered_by_the_lag() -> None:
+    text = last_findings({m.MISMATCH_KL: 0.02}, corrects=True)
+    assert text.endswith("= 0.02; lower asynchrony.max_policy_lag, or set asynchrony.target_mismatch")
+    assert "stale weights" in last_findings({m.MISMATCH_KL: 0.02, m.TOKEN_LAG_MEAN: 0.0}), "not the lag"
+
+
+def test_a_target_that_the_lag_cannot_reach_is_told() -> None:
+    rule = AsynchronyConfig(max_policy_lag=2, target_mismatch=0.02)
+    assert last_findings({m.MISMATCH_MEAN: 0.03, m.LAG_LIMIT: 1.0}, asynchrony=rule) == (
+        "asynchrony.target_mismatch = 0.02 is missed: mismatch/logprob_diff_mean = 0.03 (median of 12 steps) at a lag "
+        "limit of 1, and a lower one would not help; compare the precisions of engine and trainer, or raise it"
+    )
+    assert last_findings({m.MISMATCH_MEAN: 0.024}, asynchrony=rule) == ""
+    assert last_findings({m.MISMATCH_MEAN: 0.03}, asynchrony=rule, steps=11) == "", "the limit may still change"
+    diagnosis = TrainingDiagnosis(asynchrony=rule)
+    for step in range(1, 20):
+        changes = {m.MISMATCH_MEAN: 0.03, m.LAG_LIMIT: float(step // 10)}
+        assert diagnosis.examine(step, RUNNING | changes, skipped_reason="", dropped={})[0] == []
+
+
+def test_a_mismatch_that_grows_with_the_lag_at_the_start_is_none() -> None:
+    rule, told = AsynchronyConfig(max_policy_lag=16), []
+    diagnosis = TrainingDiagnosis(asynchrony=rule)
+    for step in range(1, 60):
+        changes = {m.MISMATCH_MEAN: 0.002 * min(step, 16) if step < 50 else 0.1}
+        found, _ = diagnosis.examine(step, RUNNING | changes, skipped_reason="", dropped={})
+        told += [(step, finding.text) for finding in found]
+    assert told[0][0] == 52 and "or lower asynchrony.max_policy_lag" in told[0][1]
+
+
+def test_the_recipe_decides_what_is_examined(tmp_path: Any) -> None:
+    config = make_config(tmp_path, asynchrony={"max_policy_lag": 2})
+    stale = [StepRow(step, 0, "", 0, 1.0, RUNNING | {m.STALE_TOKENS: 0.05}) for step in (1, 2)]
+    assert [entry["text"][:14] for entry in summarize_findings(config, stale)] == ["5.0% of the sa"]
+    assert summarize_findings(make_config(tmp_path), stale) == []
 
 
 def row(step: int, reason: str = "", truncation: float = 0.0) -> StepRow:

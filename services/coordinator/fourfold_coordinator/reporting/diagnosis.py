@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from fourfold import metrics as m
 from fourfold.config import Config
+from fourfold.config.schema import AsynchronyConfig
 
-from ..state.ledger import BY_DESIGN, StepRow
+from ..state.ledger import BY_DESIGN, STALE, StepRow
 
 _FEW_USEFUL: Final = 0.2
 SMALL_SAMPLE_SIZE: Final = 0.5  # as a share of the tokens
@@ -28,15 +29,14 @@ _LIMITS: Final = (
         m.MISMATCH_KL,
         0.01,
         "mismatch",
-        f"large logprob mismatch between engine and trainer: {m.MISMATCH_KL} = {{:.2g}}; look for stale weights or "
-        f"another precision",
+        f"large logprob mismatch between engine and trainer{{lag}}: {m.MISMATCH_KL} = {{:.2g}}; {{fix}}",
     ),
     (m.APPROX_KL, 0.1, "update", f"large update: {m.APPROX_KL} = {{:.2g}}; lower trainer.learning_rate"),
     (
         m.REJECTED_TOKENS,
         0.2,
         "rejected",
-        "algorithm.correction rejected {:.0%} of the tokens; widen its bounds, or look for stale weights",
+        "algorithm.correction rejected {:.0%} of the tokens; widen its bounds, or {cure}",
     ),
     (
         m.MISMATCH_NONFINITE,
@@ -45,12 +45,28 @@ _LIMITS: Final = (
         "{:.0f} tokens were sampled with a log-probability that is not finite; check the engine",
     ),
 )
+_LOWER_LAG: Final = "lower asynchrony.max_policy_lag"
 # Ratio to the value at the start of the window.
 _ENTROPY_RATIO: Final = 0.5
 # Ratio to the median of the first steps.
 _MISMATCH_GROWTH: Final = 3.0
 # Nats per token. A smaller mismatch is rounding, even if it grew.
 _SMALL_MISMATCH: Final = 2e-3
+# Of an asynchronous run. Without these waits, steps would be at most 1 / (1 - 0.3) = 1.4 times as fast.
+_TRAINER_WAITS: Final = 0.3
+# Engines with room for more than this share of the time could sample more at a larger lag; the others are full.
+_ENGINES_HAVE_ROOM: Final = 0.1
+# The trainer is the limit if it hardly waits. Then room in the engines is normal, and idle engines are a waste.
+_TRAINER_WORKS: Final = 0.05
+_ENGINES_WAIT: Final = 0.5
+_MOST_READY: Final = 0.75
+# Below 1 %, dropped tokens cost less than a larger lag.
+_STALE: Final = 0.01
+# Of the mean lengths since the start. Those of 10 steps of 256 samples differ by up to 4 % by chance.
+_LENGTH_BIAS: Final = 0.05
+# Medians and means of waits and drops are over this many steps.
+_RECENT_STEPS: Final = 10
+_MISSED_TARGET: Final = 1.25
 _WINDOW_STEPS: Final = 50
 # A trend needs this many steps, and compares the means of this many at its ends: one unusual step is no trend.
 _TREND_STEPS: Final = 10
@@ -73,14 +89,27 @@ class Finding:
 class TrainingDiagnosis:
     """Examines the steps of a run in order."""
 
-    def __init__(self, *, compares_samples: bool = True, critic_begins: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        compares_samples: bool = True,
+        critic_begins: int = 1,
+        asynchrony: AsynchronyConfig | None = None,
+        corrects: bool = False,
+        filters: bool = False,
+    ) -> None:
         """Start without history.
 
-        `compares_samples`: the algorithm learns from score differences within a group. `critic_begins`: the first step
-        at which the critic must predict better than a constant.
+        Args:
+            compares_samples: The algorithm learns from score differences within a group.
+            critic_begins: The first step at which the critic must predict better than a constant.
+            asynchrony: Of the recipe; None: sampling and training alternate.
+            corrects: The algorithm weighs tokens by their mismatch.
+            filters: The algorithm does not train on every group that is scored.
         """
-        self._compares_samples = compares_samples
+        self._compares_samples, self._corrects, self._filters = compares_samples, corrects, filters
         self._critic_begins = max(critic_begins, _TREND_STEPS)
+        self._rule = asynchrony or AsynchronyConfig()
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=_WINDOW_STEPS)
         self._first_mismatches: list[float] = []
         self._shown: dict[str, tuple[int, float]] = {}  # key -> step and severity when it was last shown
@@ -92,6 +121,9 @@ class TrainingDiagnosis:
         return cls(
             compares_samples=config.algorithm.compares_samples,
             critic_begins=critic.policy_starts_at_step + critic.warmup_steps,
+            asynchrony=config.asynchrony,
+            corrects=config.algorithm.correction.kind != "none",
+            filters=config.algorithm.filter.keep != "all",
         )
 
     def replay(self, rows: Sequence[StepRow]) -> None:
@@ -108,14 +140,18 @@ class TrainingDiagnosis:
         """
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped_reason else 0
         self._recent.append(metrics)
-        if len(self._first_mismatches) < _TREND_STEPS:
-            self._first_mismatches = self._history(m.MISMATCH_MEAN)
+        if len(self._first_mismatches) < _TREND_STEPS and step > self._rule.max_policy_lag:  # before, the lag grows
+            self._first_mismatches += _finite(metrics, m.MISMATCH_MEAN)
         found = [
             *self._check_scores(metrics, skipped_reason),
-            *_check_limits(metrics, skipped=bool(skipped_reason)),
+            *self._check_limits(metrics, skipped=bool(skipped_reason)),
             *self._check_trends(step, metrics),
         ]
-        problems = {reason: count for reason, count in dropped.items() if reason not in BY_DESIGN}
+        expected: tuple[str, ...] = BY_DESIGN
+        if self._rule.max_policy_lag:
+            found += [*self._check_waits(metrics), *self._check_lag(step, metrics)]
+            expected = (*BY_DESIGN, STALE)  # a finding of its own
+        problems = {reason: count for reason, count in dropped.items() if reason not in expected}
         if problems:
             text = "dropped samples: " + ", ".join(f"{count} {reason}" for reason, count in problems.items())
             key = f"dropped {' '.join(sorted(problems))}"
@@ -147,6 +183,89 @@ class TrainingDiagnosis:
                 severity=_FEW_USEFUL / useful,
             )
 
+    def _check_limits(self, metrics: Mapping[str, Any], *, skipped: bool) -> Iterator[Finding]:
+        lag = metrics.get(m.TOKEN_LAG_MEAN) or 0.0
+        words = {"lag": "", "fix": "look for stale weights or another precision", "cure": "look for stale weights"}
+        if self._rule.max_policy_lag and lag > 0:
+            fix = f"{_LOWER_LAG}, or set asynchrony.target_mismatch"
+            if not self._corrects:
+                fix = f"nothing corrects for it: train with algorithm.correction.kind = `tis`, or {_LOWER_LAG}"
+            words = {"lag": f" at a mean lag of {lag:.1f}", "fix": fix, "cure": _LOWER_LAG}
+        for name, limit, key, text in _LIMITS:
+            value = metrics.get(name) or 0.0
+            if value > limit and not (skipped and name == m.REJECTED_TOKENS):  # the reason of the skip tells of these
+                yield Finding(key=key, text=text.format(value, **words), severity=value)
+        size = metrics.get(m.EFFECTIVE_SAMPLE_SIZE)
+        if size is not None and size < SMALL_SAMPLE_SIZE:
+            yield Finding(
+                key="ess",
+                text=f"few tokens dominate the step: {m.EFFECTIVE_SAMPLE_SIZE} = {size:.2g}, because engine and "
+                f"trainer assign them different probabilities; use algorithm.correction.kind = `tis`, or "
+                f"{words['cure']}",
+                severity=SMALL_SAMPLE_SIZE / max(size, 1e-9),
+            )
+
+    def _check_waits(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:
+        """Yield what keeps the trainer or the engines of an asynchronous run from working all the time."""
+        rule, names = self._rule, (m.TRAINER_WAIT, m.ROLLOUT_WAIT)
+        waits = [self._history(name)[-_RECENT_STEPS:] for name in names]
+        if min(map(len, waits)) < _RECENT_STEPS:
+            return
+        trainer, room = map(median, waits)
+        measured = f"of the time (median of {_RECENT_STEPS} steps)"
+        if trainer > _TRAINER_WAITS:
+            limit = metrics.get(m.LAG_LIMIT, rule.max_policy_lag)
+            if room <= _ENGINES_HAVE_ROOM:
+                fix = "the engines are full; add an engine (rollout.replicas), or KV cache (rollout.kv_cache_gib)"
+            elif limit < rule.max_policy_lag:
+                fix = (
+                    f"the engines have room for {room:.0%}, as the lag limit is lowered to {limit:.0f}; raise "
+                    f"asynchrony.target_mismatch = {rule.target_mismatch:g}"
+                )
+            else:
+                fix = f"the engines have room for {room:.0%}; raise asynchrony.max_policy_lag = {rule.max_policy_lag}"
+            text = f"the trainer waits for samples {trainer:.0%} {measured}, and {fix}"
+            yield Finding(key="trainer waits", text=text, severity=trainer)
+        ready, running = (metrics.get(name) or 0.0 for name in (m.GROUPS_READY, m.GROUPS_RUNNING))
+        if trainer < _TRAINER_WORKS and room > _ENGINES_WAIT and ready > _MOST_READY * (ready + running):
+            fewer = "lower asynchrony.max_policy_lag, for younger samples at the same speed"
+            fix = fewer if rule.max_policy_lag > 1 else "use fewer engines (rollout.replicas)"
+            text = (
+                f"the engines wait for the trainer: they have room for {room:.0%} {measured}, and {ready:.0f} of "
+                f"{ready + running:.0f} groups are ready; {fix}, or give the trainer more GPUs"
+            )
+            yield Finding(key="engines wait", text=text, severity=room)
+
+    def _check_lag(self, step: int, metrics: Mapping[str, Any]) -> Iterator[Finding]:
+        """Yield what the lag of an asynchronous run costs: dropped tokens, biased lengths, a missed target."""
+        rule, dropped = self._rule, self._history(m.STALE_TOKENS)[-_RECENT_STEPS:]
+        if dropped and (share := fmean(dropped)) > _STALE:
+            text = (
+                f"{share:.1%} of the sampled tokens were dropped as stale (mean of {len(dropped)} steps, at most "
+                f"{_STALE:.0%} is normal); raise asynchrony.max_policy_lag = {rule.max_policy_lag}, or look for an "
+                f"engine that is slow or restarts"
+            )
+            yield Finding(key="stale", text=text, severity=share)
+        bias = metrics.get(m.LENGTH_BIAS) or 0.0
+        if step >= _TREND_STEPS and abs(bias) > _LENGTH_BIAS and not self._filters:
+            text = (
+                f"trained completions are {abs(bias):.0%} {'shorter' if bias < 0 else 'longer'} than all scored ones "
+                f"(above {_LENGTH_BIAS:.0%} the policy learns a wrong length), because samples of other lengths were "
+                f"dropped; see their reasons in report.json, and raise asynchrony.max_policy_lag if it is STALE"
+            )
+            yield Finding(key="length bias", text=text, severity=abs(bias))
+        # So many steps after a change, the controller of the lag has decided again.
+        steps = min(rule.max_policy_lag + _RECENT_STEPS, _WINDOW_STEPS)
+        limits, mismatches = (self._history(name)[-steps:] for name in (m.LAG_LIMIT, m.MISMATCH_MEAN))
+        decided = len(limits) == len(mismatches) == steps and len(set(limits)) == 1
+        if rule.target_mismatch and decided and median(mismatches) > _MISSED_TARGET * rule.target_mismatch:
+            text = (
+                f"asynchrony.target_mismatch = {rule.target_mismatch:g} is missed: {m.MISMATCH_MEAN} = "
+                f"{median(mismatches):.2g} (median of {steps} steps) at a lag limit of {limits[0]:.0f}, and a lower "
+                f"one would not help; compare the precisions of engine and trainer, or raise it"
+            )
+            yield Finding(key="target", text=text, severity=median(mismatches) / rule.target_mismatch)
+
     def _check_trends(self, step: int, metrics: Mapping[str, Any]) -> Iterator[Finding]:
         entropies = self._history(m.ENTROPY)
         if len(entropies) >= _TREND_STEPS:
@@ -160,14 +279,14 @@ class TrainingDiagnosis:
                     severity=before / max(now, 1e-9),
                 )
         mismatches = self._history(m.MISMATCH_MEAN)
-        if len(mismatches) >= _TREND_STEPS:
+        if len(self._first_mismatches) == _TREND_STEPS:
             before, now = median(self._first_mismatches), fmean(mismatches[-_END_STEPS:])
             if now > max(_MISMATCH_GROWTH * before, _SMALL_MISMATCH):
                 yield Finding(
                     key="mismatch growth",
                     text=f"the logprob mismatch between engine and trainer grew: {m.MISMATCH_MEAN} was {before:.2g} "
                     f"nats in the first steps and is {now:.2g} now; train with algorithm.correction.kind = `tis`, or "
-                    f"compare the precisions of engine and trainer",
+                    f"{_LOWER_LAG if self._rule.max_policy_lag else 'compare the precisions of engine and trainer'}",
                     severity=now / max(before, 1e-9),
                 )
         variances = self._history(m.EXPLAINED_VARIANCE)[-_END_STEPS:]
@@ -182,8 +301,7 @@ class TrainingDiagnosis:
 
     def _history(self, name: str) -> list[float]:
         """Return a metric's finite values in the recent steps, in order."""
-        values = (metrics.get(name) for metrics in self._recent)
-        return [value for value in values if value is not None and math.isfinite(value)]
+        return [value for metrics in self._recent for value in _finite(metrics, name)]
 
 
 def summarize_findings(config: Config, rows: Sequence[StepRow]) -> list[dict[str, Any]]:
@@ -246,16 +364,7 @@ def _explain_skip(reason: str, metrics: Mapping[str, Any], useful: float) -> str
             return "see the trainer's log"
 
 
-def _check_limits(metrics: Mapping[str, Any], *, skipped: bool) -> Iterator[Finding]:
-    for name, limit, key, text in _LIMITS:
-        value = metrics.get(name) or 0.0
-        if value > limit and not (skipped and name == m.REJECTED_TOKENS):  # the reason of the skip tells of these
-            yield Finding(key=key, text=text.format(value), severity=value)
-    size = metrics.get(m.EFFECTIVE_SAMPLE_SIZE)
-    if size is not None and size < SMALL_SAMPLE_SIZE:
-        yield Finding(
-            key="ess",
-            text=f"few tokens dominate the step: {m.EFFECTIVE_SAMPLE_SIZE} = {size:.2g}, because engine and trainer "
-            f"assign them different probabilities; use algorithm.correction.kind = `tis`, or look for stale weights",
-            severity=SMALL_SAMPLE_SIZE / max(size, 1e-9),
-        )
+def _finite(metrics: Mapping[str, Any], name: str) -> list[float]:
+    """Return a metric as a list of one value; empty if it is missing or not finite."""
+    value = metrics.get(name)
+    return [value] if value is not None and math.isfinite(value) else []

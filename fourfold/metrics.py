@@ -1,8 +1,9 @@
 """Defines the name, unit and meaning of every metric of a step.
 
 A line of `runs/NAME/metrics.jsonl` is one step: a JSON object with these names, and with `step`, `end_time` (text: UTC
-time at which the step ended), `diagnosis` (text: the problems of the step; empty if none) and `alarms` (those problems
-that were logged). The trainer sends its part in `TrainStepResponse.metrics` under the same names. Only a loss of
+time at which the step ended), `diagnosis` (text: the problems of the step; empty if none), `alarms` (those problems
+that were logged) and `lag_change` (text: change of the policy lag limit after the step, with its reason; empty if
+none). The trainer sends its part in `TrainStepResponse.metrics` under the same names. Only a loss of
 another distribution has metrics that are not in `METRICS`: it names its own.
 """
 
@@ -174,7 +175,7 @@ METRICS: Final[dict[str, str]] = {
     VALUE_CLIP_FRACTION: "share in [0, 1]: tokens whose value loss uses the clipped value",
     EXPLAINED_VARIANCE: "share, at most 1: variance of the returns that the critic predicts; negative: harmful",
     RETURN_MEAN: "score units: mean return, the target of the critic",
-    MISMATCH_MEAN: "nats: logprob mismatch (engine versus trainer, same weights), mean |difference| of trained tokens",
+    MISMATCH_MEAN: "nats: logprob mismatch (engine versus trainer before the update), mean |old - behavior| of tokens",
     MISMATCH_MAX: "nats: logprob mismatch (engine versus trainer), largest |difference|",
     MISMATCH_P99: "nats: logprob mismatch (engine versus trainer), 99th percentile of |difference|",
     MISMATCH_PROBABILITY: "mean |trainer probability - engine probability| of trained tokens",

@@ -11,9 +11,10 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.arrays import Sample
+from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold_coordinator.state.ledger import SampleState
-from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until
+from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until, watch_for
 from tests.fakes.toy import make_config
 
 EVERY_STEP = {"checkpoint": {"every_steps": 1}}
@@ -234,3 +235,24 @@ async def test_a_resume_with_a_smaller_lag_drops_what_is_too_old_unless_told_to_
     assert (stage.report()["dropped"].get("STALE", 0) > 0) == (stale == "drop")
     assert (log.largest > 1) == (stale == "train")
     assert any(row["async/stale_token_fraction"] > 0 for row in stage.lines("metrics.jsonl")) == (stale == "drop")
+
+
+async def test_a_run_with_a_lag_shows_its_queue_while_the_trainer_trains(make_stage: Callable[..., Stage]) -> None:
+    stage, go_on = make_stage(steps=4, **lag(2)), asyncio.Event()
+
+    async def hold(trained: int) -> None:
+        if trained == 2:
+            await go_on.wait()
+
+    stage.trainer.on_train = hold
+    await stage.start()
+    training = run_pb.RUN_PHASE_TRAINING
+    status = await watch_for(stage, lambda s: s.step == 1 and s.phase == training and s.queue.ready_groups == 6)
+    assert status.queue == run_pb.SampleQueue(max_policy_lag=2, lag_limit=2, ready_groups=6), "two steps ahead"
+    assert status.phase_progress == 0, "of the trainer's step, which tells none"
+    go_on.set()
+    assert await stage.finish() == 0
+    found = stage.report()["asynchrony"]
+    assert found["max_policy_lag"] == found["lag_limit"] == 2 and found["lag_changes"] == []
+    assert 0 < found["token_lag_mean"] <= found["token_lag_max"] <= 2
+    assert 0 < found["trainer_wait_fraction"] < 1 and 0 < found["rollout_wait_fraction"] <= 1

@@ -53,6 +53,38 @@ async def test_a_run_is_reported_as_it_is(client: AsyncCoordinatorClient, board:
     assert [m.member_id for m in status.members] == ["rollout-0"]
 
 
+async def test_a_run_with_a_lag_reports_its_queue(
+    serve: Serve, client: AsyncCoordinatorClient, board: RunBoard, clock: FakeClock
+) -> None:
+    board.set_queue(lag_limit=0, running=2, ready=1, needed=3)
+    status = await client.get_run(timeout=5)
+    assert not status.HasField("queue") and status.phase_progress == 0
+    overlapping = RunBoard(name="toy", step_count=4, max_policy_lag=4, clock=clock)
+    service = pb.DESCRIPTOR.services_by_name["RunService"]
+    other = AsyncCoordinatorClient(
+        await serve((service, add_RunServiceServicer_to_server, RunServicer(overlapping))), peer="coordinator"
+    )
+    assert (await other.get_run(timeout=5)).queue == pb.SampleQueue(max_policy_lag=4, lag_limit=4)
+    watch = other.watch_run()
+    await anext(watch)
+    overlapping.set_queue(lag_limit=3, running=2, ready=1, needed=3)
+    queue = pb.SampleQueue(max_policy_lag=4, lag_limit=3, running_groups=2, ready_groups=1)
+    assert (await anext(watch)).queue == queue
+    overlapping.add_step(1, {"lag_change": "policy lag limit 4 -> 3: why"})
+    assert (await anext(watch)).steps[0].lag_change == "policy lag limit 4 -> 3: why"
+
+
+def test_only_the_phase_that_waits_for_samples_follows_the_queue(board: RunBoard) -> None:
+    board.set_phase(pb.RUN_PHASE_GENERATING)
+    board.set_queue(lag_limit=1, running=2, ready=1, needed=4)
+    assert board.status.phase_progress == 0.25
+    board.set_queue(lag_limit=1, running=0, ready=9, needed=4)
+    assert board.status.phase_progress == 1
+    board.set_phase(pb.RUN_PHASE_TRAINING)
+    board.set_queue(lag_limit=1, running=2, ready=2, needed=4)
+    assert board.status.phase_progress == 0
+
+
 async def test_waits_and_conditions_tell_since_when(
     client: AsyncCoordinatorClient, board: RunBoard, clock: FakeClock
 ) -> None:

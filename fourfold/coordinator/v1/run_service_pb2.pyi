@@ -117,6 +117,7 @@ class RunStatus(_message.Message):
     WAITING_SINCE_FIELD_NUMBER: _builtins.int
     CONDITIONS_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the run; never empty."""
     phase: Global___RunPhase.ValueType
@@ -161,6 +162,12 @@ class RunStatus(_message.Message):
     def recoveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Recovery]:
         """Recoveries by this coordinator, in order; the newest 100. Empty without any."""
 
+    @_builtins.property
+    def queue(self) -> Global___SampleQueue:
+        """Groups between their admission and their step; unset if asynchrony.max_policy_lag is 0. If set,
+        engines sample during every phase, and RUN_PHASE_GENERATING means that the trainer waits.
+        """
+
     def __init__(
         self,
         *,
@@ -179,14 +186,51 @@ class RunStatus(_message.Message):
         waiting_since: _timestamp_pb2.Timestamp | None = ...,
         conditions: _abc.Iterable[Global___Condition] | None = ...,
         recoveries: _abc.Iterable[Global___Recovery] | None = ...,
+        queue: Global___SampleQueue | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time", "waiting_since", b"waiting_since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "start_time", b"start_time", "waiting_since", b"waiting_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions", "evals", b"evals", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "recoveries", b"recoveries", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions", "evals", b"evals", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "queue", b"queue", "recoveries", b"recoveries", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
+
+@_typing.final
+class SampleQueue(_message.Message):
+    """Groups of an asynchronous run that are not in training yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_POLICY_LAG_FIELD_NUMBER: _builtins.int
+    LAG_LIMIT_FIELD_NUMBER: _builtins.int
+    RUNNING_GROUPS_FIELD_NUMBER: _builtins.int
+    READY_GROUPS_FIELD_NUMBER: _builtins.int
+    max_policy_lag: _builtins.int
+    """asynchrony.max_policy_lag of the recipe, at least 1."""
+    lag_limit: _builtins.int
+    """Largest lag that new groups may reach, in [0, max_policy_lag]; asynchrony.target_mismatch may
+    lower it. 0: sampling and training alternate for now.
+    """
+    running_groups: _builtins.int
+    """Number of groups in generation or scoring; 0: engines are idle."""
+    ready_groups: _builtins.int
+    """Number of groups that are ready to train on; 0 while there are none."""
+    def __init__(
+        self,
+        *,
+        max_policy_lag: _builtins.int = ...,
+        lag_limit: _builtins.int = ...,
+        running_groups: _builtins.int = ...,
+        ready_groups: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lag_limit", b"lag_limit", "max_policy_lag", b"max_policy_lag", "ready_groups", b"ready_groups", "running_groups", b"running_groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleQueue: _TypeAlias = SampleQueue  # noqa: Y015
 
 @_typing.final
 class Recovery(_message.Message):
@@ -291,8 +335,11 @@ class StepRecord(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     ALARMS_FIELD_NUMBER: _builtins.int
+    LAG_CHANGE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step, from 1."""
+    lag_change: _builtins.str
+    """Change of the policy lag limit after the step, with its reason, as text; empty: none."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Finite metrics by name; names and units are in fourfold/metrics.py."""
@@ -309,10 +356,11 @@ class StepRecord(_message.Message):
         step: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         alarms: _abc.Iterable[_builtins.str] | None = ...,
+        lag_change: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "metrics", b"metrics", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "lag_change", b"lag_change", "metrics", b"metrics", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,7 +95,9 @@ class Coordinator:
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
-        self._board = RunBoard(name=config.name, step_count=config.steps)
+        self._board = RunBoard(
+            name=config.name, step_count=config.steps, max_policy_lag=config.asynchrony.max_policy_lag
+        )
         self._disk = DiskWriter(folder, self._board, wait_seconds=config.retry.service_wait_seconds)
         self._weight_status = WeightPlaneStatus()
         self._registry = Registry(

@@ -183,6 +183,78 @@ def test_engines_say_how_fast_and_how_full_they_are() -> None:
     assert dict(panel_rows(status))["engines"] == "812 to 2400 tokens/s each, KV cache 35% full at most"
 
 
+def overlapping(steps: int, **queue: int) -> pb.RunStatus:
+    """Return the status of a run with a policy lag."""
+    status = snapshot(steps)
+    status.queue.CopyFrom(pb.SampleQueue(max_policy_lag=4, **{"lag_limit": 4, **queue}))
+    for record in status.steps:
+        record.metrics.update(
+            {
+                "async/token_lag_mean": 1.26,
+                "async/token_lag_max": 3.0,
+                "async/lag_limit": 4.0,
+                "async/trainer_wait_fraction": 0.12,
+                "async/rollout_wait_fraction": 0.034,
+                "async/stale_token_fraction": 0.0,
+            }
+        )
+    return status
+
+
+def test_a_run_with_a_lag_shows_queue_lag_and_waits() -> None:
+    status = overlapping(2, lag_limit=3, running_groups=24, ready_groups=12)
+    rows = dict(panel_rows(status))
+    assert rows["now"] == "training 50%, generating"
+    assert rows["queue"] == "24 groups running, 12 ready, lag limit 3 (lowered from 4)"
+    assert (rows["lag"], rows["waits"]) == ("1.3 (at most 3, limit 4)", "trainer 12%, engines 3%")
+    assert rows["weights"] == "version 2" and "stale" not in rows
+    status.steps[-1].metrics["async/stale_token_fraction"] = 0.004
+    assert dict(panel_rows(status))["stale"] == "0.4%"
+
+
+@pytest.mark.parametrize(
+    ("phase", "running", "words"),
+    [
+        (pb.RUN_PHASE_GENERATING, 24, "generating 50%, the trainer waits"),
+        (pb.RUN_PHASE_PUBLISHING, 24, "updating the engines 50%, generating"),
+        (pb.RUN_PHASE_TRAINING, 0, "training 50%"),
+        (pb.RUN_PHASE_RECOVERING, 24, "restoring a checkpoint 50%"),
+        (pb.RUN_PHASE_DONE, 24, "done 50%"),
+    ],
+)
+def test_phases_that_overlap_are_both_shown(phase: pb.RunPhase.ValueType, running: int, words: str) -> None:
+    status = overlapping(1, running_groups=running)
+    status.phase = phase
+    assert dict(panel_rows(status))["now"] == words
+    status.ClearField("queue")
+    assert dict(panel_rows(status))["now"] == words.split(",")[0]
+
+
+def test_a_run_without_a_lag_shows_none_of_it() -> None:
+    status = overlapping(1)
+    status.ClearField("queue")
+    assert {"queue", "waits", "stale", "weights"}.isdisjoint(dict(panel_rows(status)))
+    assert dict(panel_rows(status))["lag"] == "0 steps at most, weights version 1"
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_change_of_the_lag_limit_is_told_with_its_reason(live: bool) -> None:
+    output, status = io.StringIO(), overlapping(3)
+    status.steps[1].lag_change = "policy lag limit 4 -> 3: mean |old - behavior| is too high"
+    with dashboard(output, live=live) as display:
+        display.update(status)
+    lines = output.getvalue().splitlines()
+    if live:
+        assert "step 2: policy lag limit 4 -> 3: mean |old - behavior| is too high" in output.getvalue()
+        return
+    assert lines[2] == (
+        "step 2/24  reward 0.20  useful groups 75%  logprob mismatch 0.0042  lag 1.3 (at most 3, limit 4)  "
+        "waits trainer 12%, engines 3%  9.8 s (generate 3.1, train 5.4)"
+    )
+    assert lines[3] == "  policy lag limit 4 -> 3: mean |old - behavior| is too high"
+    assert lines[4].startswith("step 3/24")
+
+
 def test_lease_wait_condition_and_return_are_on_the_panel_with_their_times() -> None:
     output, now = io.StringIO(), time.time()
     status = snapshot(8)

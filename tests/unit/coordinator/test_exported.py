@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fourfold.metrics import REWARD_MEAN
+from fourfold.metrics import REWARD_MEAN, STALE_TOKENS
 from fourfold.service.exporter import Values
 from fourfold_coordinator.reporting.exported import RunSource
 from fourfold_coordinator.state.faults import FaultLog
@@ -26,6 +26,18 @@ def test_peers_choose_no_labels(tmp_path: Path, clock: FakeClock) -> None:
     shown = readings(RunSource(board, faults, tmp_path / "ledger.sqlite", clock=clock))
     assert shown["fourfold_run_metric"] == {REWARD_MEAN: 0.5}
     assert shown["fourfold_run_faults_total"] == {"TIMEOUT": 100, "OTHER": 100}
+
+
+def test_the_queue_of_a_run_with_a_lag_is_exported(tmp_path: Path, clock: FakeClock) -> None:
+    path = tmp_path / "ledger.sqlite"
+    shown = readings(RunSource(RunBoard(name="r", step_count=4, clock=clock), FaultLog(), path, clock=clock))
+    assert (shown["fourfold_run_groups"], shown["fourfold_run_lag_limit"]) == ({}, 0)
+    board = RunBoard(name="r", step_count=4, max_policy_lag=4, clock=clock)
+    board.set_queue(lag_limit=3, running=7, ready=2, needed=4)
+    board.add_step(1, {STALE_TOKENS: 0.02})
+    shown = readings(RunSource(board, FaultLog(), path, clock=clock))
+    assert (shown["fourfold_run_groups"], shown["fourfold_run_lag_limit"]) == ({"running": 7, "ready": 2}, 3)
+    assert shown["fourfold_run_metric"] == {STALE_TOKENS: 0.02}
 
 
 async def test_samples_are_counted_every_few_seconds(tmp_path: Path, clock: FakeClock) -> None:

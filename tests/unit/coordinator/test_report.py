@@ -51,6 +51,30 @@ def test_a_report_says_before_and_after(tmp_path: Path, ledger: Ledger) -> None:
     assert facts["first_step"] == {"samples_sha256": "ab"}
 
 
+def test_a_report_of_a_run_with_a_lag_sums_it_up(tmp_path: Path, ledger: Ledger) -> None:
+    assert build(tmp_path, ledger)["asynchrony"] is None
+    common = {"async/token_lag_max": 2.0, "async/lag_limit": 2.0, "async/rollout_wait_fraction": None}
+    for step, seconds, wait in ((1, 10.0, 0.5), (2, 30.0, 0.1)):
+        found = {"time/step": seconds, "async/trainer_wait_fraction": wait, "async/token_lag_mean": step / 2}
+        found |= {"async/stale_token_fraction": 0.01 * step, "async/length_bias": -0.01 * step}
+        ledger.record_metrics(
+            step, common | found | {"lag_change": "limit 2 -> 1: why" if step > 1 else ""}, seconds=1.0
+        )
+    assert build(tmp_path, ledger, asynchrony={"max_policy_lag": 2})["asynchrony"] == {
+        "max_policy_lag": 2,
+        "lag_limit": 2.0,
+        "token_lag_mean": 0.75,
+        "token_lag_max": 2.0,
+        "trainer_wait_fraction": pytest.approx((0.5 * 10 + 0.1 * 30) / 40),
+        "rollout_wait_fraction": None,
+        "stale_token_fraction": pytest.approx(0.015),
+        "length_bias": -0.02,
+        "lag_changes": [{"step": 2, "text": "limit 2 -> 1: why"}],
+    }
+    empty = build(tmp_path, Ledger(tmp_path / "empty.sqlite"), asynchrony={"max_policy_lag": 2})["asynchrony"]
+    assert (empty["token_lag_mean"], empty["lag_limit"], empty["lag_changes"]) == (None, None, [])
+
+
 def test_a_run_without_held_out_data_has_no_evaluation(tmp_path: Path) -> None:
     facts = build(tmp_path, Ledger(tmp_path / "empty.sqlite"))
     assert (facts["eval_before"], facts["eval_after"], facts["seconds_per_step"]) == (None, None, None)

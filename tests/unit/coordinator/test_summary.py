@@ -50,6 +50,30 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert text.endswith(f"Chat with the model: fourfold chat {tmp_path}/model")
 
 
+def test_summary_of_a_run_with_a_lag_tells_lag_waits_and_what_was_stale(tmp_path: Path) -> None:
+    report: dict[str, Any] = {
+        "name": "demo", "seed": 17, "steps": 24, "seconds": 250.2, "peak_memory_bytes": 1, "asynchrony": None,
+    }  # fmt: skip
+    assert "lag" not in "\n".join(summary_lines(report, tmp_path))
+    found: dict[str, Any] = {"max_policy_lag": 4, "lag_limit": 3.0, "token_lag_mean": 1.26, "token_lag_max": 4.0,
+             "trainer_wait_fraction": 0.12, "rollout_wait_fraction": None, "stale_token_fraction": 0.0,
+             "lag_changes": []}  # fmt: skip
+    lines = summary_lines(report | {"asynchrony": found}, tmp_path)
+    assert lines[2:4] == ["Policy lag: 1.3 on average, 4 at most, limit 3.", "Waited, of the time: trainer 12%."]
+    assert "Stale" not in "\n".join(lines) and "changed" not in "\n".join(lines)
+    changes = [
+        {"step": 9, "text": "policy lag limit 4 -> 3: first"},
+        {"step": 12, "text": "policy lag limit 3 -> 4: x"},
+    ]
+    found |= {"rollout_wait_fraction": 0.031, "stale_token_fraction": 0.004, "lag_changes": changes}
+    lines = summary_lines(report | {"asynchrony": found}, tmp_path)
+    assert lines[3:6] == [
+        "Waited, of the time: trainer 12%, engines 3%.",
+        "Stale: 0.4% of the sampled tokens were dropped.",
+        "The lag limit changed 2x, last after step 12: policy lag limit 3 -> 4: x",
+    ]
+
+
 def test_answers_are_paired_by_prompt() -> None:
     table = answer_table([answer("1 * 2", "a", 0.0), answer("2 * 2", "b", None)], [answer("2 * 2", "c", 1.0)])
     assert len(table) == 5  # an empty line, the title, an empty line, the head, one pair

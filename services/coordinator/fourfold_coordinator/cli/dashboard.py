@@ -24,7 +24,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.text import format_duration
 
 from ..launch.fleet import COORDINATOR
-from .event_lines import OVER, EventLines, phase_times, recovery_line
+from .event_lines import OVER, EventLines, asynchrony_rows, phase_times, recovery_line
 
 _log = logging.getLogger("fourfold.dashboard")
 
@@ -46,6 +46,12 @@ _PHASES: Final = {
     pb.RUN_PHASE_DONE: "done",
     pb.RUN_PHASE_FAILED: "failed",
 }
+_TRAINER_PHASES: Final = (
+    pb.RUN_PHASE_TRAINING,
+    pb.RUN_PHASE_PUBLISHING,
+    pb.RUN_PHASE_EVALUATING,
+    pb.RUN_PHASE_SAVING,
+)
 
 
 class Dashboard:
@@ -142,6 +148,7 @@ class Dashboard:
             line = f"! {condition.subject}: {condition.text} ({_age(condition.since)})"
             parts.append(Text(line, style="bold red"))
         parts += [Text(line, style="bold yellow") for line in _alarm_lines(self._status)[-_ALARMS:]]
+        parts += [Text(line, style="yellow") for line in _lag_changes(self._status)[-1:]]
         parts += [Text(recovery_line(r), style="yellow") for r in self._status.recoveries[-_RECOVERIES:]]
         parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
         return Panel(
@@ -176,13 +183,13 @@ class TimeLeft:
 
 def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, str]]:
     """Return (label, text) of the panel's rows; rows without data are left out."""
-    phase = _PHASES.get(status.phase, "starting")
-    if 0 < status.phase_progress < 1:
-        phase += f" {status.phase_progress:.0%}"
+    phase = _phase_text(status)
     if status.waiting_for:
         since = f" ({_age(status.waiting_since)})" if status.HasField("waiting_since") else ""
         phase += f": {status.waiting_for}{since}"
     rows = [("now", phase)]
+    if status.HasField("queue"):
+        rows.append(("queue", _queue_text(status.queue)))
     if status.evals:
         shown = [status.evals[0], *status.evals[1:][-3:]]
         rows.append(("held-out accuracy", " -> ".join(f"{e.mean_score:.2f} (step {e.step})" for e in shown)))
@@ -191,6 +198,21 @@ def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, s
     if status.failure:
         rows.append(("failure", status.failure))
     return rows
+
+
+def _phase_text(status: pb.RunStatus) -> str:
+    """Return the present phase. Engines of an asynchronous run also sample in the trainer's phases."""
+    text = _PHASES.get(status.phase, "starting")
+    if 0 < status.phase_progress < 1:
+        text += f" {status.phase_progress:.0%}"
+    if status.HasField("queue") and status.phase == pb.RUN_PHASE_GENERATING:
+        return f"{text}, the trainer waits"
+    return f"{text}, generating" if status.queue.running_groups and status.phase in _TRAINER_PHASES else text
+
+
+def _queue_text(queue: pb.SampleQueue) -> str:
+    lowered = f" (lowered from {queue.max_policy_lag})" if queue.lag_limit < queue.max_policy_lag else ""
+    return f"{queue.running_groups} groups running, {queue.ready_groups} ready, lag limit {queue.lag_limit}{lowered}"
 
 
 def _step_rows(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
@@ -213,7 +235,9 @@ def _step_rows(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
     if metrics.ENGINE_SPEED_MIN in last:
         rows.append(("engines", _engine_speeds(last)))
     lag = last.get(metrics.POLICY_LAG_MAX)
-    if lag is not None:
+    if status.HasField("queue"):
+        rows += [*asynchrony_rows(last), ("weights", f"version {status.policy_version}")]
+    elif lag is not None:
         rows.append(("lag", f"{lag:.0f} steps at most, weights version {status.policy_version}"))
     if metrics.TIME_STEP in last:
         rows.append(("last step", f"{last[metrics.TIME_STEP]:.1f} s: {phase_times(status.steps[-1])}"))
@@ -229,8 +253,15 @@ def _engine_speeds(last: Mapping[str, float]) -> str:
 
 
 def _alarm_lines(status: pb.RunStatus) -> list[str]:
-    recent = [record for record in status.steps if record.step > status.step - _ALARM_STEPS]
-    return [f"step {record.step}: {text}" for record in recent for text in record.alarms]
+    return [f"step {record.step}: {text}" for record in _recent_steps(status) for text in record.alarms]
+
+
+def _lag_changes(status: pb.RunStatus) -> list[str]:
+    return [f"step {record.step}: {record.lag_change}" for record in _recent_steps(status) if record.lag_change]
+
+
+def _recent_steps(status: pb.RunStatus) -> list[pb.StepRecord]:
+    return [record for record in status.steps if record.step > status.step - _ALARM_STEPS]
 
 
 def _services_text(states: Sequence[tuple[str, str]], status: pb.RunStatus) -> str:

@@ -34,7 +34,7 @@ _PARTS: Final = (
     (metrics.TIME_EVALUATE, "evaluate"),
     (metrics.TIME_CHECKPOINT, "checkpoint"),
 )
-_KIND_ORDER: Final = ("step", "alarms", "eval")
+_KIND_ORDER: Final = ("step", "lag", "alarms", "eval")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,7 +153,9 @@ class EventLines:
 def _records(status: pb.RunStatus) -> Iterator[tuple[tuple[str, int], str]]:
     """Yield kind, step and line of each record."""
     for record in status.steps:
-        yield ("step", record.step), step_line(record, status.step_count)
+        yield ("step", record.step), step_line(record, status)
+        if record.lag_change:
+            yield ("lag", record.step), f"  {record.lag_change}"
         if record.alarms:
             yield ("alarms", record.step), "\n".join(f"  ! {text}" for text in record.alarms)
     for evaluation in status.evals:
@@ -170,20 +172,39 @@ def recovery_line(recovery: pb.Recovery) -> str:
     return f"resumed after step {recovery.step}" if recovery.step else "restarted at step 0: there was no checkpoint"
 
 
-def step_line(record: pb.StepRecord, step_count: int) -> str:
-    words = [f"step {record.step}/{step_count}"]
+def step_line(record: pb.StepRecord, status: pb.RunStatus) -> str:
+    last, words = record.metrics, [f"step {record.step}/{status.step_count}"]
     for metric, form in (
         (metrics.REWARD_MEAN, "reward {:.2f}"),
         (metrics.USEFUL_GROUPS, "useful groups {:.0%}"),
         (metrics.MISMATCH_MEAN, "logprob mismatch {:.4f}"),
         (metrics.MFU, "MFU {:.0%}"),
-        (metrics.POLICY_LAG_MAX, "lag {:.0f}"),
-        (metrics.TIME_STEP, "{:.1f} s"),
     ):
-        if metric in record.metrics:
-            words.append(form.format(record.metrics[metric]))
+        if metric in last:
+            words.append(form.format(last[metric]))
+    if status.HasField("queue"):
+        words += (f"{label} {text}" for label, text in asynchrony_rows(last))
+    elif metrics.POLICY_LAG_MAX in last:
+        words.append(f"lag {last[metrics.POLICY_LAG_MAX]:.0f}")
+    if metrics.TIME_STEP in last:
+        words.append(f"{last[metrics.TIME_STEP]:.1f} s")
     parts = phase_times(record)
     return "  ".join(words) + (f" ({parts})" if parts else "")
+
+
+def asynchrony_rows(last: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return (label, text) of lag, waits and stale tokens in a step of an asynchronous run."""
+    rows = []
+    if metrics.TOKEN_LAG_MEAN in last:
+        details = (("at most {:.0f}", metrics.TOKEN_LAG_MAX), ("limit {:.0f}", metrics.LAG_LIMIT))
+        known = ", ".join(form.format(last[metric]) for form, metric in details if metric in last)
+        rows.append(("lag", f"{last[metrics.TOKEN_LAG_MEAN]:.1f}" + (f" ({known})" if known else "")))
+    sides = (("trainer", metrics.TRAINER_WAIT), ("engines", metrics.ROLLOUT_WAIT))
+    if waits := [f"{side} {last[metric]:.0%}" for side, metric in sides if metric in last]:
+        rows.append(("waits", ", ".join(waits)))
+    if last.get(metrics.STALE_TOKENS, 0.0) > 0:
+        rows.append(("stale", f"{last[metrics.STALE_TOKENS]:.1%}"))
+    return rows
 
 
 def phase_times(record: pb.StepRecord) -> str:

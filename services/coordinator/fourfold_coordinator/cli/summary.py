@@ -43,6 +43,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     before, after = report.get("eval_before"), report.get("eval_after")
     if before and after:
         lines.append(f"Held-out accuracy: {_interval(before)} before, {_interval(after)} after training (95 %).")
+    lines += _asynchrony(report.get("asynchrony") or {})
     lines += _interruptions(report)
     if dropped := report.get("dropped"):
         lines.append("Dropped samples: " + ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))
@@ -63,6 +64,27 @@ def _headline(report: dict[str, Any]) -> str:
         f"{report['name']} is done: {report['steps']} steps{each} in {format_duration(report['seconds'])}, "
         f"seed {report['seed']}, {memory}."
     )
+
+
+def _asynchrony(found: dict[str, Any]) -> list[str]:
+    """Return lag, waits and stale tokens of an asynchronous run; no lines for other runs."""
+
+    def words(*known: tuple[str, str]) -> str:
+        return ", ".join(form.format(found[key]) for key, form in known if found.get(key) is not None)
+
+    lag = words(
+        ("token_lag_mean", "{:.1f} on average"), ("token_lag_max", "{:.0f} at most"), ("lag_limit", "limit {:.0f}")
+    )
+    waits = words(("trainer_wait_fraction", "trainer {:.0%}"), ("rollout_wait_fraction", "engines {:.0%}"))
+    lines = [f"Policy lag: {lag}."] if lag else []
+    if waits:
+        lines.append(f"Waited, of the time: {waits}.")
+    if (found.get("stale_token_fraction") or 0.0) > 0:
+        lines.append(f"Stale: {found['stale_token_fraction']:.1%} of the sampled tokens were dropped.")
+    if changes := found.get("lag_changes"):
+        text = f"The lag limit changed {len(changes)}x, last after step {changes[-1]['step']}: {changes[-1]['text']}"
+        lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ")
+    return lines
 
 
 def _interruptions(report: dict[str, Any]) -> list[str]:

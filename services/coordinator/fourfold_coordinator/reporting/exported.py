@@ -22,7 +22,15 @@ from ..state.ledger import SampleCounts, SampleState, read_sample_counts
 from ..state.run_board import RunBoard
 from .run_totals import RunTotals
 
-_PHASE: Final = Exported("fourfold_run_phase", "gauge", "1 for the present phase of the run, else 0", ("phase",))
+_PHASE: Final = Exported(
+    "fourfold_run_phase", "gauge", "1 for the present phase (with overlap: the trainer's), else 0", ("phase",)
+)
+_GROUPS: Final = Exported(
+    "fourfold_run_groups", "gauge", "groups between admission and training, if max_policy_lag >= 1", ("state",)
+)
+_LAG_LIMIT: Final = Exported(
+    "fourfold_run_lag_limit", "gauge", "largest policy lag that new groups may reach; 0: no overlap"
+)
 _STEP: Final = Exported("fourfold_run_step", "gauge", "steps done; a restored checkpoint lowers it")
 _STEPS: Final = Exported("fourfold_run_steps", "gauge", "steps of the whole run")
 _VERSION: Final = Exported("fourfold_run_policy_version", "gauge", "policy version published last")
@@ -49,7 +57,8 @@ _METRIC: Final = Exported(
     "fourfold_run_metric", "gauge", "value of the last step for each metric of the glossary, in its unit", ("metric",)
 )
 EXPORTED: Final = (
-    _PHASE, _STEP, _STEPS, _VERSION, _WAITING, _CONDITIONS, _MEMBERS, _SAMPLES, _DROPPED, _FAULTS, _RESTARTS, _METRIC,
+    _PHASE, _STEP, _STEPS, _VERSION, _GROUPS, _LAG_LIMIT, _WAITING, _CONDITIONS, _MEMBERS, _SAMPLES, _DROPPED, _FAULTS,
+    _RESTARTS, _METRIC,
 )  # fmt: skip
 
 _COUNT_SECONDS: Final = 10.0
@@ -82,6 +91,10 @@ class RunSource:
         yield _STEP, status.step
         yield _STEPS, status.step_count
         yield _VERSION, status.policy_version
+        queue = status.queue
+        groups = {"running": queue.running_groups, "ready": queue.ready_groups}
+        yield _GROUPS, groups if status.HasField("queue") else {}
+        yield _LAG_LIMIT, queue.lag_limit
         yield _WAITING, bool(status.waiting_for)
         yield _CONDITIONS, len(status.conditions)
         members = Counter((member.role, _STATES.get(member.state)) for member in status.members)

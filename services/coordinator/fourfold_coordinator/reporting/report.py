@@ -16,6 +16,10 @@ report.json (times in seconds, sizes in bytes):
     evals                        all of them
     first_step                   SHA-256 of its prompts, request seeds and sampled tokens
     answers_before, answers_after  ten sampled answers to the same held-out prompts
+    asynchrony                   null if asynchrony.max_policy_lag is 0, else: max_policy_lag; lag_limit of the last
+                                 step; token_lag_mean, token_lag_max; trainer_wait_fraction, rollout_wait_fraction
+                                 of the time of all steps; stale_token_fraction, mean over the steps; length_bias of
+                                 the run; lag_changes: {"step", "text"} each, with their reasons
     skipped_steps, dropped       steps that did not change the weights; dropped samples by reason
     faults                       errors of services: {"peer", "kind", "count", "first"} each: member, reason in
                                  UPPER_SNAKE_CASE, number of failed calls and samples, text of the first
@@ -92,6 +96,7 @@ def build(
         "eval_after": _eval(after),
         "evals": [_eval(row) for row in evals],
         "first_step": json.loads(ledger.get(FIRST_STEP) or "{}"),
+        "asynchrony": _asynchrony(config, steps),
         "skipped_steps": sum(bool(step.skipped_reason) for step in steps),
         "dropped": ledger.dropped(),
         "faults": list(faults),
@@ -203,6 +208,34 @@ def _eval(row: EvalRow | None) -> dict[str, Any] | None:
         "half_width": row.half_width,
         "n": row.answer_count,
         "missing": row.missing_count,
+    }
+
+
+def _asynchrony(config: Config, steps: Sequence[StepRow]) -> dict[str, Any] | None:
+    if not config.asynchrony.max_policy_lag:
+        return None
+
+    def values(name: str) -> list[float]:
+        return [value for step in steps if (value := step.metrics.get(name)) is not None]
+
+    def share_of_time(name: str) -> float | None:
+        found = [row.metrics for row in steps if row.metrics.get(name) is not None and row.metrics.get(m.TIME_STEP)]
+        seconds = math.fsum(row[m.TIME_STEP] for row in found)
+        return math.fsum(row[name] * row[m.TIME_STEP] for row in found) / seconds if found else None
+
+    lags, stale = values(m.TOKEN_LAG_MEAN), values(m.STALE_TOKENS)
+    return {
+        "max_policy_lag": config.asynchrony.max_policy_lag,
+        "lag_limit": next(reversed(values(m.LAG_LIMIT)), None),
+        "token_lag_mean": math.fsum(lags) / len(lags) if lags else None,
+        "token_lag_max": max(values(m.TOKEN_LAG_MAX), default=None),
+        "trainer_wait_fraction": share_of_time(m.TRAINER_WAIT),
+        "rollout_wait_fraction": share_of_time(m.ROLLOUT_WAIT),
+        "stale_token_fraction": math.fsum(stale) / len(stale) if stale else None,
+        "length_bias": next(reversed(values(m.LENGTH_BIAS)), None),
+        "lag_changes": [
+            {"step": step.step, "text": text} for step in steps if (text := step.metrics.get("lag_change"))
+        ],
     }
 
 

@@ -1,4 +1,4 @@
-"""Keeps the present state of a run for watchers: phase, metrics, conditions and members.
+"""Keeps the present state of a run for watchers: phase, queue, metrics, conditions and members.
 
 A watcher gets the present state at once, then the newest state after changes, never a backlog, and always the final
 state before its stream ends.
@@ -31,10 +31,14 @@ _SETTLED_SECONDS: Final = 1.0
 class RunBoard:
     """Present state of one run. Not thread-safe."""
 
-    def __init__(self, *, name: str, step_count: int, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, *, name: str, step_count: int, max_policy_lag: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Begin without steps; `max_policy_lag` is that of the recipe."""
         self.status = pb.RunStatus(
             name=name, step_count=step_count, phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for=""
         )
+        if max_policy_lag:
+            queue = pb.SampleQueue(max_policy_lag=max_policy_lag, lag_limit=max_policy_lag)
+            self.status.queue.CopyFrom(queue)
         self.closed = False
         self._clock = clock
         self._change = asyncio.Event()
@@ -49,6 +53,24 @@ class RunBoard:
         """Set the share of the present phase that is done, in [0, 1]."""
         self.status.phase_progress = min(max(share, 0.0), 1.0)
         self._changed()
+
+    def set_queue(self, *, lag_limit: int, running: int, ready: int, needed: int) -> None:
+        """Set the groups between their admission and their step.
+
+        Args:
+            lag_limit: Largest policy lag that new groups may reach.
+            running: Groups in generation or scoring.
+            ready: Groups that are ready to train on.
+            needed: Groups of a step; the progress of RUN_PHASE_GENERATING is the share of them that is ready.
+        """
+        queue = self.status.queue
+        new = lag_limit, running, ready
+        if self.status.HasField("queue") and new != (queue.lag_limit, queue.running_groups, queue.ready_groups):
+            queue.lag_limit, queue.running_groups, queue.ready_groups = new
+            self._changed()
+        progress = min(ready / needed, 1.0)
+        if self.status.phase == pb.RUN_PHASE_GENERATING and self.status.phase_progress != progress:
+            self.set_progress(progress)
 
     def set_waiting_for(self, what: str) -> None:
         """Set what the run waits for; an empty text ends the wait."""
@@ -160,7 +182,8 @@ class RunBoard:
 
 def _step_record(step: int, metrics: Mapping[str, Any]) -> pb.StepRecord:
     numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
-    return pb.StepRecord(step=step, metrics=numbers, alarms=metrics.get("alarms", []))
+    alarms, lag_change = metrics.get("alarms", []), metrics.get("lag_change", "")
+    return pb.StepRecord(step=step, metrics=numbers, alarms=alarms, lag_change=lag_change)
 
 
 def _eval_record(row: EvalRow) -> pb.EvalRecord:

@@ -103,9 +103,11 @@ class GroupProducer:
                     self._places.append(place)
                     tasks.create_task(self._fill(place))
                 self._meter.set_blocked(not self._may_admit() and self._engines_have_room())
+                self._show_queue()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_TICK_SECONDS):
                         await changed.wait()
+        self._show_queue()
 
     async def take(self, step: int) -> StepBatch:
         """Wait for the batch of a step, and take it; raise WrongState if all its groups are lost."""
@@ -177,8 +179,6 @@ class GroupProducer:
                 place.position, step=self._step + 1, version=self._version, on_sent=place.mark_sent
             )
             self._add(draft, place)
-        ready = sum(p.group is not None for p in self._places)
-        self._context.board.set_progress(min(ready / self._count, 1.0))
         self._notify()
 
     def _add(self, draft: GroupDraft, place: _Place) -> None:
@@ -275,6 +275,11 @@ class GroupProducer:
                 batch.filtered.append(group)
 
         await self._context.session.run_all(mute(group) for group in chosen)
+
+    def _show_queue(self) -> None:
+        ready = sum(place.group is not None for place in self._places)
+        running = len(self._places) - ready
+        self._context.board.set_queue(lag_limit=self.lag_limit, running=running, ready=ready, needed=self._count)
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

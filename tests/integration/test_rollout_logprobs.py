@@ -62,7 +62,7 @@ def answers(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> 
     return Answers(mine, theirs, log)
 
 
-@pytest.mark.parametrize("case", ["mixed", "stopped", "paused", "abandoned", "preempted"])
+@pytest.mark.parametrize("case", ["mixed", "stopped", "paused", "recomputed", "abandoned", "preempted"])
 def test_tokens_are_the_same_and_values_are_vllms(answers: Answers, case: str) -> None:
     mine, theirs = answers.table[case], answers.vllm[case]
     assert [s["ids"] for s in mine] == [s["ids"] for s in theirs]

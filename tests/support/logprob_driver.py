@@ -1,7 +1,7 @@
 """Draws samples from a real engine and writes their log-probabilities (`python -m` this module SETTINGS ANSWER).
 
-The samples are paused, abandoned, interrupted and preempted. With the setting "audit", requests also ask vLLM for its
-own log-probabilities, which are of the same logits.
+The samples are paused, computed again, abandoned, interrupted and preempted. With the setting "audit", requests also
+ask vLLM for its own log-probabilities, which are of the same logits.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ async def drawn(engine: Any, count: int, **fields: Any) -> list[dict[str, Any]]:
     return sink.answer()
 
 
-async def paused(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
-    """Draw samples that are paused three times."""
+async def paused(engine: Any, vocabulary: int, *, seed: int, recompute: bool) -> list[dict[str, Any]]:
+    """Draw samples that are paused three times; with `recompute`, their tokens are computed again each time."""
     await engine._call("slow_down", 0.03, timeout=10)
     sink = RecordingSink(SAMPLES // 2)
-    await engine.submit(requests(sink, seed=100, max_tokens=40, vocabulary=vocabulary))
+    await engine.submit(requests(sink, seed=seed, max_tokens=40, vocabulary=vocabulary))
     for step in range(3):
         await sink.until(lambda step=step: sink.token_count >= 30 * step or sink.done)  # type: ignore[misc]
         await engine.pause()
@@ -131,6 +131,8 @@ async def paused(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
         await asyncio.sleep(0.1)
         assert sink.token_count == still
         assert sink.boundaries  # some samples run: steps were slowed down
+        if recompute:
+            await engine.forget_prefixes(recompute=True)
         await engine.resume()
     await engine._call("slow_down", 0.005, timeout=10)
     await sink.end()
@@ -190,11 +192,13 @@ async def all_of_it(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
     answer["stopped"] = await drawn(engine, 6, stop=stop, **plain)
     if options["plain"]:
         answer["paused"] = await drawn(engine, SAMPLES // 2, seed=100, max_tokens=40, **plain)
+        answer["recomputed"] = await drawn(engine, SAMPLES // 2, seed=600, max_tokens=40, **plain)
         answer["abandoned"] = await drawn(engine, SAMPLES // 2, seed=300, max_tokens=30, **plain)
         answer["interrupted"] = await drawn(engine, SAMPLES // 2, seed=500, max_tokens=60, **plain)
         answer["preempted"] = await drawn(engine, SAMPLES, seed=400, max_tokens=60, **plain)
     else:
-        answer["paused"] = await paused(engine, vocabulary)
+        answer["paused"] = await paused(engine, vocabulary, seed=100, recompute=False)
+        answer["recomputed"] = await paused(engine, vocabulary, seed=600, recompute=True)
         answer["abandoned"] = await abandoned(engine, vocabulary)
         answer["interrupted"] = await interrupted(engine, vocabulary)
         answer["unwritten"] = await unwritten(engine, vocabulary)

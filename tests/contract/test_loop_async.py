@@ -16,6 +16,7 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold_coordinator.state.ledger import SampleState
 from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until, watch_for
 from tests.fakes.toy import make_config
+from tests.fakes.toy_rollout import FakeRollout
 
 EVERY_STEP = {"checkpoint": {"every_steps": 1}}
 NEVER = {"evaluation": {"every_steps": 100}}
@@ -256,3 +257,79 @@ async def test_a_run_with_a_lag_shows_its_queue_while_the_trainer_trains(make_st
     assert found["max_policy_lag"] == found["lag_limit"] == 2 and found["lag_changes"] == []
     assert 0 < found["token_lag_mean"] <= found["token_lag_max"] <= 2
     assert 0 < found["trainer_wait_fraction"] < 1 and 0 < found["rollout_wait_fraction"] <= 1
+
+
+def hold_evaluation(engine: FakeRollout, step: int) -> tuple[asyncio.Event, asyncio.Event]:
+    """Make the evaluation after a step wait at an engine; return the events of its begin and of its release."""
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        if engine.requests[-1].request_id.startswith(f"eval{step}-"):
+            begun.set()
+            await release.wait()
+
+    engine.on_generate = wait
+    return begun, release
+
+
+async def test_an_evaluation_beside_the_steps_delays_the_update_of_the_only_engine(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=6, **lag(2))
+    begun, release = hold_evaluation(stage.rollouts[0], 2)
+    await stage.start()
+    await until(begun.is_set)
+    await until(lambda: 3 in stage.trainer.batches)
+    await asyncio.sleep(0.2)
+    assert stage.rollouts[0].version == 2 and 4 not in stage.trainer.batches, "step 3 is trained and not published"
+    assert len(stage.lines("metrics.jsonl")) == 1, "the line of step 2 waits for its score"
+    release.set()
+    assert await stage.finish() == 0
+    check_books(stage)
+    rows = stage.lines("metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/score" in row] == [2, 4, 6]
+    assert rows[2]["time/evaluate"] > 0.1
+    assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_one_of_two_engines_is_held_for_an_evaluation_and_the_other_goes_on(
+    make_stage: Callable[..., Stage], dies: bool
+) -> None:
+    stage = make_stage(steps=6, rollout={"replicas": 2}, **lag(2))
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    events = [hold_evaluation(engine, 2) for engine in stage.rollouts]
+    await stage.start()
+    await until(lambda: any(begun.is_set() for begun, _ in events))
+    held = next(engine for engine, (begun, _) in zip(stage.rollouts, events, strict=True) if begun.is_set())
+    other = next(engine for engine in stage.rollouts if engine is not held)
+    await until(lambda: 5 in stage.trainer.batches, 20)
+    assert (held.version, other.version) == (2, 4), (
+        "the evaluation after step 4 waits, and the update of step 5 with it"
+    )
+    assert not any(r.request_id.startswith("eval2-") for r in other.requests), "every answer is of one version"
+    if dies:
+        await held.kill()
+    for _, release in events:
+        release.set()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
+    if not dies:
+        assert held.version == stage.trainer.version, "it was updated after the evaluation"
+
+
+async def test_the_lag_is_lowered_while_the_mismatch_is_above_its_target(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=14, **lag(4, target_mismatch=0.004), **NEVER)
+    stage.trainer.mismatch = lambda lag: 0.002 + 0.002 * lag
+    stage.trainer.on_train = lambda step: asyncio.sleep(0.1)  # samples of five steps are ready meanwhile
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    rows = stage.lines("metrics.jsonl")
+    changes = [row["lag_change"] for row in rows if row["lag_change"]]
+    assert changes and changes[0].startswith("policy lag limit 4 -> ") and "target_mismatch 0.004" in changes[0]
+    assert rows[0]["async/lag_limit"] == 4 > rows[-1]["async/lag_limit"]
+    assert rows[-1]["train/policy_lag_max"] <= rows[-1]["async/lag_limit"]

@@ -58,6 +58,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self.on_saved: Callable[[int], Any] | None = (
             None  # awaited with the step after each checkpoint, before the answer
         )
+        self.mismatch: Callable[[int], float] = lambda lag: 0.01  # the metric of a step, by the largest lag of a sample
         self.on_batch: Callable[[list[Sample]], Any] = lambda samples: None
         self.loaded: list[int] = []
         self._answer = trainer.TrainStepResponse()
@@ -113,7 +114,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
             if s.loss_mask.any():
                 groups.setdefault(s.group_id, set()).add(s.score or 0.0)
         learned = any(len(scores) > 1 for scores in groups.values())
-        self.step, self._bytes = step, body
+        self.step, self._bytes, version = step, body, self.version
         self.weights += learned
         self.version += learned
         self.skipped += not learned
@@ -124,7 +125,8 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
             policy_version=self.version,
             skipped_reason="" if learned else "NO_ADVANTAGE" if groups else "NO_ACTION_TOKENS",
             # The real trainer reports these metrics of the batch, too.
-            metrics={"train/samples_per_step": float(len(samples)), "mismatch/logprob_diff_mean": 0.01}
+            metrics={"train/samples_per_step": float(len(samples)), "mismatch/ess": 0.9}
+            | {"mismatch/logprob_diff_mean": self.mismatch(version - min(s.oldest_version for s in samples))}
             | {"reward/mean": float(np.mean([s.score for s in samples]))},
         )
         if self.lost_answers:

@@ -26,6 +26,8 @@ from .scheduling import Demand
 
 T = TypeVar("T")
 
+ReplicaKey = tuple[str, str]  # member id and incarnation of one process
+
 NOT_INSPECTED: Final = "not inspected yet"
 
 
@@ -93,7 +95,7 @@ class Replica:
         self.version = -1  # policy version that the broker has verified; -1 for none
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> ReplicaKey:
         """Return name and incarnation, which identify a process."""
         return self.member.member_id, self.member.incarnation
 

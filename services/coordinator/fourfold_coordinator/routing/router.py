@@ -31,7 +31,7 @@ from ..state.faults import FaultLog
 from ..state.files import DiskFull
 from .load import TokenCounts, summarize_loads, watch_load
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
-from .replica import NOT_INSPECTED, FatalRunError, Interrupted, Replica, ServiceMissing
+from .replica import NOT_INSPECTED, FatalRunError, Interrupted, Replica, ReplicaKey, ServiceMissing
 from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
 
 log = logging.getLogger("fourfold.coordinator")
@@ -135,6 +135,7 @@ class Router:
         demand: Demand | Callable[[], Demand],
         spend: Callable[[FourfoldError], None],
         version: int | None = None,
+        pin: ReplicaKey | None = None,
         wait: WaitLimit | None = None,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> T:
@@ -147,6 +148,7 @@ class Router:
             demand: What the work adds to the replica's load, or a function that returns it for each try.
             spend: Counts one failed try; raises GivenUp or FatalRunError when there was none left.
             version: Lowest policy version that a rollout service must have; None for any.
+            pin: Replica that gets the work as long as it is usable; None for any.
             wait: Longest wait for a usable replica; None for the run's.
             on_try: Returns the context that one try runs in. It gets the error of a try, also when a lease ended.
 
@@ -155,10 +157,11 @@ class Router:
             FatalRunError: `work` or `spend` raised it.
             ServiceMissing: No replica came in time.
         """
-        avoid: set[tuple[str, str]] = set()
+        avoid: set[ReplicaKey] = set()
         while True:
             size = demand if isinstance(demand, Demand) else demand()
-            async with self._acquire(role, size, wait or self._wait, version=version, avoid=avoid) as replica:
+            choice = self._acquire(role, size, wait or self._wait, version=version, pin=pin, avoid=avoid)
+            async with choice as replica:
                 try:
                     async with on_try():
                         result = await replica.call(work(replica))
@@ -261,25 +264,39 @@ class Router:
 
     @asynccontextmanager
     async def _acquire(
-        self, role: int, demand: Demand, wait: WaitLimit, *, version: int | None, avoid: set[tuple[str, str]]
+        self,
+        role: int,
+        demand: Demand,
+        wait: WaitLimit,
+        *,
+        version: int | None,
+        pin: ReplicaKey | None,
+        avoid: set[ReplicaKey],
     ) -> AsyncIterator[Replica]:
         """Choose a replica, and count the call in its load within the block."""
         with ExitStack() as call:
             async with self._turns[role]:
-                replica = await self._choose(role, demand, wait, version, avoid)
+                replica = await self._choose(role, demand, wait, version, pin, avoid)
                 call.callback(self.notify)
                 call.enter_context(replica.in_flight(demand))
                 self._prefixes.add(demand.prefix, replica.cache_key)
             yield replica
 
     async def _choose(
-        self, role: int, demand: Demand, wait: WaitLimit, version: int | None, avoid: set[tuple[str, str]]
+        self,
+        role: int,
+        demand: Demand,
+        wait: WaitLimit,
+        version: int | None,
+        pin: ReplicaKey | None,
+        avoid: set[ReplicaKey],
     ) -> Replica:
         """Return the replica for a call; wait for one with room, and raise ServiceMissing when none came in time."""
         end = self.clock.monotonic() + wait.seconds
         while True:
             now = self.clock.monotonic()
             fitting = [r for r in self.replicas(role) if _fits(r, version)]
+            fitting = [r for r in fitting if r.key == pin and pin not in avoid] or fitting
             usable = [r for r in fitting if r.breaker.admits(now)]
             free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}
             if free:
@@ -298,7 +315,7 @@ class Router:
                 self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             await self.wait_for_change(timeout=_TICK_SECONDS)
 
-    def _candidates(self, replicas: Iterable[Replica], demand: Demand, avoid: set[tuple[str, str]]) -> list[Candidate]:
+    def _candidates(self, replicas: Iterable[Replica], demand: Demand, avoid: set[ReplicaKey]) -> list[Candidate]:
         now, held = self.clock.monotonic(), self._prefixes.held(demand.prefix)
         return [
             Candidate(

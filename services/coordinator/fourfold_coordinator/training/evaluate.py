@@ -15,7 +15,7 @@ from statistics import NormalDist
 from typing import Any, Final
 
 from ..data.prompts import Prompt, derive_seed
-from ..routing.replica import GivenUp
+from ..routing.replica import GivenUp, ReplicaKey
 from ..state.ledger import EvalRow
 from ..state.samples import Trajectory
 from .context import RunContext
@@ -67,8 +67,12 @@ class Evaluator:
         self._config, self._prompts = context.config, context.prompts.held_out
         self._service_calls, self._session = context.service_calls, context.session
 
-    async def run(self, *, step: int, version: int, on_progress: Callable[[float], None]) -> EvalRow | None:
-        """Evaluate the weights of `version`, or of a later one, after `step` steps.
+    async def run(
+        self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[float], None]
+    ) -> EvalRow | None:
+        """Evaluate the weights of `version` after `step` steps.
+
+        `engine` answers as long as it is usable; then, or if it is None, any engine with this version or a later one.
 
         Returns None without held-out prompts, or when no answer got a score. `on_progress` is called with the share
         that is done, in [0, 1].
@@ -79,7 +83,7 @@ class Evaluator:
 
         async def evaluate_prompt(prompt: Prompt) -> list[Trajectory]:
             nonlocal done
-            answers = await self._answer(prompt, step=step, version=version)
+            answers = await self._answer(prompt, step=step, version=version, engine=engine)
             done += 1
             on_progress(done / len(self._prompts))
             return answers
@@ -102,7 +106,7 @@ class Evaluator:
             answers=self._examples(answers),
         )
 
-    async def _answer(self, prompt: Prompt, *, step: int, version: int) -> list[Trajectory]:
+    async def _answer(self, prompt: Prompt, *, step: int, version: int, engine: ReplicaKey | None) -> list[Trajectory]:
         """Return the answers to one prompt, those without a score as dropped; none when a service failed too often."""
         budget = self._service_calls.budget()
         name = f"eval{step}-{prompt.index}"
@@ -113,6 +117,7 @@ class Evaluator:
                 sample_ids=[f"{name}-{index}" for index in range(self._config.evaluation.samples_per_prompt)],
                 seed=derive_seed(self._config.seed, "eval", prompt.index),
                 version=version,
+                engine=engine,
                 budget=budget,
             )
             return await self._service_calls.score(answers, budget)

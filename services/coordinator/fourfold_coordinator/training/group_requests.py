@@ -21,6 +21,7 @@ from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
 from ..data.prompts import derive_seed
+from ..routing.replica import ReplicaKey
 
 Parts = tuple[Completion, ...]  # of one sample: what each call sampled, checked, each with at least one token
 
@@ -34,6 +35,7 @@ class GroupRequest:
     params: rollout.SamplingParams  # with max_tokens and seed
     count: int  # samples
     version: int  # lowest policy version that an engine may have
+    engine: ReplicaKey | None = None  # to ask as long as it is usable; None: any
 
     def plan(
         self, unfinished: Mapping[int, Parts], *, number: int, flush_seconds: float | None

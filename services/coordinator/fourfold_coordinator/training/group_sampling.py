@@ -161,6 +161,7 @@ class _Group:
                 demand=lambda: self._demand(leg),
                 spend=self._spend_try,
                 version=self._request.version,
+                pin=self._request.engine,
                 on_try=self._on_try,
             )
         finally:

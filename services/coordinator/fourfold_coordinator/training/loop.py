@@ -34,12 +34,14 @@ from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from ..reporting import report
 from ..reporting.batch_metrics import compute_batch_metrics
-from ..routing.replica import Replica
+from ..routing.replica import Replica, ReplicaKey
 from ..routing.trainer_session import TrainerRestarted
 from ..state.samples import StepBatch, to_lines
 from ..weights.update import WeightUpdateResult
 from .context import RunContext
 from .evaluate import Evaluator
+from .evaluation_queue import EvaluationQueue
+from .lag_control import LagController
 from .producer import GroupProducer
 from .recovery import SAMPLES_FILE, TRAINER_KEY, restore, take_over
 from .step_report import StepRecord, StepReporter
@@ -61,6 +63,10 @@ class TrainingLoop:
         self.session, self.broker = context.session, context.broker
         self.producer, self.evaluator = GroupProducer(context), Evaluator(context)
         self.reporter = StepReporter(context)
+        self.evaluations = EvaluationQueue(
+            self.evaluate, router=context.router, broker=context.broker, reporter=self.reporter
+        )
+        self.lag = LagController(context.config.asynchrony)
         self.step = 0  # steps done
         self.required, self.start_seconds = context.required_services(), context.start_seconds
 
@@ -71,7 +77,7 @@ class TrainingLoop:
             while True:
                 try:
                     await self.start(reason)
-                    await self.session.run_all([self.producer.run(), self.run_steps()])
+                    await self.session.run_all([self.producer.run(), self.run_steps(), self.evaluations.run()])
                     await self.finish()
                     return
                 except TrainerRestarted as error:
@@ -105,7 +111,9 @@ class TrainingLoop:
             self.board.add_recovery(self.step, reason, trainer_kept=position.trainer_kept)
         self.reporter.resume()
         await self.broker.resync(self.session.policy_version, step=self.step)
-        self.producer.resume(position, version=self.broker.version)
+        self.evaluations.reset()
+        self.lag.replay(self.ledger.steps())
+        self.producer.resume(position, version=self.broker.version, lag_limit=self.lag.limit)
         self.board.mark_started()
         self.board.set_step(step=self.step, policy_version=self.broker.version)
         await self._complete_step(self.step)
@@ -137,6 +145,7 @@ class TrainingLoop:
     async def run_steps(self) -> None:
         while self.step < self.config.steps:
             await self.run_step(self.step + 1)
+        self.evaluations.close()
 
     async def run_step(self, step: int) -> None:
         """Take a batch, train and publish; evaluate and checkpoint when they are due; report."""
@@ -146,15 +155,16 @@ class TrainingLoop:
             async with self.broker.sleeper.asleep() as sleep_times:
                 with record.timed(m.TIME_TRAIN):
                     trained, batch_metrics = await self.train(step, batch)
+            with record.timed(m.TIME_EVALUATE):
+                await self.evaluations.before_publish()
             with record.timed(m.TIME_PUBLISH):
                 update = await self.publish(trained)
         self.step = step
-        self.producer.publish(self.broker.version)
-        self.board.set_step(step=step, policy_version=self.broker.version)
         self.reporter.add_published(record, batch, batch_metrics | sleep_times, trained, update)
-        if self._is_due(step, self.config.evaluation.every_steps):
-            with record.timed(m.TIME_EVALUATE):
-                record.metrics |= await self.evaluate(step)
+        record.lag_change = self.lag.observe(step, record.metrics)
+        self.producer.publish(self.broker.version, lag_limit=self.lag.limit)
+        self.board.set_step(step=step, policy_version=self.broker.version)
+        await self._evaluate_if_due(record)
         await self.reporter.diagnose(record)
         if self._is_due(step, self.config.checkpoint.every_steps):
             # The row of the step is in the ledger already. If this process dies between the two commits of the
@@ -163,6 +173,17 @@ class TrainingLoop:
                 await self.checkpoint(step)
             await self.reporter.save(record)
         self.reporter.show(record)
+
+    async def _evaluate_if_due(self, record: StepRecord) -> None:
+        if not self._is_due(record.step, self.config.evaluation.every_steps) or not self.config.data.held_out:
+            return
+        # A checkpoint that may be kept for its score needs the score first.
+        beside = self.config.asynchrony.max_policy_lag and not self.config.checkpoint.keep_best
+        if beside and record.step < self.config.steps:
+            self.evaluations.put(record)
+            return
+        with record.timed(m.TIME_EVALUATE):
+            record.metrics |= await self.evaluate(record.step)
 
     def _is_due(self, step: int, every_steps: int) -> bool:
         return step == self.config.steps or step % every_steps == 0
@@ -232,10 +253,14 @@ class TrainingLoop:
 
     # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
 
-    async def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate on the held-out prompts; return the metrics, empty without such prompts."""
+    async def evaluate(self, step: int, engine: ReplicaKey | None = None) -> dict[str, float]:
+        """Evaluate on the held-out prompts; return the metrics, empty without such prompts.
+
+        Beside the next steps, `engine` keeps the weights of this step until the answers are there.
+        """
         self.board.set_phase(run_pb.RUN_PHASE_EVALUATING)
-        row = await self.evaluator.run(step=step, version=self.broker.version, on_progress=self.board.set_progress)
+        version = self.broker.version
+        row = await self.evaluator.run(step=step, version=version, engine=engine, on_progress=self.board.set_progress)
         if row is None:
             return {}
         await self.disk.write(self.ledger.add_eval, row)

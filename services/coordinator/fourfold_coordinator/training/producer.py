@@ -77,8 +77,9 @@ class GroupProducer:
         self._meter = QueueMeter()
         self._changed = asyncio.Event()
 
-    def resume(self, position: RunPosition, *, version: int) -> None:
-        """Continue at a position of the run, with the engines at `version`."""
+    def resume(self, position: RunPosition, *, version: int, lag_limit: int) -> None:
+        """Continue at a position of the run, with the engines at `version`; see `publish` for `lag_limit`."""
+        self.lag_limit = lag_limit
         self._restart(step=position.step, version=version)
         self._open, self._next = deque(position.open_positions), position.next_position
         self._recovered = {group.position: group for group in position.groups}
@@ -88,8 +89,12 @@ class GroupProducer:
         """Position of the prompt that is drawn next."""
         return self._open[0] if self._open else self._next
 
-    def publish(self, version: int) -> None:
-        """Note that the batch that was taken last is trained, and that engines serve `version`."""
+    def publish(self, version: int, *, lag_limit: int) -> None:
+        """Note that the batch that was taken last is trained, and that engines serve `version`.
+
+        `lag_limit` is the largest lag that groups admitted from now on may reach.
+        """
+        self.lag_limit = lag_limit
         self._version, self._in_training = version, 0
         self._notify()
 

@@ -255,9 +255,9 @@ async def _rewrite_files(context: RunContext, step: int) -> None:
 def _append_missing(path: Path, step: int, groups: Sequence[SampleGroup]) -> None:
     """Append the lines of a step's groups that samples.jsonl lacks: the coordinator died while the step was trained."""
     written = set()
-    if path.exists():
+    if groups and path.exists():
         with path.open(encoding="utf-8") as lines:
-            written = {json.loads(line)["sample_id"] for line in lines}
+            written = {json.loads(line).get("sample_id") for line in lines}
     missing = [t for group in groups for t in group.all_trajectories() if t.sample.sample_id not in written]
     if missing:
         append_lines(path, to_lines(step, missing), sync=True)

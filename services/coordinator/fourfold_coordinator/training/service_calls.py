@@ -13,7 +13,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..data.prompts import Prompt
 from ..data.texts import TextDecoder
-from ..routing.replica import RetryBudget
+from ..routing.replica import ReplicaKey, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
 from ..state.samples import Trajectory, build_sample, sampling_params
@@ -63,6 +63,7 @@ class ServiceCalls:
         version: int,
         budget: RetryBudget,
         greedy: bool = False,
+        engine: ReplicaKey | None = None,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> list[Trajectory]:
         """Sample the completions of one prompt; what a call leaves unfinished continues on another engine.
@@ -71,6 +72,7 @@ class ServiceCalls:
             sample_ids: One completion is sampled for each, in order of their index.
             seed: Of the request, in [0, 2^52).
             version: Lowest policy version that the engine may have.
+            engine: The one to ask as long as it is usable; None for any.
             greedy: Take the likeliest token at each position.
             on_try: Returns the context that one try runs in.
 
@@ -82,7 +84,12 @@ class ServiceCalls:
         if greedy:  # the sampled completions of the group are requested at the same time, under the plain name
             params.temperature, name = 0.0, f"{group_id}-greedy"
         request = GroupRequest(
-            name=name, prompt_token_ids=prompt.token_ids, params=params, count=len(sample_ids), version=version
+            name=name,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            count=len(sample_ids),
+            version=version,
+            engine=engine,
         )
         completions = await self._sampler.sample(request, spend=budget.spend, on_try=on_try)
         temperature = 1.0 if greedy else self._config.sampling.temperature  # engines report greedy tokens at 1

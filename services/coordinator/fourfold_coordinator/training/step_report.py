@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class StepRecord:
     dropped: Mapping[str, int] = field(default_factory=dict)  # samples by reason
     findings: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)  # the findings that are new, or clearly worse than before
+    lag_change: str = ""  # why the lag limit changed after this step; empty if it did not
+    evaluating: bool = False  # its evaluation runs beside the next steps
     row: dict[str, Any] = field(default_factory=dict)  # as it was saved last
 
     @contextmanager
@@ -58,10 +61,12 @@ class StepReporter:
         self._path = context.folder / METRICS_FILE
         self._metrics_file = MetricsWriter(self._path)
         self._diagnosis = TrainingDiagnosis.from_config(context.config)
+        self._unwritten: deque[StepRecord] = deque()  # steps that metrics.jsonl lacks, and whose metrics are shown
 
     def resume(self) -> None:
         """Continue after the steps that the ledger has. Call `close` first."""
         rows = self._ledger.steps()
+        self._unwritten.clear()
         self._metrics_file = MetricsWriter(self._path)
         self._diagnosis = TrainingDiagnosis.from_config(self._context.config)
         self._diagnosis.replay(rows)
@@ -113,10 +118,22 @@ class StepReporter:
     async def save(self, record: StepRecord) -> None:
         """Write the metrics of a step to the ledger, with its time so far and the present time; may be called again."""
         _add_total_time(record)
-        texts = {"end_time": utc_text(SYSTEM_CLOCK.now()), "diagnosis": "; ".join(record.findings)}
+        texts = {
+            "end_time": utc_text(SYSTEM_CLOCK.now()),
+            "diagnosis": "; ".join(record.findings),
+            "lag_change": record.lag_change,
+        }
         record.row = {**finite(record.metrics), **texts, "alarms": record.alarms}
         await self._disk.write(self._ledger.record_metrics, record.step, record.row, seconds=record.seconds)
         await self._disk.write(self._context.router.faults.save, self._ledger)
+
+    async def add_evaluation(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an evaluation that ended while later steps were trained."""
+        record.metrics |= metrics
+        record.row |= finite(metrics)
+        await self._disk.write(self._ledger.record_metrics, record.step, record.row, seconds=record.seconds)
+        record.evaluating = False
+        self._write_lines()
 
     async def amend(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the last step, which an earlier coordinator process has reported."""
@@ -127,13 +144,21 @@ class StepReporter:
         self.resume()
 
     def show(self, record: StepRecord) -> None:
-        """Publish the metrics of a step: metrics.jsonl, the board, the log."""
-        self._metrics_file.write({"step": record.step, **record.row})
+        """Publish the metrics of a step: the board, the log, and metrics.jsonl as soon as it is evaluated."""
+        self._unwritten.append(record)
+        self._write_lines()
         self._context.board.add_step(record.step, record.row)
         reward, steps = record.row.get(m.REWARD_MEAN), self._context.config.steps
         log.info("step %d of %d is done", record.step, steps, extra={"reward": reward})
         for text in record.alarms:
             log.warning("step %d: %s", record.step, text)
+        if record.lag_change:
+            log.info("step %d: %s", record.step, record.lag_change)
+
+    def _write_lines(self) -> None:
+        while self._unwritten and not self._unwritten[0].evaluating:
+            record = self._unwritten.popleft()
+            self._metrics_file.write({"step": record.step, **record.row})
 
     async def write_report(self, model: str, model_ema: str | None) -> None:
         """Write report.json and what it refers to: the folders of the exported model and of its moving average."""

@@ -24,12 +24,12 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 
-from ..routing.replica import Replica
+from ..routing.replica import Replica, ReplicaKey
 from ..routing.router import INFO_SECONDS, Router
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from ..state.files import DiskFull, DiskWriter
 from ..state.ledger import Ledger
-from .fan_out import DescribedEngine, ReplicaKey, UpdateFailed, call_all
+from .fan_out import DescribedEngine, UpdateFailed, call_all
 from .probe import LogprobProbe
 from .sleep import EngineSleeper
 from .status import FENCED, REFUSED, SERVING, WeightPlaneStatus
@@ -72,6 +72,7 @@ class WeightBroker:
         """
         self.lock = asyncio.Lock()  # held while the trainer's weights change; no engine is updated meanwhile
         self.version = -1  # published last; -1: none, or its trainer died
+        self.held: ReplicaKey | None = None  # the engine that keeps the version that it has
         self.sleeper = EngineSleeper(config, router, status)
         self._router, self._session, self._ledger, self._disk = router, session, ledger, disk
         self._status = status
@@ -106,6 +107,11 @@ class WeightBroker:
         await self._set_version(version, step)
         async with self._show_slow_update():
             return await self._update_or_fence(self._next_engines())
+
+    def hold(self, key: ReplicaKey | None) -> None:
+        """Leave one engine out of updates while its weights are evaluated; None: update all."""
+        self.held = key
+        self._router.notify()
 
     def invalidate(self) -> None:
         """Update no engine until `resync`: the current version was lost with its trainer."""
@@ -143,6 +149,7 @@ class WeightBroker:
             replica
             for replica in self._router.replicas(Role.ROLE_ROLLOUT)
             if replica.vocabulary_size
+            and replica.key != self.held
             and (replica.version != self.version or replica.unusable_reason)
             and self._failures.get(replica.key, (0, now))[1] <= now
         ]

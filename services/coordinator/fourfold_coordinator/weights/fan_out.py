@@ -10,12 +10,10 @@ from typing import Any, Final, TypeVar
 from fourfold.errors import FourfoldError
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 
-from ..routing.replica import Replica
+from ..routing.replica import Replica, ReplicaKey
 from ..routing.trainer_session import TrainerRestarted
 
 T = TypeVar("T")
-
-ReplicaKey = tuple[str, str]  # member id and incarnation of one engine process
 
 # A member that fails makes the others of its NCCL or gloo group fail a moment later. This is how long `call_all`
 # collects further errors after the first, so that the caller can tell the engines that failed from those that are well.

@@ -14,7 +14,7 @@ import numpy as np
 from fourfold.arrays import Float32Array, Int32Array, Sample, VersionSpan
 from fourfold.errors import WrongState
 
-from .fan_out import ReplicaKey
+from ..routing.replica import ReplicaKey
 
 log = logging.getLogger("fourfold.coordinator")
 

@@ -18,9 +18,8 @@ from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import CANNOT_SLEEP, FourfoldError, WrongState
 
-from ..routing.replica import Replica
+from ..routing.replica import Replica, ReplicaKey
 from ..routing.router import Router
-from .fan_out import ReplicaKey
 from .status import ASLEEP, FENCED, WeightPlaneStatus
 
 log = logging.getLogger("fourfold.coordinator")

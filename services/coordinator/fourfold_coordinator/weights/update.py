@@ -33,11 +33,12 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.weights.digest import differing_tensors, join_names
 
+from ..routing.replica import ReplicaKey
 from ..routing.router import INFO_SECONDS
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from . import status
 from .backends import BackendGroup, group_by_backend
-from .fan_out import DescribedEngine, ReplicaKey, UpdateFailed, call_all
+from .fan_out import DescribedEngine, UpdateFailed, call_all
 from .probe import LogprobProbe
 from .status import WeightPlaneStatus
 

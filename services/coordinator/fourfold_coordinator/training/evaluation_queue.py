@@ -1,0 +1,72 @@
+"""Evaluates beside the next steps: one engine keeps the weights that are evaluated, the others get newer ones.
+
+step k is published --> put: an engine is chosen --> its answers, all of one version --> metrics of step k
+                          |                                                               |
+step k + 1 is trained     '--> before_publish: several engines: the chosen one is held <--+ it is updated then
+                                               one engine: the update waits --------------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+
+from ..routing.replica import ReplicaKey
+from ..routing.router import Router
+from ..weights.broker import WeightBroker
+from .step_report import StepRecord, StepReporter
+
+Evaluate = Callable[[int, ReplicaKey | None], Awaitable[dict[str, float]]]
+
+
+class EvaluationQueue:
+    """The evaluations that run while the trainer trains. `run` is a task of its own."""
+
+    def __init__(self, evaluate: Evaluate, *, router: Router, broker: WeightBroker, reporter: StepReporter) -> None:
+        """Evaluate with `evaluate`, which takes the step and the engine to ask, and returns metrics."""
+        self._evaluate, self._router, self._broker, self._reporter = evaluate, router, broker, reporter
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, as when a run starts again."""
+        self._records: asyncio.Queue[tuple[StepRecord, ReplicaKey | None] | None] = asyncio.Queue()
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._broker.hold(None)
+
+    def put(self, record: StepRecord) -> None:
+        """Evaluate the weights that the engines serve now; the metrics are added to the record of their step."""
+        engines = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.version == self._broker.version]
+        chosen = min(engines, key=lambda r: r.outstanding_size, default=None)
+        record.evaluating = True
+        self._open += 1
+        self._idle.clear()
+        self._records.put_nowait((record, None if chosen is None else chosen.key))
+
+    def close(self) -> None:
+        """Let `run` end after the evaluations that were put."""
+        self._records.put_nowait(None)
+
+    async def run(self) -> None:
+        while (entry := await self._records.get()) is not None:
+            record, key = entry
+            self._broker.hold(key)
+            metrics = await self._evaluate(record.step, key)
+            await self._reporter.add_evaluation(record, metrics)
+            self._broker.hold(None)
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    async def wait(self) -> None:
+        """Return when every evaluation that was put is done."""
+        await self._idle.wait()
+
+    async def before_publish(self) -> None:
+        """Return when new weights may go to the engines that are not held: all but one, or all."""
+        others = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.present and r.key != self._broker.held]
+        if self._open > 1 or not others:  # a second evaluation has begun on no engine yet
+            await self.wait()

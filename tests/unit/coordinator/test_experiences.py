@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,6 +64,11 @@ class Shop:
             )
             for position, _, stored in found
         ]
+
+    def record_count(self) -> int:
+        """Count the rows of records; any thread may call this."""
+        with contextlib.closing(sqlite3.connect(self.folder / "ledger.sqlite")) as db:
+            return int(db.execute("SELECT COUNT(*) FROM records").fetchone()[0])
 
     def segments(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "experiences").iterdir())
@@ -267,3 +275,25 @@ async def _work(folder: Path) -> None:
 
 if __name__ == "__main__":
     asyncio.run(_work(Path(sys.argv[1])))
+
+
+async def test_the_row_of_a_checkpoint_is_on_the_disk_before_anything_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = Shop(tmp_path)
+    group = shop.group(0)
+    await shop.store.put(group)
+    shop.ledger.lease(1, [s.sample_id for s in group.samples])
+    shop.ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=1)
+    shop.ledger.commit_checkpoint(step=1, data_position=1, policy_version=1)
+    sync, loop_thread = shop.ledger.sync, threading.current_thread()
+    seen: list[tuple[int, int]] = []
+
+    def note() -> None:
+        assert threading.current_thread() is not loop_thread, "a sync takes milliseconds"
+        seen.append((len(shop.segments()), shop.record_count()))
+        sync()
+
+    monkeypatch.setattr(shop.ledger, "sync", note)
+    await shop.store.release(1)
+    assert seen == [(1, 3)] and not shop.segments()

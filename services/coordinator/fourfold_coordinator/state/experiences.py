@@ -92,7 +92,9 @@ class ExperienceStore:
         return [RecordPlace(t.sample.sample_id, *place) for t, place in zip(trajectories, places, strict=True)]
 
     async def release(self, step: int) -> None:
-        """Delete what the durable checkpoint of `step` makes unnecessary."""
+        """Delete what the trainer's durable checkpoint of `step`, which the ledger has, makes unnecessary."""
+        # A power loss must not take the row of the checkpoint that replaces what is deleted.
+        await self._disk.write_in_thread(self._ledger.sync)
         async with self._lock:  # a segment that is being written has no rows in the ledger yet
             more = True
             while more:

@@ -190,7 +190,7 @@ class Ledger:
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
             # With NORMAL a killed process loses nothing. A machine that loses power may lose the newest rows;
-            # `commit_checkpoint` syncs those that a restore needs.
+            # `sync` is called for those that a restore needs.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA wal_autocheckpoint = 0")  # it would sync on the event loop: `sync` does it
             self._migrate(path)
@@ -429,14 +429,13 @@ class Ledger:
         return [EvalRow(*[*row[:-1], json.loads(row[-1])]) for row in rows]
 
     def commit_checkpoint(self, *, step: int, data_position: int, policy_version: int) -> None:
-        """Record that the trainer's checkpoint of `step`, the last one done, is durable; sync the database."""
+        """Record that the trainer's checkpoint of `step`, the last one done, is durable. A `sync` makes this durable."""
         with self._transaction() as db:
             if step != self.last_step():  # a restore would not give the saved state
                 raise WrongState(f"checkpoint of step {step}, but {self.last_step()} steps are done")
             evals = db.execute("SELECT COUNT(*) FROM evals WHERE step <= ?", (step,)).fetchone()[0]
             row = (step, data_position, policy_version, evals)
             db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", row)
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def last_checkpoint(self) -> CheckpointRow | None:
         """Return the newest committed checkpoint, or None."""

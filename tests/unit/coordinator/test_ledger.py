@@ -318,3 +318,12 @@ def test_a_restore_keeps_the_groups_it_is_told_to_and_their_leased_samples_are_r
     assert [row.position for row in ledger.recorded()] == [0, 0, 2, 2]
     ledger.lease(1, ["p0000002-0-0", "p0000000-0-0"])
     ledger.close()
+
+
+def test_leased_samples_are_found_without_reading_all_rows(ledger: Ledger) -> None:
+    queries: list[str] = []
+    ledger._db.set_trace_callback(queries.append)
+    ledger.lease(1, ready(ledger))
+    (query,) = (q for q in queries if "LEASED" in q and q.startswith("SELECT"))
+    ((*_, plan),) = ledger._db.execute(f"EXPLAIN QUERY PLAN {query}")
+    assert "USING COVERING INDEX samples_leased" in plan or "USING INDEX samples_leased" in plan

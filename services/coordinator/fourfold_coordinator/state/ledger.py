@@ -63,6 +63,8 @@ LEGAL_TRANSITIONS: Final[Mapping[SampleState, frozenset[SampleState]]] = {
 
 # Stored as `PRAGMA user_version`. Version 0 had no table `records`.
 _VERSION: Final = 1
+# Not a parameter: SQLite cannot use a partial index for one. It would also prefer another index.
+_LEASED: Final = "samples INDEXED BY samples_leased WHERE state = 'LEASED'"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samples (
@@ -70,6 +72,7 @@ CREATE TABLE IF NOT EXISTS samples (
   state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '') WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS samples_by_step ON samples (step, state);
 CREATE INDEX IF NOT EXISTS samples_by_position ON samples (position);
+CREATE INDEX IF NOT EXISTS samples_leased ON samples (group_id) WHERE state = 'LEASED';
 CREATE TABLE IF NOT EXISTS records (
   sample_id TEXT PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (
@@ -347,7 +350,7 @@ class Ledger:
             done = self.last_step()
             if step != done + 1:
                 raise WrongState(f"step {step} cannot be leased: {done} steps are done, the next is {done + 1}")
-            rows = db.execute("SELECT sample_id FROM samples WHERE state = ?", (SampleState.LEASED,))
+            rows = db.execute(f"SELECT sample_id FROM {_LEASED}")
             held = {sample_id for (sample_id,) in rows}
             if held == wanted:
                 return
@@ -361,7 +364,7 @@ class Ledger:
 
     def leased_groups(self) -> set[str]:
         """Return the ids of the groups in the batch that is leased."""
-        rows = self._db.execute("SELECT DISTINCT group_id FROM samples WHERE state = ?", (SampleState.LEASED,))
+        rows = self._db.execute(f"SELECT DISTINCT group_id FROM {_LEASED}")
         return {group_id for (group_id,) in rows}
 
     def acknowledge(self, step: int, *, policy_version: int, skipped_reason: str, data_position: int) -> None:
@@ -429,7 +432,7 @@ class Ledger:
         return [EvalRow(*[*row[:-1], json.loads(row[-1])]) for row in rows]
 
     def commit_checkpoint(self, *, step: int, data_position: int, policy_version: int) -> None:
-        """Record that the trainer's checkpoint of `step`, the last one done, is durable. A `sync` makes this durable."""
+        """Record that the trainer's checkpoint of `step`, the last one done, is durable; `sync` makes this row so."""
         with self._transaction() as db:
             if step != self.last_step():  # a restore would not give the saved state
                 raise WrongState(f"checkpoint of step {step}, but {self.last_step()} steps are done")

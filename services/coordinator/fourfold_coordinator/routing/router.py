@@ -73,6 +73,7 @@ class Router:
         self._registry, self._open_channel = registry, open_channel
         self._replicas: dict[str, Replica] = {}  # by member_id
         self._turns = {role: asyncio.Lock() for role in ROLE_NAMES}  # asyncio.Lock is first in, first out
+        self._pinned_turn = asyncio.Lock()  # a call that waits for one full replica must not delay the others
         self._change = asyncio.Event()
         self._leaving: list[Replica] = []  # departed members whose channels are not closed yet
         self._watches: dict[Replica, asyncio.Task[None]] = {}
@@ -275,7 +276,7 @@ class Router:
     ) -> AsyncIterator[Replica]:
         """Choose a replica, and count the call in its load within the block."""
         with ExitStack() as call:
-            async with self._turns[role]:
+            async with self._turns[role] if pin is None else self._pinned_turn:
                 replica = await self._choose(role, demand, wait, version, pin, avoid)
                 call.callback(self.notify)
                 call.enter_context(replica.in_flight(demand))

@@ -29,6 +29,7 @@ KEEP, RECOMPUTE = control_pb.PAUSE_MODE_KEEP, control_pb.PAUSE_MODE_RECOMPUTE
 PATIENCE: Final = 60.0
 TOLERANCE: Final = 1e-3  # nats; unrelated weights differ by several
 PROMPT: Final = 70  # tokens: two full blocks of 32, which other samples of the prompt share
+FLUSH: Final = (None, 20_000_000)  # nanoseconds between messages; None: one message at the end
 RUNNING: Final = 16  # samples that run at once; more wait in vLLM's queue
 
 
@@ -53,8 +54,10 @@ class Engine:
         load = transformers.AutoModelForCausalLM.from_pretrained
         self.models: dict[int, Any] = {version: load(folder, dtype=torch.float32)}
 
-    def start(self, prompt: list[int], *, samples: int, max_tokens: int, seed: int = 0) -> asyncio.Task[Any]:
-        message = request(samples=samples, max_tokens=max_tokens, seed=seed)
+    def start(
+        self, prompt: list[int], *, samples: int, max_tokens: int, seed: int = 0, flush: int | None = None
+    ) -> asyncio.Task[Any]:
+        message = request(samples=samples, max_tokens=max_tokens, seed=seed, flush=flush)
         message.prompt_token_ids[:] = prompt
         return asyncio.create_task(self.client.complete(message, timeout=2 * PATIENCE))
 
@@ -130,7 +133,9 @@ async def test_every_token_is_that_of_its_version_over_several_updates(
     engine: Engine, tiny_model: TinyModel, mode: Any
 ) -> None:
     prompt, first = prompt_of(0), engine.publisher.version
-    running = [engine.start(prompt, samples=8, max_tokens=440)]
+    running = [
+        engine.start(prompt, samples=4, max_tokens=440, seed=4 * i, flush=flush) for i, flush in enumerate(FLUSH)
+    ]
     for number in range(3):
         await until_sampled(engine.client, 100, PATIENCE)
         left = engine.start(prompt_of(5), samples=2, max_tokens=400)
@@ -138,8 +143,9 @@ async def test_every_token_is_that_of_its_version_over_several_updates(
         left.cancel()  # its end and the pause reach the engine together
         await engine.update(tiny_model("qwen2", seed=20 + number, dtype="float32"), mode, hold=number == 1)
         running.append(engine.start(prompt, samples=2, max_tokens=60, seed=100 * number))
-    old, *fresh = await asyncio.gather(*running)
-    for sample in (s for call in (old, *fresh) for s in call):
+    calls = await asyncio.gather(*running)
+    old, fresh = [sample for call in calls[:2] for sample in call], calls[2:]
+    for sample in (s for call in calls for s in call):
         assert versions(sample) == sorted(versions(sample))
         assert np.abs(sample.logprobs - engine.expected(prompt, sample, keep=mode == KEEP)).max() < TOLERANCE
     for number, call in enumerate(fresh, 1):
@@ -219,14 +225,16 @@ async def test_a_held_version_is_aborted_while_tokens_are_computed_again(engine:
 async def test_new_samples_of_a_cached_prompt_read_nothing_old(
     engine: Engine, tiny_model: TinyModel, mode: Any
 ) -> None:
-    prompt = prompt_of(4)
+    prompt, first = prompt_of(4), engine.publisher.version
     running = engine.start(prompt, samples=2, max_tokens=100)
     await until_running(engine.client, True, PATIENCE)
     await engine.update(tiny_model("qwen2", seed=40 + mode, dtype="float32"), mode)
     for sample in await engine.start(prompt, samples=2, max_tokens=20):
         assert versions(sample) == [engine.publisher.version]
         assert np.abs(sample.logprobs - engine.expected(prompt, sample, keep=False)).max() < TOLERANCE
-    await running
+    for sample in await running:
+        assert set(versions(sample)) <= ({first, first + 1} if mode in (KEEP, RECOMPUTE) else {first})
+        assert np.abs(sample.logprobs - engine.expected(prompt, sample, keep=mode == KEEP)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("mode", [KEEP, RECOMPUTE], ids=["keep", "recompute"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 
@@ -72,3 +72,30 @@ async def test_workers_are_asked_for_the_patches_that_are_on(
     assert seen == asked and (table is None) == (not asked)
     if table is not None:
         table.close()
+
+
+@pytest.mark.parametrize(
+    ("disabled", "recompute", "asked"),
+    [(set(), False, [False]), (set(), True, [True]), ({"scheduler"}, False, []), ({"scheduler"}, True, [True])],
+)
+async def test_prefixes_of_running_samples_are_forgotten_only_with_the_patch(
+    disabled: set[str], recompute: bool, asked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fourfold_rollout.vllm.engine import VllmEngine
+
+    seen = []
+
+    class Llm:
+        async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> None:
+            seen.append(reset_running_requests)
+
+    async def unless_dead(work: Any, timeout: float) -> None:
+        await work
+
+    recipe = config.load(ROOT / "recipes" / "quickstart.toml")
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._settings = replace(engine_settings(recipe, Path("/model")), disabled_patches=frozenset(disabled))
+    engine._llm = cast(Any, Llm())
+    monkeypatch.setattr(engine, "_unless_dead", unless_dead)
+    await engine.forget_prefixes(recompute=recompute)
+    assert seen == asked

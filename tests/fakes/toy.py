@@ -35,6 +35,7 @@ from fourfold.rpc.server import Server
 from fourfold.service.membership import Membership
 
 VOCABULARY = 258
+START = 256
 END = 257
 MANIFEST = b'{"tensors":[["one","integer",[1]]]}'
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fourfold.rpc.codec import pack_floats, pack_ints
 from tests.fakes.toy import (
     END,
     MANIFEST,
+    START,
     VOCABULARY,
     Context,
     Member,
@@ -47,6 +48,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self.backend = ""
         self.requests: list[rollout.GenerateRequest] = []
         self.on_generate: Callable[[], Any] | None = None  # awaited before the first response of each call
+        # Awaited when the first token of each sample of a call was sent; the result tells whether they end with it.
+        self.on_partial: Callable[[], Any] | None = None
         self.wrong_digests = 0  # number of further updates that return a wrong digest
         self.ignores_updates = False  # acknowledges updates and computes with the old weights
         self.refuses = ""  # reason for which the model can never take the weights
@@ -103,20 +106,29 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
             raise Unavailable("weights are being replaced")
         if request.min_policy_version > self.version:
             raise WrongState(f"version {self.version} is served")
-        prompt = bytes(i for i in request.prompt_token_ids if i < 256)
-        text = Library.from_file(str(Path(self.config.model.source) / "tokenizer.json")).decode(list(prompt))
+        answers = self._answers(request)
+        if self.on_partial is not None:
+            yield _response((index, ids[:1], logprobs[:1], self.version, 0) for index, ids, logprobs in answers)
+            if await self.on_partial():
+                yield _response((index, [], [], self.version, rollout.FINISH_REASON_ABORTED) for index, _, _ in answers)
+                return
+            answers = [(index, ids[1:], logprobs[1:]) for index, ids, logprobs in answers]
+        for index, ids, logprobs in answers:
+            yield _response([(index, ids, logprobs, self.version, rollout.FINISH_REASON_STOP)])
+
+    def _answers(self, request: rollout.GenerateRequest) -> list[tuple[int, list[int], list[float]]]:
+        """Return index, ids and log-probabilities of each sample; those of a sample that continues are the rest."""
+        prompt = list(request.prompt_token_ids)
+        done = len(prompt) - 1 - max((i for i, token in enumerate(prompt) if token == START), default=len(prompt) - 1)
+        library = Library.from_file(str(Path(self.config.model.source) / "tokenizer.json"))
+        text = library.decode([i for i in prompt[: len(prompt) - done] if i < START])
+        answers = []
         for index in range(request.sample_count):
             seed = request.sampling_params.seed + index if request.sampling_params.temperature else 0  # 0: greedy
             answer, logprob = toy_answer(text, seed, self.weights)
             ids = [*self._encode(answer), END]
-            chunk = rollout.SampleChunk(
-                sample_index=index,
-                token_ids=pack_ints(ids),
-                logprobs=pack_floats(np.full(len(ids), logprob / len(ids), np.float32)),
-                policy_version=self.version,
-                finish_reason=rollout.FINISH_REASON_STOP,
-            )
-            yield rollout.GenerateResponse(chunks=[chunk])
+            answers.append((index, ids[done:] or [END], [logprob / len(ids)] * max(len(ids) - done, 1)))
+        return answers
 
     def _encode(self, text: str) -> list[int]:
         library = Library.from_file(str(Path(self.config.model.source) / "tokenizer.json"))
@@ -281,3 +293,20 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
     def _check(self, epoch: int) -> None:
         if epoch != self.epoch:
             raise StaleEpoch(f"epoch {self.epoch} is open")
+
+
+def _response(
+    chunks: Iterable[tuple[int, list[int], list[float], int, Any]],
+) -> rollout.GenerateResponse:
+    return rollout.GenerateResponse(
+        chunks=[
+            rollout.SampleChunk(
+                sample_index=index,
+                token_ids=pack_ints(ids),
+                logprobs=pack_floats(np.array(logprobs, np.float32)),
+                policy_version=version,
+                finish_reason=reason,
+            )
+            for index, ids, logprobs, version, reason in chunks
+        ]
+    )

@@ -350,17 +350,20 @@ class TestRivals:
         assert plain(await task) == [([1, 2, 3], [(1, 3)], STOP)]
         assert rival.cancelled == 1 and bench.router.engine_metrics() == {"rollout/lost_tokens": 1.0}
 
-    async def test_each_sample_is_used_once(self, make: Make) -> None:
-        recovers = asyncio.Event()
+    async def test_the_first_result_of_a_sample_stays(self, make: Make) -> None:
+        recovers, later, last = asyncio.Event(), asyncio.Event(), asyncio.Event()
         slow = Script([chunk(0, 1), chunk(1, 2), recovers, chunk(0, 3, reason=STOP), asyncio.Event()])
-        rival = Script([chunk(0, 4), asyncio.Event()], [chunk(0, 5), recovers, chunk(0, 6, reason=STOP)])
+        rival = Script([chunk(0, 4), later, chunk(0, 9, reason=STOP)], [chunk(0, 5), last, chunk(0, 6, reason=STOP)])
         bench = make(slow, rival, hedge_after=2.0)
         bench.sampler.pace.add(0.001, 1)
         task = asyncio.create_task(bench.sample())
         while len(rival.requests) < 2:
             await asyncio.sleep(0.001)
-        recovers.set()
+        for event in (recovers, later, last):
+            event.set()
+            await asyncio.sleep(0.01)
         assert plain(await task) == [([1, 3], [(1, 2)], STOP), ([2, 5, 6], [(1, 3)], STOP)]
+        assert bench.router.engine_metrics() == {"rollout/continued_tokens": 1.0, "rollout/lost_tokens": 2.0}
 
     async def test_a_rival_that_fails_leaves_the_slow_call_alone(self, make: Make) -> None:
         recovers = asyncio.Event()

@@ -58,7 +58,7 @@ def check(stage: Stage, trained: list[Sample]) -> None:
 
 
 def total(stage: Stage, name: str) -> float:
-    return sum(row.get(name, 0.0) for row in stage.lines("metrics.jsonl"))
+    return float(sum(row.get(name, 0.0) for row in stage.lines("metrics.jsonl")))
 
 
 async def test_samples_of_an_engine_that_is_killed_continue_on_another(make_stage: Callable[..., Stage]) -> None:

@@ -76,25 +76,34 @@ def _warnings(config: Config) -> list[str]:
 
 def rates_text(run: RunRates) -> str:
     """Describe the rates of a run and where they come from."""
-    step, rates = run.rates.engine_step, run.rates
-    first, last = run.steps
-    if run.step_is_measured:
-        engine = f"an engine step takes {step.base * 1e3:.3g} ms + {step.per_sample * 1e6:.3g} us per sample"
-        if step.per_context_token:
-            engine += f" + {step.per_context_token * 1e9:.3g} ns per token in the KV cache"
-    else:
-        engine = (
+    rates, (first, last) = run.rates, run.steps
+    steps = f"steps {first} to {last}" if first < last else f"step {last}"
+    return (
+        f"from {run.folder}, {steps} ({_time(run.step_seconds)} each at a policy lag of {run.lag}, without evaluations "
+        f"and checkpoints, which the predictions leave out, too): {_engine(run)}; the trainer trains "
+        f"{rates.train_tokens_per_second:,.0f} tokens/s; publish {_time(rates.publish_seconds)}, scoring "
+        f"{_time(rates.reward_seconds)}, other {_time(rates.other_seconds)}. Prompts of {run.prompt_tokens:,.0f} and "
+        f"completions of {run.mean_new_tokens:,.0f} tokens on average, at most {run.longest_new_tokens:,}."
+    )
+
+
+def _engine(run: RunRates) -> str:
+    step = run.rates.engine_step
+    if not run.step_is_measured:
+        return (
             f"an engine samples {1 / step.per_sample:,.0f} tokens/s. How this depends on the samples at once was not "
             f"measured (generations of a few seconds are too short), so that it is assumed not to, and the speed-ups "
             f"are lower bounds"
         )
-    return (
-        f"from {run.folder}, {f'steps {first} to {last}' if first < last else f'step {last}'}: {engine}; the trainer "
-        f"trains {rates.train_tokens_per_second:,.0f} tokens/s; publish {rates.publish_seconds:.2g} s, scoring "
-        f"{rates.reward_seconds:.2g} s, other {rates.other_seconds:.2g} s. Prompts of {run.prompt_tokens:,.0f} and "
-        f"completions of {run.mean_new_tokens:,.0f} tokens on average, at most {run.longest_new_tokens:,}. Evaluations "
-        f"and checkpoints are left out."
-    )
+    terms = ((step.base, ""), (step.per_sample, " per sample"), (step.per_context_token, " per token in the KV cache"))
+    return f"an engine step takes {' + '.join(f'{_time(value)}{what}' for value, what in terms if value)}"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds > 0 else "0 s"
 
 
 def speed_table(config: Config, shape: ModelShape, run: RunRates) -> list[str]:

@@ -157,11 +157,11 @@ def _end_probability(workload: Workload) -> float:
 class _Engine:
     """One replica. Its clock `tick` counts engine steps: a sample of n tokens ends n ticks after its start."""
 
-    def __init__(self, step: EngineStep, prompt_tokens: float) -> None:
+    def __init__(self, step: EngineStep, prompt_tokens: float, lag: int) -> None:
         self.tick = self.time = 0.0
         self.stall = 0.0  # seconds until it decodes again
         self.due = math.inf  # when its next sample ends
-        self.publish_ticks: deque[float] = deque()
+        self.publish_ticks: deque[float] = deque(maxlen=lag)  # no sample sees more updates
         self.running: list[tuple[float, float, int]] = []  # heap of (last tick, first tick, group)
         self._started = 0.0  # sum of the first ticks of all running samples
         self._step, self._prompt_tokens = step, prompt_tokens
@@ -238,7 +238,7 @@ class _Simulation:
     def __init__(self, rates: Rates, workload: Workload, lag: int, seed: int) -> None:
         self.rates, self.work, self.lag = rates, workload, lag
         self.random, self.end = random.Random(seed), _end_probability(workload)
-        self.engines = [_Engine(rates.engine_step, workload.prompt_tokens) for _ in range(workload.replicas)]
+        self.engines = [_Engine(rates.engine_step, workload.prompt_tokens, lag) for _ in range(workload.replicas)]
         self.due: list[tuple[float, int]] = []  # heap of the engines' `due`; entries that changed since are ignored
         self.trainer, self.totals, self.speed = _Trainer(), _Totals(), 1.0
         self.version = self.admitted = 0
@@ -394,8 +394,6 @@ class _Simulation:
         for engine in self.engines:
             engine.advance(self.totals.time, self.speed)
             engine.publish_ticks.append(engine.tick)
-            if len(engine.publish_ticks) > self.lag + 1:
-                engine.publish_ticks.popleft()
         self._admit()
         self._schedule(self.engines)
         self._await_samples()

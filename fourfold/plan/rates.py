@@ -36,6 +36,8 @@ class RunRates:
 
     folder: Path
     steps: tuple[int, int]  # first and last step that they are from
+    lag: int  # largest that they were sampled at
+    step_seconds: float  # without evaluation and checkpoint
     rates: Rates
     step_is_measured: bool  # False: `rates.engine_step` is assumed from the tokens per second
     prompt_tokens: float
@@ -68,6 +70,8 @@ def read_rates(folder: Path) -> RunRates:
     return RunRates(
         folder=folder,
         steps=(int(rows[0]["step"]), int(rows[-1]["step"])),
+        lag=round(max(_values(rows, m.LAG_LIMIT), default=0.0)),
+        step_seconds=typical(m.TIME_STEP) - typical(m.TIME_EVALUATE) - typical(m.TIME_CHECKPOINT),
         rates=rates,
         step_is_measured=measured is not None,
         prompt_tokens=max(lengths[m.TOTAL_LENGTH] - lengths[m.RESPONSE_LENGTH], 0.0),

@@ -106,6 +106,22 @@ def test_waiting_for_running_samples_undoes_the_gain() -> None:
     assert at(2).step_seconds < at(2, pause="recompute").step_seconds < at(2, pause="wait").step_seconds
 
 
+def test_engines_stand_still_while_they_are_updated() -> None:
+    # With one step in flight beside the one that trains, each update of half a second delays the next step by as much.
+    paused = replace(STEADY, pause_seconds=0.5, publish_seconds=0.5)
+    assert at(1, paused, EQUAL).step_seconds == pytest.approx((1 + 0.5 + 0.5 + 0.5) / 2)
+    assert at(0, paused, EQUAL).step_seconds == pytest.approx(1 + 0.5 + 0.5), "nothing runs at lag 0"
+
+
+@pytest.mark.parametrize("lag", [5, 6, 8])
+def test_the_lag_of_a_long_sample_counts_each_of_its_versions(lag: int) -> None:
+    # A step takes half a second, and the 225 tokens of a sample 2.25 s: four versions sample 50 tokens, a fifth 25.
+    rates = replace(STEADY, train_tokens_per_second=8 * 225 / 0.25)
+    result = at(lag, rates, EQUAL, mean_new_tokens=225, max_new_tokens=225)
+    assert result.step_seconds == pytest.approx(0.5)
+    assert result.mean_token_lag == pytest.approx(lag - (50 * (0 + 1 + 2 + 3) + 25 * 4) / 225)
+
+
 def test_shared_devices_gain_less() -> None:
     separate, shared = at(2), at(2, shared_devices=True)
     assert shared.step_seconds > separate.step_seconds * 1.2

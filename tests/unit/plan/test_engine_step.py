@@ -61,6 +61,15 @@ def test_reports_of_an_engine_that_empties_give_its_step() -> None:
         assert fitted.seconds(samples, context) == pytest.approx(STEP.seconds(samples, context), rel=0.1)
 
 
+def test_a_term_that_explains_only_noise_is_left_out() -> None:
+    fit, noise = EngineStepFit(), random.Random(1)
+    for _ in range(4):
+        reports(fit, EngineStep(base=2e-3, per_sample=1e-5), [noise.randrange(1, 4096) for _ in range(256)], noise)
+    fitted = fit.result()
+    assert fitted is not None and fitted.per_context_token == 0
+    assert fitted.base == pytest.approx(2e-3, rel=0.03) and fitted.per_sample == pytest.approx(1e-5, rel=0.1)
+
+
 def test_reports_with_one_number_of_samples_give_none() -> None:
     fit = EngineStepFit()
     assert fit.result() is None

@@ -29,6 +29,9 @@ ROW: dict[str, Any] = {
     m.TIME_REWARD: 0.02,
     m.TIME_REFERENCE: 0.3,
     m.TIME_OTHER: 0.005,
+    m.TIME_STEP: 21.0,
+    m.TIME_EVALUATE: 7.0,
+    m.TIME_CHECKPOINT: 3.0,
 }
 STEP = {m.ENGINE_STEP_BASE: 2e-3, m.ENGINE_STEP_SAMPLE: 9.4e-6, m.ENGINE_STEP_CONTEXT: 1e-8}
 
@@ -52,6 +55,13 @@ def test_rates_are_those_of_the_last_steps_without_the_first(tmp_path: Path) -> 
     assert (rates.reward_seconds, rates.other_seconds) == (0.32, 0.005)
     assert run.prompt_tokens == pytest.approx(64) and run.mean_new_tokens == pytest.approx((700 + 900 + 700) / 3)
     assert (run.longest_new_tokens, run.accepted) == (3000, 1)
+    assert (run.step_seconds, run.lag) == (11, 0)
+
+
+def test_the_newest_fit_and_the_lag_of_the_run_are_read(tmp_path: Path) -> None:
+    newer = ROW | STEP | {m.ENGINE_STEP_BASE: 3e-3, m.LAG_LIMIT: 2.0}
+    run = read_rates(run_of(tmp_path, ROW, ROW | STEP | {m.LAG_LIMIT: 4.0}, newer, newer | {m.ENGINE_STEP_BASE: None}))
+    assert (run.rates.engine_step.base, run.lag) == (3e-3, 4)
 
 
 def test_one_step_is_enough_and_old_steps_are_left_out(tmp_path: Path) -> None:
@@ -117,8 +127,10 @@ def test_plan_predicts_every_lag(tmp_path: Path, capsys: pytest.CaptureFixture[s
     output = capsys.readouterr().out
     flat = " ".join(output.split())
     assert (
-        f"speed from {tmp_path}, steps 2 to 3: an engine step takes 2 ms + 9.4 us per sample + 10 ns per token in the "
-        f"KV cache; the trainer trains 137,000 tokens/s; publish 0.1 s, scoring 0.32 s, other 0.005 s."
+        f"speed from {tmp_path}, steps 2 to 3 (11 s each at a policy lag of 0, without evaluations and checkpoints, "
+        f"which the predictions leave out, too): an engine step takes 2 ms + 9.4 us per sample + 10 ns per token in "
+        f"the KV cache; the trainer trains 137,000 tokens/s; publish 100 ms, scoring 320 ms, other 5 ms. Prompts of 64 "
+        f"and completions of 700 tokens on average, at most 3,000."
     ) in flat
     table = output[output.index("policy lag  s per step") :].splitlines()
     assert [line.split()[0] for line in table[1:6]] == ["0", "1", "2", "3", "4"]
@@ -131,7 +143,7 @@ def test_plan_predicts_every_lag(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_plan_says_what_it_assumes_without_engine_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(RECIPES / "quickstart.toml"), "--rates", str(run_of(tmp_path, ROW))]) == 0
     flat = " ".join(capsys.readouterr().out.split())
-    assert f"speed from {tmp_path}, step 1: an engine samples 20,000 tokens/s." in flat
+    assert f"speed from {tmp_path}, step 1 (11 s each" in flat and ": an engine samples 20,000 tokens/s." in flat
     assert "assumed not to, and the speed-ups are lower bounds" in flat
 
 

@@ -130,8 +130,26 @@ class TestControl:
 
     @pytest.mark.parametrize("mode", [control_pb.PAUSE_MODE_UNSPECIFIED, 77])
     async def test_unknown_pause_mode_is_an_invalid_argument(self, service: Service, mode: Any) -> None:
-        with pytest.raises(InvalidInput, match="pause_mode"):
+        with pytest.raises(InvalidInput, match=r"pause_mode.*, PAUSE_MODE_KEEP, PAUSE_MODE_RECOMPUTE$"):
             await service.pause(mode=mode)
+
+    @pytest.mark.parametrize("mode", [mode for mode in control_pb.PauseMode.values() if mode])
+    @pytest.mark.parametrize("digest_is_right", [True, False])
+    async def test_every_pause_mode_ends_with_new_weights_or_none(
+        self, service: Service, mode: Any, digest_is_right: bool
+    ) -> None:
+        await service.pause(1, mode=mode)
+        await service.control.receive(epoch=1, policy_version=1, timeout=2)
+        if not digest_is_right:
+            assert await service.control.abort(epoch=1, timeout=2) == control_pb.WEIGHT_STATE_DIRTY
+            with pytest.raises(Unavailable, match="serves nothing"):
+                await service.client.complete(request(), timeout=2)
+            await service.pause(2, mode=mode)
+            await service.control.receive(epoch=2, policy_version=2, timeout=2)
+        version = 1 if digest_is_right else 2
+        await service.control.commit(epoch=version, policy_version=version, timeout=2)
+        info = await service.control.describe(timeout=2)
+        assert (info.policy_version, info.weight_state) == (version, control_pb.WEIGHT_STATE_CLEAN)
 
     @pytest.mark.parametrize(
         ("ids", "words"),

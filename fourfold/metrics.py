@@ -99,6 +99,7 @@ GROUPS_READY: Final = "async/groups_ready"
 PROBE_DIFF_MEAN: Final = "weights/probe_diff_mean"
 PROBE_DIFF_MAX: Final = "weights/probe_diff_max"
 PUBLISH_SECONDS: Final = "weights/publish_seconds"
+SAMPLING_SECONDS: Final = "weights/sampling_seconds"
 PAUSE_SECONDS: Final = "weights/pause_seconds"
 JOIN_SECONDS: Final = "weights/join_seconds"
 LOOKUP_SECONDS: Final = "weights/lookup_seconds"
@@ -222,9 +223,10 @@ METRICS: Final[dict[str, str]] = {
     PROBE_DIFF_MEAN: "nats: logprob mismatch on the probe prompt after the update, mean |difference|, worst engine",
     PROBE_DIFF_MAX: "nats: logprob mismatch on the probe prompt after the update, largest |difference|",
     PUBLISH_SECONDS: "seconds: from the first call of the weight update to the release of the last engine",
+    SAMPLING_SECONDS: "seconds: from the first call of the weight update until the last engine samples with them",
     PAUSE_SECONDS: "seconds: longest pause of an engine for the update",
     JOIN_SECONDS: "seconds: connecting trainer and engines while engines run; short without a new member",
-    LOOKUP_SECONDS: "seconds: the trainer's computation of the probe prompt while engines run",
+    LOOKUP_SECONDS: "seconds: the trainer's computation of the probe prompt while engines sample, tokens held back",
     SEND_SECONDS: "seconds: the trainer's part of the transfer, including its wait for engines to finish samples",
     TRANSFER_SECONDS: "seconds: receiving and loading the weights, slowest engine",
     COMMIT_SECONDS: "seconds: from loading the weights to sampling with them, slowest engine",

@@ -12,10 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from fourfold.coordinator.client import AsyncCoordinatorClient
-from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, DeadlinePassed
+from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, DeadlinePassed, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.weights import broker
+from fourfold_coordinator.weights.update import WeightUpdateResult
 from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 
@@ -151,8 +152,9 @@ async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable
     await stage.start()
     assert await stage.finish() == 0
     first = journal.index("trainer-0 send")
-    assert journal[:first].count("trainer-0 probe") == 2, "of version 0 when it settled, and of 1 before the transfer"
-    assert "trainer-0 probe" not in journal[first:]
+    assert journal[:first].count("trainer-0 probe") == 1, "of version 0 when it settled"
+    received = max(journal.index(f"{engine.member_id} receive") for engine in stage.rollouts)
+    assert journal.index("trainer-0 probe", first) > received, "after the transfer"
     begins = [journal.index(f"{engine.member_id} begin") for engine in stage.rollouts]
     for engine in stage.rollouts:
         rest = [word for word in journal[min(begins) :] if word.startswith(engine.member_id)]
@@ -208,6 +210,95 @@ async def test_an_engine_whose_probe_differs_gives_nothing_out_and_the_others_go
     assert bad.commits == [] and bad.state == control.WEIGHT_STATE_DIRTY and bad.aborts >= 1
     assert good.commits == [1, 2] and good.aborts == 0
     assert not any(request.min_policy_version for request in bad.requests), "it was not asked after that"
+
+
+async def test_engines_that_sample_are_announced_before_the_trainer_has_computed_the_probe(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(rollout={"replicas": 2}, steps=1, weights={"timeout_seconds": 10.0})
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    journal: list[str] = []
+    for member in (*stage.rollouts, stage.trainer):
+        member.journal = journal
+    publish = broker.WeightBroker.publish
+
+    async def announced(self: broker.WeightBroker, version: int, *, step: int) -> WeightUpdateResult:
+        return await publish(self, version, step=step, on_sampling=lambda: journal.append("sampling"))
+
+    async def probe() -> None:
+        if stage.trainer.version:
+            await until(lambda: "sampling" in journal)
+
+    monkeypatch.setattr(broker.WeightBroker, "publish", announced)
+    stage.trainer.on_probe = probe
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    announced_at = journal.index("sampling")
+    assert journal.count("sampling") == 1
+    for name in ("rollout-0", "rollout-1"):
+        assert journal.index(f"{name} commit") < announced_at < journal.index(f"{name} release")
+    row = stage.lines("metrics.jsonl")[-1]
+    assert 0 < row["weights/sampling_seconds"] < row["weights/publish_seconds"]
+
+
+async def test_an_engine_gets_requests_while_it_holds_tokens_back(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=3, batch={"prompts_per_step": 6, "group_size": 4})
+    first, late = stage.rollouts[0], FakeRollout("rollout-1", stage.config)
+    held: list[bool] = []  # at the arrival of each request at the late engine
+
+    async def join() -> None:
+        if stage.trainer.version == 1 and late not in stage.rollouts:
+            stage.rollouts.append(late)
+            await late.join(stage.address)
+        if late in stage.rollouts:
+            await until(lambda: late.commits)  # it is full, so that the other groups wait for the late engine
+
+    async def probe() -> None:
+        if late.begun and not late.commits:
+            await until(lambda: late.requests)
+
+    async def note() -> None:
+        held.append(late.held)
+
+    first.on_generate, late.on_generate, late.on_held = join, note, probe
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert held[0] and late.aborts == 0
+    assert all(request.min_policy_version >= 1 for request in late.requests)
+
+
+async def test_a_trainer_that_does_not_compute_the_probe_leaves_no_engine_serving(
+    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = make_stage(rollout={"replicas": 2}, steps=2)
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+
+    async def fail() -> None:
+        if stage.trainer.version:
+            raise WrongState("the trainer cannot compute the probe")
+
+    stage.trainer.on_probe = fail
+    await stage.start()
+    assert await stage.finish() == 1
+    assert "the trainer cannot compute the probe" in capsys.readouterr().err.strip().splitlines()[-1]
+    for engine in stage.rollouts:
+        assert engine.commits == [] and engine.aborts == 1 and engine.state == control.WEIGHT_STATE_DIRTY
+
+
+async def test_a_lost_answer_of_the_trainers_probe_is_asked_for_again(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1)
+    lost = [Unavailable("the answer is lost")]
+
+    async def lose() -> None:
+        if stage.trainer.version and lost:
+            raise lost.pop()
+
+    stage.trainer.on_probe = lose
+    await stage.start()
+    assert await stage.finish() == 0
+    assert stage.rollouts[0].commits == [1] and stage.rollouts[0].aborts == 0 and not lost
 
 
 @pytest.mark.parametrize("call", ["BeginWeights", "CommitWeights", "ReleaseWeights"])

@@ -100,8 +100,9 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self.requests.append(request)
         if self.on_generate is not None:
             await self.on_generate()
-        while self.config.asynchrony.max_policy_lag and self.state == control.WEIGHT_STATE_UPDATING:
-            await asyncio.sleep(0.001)  # paused, as in a real engine
+        lagging = self.config.asynchrony.max_policy_lag > 0
+        while self.held or (lagging and self.state == control.WEIGHT_STATE_UPDATING):
+            await asyncio.sleep(0.001)  # it holds its tokens back, or is paused, as a real engine
         if self.state != control.WEIGHT_STATE_CLEAN or self.asleep:
             raise Unavailable("weights are being replaced")
         if request.min_policy_version > self.version:

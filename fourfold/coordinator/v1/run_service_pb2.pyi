@@ -565,9 +565,7 @@ class GetWeightPlaneResponse(_message.Message):
     epoch: _builtins.int
     """Epoch of the membership; it grows when an engine joins, leaves or fails; 0 before the first."""
     phase: _builtins.str
-    """Phase of the running update: "join", "look-up", "pause", "transfer", "commit" or "abort"; empty
-    between updates.
-    """
+    """Phase of the running update: "join", "pause", "transfer", "commit" or "abort"; empty between updates."""
     phase_seconds: _builtins.float
     """Seconds since the phase began; 0 between updates."""
     last_update_seconds: _builtins.float

@@ -80,15 +80,11 @@ def test_in_a_transfer_engines_wait_for_the_trainer_and_it_for_them() -> None:
     assert scene.waits() == {"trainer-0": ["rollout-0"], "rollout-0": [], "rollout-1": ["rollout-0"]}
 
 
-def test_while_the_trainer_looks_the_probe_up_all_wait_for_it() -> None:
+def test_commits_wait_for_the_trainers_probe_and_for_no_engine() -> None:
     scene = Scene()
-    scene.begin(status.LOOK_UP, busy=["trainer-0"])
+    scene.begin(status.COMMIT)
     assert scene.waits() == {"trainer-0": [], "rollout-0": ["trainer-0"], "rollout-1": ["trainer-0"]}
-
-
-def test_commits_wait_for_nobody() -> None:
-    scene = Scene()
-    scene.begin(status.COMMIT, busy=ENGINES)
+    scene.plane.mark_done("trainer-0")
     assert scene.waits() == {"trainer-0": [], "rollout-0": [], "rollout-1": []}
     scene.plane.end_update()
     assert scene.report().phase == ""

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
@@ -99,14 +99,17 @@ class WeightBroker:
             self._failures = {key: failure for key, failure in self._failures.items() if failure[1] == math.inf}
             await self.publish(version, step=step)
 
-    async def publish(self, version: int, *, step: int) -> WeightUpdateResult:
+    async def publish(
+        self, version: int, *, step: int, on_sampling: Callable[[], None] = lambda: None
+    ) -> WeightUpdateResult:
         """Bring all engines to the trainer's `version`; the caller holds `lock`. Raises the errors of `resync`.
 
-        Engines whose update fails are fenced. With no engine left, sampling waits for one.
+        Engines whose update fails are fenced. With no engine left, sampling waits for one. `on_sampling` is called when
+        all engines of an update sample with the new weights and take requests, while the probes are still compared.
         """
         await self._set_version(version, step)
         async with self._show_slow_update():
-            return await self._update_or_fence(self._next_engines())
+            return await self._update_or_fence(self._next_engines(), on_sampling)
 
     def hold(self, key: ReplicaKey | None) -> None:
         """Leave one engine out of updates while its weights are evaluated; None: update all."""
@@ -161,12 +164,14 @@ class WeightBroker:
         healthy = [replica for replica in outdated if replica.key not in self._failures]
         return healthy or sorted(outdated, key=lambda replica: self._failures[replica.key][1])[:1]
 
-    async def _update_or_fence(self, replicas: Sequence[Replica]) -> WeightUpdateResult:
+    async def _update_or_fence(
+        self, replicas: Sequence[Replica], on_sampling: Callable[[], None] = lambda: None
+    ) -> WeightUpdateResult:
         """Update replicas; fence those that fail and repeat the update without them."""
         trainer_failed = False
         while replicas := [replica for replica in replicas if not replica.gone]:
             try:
-                return await self._update(replicas)
+                return await self._update(replicas, on_sampling)
             except UpdateFailed as failed:
                 if failed.trainer is not None:
                     await self._session.ensure_answering()  # raises when the version died with its trainer
@@ -182,7 +187,7 @@ class WeightBroker:
                 replicas = [replica for replica in replicas if replica.key not in failed.engines]
         return WeightUpdateResult()
 
-    async def _update(self, replicas: Sequence[Replica]) -> WeightUpdateResult:
+    async def _update(self, replicas: Sequence[Replica], on_sampling: Callable[[], None]) -> WeightUpdateResult:
         """Send weights to the replicas that need them, probe the others, and make all of them usable."""
         about = await call_all({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in replicas})
         engines = [DescribedEngine(replica=replica, about=about[replica.key]) for replica in replicas]
@@ -192,9 +197,7 @@ class WeightBroker:
         wake_seconds = await self._wake(current, outdated)
         result = await self._updater.accept_current(current, self.version)
         if outdated:
-            for engine in outdated:
-                self._router.set_unusable_reason(engine.replica, f"weights of version {self.version} on their way")
-            sent = await self._updater.run(outdated, self.version)
+            sent = await self._send(outdated, on_sampling)
             holders = [(*key, version) for key, version in self._updater.verified.items() if version == self.version]
             await self._disk.write(self._ledger.put, {_ENGINES_KEY: json.dumps(holders)})
             wake_seconds += sent.seconds.get(m.TIME_WAKE, 0.0)
@@ -208,6 +211,26 @@ class WeightBroker:
             self._status.set_state(engine.name, SERVING)
         self._router.notify()
         return result
+
+    async def _send(self, engines: Sequence[DescribedEngine], on_sampling: Callable[[], None]) -> WeightUpdateResult:
+        """Update engines. Each gets requests as soon as it samples, which is before its tokens are released."""
+        reason = f"weights of version {self.version} on their way"
+        for engine in engines:
+            self._router.set_unusable_reason(engine.replica, reason)
+        waiting = {engine.key for engine in engines}
+
+        def admit(engine: DescribedEngine) -> None:
+            self._router.set_unusable_reason(engine.replica, "")
+            waiting.discard(engine.key)
+            if not waiting:
+                on_sampling()
+
+        try:
+            return await self._updater.run(engines, self.version, on_sampling=admit)
+        finally:
+            for engine in engines:
+                if engine.replica.version != self.version:
+                    self._router.set_unusable_reason(engine.replica, reason)
 
     @asynccontextmanager
     async def _show_slow_update(self) -> AsyncIterator[None]:

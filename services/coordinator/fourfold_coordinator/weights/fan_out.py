@@ -70,8 +70,8 @@ async def call_all(
         for task in everything:
             task.cancel()
         await asyncio.gather(*everything, return_exceptions=True)
-    failures = {key: error for key, task in tasks.items() if (error := _service_error(task)) is not None}
-    trainer_error = None if sender is None else _service_error(sender)
+    failures = {key: error for key, task in tasks.items() if (error := service_error(task)) is not None}
+    trainer_error = None if sender is None else service_error(sender)
     if isinstance(trainer_error, TrainerRestarted):
         raise trainer_error
     # The trainer served at least one engine, so its error is a consequence of the engines that failed.
@@ -82,7 +82,7 @@ async def call_all(
     return {key: task.result() for key, task in tasks.items()}
 
 
-def _service_error(task: asyncio.Future[Any]) -> FourfoldError | None:
+def service_error(task: asyncio.Future[Any]) -> FourfoldError | None:
     """Return a task's error; None when it succeeded or was cancelled. Re-raise errors that no service caused: bugs."""
     error = None if task.cancelled() else task.exception()
     if error is None or isinstance(error, FourfoldError):

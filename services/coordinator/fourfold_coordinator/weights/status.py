@@ -3,10 +3,10 @@
 The updater and the broker report changes here; this module makes no decisions. Phases of an update:
 
     join        trainer and engines open a common epoch
-    look-up     the trainer computes the probe's log-probabilities; engines keep sampling
     pause       engines stop sampling; those that have stopped, and the trainer, wait for the others
     transfer    engines wait for the trainer, the trainer for the engines
-    commit      each engine on its own: switch to the new weights, probe, release held tokens
+    commit      each engine on its own: switch to the new weights, probe, wait for the trainer's probe, release held
+                tokens
     abort       trainer and engines give up the update
 """
 
@@ -31,7 +31,6 @@ FENCED: Final = "fenced"
 REFUSED: Final = "refused"
 
 JOIN: Final = "join"
-LOOK_UP: Final = "look-up"
 PAUSE: Final = "pause"
 TRANSFER: Final = "transfer"
 COMMIT: Final = "commit"
@@ -102,7 +101,7 @@ class WeightPlaneStatus:
             return []
         trainer = {self._trainer} & self._busy - {name}
         engines = self._busy - {self._trainer, name}
-        if self.phase == LOOK_UP or (self.phase in (JOIN, TRANSFER) and name in self._busy - {self._trainer}):
+        if self.phase in (JOIN, TRANSFER, COMMIT) and name in self._busy - {self._trainer}:
             return sorted(trainer)
         if self.phase == PAUSE and name != self._trainer:
             return [] if name in self._busy else sorted(engines)

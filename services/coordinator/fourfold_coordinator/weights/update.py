@@ -1,14 +1,16 @@
 """Runs one two-phase weight update: afterwards every engine serves the new version, or none that took part serves.
 
     epoch (once per membership)   MakeOffer(trainer, per group) -> OpenWeights(trainer and engines concurrently)
-    version (every update)        ComputeLogprobs(trainer) of the probe, while engines still sample
-                                  SendWeights(trainer) and BeginWeights(engines) concurrently -> when all engines have
+    version (every update)        SendWeights(trainer) and BeginWeights(engines) concurrently -> when all engines have
                                   paused: ReceiveWeights(engines) -> every digest equals the trainer's
-    each engine on its own        CommitWeights, tokens held back -> ProbeLogprobs -> ReleaseWeights
+    trainer                       ComputeLogprobs of the probe
+    meanwhile, each engine        CommitWeights: it samples, and holds the tokens back -> ProbeLogprobs
+    then, each engine             ReleaseWeights, if its probe agrees with the trainer's
 
 An error before the digests agree aborts the update everywhere: an engine serves its old version again, or is dirty.
 After that every engine has the weights, and an engine that fails is aborted alone. The pause of an engine lasts from
-the end of BeginWeights to the start of CommitWeights; the engine measures it.
+the end of BeginWeights to the start of CommitWeights; the engine measures it. The trainer computes the probe after the
+transfer, because it computes and sends on one thread: its 0.1 s then pass while the engines sample.
 
 The weights themselves never pass through this process: it hands over opaque offers and compares digests. Every call
 carries a deadline that the worker enforces, too.
@@ -20,7 +22,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -38,7 +40,7 @@ from ..routing.router import INFO_SECONDS
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from . import status
 from .backends import BackendGroup, group_by_backend
-from .fan_out import DescribedEngine, UpdateFailed, call_all
+from .fan_out import DescribedEngine, UpdateFailed, call_all, service_error
 from .probe import LogprobProbe
 from .status import WeightPlaneStatus
 
@@ -80,6 +82,10 @@ class PhaseTimer:
         """Add a measurement; of several with one name the longest counts."""
         self._seconds[name] = max(self._seconds.get(name, 0.0), seconds)
 
+    def lap(self, name: str) -> None:
+        """Add the seconds since the start of the update."""
+        self.add(name, time.monotonic() - self._began)
+
     def stop(self) -> dict[str, float]:
         """Return the seconds of the whole update and of each part, by metric."""
         return {m.PUBLISH_SECONDS: time.monotonic() - self._began, **self._seconds}
@@ -103,35 +109,43 @@ class WeightUpdater:
         self.verified: dict[ReplicaKey, int] = {}
         """Version of this run that each engine holds with an agreeing probe; it may not serve it yet."""
 
-    async def run(self, engines: Sequence[DescribedEngine], version: int) -> WeightUpdateResult:
+    async def run(
+        self, engines: Sequence[DescribedEngine], version: int, *, on_sampling: Callable[[DescribedEngine], None]
+    ) -> WeightUpdateResult:
         """Bring `engines` to `version`, which the trainer holds.
+
+        `on_sampling` is called for each engine that samples with the new weights. The engine takes requests from then
+        on, and delivers their tokens when its probe has agreed; otherwise these requests fail.
 
         Raises:
             UpdateFailed: lists the engines to blame; they do not serve. The other engines all serve the version when
                 it had arrived everywhere, else none does.
             TrainerRestarted: the trainer lost the weights.
+            FourfoldError: the trainer did not compute the probe; none of the engines serves.
         """
         self._timer = timer = PhaseTimer()
         arrived = False
         try:
             with timer.measure(m.JOIN_SECONDS):
                 await self._open_epoch(engines)
-            self._begin_phase(status.LOOK_UP, engines, busy=[self._session.name])
-            with timer.measure(m.LOOKUP_SECONDS):
-                await self._probe_trainer(version, timeout=self._weights.timeout_seconds)
             end = time.monotonic() + self._weights.timeout_seconds
             await self._transfer(engines, version, end)
             arrived = True
         finally:
             if not arrived:
                 await self._abort(engines)
-        self._begin_phase(status.COMMIT, engines, busy=[engine.name for engine in engines])
-        results = await asyncio.gather(*(self._commit(engine, version, end) for engine in engines))
-        self._status.end_update()
+        self._begin_phase(status.COMMIT, engines)
+        lookup = asyncio.create_task(self._look_up(version, end))
+        try:
+            results = await asyncio.gather(*(self._commit(e, version, end, lookup, on_sampling) for e in engines))
+        finally:
+            lookup.cancel()  # it still runs only if every engine failed before its probe was compared
+            await asyncio.gather(lookup, return_exceptions=True)
+            self._status.end_update()
         failures = {e.key: r for e, r in zip(engines, results, strict=True) if isinstance(r, FourfoldError)}
         if failures:
             self._members = None
-            raise UpdateFailed(failures)
+            raise service_error(lookup) or UpdateFailed(failures)
         return self._finish(version, [r for r in results if not isinstance(r, FourfoldError)])
 
     def _finish(self, version: int, probe_diffs: list[tuple[float, float]]) -> WeightUpdateResult:
@@ -160,10 +174,14 @@ class WeightUpdater:
             probe.set_engine_logprobs(engine.key, version, checked[engine.key][1])
         return WeightUpdateResult(probe_diffs=tuple(diffs for diffs, _ in checked.values()))
 
+    async def _look_up(self, version: int, end: float) -> None:
+        """Get the trainer's values of the probe while the engines commit."""
+        with self._timer.measure(m.LOOKUP_SECONDS):
+            await self._probe_trainer(version, timeout=_seconds_until(end))
+        self._status.mark_done(self._session.name)
+
     async def _probe_trainer(self, version: int, *, timeout: float) -> None:
         """Get the trainer's log-probabilities of the probe at `version`, once per version."""
-        # Before the transfer: the trainer computes and sends on one thread, so a later call would wait for the transfer
-        # while engines are paused.
         if not self._probe.has_trainer_logprobs(version):
             rows = await self._session.call(
                 "probe", lambda r: r.trainer.compute_logprobs([self._probe.sample()], timeout=timeout)
@@ -300,8 +318,18 @@ class WeightUpdater:
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
-    async def _commit(self, engine: DescribedEngine, version: int, end: float) -> tuple[float, float] | FourfoldError:
-        """Make one engine serve the version once its probe agrees; return mean and largest difference, or its error."""
+    async def _commit(
+        self,
+        engine: DescribedEngine,
+        version: int,
+        end: float,
+        lookup: asyncio.Task[None],
+        on_sampling: Callable[[DescribedEngine], None],
+    ) -> tuple[float, float] | FourfoldError:
+        """Make one engine serve the version once its probe agrees; return mean and largest difference, or its error.
+
+        `lookup` gets the trainer's values of the probe; its error is returned, too.
+        """
         epoch, calls = self._epoch, engine.replica.control
         served = False
         try:
@@ -311,13 +339,16 @@ class WeightUpdater:
             if engine.about.sleeping:  # the weights got their memory before the update; sampling needs more
                 with self._timer.measure(m.TIME_WAKE):
                     await engine.replica.call(calls.wake("kv_cache", timeout=_seconds_until(end)))
+            self._timer.lap(m.SAMPLING_SECONDS)
+            engine.replica.version = version
+            on_sampling(engine)
             with self._timer.measure(m.PROBE_SECONDS):
                 logprobs = await engine.replica.call(calls.probe(self._probe.token_ids, timeout=_seconds_until(end)))
+            await asyncio.shield(lookup)
             mean, largest = self._compare_probe(engine.key, version, logprobs)
             self.verified[engine.key] = version
             release = calls.release(epoch=epoch, policy_version=version, timeout=_seconds_until(end))
             await self._call_engine(engine, release)
-            engine.replica.version = version
             self._probe.set_engine_logprobs(engine.key, version, logprobs)
             served = True
             return mean, largest
@@ -325,6 +356,7 @@ class WeightUpdater:
             return error
         finally:
             if not served:  # it may serve either version, or hold tokens back
+                engine.replica.version = -1
                 await self._abort_engine(engine)
 
     def _compare_probe(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> tuple[float, float]:

@@ -110,6 +110,11 @@ class TrainerSession:
         """Return when the trainer answers; wait for it if it died. Raises the errors of `call`."""
         await self.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
 
+    def check_process(self) -> None:
+        """Raise TrainerRestarted when the registered trainer is a new process."""
+        for replica in self._router.replicas(Role.ROLE_TRAINER)[:1]:
+            self._check_incarnation(replica)
+
     async def raise_policy_version(self, version: int) -> int:
         """Raise the policy version of the trainer's present weights; return the new one."""
         self.policy_version = await self.call(
@@ -137,8 +142,7 @@ class TrainerSession:
 
     async def _raise_on_restart(self) -> None:
         while True:
-            for replica in self._router.replicas(Role.ROLE_TRAINER)[:1]:
-                self._check_incarnation(replica)
+            self.check_process()
             await self._router.wait_for_change(timeout=1.0)
 
     async def _repeat(self, name: str, work: Callable[[Replica], Awaitable[T]], *, any_process: bool = False) -> T:

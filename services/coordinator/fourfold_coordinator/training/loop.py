@@ -249,7 +249,12 @@ class TrainingLoop:
         if trained.policy_version == self.broker.version and not self.config.rollout.sleep_mode:
             return WeightUpdateResult()
         self.board.set_phase(run_pb.RUN_PHASE_PUBLISHING)
-        return await self.broker.publish(trained.policy_version, step=trained.step)
+        return await self.broker.publish(
+            trained.policy_version,
+            step=trained.step,
+            # The next groups are admitted when the engines can sample them, not when the last probe was compared.
+            on_sampling=lambda: self.producer.publish(trained.policy_version, lag_limit=self.lag.limit),
+        )
 
     # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
 

@@ -130,6 +130,8 @@ class WeightBroker:
                 if self.version < 0:  # invalidated while this task waited for the lock
                     continue
                 try:
+                    # A restart that ended the loop's update released the lock before it invalidated the version.
+                    self._session.check_process()
                     await self._update_or_fence(self._next_engines())
                 except (DiskFull, WeightsRefused):
                     raise  # no later attempt can succeed

@@ -307,7 +307,7 @@ _WEIGHT_PAUSES: Final = {
     "keep": "Running samples are paused, and continue under the new weights with the KV cache of the old ones.",
     "recompute": "Running samples are paused, and continue under the new weights, which compute their KV cache again.",
     "wait": "Running samples finish first.",
-    "abort": "Running samples are aborted and sampled again.",
+    "abort": "Running samples leave their engine with their tokens, and continue from these as new requests.",
 }
 
 

@@ -254,7 +254,7 @@ def test_plan_counts_the_critic() -> None:
             "Running samples are paused, and continue under the new weights with the KV cache of the old",
         ),
         ({"pause": "recompute"}, "and continue under the new weights, which compute their KV cache again."),
-        ({"pause": "abort"}, "Running samples are aborted and sampled again."),
+        ({"pause": "abort"}, "leave their engine with their tokens, and continue from these as new requests."),
         ({"verify_every": 1}, "Checksums of all tensors are compared with the trainer's, and the log-probabilities of"),
         ({"verify_first": 0, "verify_every": 7}, "compared with the trainer's every 7 versions, the log-probabilities"),
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fourfold import metrics as m
+from fourfold.algorithm.losses import PpoLoss
 from fourfold.config.schema import AsynchronyConfig
 from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
 from fourfold_coordinator.reporting.diagnosis import TrainingDiagnosis, summarize_findings
@@ -284,11 +286,23 @@ def test_a_mismatch_that_grows_with_the_lag_at_the_start_is_none() -> None:
     assert told[0][0] == 52 and "or lower asynchrony.max_policy_lag" in told[0][1]
 
 
-def test_the_recipe_decides_what_is_examined(tmp_path: Any) -> None:
-    config = make_config(tmp_path, asynchrony={"max_policy_lag": 2})
-    stale = [StepRow(step, 0, "", 0, 1.0, RUNNING | {m.STALE_TOKENS: 0.05}) for step in (1, 2)]
-    assert [entry["text"][:14] for entry in summarize_findings(config, stale)] == ["5.0% of the sa"]
-    assert summarize_findings(make_config(tmp_path), stale) == []
+def findings_of(root: Path, algorithm: dict[str, Any], *, max_policy_lag: int = 2) -> list[str]:
+    """Return the findings of a run with this recipe, of which twelve steps had a large mismatch and a length bias."""
+    config = make_config(root, asynchrony={"max_policy_lag": max_policy_lag}, algorithm=algorithm)
+    metrics = RUNNING | {m.STALE_TOKENS: 0.05, m.MISMATCH_KL: 0.02, m.LENGTH_BIAS: 0.06}
+    found = summarize_findings(config, [StepRow(step, 0, "", 0, 1.0, metrics) for step in range(1, 13)])
+    return [entry["text"] for entry in found]
+
+
+def test_the_recipe_decides_what_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mismatch, stale, bias = findings_of(tmp_path, {})
+    assert "nothing corrects for it" in mismatch and stale.startswith("5.0% of") and bias.startswith("trained")
+    assert len(findings_of(tmp_path, {"filter": {"keep": "varied"}})) == 2, "a filter may prefer a length"
+    assert "nothing corrects" not in findings_of(tmp_path, {"correction": {"kind": "tis"}})[0]
+    monkeypatch.setattr(PpoLoss, "corrects_lag", True)
+    assert "nothing corrects" not in findings_of(tmp_path, {})[0]
+    (mismatch,) = findings_of(tmp_path, {}, max_policy_lag=0)
+    assert "stale weights" in mismatch
 
 
 def row(step: int, reason: str = "", truncation: float = 0.0) -> StepRow:

@@ -104,7 +104,7 @@ class TrainingDiagnosis:
             compares_samples: The algorithm learns from score differences within a group.
             critic_begins: The first step at which the critic must predict better than a constant.
             asynchrony: Of the recipe; None: sampling and training alternate.
-            corrects: The algorithm weighs tokens by their mismatch.
+            corrects: The algorithm weighs tokens by their behavior log-probabilities.
             filters: The algorithm does not train on every group that is scored.
         """
         self._compares_samples, self._corrects, self._filters = compares_samples, corrects, filters
@@ -122,7 +122,7 @@ class TrainingDiagnosis:
             compares_samples=config.algorithm.compares_samples,
             critic_begins=critic.policy_starts_at_step + critic.warmup_steps,
             asynchrony=config.asynchrony,
-            corrects=config.algorithm.correction.kind != "none",
+            corrects=config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag,
             filters=config.algorithm.filter.keep != "all",
         )
 

@@ -102,7 +102,8 @@ class AsyncCoordinatorClient(AsyncClient):
         """Return the status of a response. Its numbers are finite, so that a display can draw them."""
         status, check = response.status, self._check(response)
         check.require(response.HasField("status"), "the response has no status")
-        finite = math.isfinite(status.phase_progress) and all(math.isfinite(row.mean_score) for row in status.evals)
+        shares = (status.phase_progress, status.evaluation_progress)
+        finite = all(map(math.isfinite, shares)) and all(math.isfinite(row.mean_score) for row in status.evals)
         finite = finite and all(math.isfinite(value) for row in status.steps for value in row.metrics.values())
         check.require(finite, "a number in the status is not finite", "NOT_FINITE")
         return status

@@ -280,6 +280,9 @@ async def test_an_evaluation_beside_the_steps_delays_the_update_of_the_only_engi
     await stage.start()
     await until(begun.is_set)
     await until(lambda: 3 in stage.trainer.batches)
+    training = run_pb.RUN_PHASE_TRAINING
+    status = await watch_for(stage, lambda s: s.phase == training and s.HasField("evaluation_progress"))
+    assert (status.phase_progress, status.evaluation_progress) == (0, 0), "the phase is the trainer's"
     await asyncio.sleep(0.2)
     assert stage.rollouts[0].version == 2 and 4 not in stage.trainer.batches, "step 3 is trained and not published"
     assert len(stage.lines("metrics.jsonl")) == 1, "the line of step 2 waits for its score"

@@ -85,6 +85,22 @@ def test_only_the_phase_that_waits_for_samples_follows_the_queue(board: RunBoard
     assert board.status.phase_progress == 0
 
 
+def test_an_evaluation_beside_a_phase_has_a_progress_of_its_own(board: RunBoard) -> None:
+    board.set_phase(pb.RUN_PHASE_TRAINING)
+    board.set_evaluation_progress(0.0)
+    assert board.status.HasField("evaluation_progress")
+    board.set_evaluation_progress(0.5)
+    assert (board.status.phase_progress, board.status.evaluation_progress) == (0.0, 0.5)
+    board.set_evaluation_progress(None)
+    assert not board.status.HasField("evaluation_progress")
+
+
+def test_a_status_has_the_newest_thousand_steps(board: RunBoard) -> None:
+    for step in range(1, 1006):
+        board.add_step(step, {"reward/mean": 0.5})
+    assert [board.status.steps[0].step, board.status.steps[-1].step] == [6, 1005]
+
+
 async def test_waits_and_conditions_tell_since_when(
     client: AsyncCoordinatorClient, board: RunBoard, clock: FakeClock
 ) -> None:

@@ -118,6 +118,7 @@ class RunStatus(_message.Message):
     CONDITIONS_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
+    EVALUATION_PROGRESS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the run; never empty."""
     phase: Global___RunPhase.ValueType
@@ -134,13 +135,17 @@ class RunStatus(_message.Message):
     """Reason of a failure, as text; empty unless the run failed."""
     waiting_for: _builtins.str
     """What the run waits for, as text; empty while it waits for nothing."""
+    evaluation_progress: _builtins.float
+    """Finished fraction of a held-out evaluation that runs beside the present phase, in [0, 1]; unset:
+    none does.
+    """
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the first step began; unset before that."""
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
-        """One record per finished step, in order; the newest 5,000. Empty before the first."""
+        """One record per finished step, in order; the newest 1,000. Empty before the first."""
 
     @_builtins.property
     def evals(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalRecord]:
@@ -187,12 +192,15 @@ class RunStatus(_message.Message):
         conditions: _abc.Iterable[Global___Condition] | None = ...,
         recoveries: _abc.Iterable[Global___Recovery] | None = ...,
         queue: Global___SampleQueue | None = ...,
+        evaluation_progress: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "start_time", b"start_time", "waiting_since", b"waiting_since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation_progress", b"_evaluation_progress", "evaluation_progress", b"evaluation_progress", "queue", b"queue", "start_time", b"start_time", "waiting_since", b"waiting_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions", "evals", b"evals", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "queue", b"queue", "recoveries", b"recoveries", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_progress", b"_evaluation_progress", "conditions", b"conditions", "evals", b"evals", "evaluation_progress", b"evaluation_progress", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "queue", b"queue", "recoveries", b"recoveries", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__evaluation_progress: _TypeAlias = _typing.Literal["evaluation_progress"]  # noqa: Y015
+    _WhichOneofArgType__evaluation_progress: _TypeAlias = _typing.Literal["_evaluation_progress", b"_evaluation_progress"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluation_progress) -> _WhichOneofReturnType__evaluation_progress | None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
 

@@ -226,7 +226,10 @@ def test_phases_that_overlap_are_both_shown(phase: pb.RunPhase.ValueType, runnin
     status = overlapping(1, running_groups=running)
     status.phase = phase
     assert dict(panel_rows(status))["now"] == words
+    status.evaluation_progress = 0.4
+    assert dict(panel_rows(status))["now"] == words + ", evaluating 40%"
     status.ClearField("queue")
+    status.ClearField("evaluation_progress")
     assert dict(panel_rows(status))["now"] == words.split(",")[0]
 
 

@@ -201,13 +201,17 @@ def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, s
 
 
 def _phase_text(status: pb.RunStatus) -> str:
-    """Return the present phase. Engines of an asynchronous run also sample in the trainer's phases."""
-    text = _PHASES.get(status.phase, "starting")
+    """Return the present phase, and what engines of an asynchronous run do beside it."""
+    words = [_PHASES.get(status.phase, "starting")]
     if 0 < status.phase_progress < 1:
-        text += f" {status.phase_progress:.0%}"
+        words[0] += f" {status.phase_progress:.0%}"
     if status.HasField("queue") and status.phase == pb.RUN_PHASE_GENERATING:
-        return f"{text}, the trainer waits"
-    return f"{text}, generating" if status.queue.running_groups and status.phase in _TRAINER_PHASES else text
+        words.append("the trainer waits")
+    elif status.queue.running_groups and status.phase in _TRAINER_PHASES:
+        words.append("generating")
+    if status.HasField("evaluation_progress"):
+        words.append(f"evaluating {status.evaluation_progress:.0%}")
+    return ", ".join(words)
 
 
 def _queue_text(queue: pb.SampleQueue) -> str:

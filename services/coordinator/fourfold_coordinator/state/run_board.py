@@ -19,10 +19,11 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 
 from .ledger import EvalRow
 
-# Shortest time between two states that a watcher gets: each holds every step so far.
+# Shortest time between two states that a watcher gets. Each holds all rows, and to encode one with 90 metrics takes
+# 0.026 ms: with 1,000 rows, a watcher takes 2.4 % of the event loop, and blocks it for 26 ms.
 _PERIOD_SECONDS: Final = 0.1
-# Keeps a state with 50 metrics a step below the size limit of a message; the oldest rows are left out.
-_MAX_STEP_ROWS: Final = 5000
+_SECONDS_PER_ROW: Final = 0.001
+_MAX_STEP_ROWS: Final = 1000
 _MAX_RECOVERIES: Final = 100
 # A wait that starts this soon after another one continues it: calls that wait take turns to report.
 _SETTLED_SECONDS: Final = 1.0
@@ -52,6 +53,14 @@ class RunBoard:
     def set_progress(self, share: float) -> None:
         """Set the share of the present phase that is done, in [0, 1]."""
         self.status.phase_progress = min(max(share, 0.0), 1.0)
+        self._changed()
+
+    def set_evaluation_progress(self, share: float | None) -> None:
+        """Set the share of an evaluation beside the present phase that is done, in [0, 1]; None: none runs."""
+        if share is None:
+            self.status.ClearField("evaluation_progress")
+        else:
+            self.status.evaluation_progress = min(max(share, 0.0), 1.0)
         self._changed()
 
     def set_queue(self, *, lag_limit: int, running: int, ready: int, needed: int) -> None:
@@ -168,7 +177,7 @@ class RunBoard:
             await change.wait()
             # Changes come in bursts: send one state for all of them. The final state does not wait.
             with suppress(TimeoutError):
-                async with asyncio.timeout(_PERIOD_SECONDS):
+                async with asyncio.timeout(_PERIOD_SECONDS + _SECONDS_PER_ROW * len(self.status.steps)):
                     while not self.closed:
                         await self._change.wait()
 

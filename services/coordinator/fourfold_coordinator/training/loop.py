@@ -64,7 +64,7 @@ class TrainingLoop:
         self.producer, self.evaluator = GroupProducer(context), Evaluator(context)
         self.reporter = StepReporter(context)
         self.evaluations = EvaluationQueue(
-            self.evaluate, router=context.router, broker=context.broker, reporter=self.reporter
+            self.evaluate_beside, router=context.router, broker=context.broker, reporter=self.reporter
         )
         self.lag = LagController(context.config.asynchrony)
         self.step = 0  # steps done
@@ -258,14 +258,24 @@ class TrainingLoop:
 
     # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
 
-    async def evaluate(self, step: int, engine: ReplicaKey | None = None) -> dict[str, float]:
-        """Evaluate on the held-out prompts; return the metrics, empty without such prompts.
-
-        Beside the next steps, `engine` keeps the weights of this step until the answers are there.
-        """
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate on the held-out prompts; return the metrics, empty without such prompts."""
         self.board.set_phase(run_pb.RUN_PHASE_EVALUATING)
+        return await self._evaluate(step, None, self.board.set_progress)
+
+    async def evaluate_beside(self, step: int, engine: ReplicaKey | None) -> dict[str, float]:
+        """Evaluate beside the next steps; `engine` keeps the weights of this step until the answers are there."""
+        self.board.set_evaluation_progress(0.0)
+        try:
+            return await self._evaluate(step, engine, self.board.set_evaluation_progress)
+        finally:
+            self.board.set_evaluation_progress(None)
+
+    async def _evaluate(
+        self, step: int, engine: ReplicaKey | None, on_progress: Callable[[float], None]
+    ) -> dict[str, float]:
         version = self.broker.version
-        row = await self.evaluator.run(step=step, version=version, engine=engine, on_progress=self.board.set_progress)
+        row = await self.evaluator.run(step=step, version=version, engine=engine, on_progress=on_progress)
         if row is None:
             return {}
         await self.disk.write(self.ledger.add_eval, row)

@@ -61,10 +61,12 @@ class Engine:
         message.prompt_token_ids[:] = prompt
         return asyncio.create_task(self.client.complete(message, timeout=2 * PATIENCE))
 
-    async def update(self, folder: Path, mode: Any, *, hold: bool = False) -> None:
-        """Publish the weights of a folder; with `hold`, probe them before the release, as the coordinator does."""
+    async def update(self, folder: Path, mode: Any) -> None:
+        await self.publish(await self.publisher.open(folder), mode)
+
+    async def publish(self, model: Any, mode: Any, *, hold: bool = False) -> None:
+        """Publish the opened weights; with `hold`, probe them before the release, as the coordinator does."""
         publisher = self.publisher
-        model = await publisher.open(folder)
         await publisher.begin(mode)
         await publisher.send()
         self.models[publisher.version] = model
@@ -137,11 +139,12 @@ async def test_every_token_is_that_of_its_version_over_several_updates(
         engine.start(prompt, samples=4, max_tokens=440, seed=4 * i, flush=flush) for i, flush in enumerate(FLUSH)
     ]
     for number in range(3):
+        model = await engine.publisher.open(tiny_model("qwen2", seed=20 + number, dtype="float32"))
         await until_sampled(engine.client, 100, PATIENCE)
         left = engine.start(prompt_of(5), samples=2, max_tokens=400)
         await until_sampled(engine.client, 40, PATIENCE)
         left.cancel()  # its end and the pause reach the engine together
-        await engine.update(tiny_model("qwen2", seed=20 + number, dtype="float32"), mode, hold=number == 1)
+        await engine.publish(model, mode, hold=number == 1)
         running.append(engine.start(prompt, samples=2, max_tokens=60, seed=100 * number))
     calls = await asyncio.gather(*running)
     old, fresh = [sample for call in calls[:2] for sample in call], calls[2:]
@@ -162,8 +165,9 @@ async def test_recomputed_samples_draw_the_tokens_that_they_would_have_drawn(ser
     alone = await engine.start(prompt, samples=8, max_tokens=440)
     running = engine.start(prompt, samples=8, max_tokens=440)
     for _ in range(3):
+        model = await engine.publisher.open(service.model)
         await until_sampled(engine.client, 200, PATIENCE)
-        await engine.update(service.model, RECOMPUTE)
+        await engine.publish(model, RECOMPUTE)
     answers = await running
     assert max(len(versions(sample)) for sample in answers) > 2
     for sample, reference in zip(answers, alone, strict=True):
@@ -175,9 +179,9 @@ async def test_recomputed_samples_draw_the_tokens_that_they_would_have_drawn(ser
 async def test_an_update_that_is_given_up_recomputes_nothing(engine: Engine, tiny_model: TinyModel) -> None:
     prompt = prompt_of(2)
     alone = await engine.start(prompt, samples=4, max_tokens=150)
+    await engine.publisher.open(tiny_model("qwen2", seed=30, dtype="float32"))
     running = engine.start(prompt, samples=4, max_tokens=150)
     await until_sampled(engine.client, 100, PATIENCE)
-    await engine.publisher.open(tiny_model("qwen2", seed=30, dtype="float32"))
     await engine.publisher.begin(RECOMPUTE)
     assert await engine.publisher.abort() == control_pb.WEIGHT_STATE_CLEAN
     assert plain(await running) == plain(alone)
@@ -186,9 +190,9 @@ async def test_an_update_that_is_given_up_recomputes_nothing(engine: Engine, tin
 async def test_weights_that_are_received_and_aborted_end_the_samples(engine: Engine, tiny_model: TinyModel) -> None:
     """The coordinator aborts like this when digests differ."""
     prompt, first = prompt_of(3), engine.publisher.version
+    await engine.publisher.open(tiny_model("qwen2", seed=31, dtype="float32"))
     running = engine.start(prompt, samples=8, max_tokens=240)
     await until_sampled(engine.client, 100, PATIENCE)
-    await engine.publisher.open(tiny_model("qwen2", seed=31, dtype="float32"))
     await engine.publisher.begin(RECOMPUTE)
     await engine.publisher.send()
     assert await engine.publisher.abort() == control_pb.WEIGHT_STATE_DIRTY
@@ -204,9 +208,9 @@ async def test_weights_that_are_received_and_aborted_end_the_samples(engine: Eng
 
 async def test_a_held_version_is_aborted_while_tokens_are_computed_again(engine: Engine, tiny_model: TinyModel) -> None:
     prompt, first, publisher = prompt_of(7), engine.publisher.version, engine.publisher
+    await publisher.open(tiny_model("qwen2", seed=33, dtype="float32"))
     running = engine.start(prompt, samples=RUNNING, max_tokens=300)
     await until_sampled(engine.client, 30 * RUNNING, PATIENCE)
-    await publisher.open(tiny_model("qwen2", seed=33, dtype="float32"))
     await publisher.begin(RECOMPUTE)
     await publisher.send()
     await publisher.commit(hold=True)
@@ -216,7 +220,7 @@ async def test_a_held_version_is_aborted_while_tokens_are_computed_again(engine:
     for sample in ended:
         assert versions(sample) == [first]
         assert np.abs(sample.logprobs - engine.expected(prompt, sample, keep=False)).max() < TOLERANCE
-    await engine.update(tiny_model("qwen2", seed=34, dtype="float32"), RECOMPUTE, hold=True)
+    await engine.update(tiny_model("qwen2", seed=34, dtype="float32"), RECOMPUTE)
     for sample in await engine.start(prompt, samples=RUNNING, max_tokens=20):
         assert np.abs(sample.logprobs - engine.expected(prompt, sample, keep=False)).max() < TOLERANCE
 
@@ -226,9 +230,10 @@ async def test_new_samples_of_a_cached_prompt_read_nothing_old(
     engine: Engine, tiny_model: TinyModel, mode: Any
 ) -> None:
     prompt, first = prompt_of(4), engine.publisher.version
+    model = await engine.publisher.open(tiny_model("qwen2", seed=40 + mode, dtype="float32"))
     running = engine.start(prompt, samples=2, max_tokens=100)
     await until_running(engine.client, True, PATIENCE)
-    await engine.update(tiny_model("qwen2", seed=40 + mode, dtype="float32"), mode)
+    await engine.publish(model, mode)
     for sample in await engine.start(prompt, samples=2, max_tokens=20):
         assert versions(sample) == [engine.publisher.version]
         assert np.abs(sample.logprobs - engine.expected(prompt, sample, keep=False)).max() < TOLERANCE
@@ -243,9 +248,10 @@ async def test_samples_that_waited_in_the_engine_read_nothing_old(
 ) -> None:
     """Samples in vLLM's queue have the cache salt of their submission, with which the old prompt was cached."""
     prompt, first = prompt_of(6), engine.publisher.version
-    running = engine.start(prompt, samples=2 * RUNNING, max_tokens=100)
-    await until_sampled(engine.client, 20 * RUNNING, PATIENCE)
-    await engine.update(tiny_model("qwen2", seed=50, dtype="float32"), mode)
+    model = await engine.publisher.open(tiny_model("qwen2", seed=50, dtype="float32"))
+    running = engine.start(prompt, samples=2 * RUNNING, max_tokens=150)
+    await until_sampled(engine.client, 10 * RUNNING, PATIENCE)
+    await engine.publish(model, mode)
     answers = await running
     late = [sample for sample in answers if versions(sample) == [first + 1]]
     assert late, "some samples waited until the update"

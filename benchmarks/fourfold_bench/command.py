@@ -8,23 +8,24 @@ from typing import Any, Final
 
 from fourfold_bench import harness
 
-_BENCHMARKS: Final = ("weights", "rollout", "step")
+_BENCHMARKS: Final = ("weights", "rollout", "step", "long-tail", "learning-curves")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a subcommand with its options for each benchmark."""
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for name in _BENCHMARKS:
-        benchmark = _find(name)
+        benchmark = find(name)
         text = benchmark.summary
         harness.add_arguments(benchmark, what.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
 
 
 def main(args: argparse.Namespace) -> int:
     """Run one benchmark; return the exit code."""
-    return harness.run(_find(args.what), args)
+    return harness.run(find(args.what), args)
 
 
-def _find(name: str) -> harness.Benchmark[Any]:
-    benchmark: harness.Benchmark[Any] = importlib.import_module(f"fourfold_bench.{name}.benchmark").BENCHMARK
+def find(name: str) -> harness.Benchmark[Any]:
+    module = importlib.import_module(f"fourfold_bench.{name.replace('-', '_')}.benchmark")
+    benchmark: harness.Benchmark[Any] = module.BENCHMARK
     return benchmark

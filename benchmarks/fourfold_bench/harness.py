@@ -182,6 +182,13 @@ class Benchmark(abc.ABC, Generic[S]):
     def table(self, document: Mapping[str, Any]) -> list[str]:
         """Return the lines to print for a result."""
 
+    def failures(self, document: Mapping[str, Any]) -> list[str]:
+        """Return what is wrong with a result, one line each; the command then fails after it has written the result."""
+        return []
+
+    def plot(self, document: Mapping[str, Any], path: Path) -> None:
+        """Draw the result to a PNG file, if the benchmark has a plot."""
+
     def label(self, settings: S) -> str:
         """Return the name of the result after that of the benchmark; empty: the benchmark's name alone."""
         return ""
@@ -217,6 +224,8 @@ def add_arguments(benchmark: Benchmark[Any], parser: argparse.ArgumentParser) ->
 def run(benchmark: Benchmark[Any], args: argparse.Namespace) -> int:
     """Check the arguments, measure, write the result and print the table; return the exit code.
 
+    The exit code is 1 if the benchmark finds failures in its result.
+
     Raises:
         ConfigError: nothing was measured: an argument is wrong, or the machine lacks what it needs.
         FourfoldError: the measurement failed.
@@ -243,10 +252,24 @@ def run(benchmark: Benchmark[Any], args: argparse.Namespace) -> int:
     )
     if args.json is not None:
         args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        _plot(benchmark, document, args.json)
     if args.save:
-        print(record.write(record.results_folder(), document))
+        path = record.write(record.results_folder(), document)
+        print(path)
+        _plot(benchmark, document, path)
     print("\n".join(benchmark.table(document)))
-    return 0
+    failures = benchmark.failures(document)
+    if failures:
+        print("\n".join(["", *(f"failed: {failure}" for failure in failures)]))
+    return 1 if failures else 0
+
+
+def _plot(benchmark: Benchmark[Any], document: Mapping[str, Any], result: Path) -> None:
+    """Draw the plot of a result beside its file. Without matplotlib, say how to draw it on another machine."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no plot: matplotlib is not installed; elsewhere: python -m fourfold_bench.plots {result}")
+    else:
+        benchmark.plot(document, result.with_suffix(".png"))
 
 
 def run_script(benchmark: Benchmark[Any]) -> int:

@@ -62,6 +62,11 @@ class BenchProcesses:
                 raise DeadlinePassed(f"{', '.join(running)} still ran after {timeout:.0f} s; the log is {log}")
             time.sleep(_POLL_SECONDS)
 
+    def take_ended(self) -> dict[str, str]:
+        """Return the children that ended since the last call, with the reason of each failure; empty: exit code 0."""
+        deaths = self._supervisor.deaths()
+        return {death.name: death.explain() if death.exit_code or death.signal else "" for death in deaths}
+
     def write_model(self, shape: str, *, context: int) -> Path:
         """Write a model with random weights in a child process; return its folder. Raises as `wait`."""
         words = ("-m", "fourfold_bench.models", str(self.folder / "model"), shape, str(context))

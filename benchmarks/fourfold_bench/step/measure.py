@@ -46,7 +46,7 @@ def measure(settings: StepSettings, run: BenchmarkRun) -> dict[str, Any]:
             processes.wait(_RUN, timeout=settings.timeout, until=watch.poll)
             end = {} if settings.stop else {"end": wait_for_end(processes, watch)}
         except Unavailable as error:
-            raise Unavailable(_explanation(processes.log(_RUN)) or error.message) from None
+            raise Unavailable(explanation(processes.log(_RUN)) or error.message) from None
     rows = phases.read_steps(watch.run_dir, warm_up=settings.warm_up, steps=settings.steps)
     return summarise(settings, rows) | {
         "first_step_after_seconds": watch.first_step_seconds,
@@ -75,7 +75,7 @@ def wait_for_end(processes: BenchProcesses, watch: RunWatch) -> dict[str, Any]:
     return {"seconds": round(time.monotonic() - began, 3), "exported_bytes": written}
 
 
-def _explanation(log: Path) -> str:
+def explanation(log: Path) -> str:
     """Return the end of the run's output, from the line that tells why it failed; empty: there is none."""
     _, failed, why = log.read_text(encoding="utf-8").rpartition(_FAILED)
     return f"{failed}{why}".strip() if failed else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,16 +26,19 @@ def score(sample):
 '''
 
 
-def write(settings: StepSettings, folder: Path) -> Config:
+def write(settings: StepSettings, folder: Path, changes: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
     """Write prompts and reward function into `folder`, where the model will be; return the recipe.
 
     The recipe has one step more than are measured, after which the run writes a checkpoint and exports the model.
+    `changes` are keys of the recipe by table, which another benchmark adds or replaces.
 
     Raises:
         ConfigError: the settings break a rule of recipes; nothing was written.
     """
     total = settings.last_step + 1
-    config = from_tables(_tables(settings, folder, total), source="the benchmark's recipe")
+    tables = _tables(settings, folder, total)
+    tables |= {name: tables.get(name, {}) | dict(table) for name, table in (changes or {}).items()}
+    config = from_tables(tables, source="the benchmark's recipe")
     random = np.random.default_rng(_SEED)
     words = SHAPES[settings.shape]["vocab_size"]
     rows = random.integers(0, words, (settings.prompts * total, settings.prompt_tokens)).tolist()

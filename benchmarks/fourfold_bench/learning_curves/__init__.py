@@ -1,0 +1,1 @@
+"""`fourfold bench learning-curves`: what a model learns at several policy lags."""

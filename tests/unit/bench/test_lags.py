@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -341,7 +340,7 @@ class _Failing(Benchmark[harness.BenchmarkSettings]):
     name = "failing"
     summary = "a benchmark that fails"
     settings = harness.BenchmarkSettings
-    libraries: Sequence[str] = ()
+    libraries = ()
 
     def measure(self, settings: harness.BenchmarkSettings, run: harness.BenchmarkRun) -> dict[str, Any]:
         return {"speed": 1}

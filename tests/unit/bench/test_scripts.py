@@ -33,7 +33,7 @@ def test_the_experience_path_moves_the_samples_of_a_step(tmp_path: Path) -> None
     assert document["benchmark"] == "experience_path"
     assert document["command"].startswith("python -m fourfold_bench.experience_path --samples 16")
     assert document["parameters"] == {
-        "samples": 16, "tokens": 160, "group_size": 8, "runs": 2, "warmup": 1, "prompt_tokens": 128,
+        "samples": 16, "tokens": 160, "group_size": 8, "runs": 2, "warmup": 1, "prompt_tokens": 128, "flushes": 0,
     }  # fmt: skip
     assert len(document["results"]["phases"]["total"]["runs_ms"]) == 2
 

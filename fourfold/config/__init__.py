@@ -13,6 +13,7 @@ from fourfold.config.recipe import dump as dump
 from fourfold.config.recipe import from_tables as from_tables
 from fourfold.config.recipe import load as load
 from fourfold.config.rollout import RolloutConfig as RolloutConfig
+from fourfold.config.schema import AsynchronyConfig as AsynchronyConfig
 from fourfold.config.schema import BatchConfig as BatchConfig
 from fourfold.config.schema import CheckpointConfig as CheckpointConfig
 from fourfold.config.schema import Config as Config
@@ -21,6 +22,7 @@ from fourfold.config.schema import DataSourceConfig as DataSourceConfig
 from fourfold.config.schema import EvaluationConfig as EvaluationConfig
 from fourfold.config.schema import HoldoutConfig as HoldoutConfig
 from fourfold.config.schema import ModelConfig as ModelConfig
+from fourfold.config.schema import PauseMode as PauseMode
 from fourfold.config.schema import ReferenceConfig as ReferenceConfig
 from fourfold.config.schema import RetryConfig as RetryConfig
 from fourfold.config.schema import RewardConfig as RewardConfig

@@ -201,6 +201,9 @@ class ReferenceConfig(Table):
     """Maximum number of tokens in one forward pass."""
 
 
+PauseMode = Literal["keep", "recompute", "wait", "abort"]
+
+
 class WeightsConfig(Table):
     """Weight updates: the transport of new weights to the engines, and its verification."""
 
@@ -232,7 +235,7 @@ class AsynchronyConfig(Table):
     max_policy_lag: int = Field(default=0, ge=0, le=64)
     """Most policy versions by which the weights that sampled a token may be behind those that its step updates. 0:
     sampling and training alternate. 1 or more: engines sample while the trainer trains, up to this many steps ahead.
-    May change when a run is resumed."""
+    The keys of this table may change while the run goes on: edit `config.toml` in its folder."""
     stale: Literal["drop", "train"] = "drop"
     """Groups that became older than `max_policy_lag`, as after a failure. drop: not trained on (reason STALE). train:
     trained on; choose an algorithm with an importance correction."""
@@ -330,7 +333,7 @@ class Config(Table):
     placement: PlacementConfig = PlacementConfig()
 
     @property
-    def pause_mode(self) -> Literal["keep", "recompute", "wait", "abort"]:
+    def pause_mode(self) -> PauseMode:
         """`weights.pause` without `auto`."""
         if self.weights.pause != "auto":
             return self.weights.pause

@@ -13,6 +13,7 @@ from fourfold import config as configuration
 from fourfold.arrays import Sample
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold_coordinator.state.ledger import SampleState
 from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until, watch_for
 from tests.fakes.toy import make_config
@@ -336,3 +337,48 @@ async def test_the_lag_is_lowered_while_the_mismatch_is_above_its_target(
     assert changes and changes[0].startswith("policy lag limit 4 -> ") and "target_mismatch 0.004" in changes[0]
     assert rows[0]["async/lag_limit"] == 4 > rows[-1]["async/lag_limit"]
     assert rows[-1]["train/policy_lag_max"] <= rows[-1]["async/lag_limit"]
+
+
+def write_recipe(stage: Stage, **changes: Any) -> None:
+    config = make_config(stage.folder.parent, **changes)
+    fresh = stage.folder / "config.new"
+    fresh.write_text(configuration.dump(config))
+    fresh.replace(stage.folder / "config.toml")
+
+
+async def test_the_lag_can_be_changed_while_the_run_goes_on(
+    make_stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = make_stage(steps=14, **lag(0), **NEVER)
+    log = Log(stage)
+
+    async def change(step: int) -> None:
+        if step == 2:
+            write_recipe(stage, steps=14, **lag(3), **NEVER)
+        if step == 5:
+            (stage.folder / "config.toml").write_text("steps = ")
+        if step == 6:
+            write_recipe(stage, steps=99, **lag(3), **NEVER)
+        if step == 8:
+            write_recipe(stage, steps=14, **lag(0), **NEVER)
+        await asyncio.sleep(0.1)
+
+    stage.trainer.on_train = change
+    await stage.start()
+    with caplog.at_level("INFO"):
+        assert await stage.finish() == 0
+    check_books(stage)
+    largest = [max(lags) for lags in log.lags]
+    assert largest[:3] == [0, 0, 0] and max(largest[3:8]) == 3 and largest[-1] == 0, "what was admitted is trained"
+    assert log.positions == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(14)]
+    rows = stage.lines("metrics.jsonl")
+    changes = {row["step"]: row["lag_change"] for row in rows if row["lag_change"]}
+    assert changes == {
+        2: "the recipe changed: asynchrony.max_policy_lag 0 -> 3",
+        8: "the recipe changed: asynchrony.max_policy_lag 3 -> 0",
+    }
+    assert "recipe changed and is ignored" in caplog.text and "config.toml: not valid TOML" in caplog.text
+    assert "only [asynchrony] can change during a run" in caplog.text
+    assert stage.report()["dropped"] == {}
+    modes = stage.rollouts[0].pause_modes
+    assert modes[0] == modes[-1] == control.PAUSE_MODE_WAIT and modes[3] == control.PAUSE_MODE_KEEP

@@ -92,6 +92,7 @@ class Coordinator:
         """
         config = options.config
         self._config, self._folder, self._member_id = config, folder, options.member_id
+        self._recipe = options.recipe
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
@@ -194,6 +195,7 @@ class Coordinator:
         self._router.faults.load(ledger)
         return RunContext(
             config=config,
+            recipe=self._recipe,
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,

@@ -131,6 +131,10 @@ class TrainingDiagnosis:
         for row in rows:
             self.examine(row.step, row.metrics, skipped_reason=row.skipped_reason, dropped={})
 
+    def follow(self, rule: AsynchronyConfig) -> None:
+        """Judge the next steps by another [asynchrony]."""
+        self._rule = rule
+
     def examine(
         self, step: int, metrics: Mapping[str, Any], *, skipped_reason: str, dropped: Mapping[str, int]
     ) -> tuple[list[Finding], list[Finding]]:

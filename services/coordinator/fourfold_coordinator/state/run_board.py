@@ -37,12 +37,10 @@ class RunBoard:
         self.status = pb.RunStatus(
             name=name, step_count=step_count, phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for=""
         )
-        if max_policy_lag:
-            queue = pb.SampleQueue(max_policy_lag=max_policy_lag, lag_limit=max_policy_lag)
-            self.status.queue.CopyFrom(queue)
         self.closed = False
         self._clock = clock
         self._change = asyncio.Event()
+        self.set_max_policy_lag(max_policy_lag)
         self._wait_began, self._wait_ended = Timestamp(), -math.inf
 
     def set_phase(self, phase: pb.RunPhase.ValueType) -> None:
@@ -61,6 +59,13 @@ class RunBoard:
             self.status.ClearField("evaluation_progress")
         else:
             self.status.evaluation_progress = min(max(share, 0.0), 1.0)
+        self._changed()
+
+    def set_max_policy_lag(self, lag: int) -> None:
+        """Set the policy lag of the recipe; with 0 there is no queue to show."""
+        self.status.ClearField("queue")
+        if lag:
+            self.status.queue.CopyFrom(pb.SampleQueue(max_policy_lag=lag, lag_limit=lag))
         self._changed()
 
     def set_queue(self, *, lag_limit: int, running: int, ready: int, needed: int) -> None:

@@ -26,6 +26,7 @@ class RunContext:
     """One run, assembled by `serve.py`."""
 
     config: Config
+    recipe: Path  # the file that `config` was read from
     folder: Path  # runs/<name>
     prompts: PromptSet
     ledger: Ledger

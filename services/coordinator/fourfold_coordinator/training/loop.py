@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 from fourfold import metrics as m
+from fourfold.config import PauseMode
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Internal, PeerFault
@@ -42,6 +43,7 @@ from .context import RunContext
 from .evaluate import Evaluator
 from .evaluation_queue import EvaluationQueue
 from .lag_control import LagController
+from .live_recipe import LiveRecipe
 from .producer import GroupProducer
 from .recovery import SAMPLES_FILE, TRAINER_KEY, restore, take_over
 from .step_report import StepRecord, StepReporter
@@ -59,6 +61,7 @@ class TrainingLoop:
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.config = context, context.config
+        self.recipe = LiveRecipe(context.recipe, context.config)
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
         self.producer, self.evaluator = GroupProducer(context), Evaluator(context)
@@ -113,7 +116,9 @@ class TrainingLoop:
         await self.broker.resync(self.session.policy_version, step=self.step)
         self.evaluations.reset()
         self.lag.replay(self.ledger.steps())
-        self.producer.resume(position, version=self.broker.version, lag_limit=self.lag.limit)
+        self.producer.resume(
+            position, version=self.broker.version, rule=self.config.asynchrony, lag_limit=self.lag.limit
+        )
         self.board.mark_started()
         self.board.set_step(step=self.step, policy_version=self.broker.version)
         await self._complete_step(self.step)
@@ -162,7 +167,9 @@ class TrainingLoop:
         self.step = step
         self.reporter.add_published(record, batch, batch_metrics | sleep_times, trained, update)
         record.lag_change = self.lag.observe(step, record.metrics)
-        self.producer.publish(self.broker.version, lag_limit=self.lag.limit)
+        if await self.recipe.update():
+            record.lag_change = self._follow_recipe()
+        self.producer.publish(self.broker.version, self.config.asynchrony, lag_limit=self.lag.limit)
         self.board.set_step(step=step, policy_version=self.broker.version)
         await self._evaluate_if_due(record)
         await self.reporter.diagnose(record)
@@ -173,6 +180,19 @@ class TrainingLoop:
                 await self.checkpoint(step)
             await self.reporter.save(record)
         self.reporter.show(record)
+
+    def _follow_recipe(self) -> str:
+        """Use the new [asynchrony]; return what changed."""
+        before, self.config = self.config.asynchrony, self.recipe.config
+        self.lag = LagController(self.config.asynchrony)
+        self.reporter.follow(self.config.asynchrony)
+        self.board.set_max_policy_lag(self.config.asynchrony.max_policy_lag)
+        changes = [
+            f"asynchrony.{key} {old} -> {new}"
+            for (key, old), (_, new) in zip(before, self.config.asynchrony, strict=True)
+            if old != new
+        ]
+        return f"the recipe changed: {', '.join(changes)}"
 
     async def _evaluate_if_due(self, record: StepRecord) -> None:
         if not self._is_due(record.step, self.config.evaluation.every_steps) or not self.config.data.held_out:
@@ -249,12 +269,19 @@ class TrainingLoop:
         if trained.policy_version == self.broker.version and not self.config.rollout.sleep_mode:
             return WeightUpdateResult()
         self.board.set_phase(run_pb.RUN_PHASE_PUBLISHING)
+        self.broker.set_pause_mode(self._pause_mode())
+        rule, limit = self.config.asynchrony, self.lag.limit
         return await self.broker.publish(
             trained.policy_version,
             step=trained.step,
             # The next groups are admitted when the engines can sample them, not when the last probe was compared.
-            on_sampling=lambda: self.producer.publish(trained.policy_version, lag_limit=self.lag.limit),
+            on_sampling=lambda: self.producer.publish(trained.policy_version, rule, lag_limit=limit),
         )
+
+    def _pause_mode(self) -> PauseMode:
+        """Return the treatment of running samples; those of a lag that was lowered are not waited for."""
+        mode = self.config.pause_mode
+        return "keep" if mode == "wait" and self.config.weights.pause == "auto" and self.producer.running else mode
 
     # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
 

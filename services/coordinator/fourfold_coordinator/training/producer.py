@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fourfold import metrics as m
+from fourfold.config import AsynchronyConfig
 from fourfold.errors import WrongState
 
 from ..routing.replica import GivenUp
@@ -47,6 +48,7 @@ class _Place:
     """A place in the queue: one prompt, from its admission until a batch takes its group."""
 
     position: int
+    max_lag: int  # asynchrony.max_policy_lag at the admission
     sent: bool = False  # an engine got its request
     group: SampleGroup | None = None  # READY
     rolled: float = 0.0
@@ -60,7 +62,8 @@ class GroupProducer:
     """The groups of a run that are not trained yet. `run` and `take` run concurrently."""
 
     def __init__(self, context: RunContext) -> None:
-        self.lag_limit = context.config.asynchrony.max_policy_lag
+        self.rule = context.config.asynchrony
+        self.lag_limit = self.rule.max_policy_lag
         self._maker = GroupMaker(context)
         self._config, self._context = context.config, context
         self._count, self._steps = context.config.batch.prompts_per_step, context.config.steps
@@ -77,9 +80,9 @@ class GroupProducer:
         self._meter = QueueMeter()
         self._changed = asyncio.Event()
 
-    def resume(self, position: RunPosition, *, version: int, lag_limit: int) -> None:
-        """Continue at a position of the run, with the engines at `version`; see `publish` for `lag_limit`."""
-        self.lag_limit = lag_limit
+    def resume(self, position: RunPosition, *, version: int, rule: AsynchronyConfig, lag_limit: int) -> None:
+        """Continue at a position of the run; for the other arguments see `publish`."""
+        self.rule, self.lag_limit = rule, lag_limit
         self._restart(step=position.step, version=version)
         self._open, self._next = deque(position.open_positions), position.next_position
         self._recovered = {group.position: group for group in position.groups}
@@ -89,12 +92,20 @@ class GroupProducer:
         """Position of the prompt that is drawn next."""
         return self._open[0] if self._open else self._next
 
-    def publish(self, version: int, *, lag_limit: int) -> None:
+    @property
+    def running(self) -> bool:
+        """Whether groups are in generation or scoring."""
+        return any(place.group is None for place in self._places)
+
+    def publish(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """Note that the batch that was taken last is trained, and that engines serve `version`.
 
-        `lag_limit` is the largest lag that groups admitted from now on may reach.
+        Args:
+            version: Policy version that new groups are sampled with.
+            rule: The table of the recipe; it may change during a run.
+            lag_limit: Largest lag that groups admitted from now on may reach, at most `rule.max_policy_lag`.
         """
-        self.lag_limit = lag_limit
+        self.rule, self.lag_limit = rule, lag_limit
         self._version, self._in_training = version, 0
         self._notify()
 
@@ -104,7 +115,7 @@ class GroupProducer:
             while self._step < self._steps:
                 changed = self._changed
                 while self._may_admit() and (len(self._places) < self._count or self._engines_have_room()):
-                    place = _Place(position=self._draw())
+                    place = _Place(position=self._draw(), max_lag=self.rule.max_policy_lag)
                     self._places.append(place)
                     tasks.create_task(self._fill(place))
                 self._meter.set_blocked(not self._may_admit() and self._engines_have_room())
@@ -121,7 +132,8 @@ class GroupProducer:
             while not self._head_is_ready():
                 await self._changed.wait()
             head = self._places[: self._count]
-            stale = [place for place in head if self._is_stale(place.group)]
+            # A lag that is lowered during the run counts for groups that are admitted from then on.
+            stale = [p for p in head if self._is_stale(p.group, max(p.max_lag, self.rule.max_policy_lag))]
             if not stale:
                 break
             for place in stale:
@@ -147,7 +159,7 @@ class GroupProducer:
     def _may_draw(self) -> bool:
         """Return whether a free place may draw a prompt; False when too many were lost, or filtered out."""
         window, rule = self._window, self._config.algorithm.filter
-        places = (self._config.asynchrony.max_policy_lag + 1) * self._count
+        places = (self.rule.max_policy_lag + 1) * self._count
         if rule.keep != "all" and len(window.filtered) + window.groups_lost > (rule.max_rounds - 1) * places:
             return False
         # If every group so far was lost, the scorer may be broken; `reward.lost_rounds` limits the further tries.
@@ -172,7 +184,7 @@ class GroupProducer:
     async def _fill(self, place: _Place) -> None:
         """Make the group of a place; free the place when there is none to train on."""
         group = self._recovered.pop(place.position, None)
-        if group is not None and self._is_stale(group):
+        if group is not None and self._is_stale(group, self.rule.max_policy_lag):
             await self._drop_stale(group)
             group = None
         if group is not None:
@@ -202,13 +214,12 @@ class GroupProducer:
             window.lost += trajectories
             window.groups_lost += 1
 
-    def _is_stale(self, group: SampleGroup | None) -> bool:
+    def _is_stale(self, group: SampleGroup | None, max_lag: int) -> bool:
         """Return whether a token of a group is older than the recipe allows its step to train on."""
-        rule = self._config.asynchrony
-        if group is None or rule.stale == "train":
+        if group is None or self.rule.stale == "train":
             return False
         version = self._context.session.policy_version
-        return any(version - sample.oldest_version > rule.max_policy_lag for sample in group.samples)
+        return any(version - sample.oldest_version > max_lag for sample in group.samples)
 
     async def _drop_stale(self, group: SampleGroup | None) -> None:
         if group is None:

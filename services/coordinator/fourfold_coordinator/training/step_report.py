@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fourfold import metrics as m
+from fourfold.config import AsynchronyConfig
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
@@ -62,6 +63,10 @@ class StepReporter:
         self._metrics_file = MetricsWriter(self._path)
         self._diagnosis = TrainingDiagnosis.from_config(context.config)
         self._unwritten: deque[StepRecord] = deque()  # steps that metrics.jsonl lacks, and whose metrics are shown
+
+    def follow(self, rule: AsynchronyConfig) -> None:
+        """Diagnose the next steps by another [asynchrony]."""
+        self._diagnosis.follow(rule)
 
     def resume(self) -> None:
         """Continue after the steps that the ledger has. Call `close` first."""

@@ -19,7 +19,7 @@ from typing import Final
 
 from fourfold import metrics as m
 from fourfold.arrays import Int32Array
-from fourfold.config import Config
+from fourfold.config import Config, PauseMode
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
@@ -119,6 +119,10 @@ class WeightBroker:
     def invalidate(self) -> None:
         """Update no engine until `resync`: the current version was lost with its trainer."""
         self.version = -1
+
+    def set_pause_mode(self, mode: PauseMode) -> None:
+        """Treat running samples so in the updates from now on."""
+        self._updater.pause_mode = mode
 
     async def run(self) -> None:
         """Update engines that join late or failed, until cancelled."""

@@ -96,7 +96,7 @@ class WeightUpdater:
 
     def __init__(self, config: Config, session: TrainerSession, probe: LogprobProbe, status: WeightPlaneStatus) -> None:
         self._weights, self._session, self._probe, self._status = config.weights, session, probe, status
-        self._pause = control.PauseMode.Value(f"PAUSE_MODE_{config.pause_mode.upper()}")
+        self.pause_mode = config.pause_mode
         # Trainer and engines may have seen epochs of an earlier coordinator, which must be smaller. A coordinator makes
         # far fewer than one epoch per millisecond, so the time of day in milliseconds is always larger.
         self._epoch = int(time.time() * 1000)
@@ -262,6 +262,7 @@ class WeightUpdater:
         skip = self._rounds >= self._weights.verify_first and version % self._weights.verify_every != 0
         self._skip_sums = skip
         sent: list[weight.SendWeightsResponse] = []
+        mode = control.PauseMode.Value(f"PAUSE_MODE_{self.pause_mode.upper()}")
         all_paused = asyncio.Barrier(len(engines))
 
         async def send() -> None:
@@ -276,9 +277,7 @@ class WeightUpdater:
 
         async def pause_and_receive(engine: DescribedEngine) -> bytes:
             calls = engine.replica.control
-            begin = calls.begin(
-                epoch=epoch, policy_version=version, pause_mode=self._pause, timeout=_seconds_until(end)
-            )
+            begin = calls.begin(epoch=epoch, policy_version=version, pause_mode=mode, timeout=_seconds_until(end))
             await self._call_engine(engine, begin)
             if await all_paused.wait() == 0:  # exactly one task gets 0
                 busy = [other.name for other in engines]

@@ -1,0 +1,50 @@
+"""Follows the keys of a recipe that may change during a run: the table [asynchrony]."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from fourfold import config as configuration
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+
+log = logging.getLogger("fourfold.coordinator")
+
+
+class LiveRecipe:
+    """The recipe of a run, read again when its file changes."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        """Follow the file that `config` was read from; it may be missing."""
+        self._path, self.config = path, config
+        self._stamp = self._read_stamp()
+
+    async def update(self) -> bool:
+        """Read the file if it changed; return whether [asynchrony] did.
+
+        A recipe with a mistake changes nothing, and neither do other keys; both are logged once.
+        """
+        stamp = await asyncio.to_thread(self._read_stamp)
+        if stamp is None or stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            found = await asyncio.to_thread(configuration.load, self._path)
+        except ConfigError as error:
+            log.warning("recipe changed and is ignored: %s", error)
+            return False
+        new = self.config.model_copy(update={"asynchrony": found.asynchrony})
+        if found != new:
+            log.warning("%s: only [asynchrony] can change during a run; other keys count after --resume", self._path)
+        changed, self.config = new != self.config, new
+        return changed
+
+    def _read_stamp(self) -> tuple[int, int, int] | None:
+        """Return what changes when the file is written or replaced; None if there is no file."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino

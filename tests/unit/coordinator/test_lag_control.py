@@ -223,6 +223,15 @@ def test_a_limit_is_restored_if_the_lag_adds_less_than_a_quarter() -> None:
     assert Plant(4, floor=0.024, slope=0.003, noise=0.0).run(30).visited == [4, 2]
 
 
+def test_a_limit_is_not_restored_while_the_mismatch_grows_by_itself() -> None:
+    control = controller(4)
+    observe(control, 1, [measured(0.025)] * 4)
+    observe(control, 5, [measured(0.05)] * 40)
+    assert control.limit == 3
+    reasons = observe(control, 45, [measured(0.09)] * 4)
+    assert any(reason.startswith("policy lag limit 3 -> 0: mean") for reason in reasons), "it grew by more than a half"
+
+
 def test_above_a_floor_the_lag_is_lowered_while_that_helps_and_not_to_0_for_nothing() -> None:
     plant = Plant(8, floor=0.025, slope=0.003, noise=0.0).run(1000)
     assert plant.visited[:4] == [8, 3, 1, 0]

@@ -13,8 +13,9 @@ only a limit below `lag` changes anything.
   makes the effect larger than the noise. A raise from 4 or more does not exceed the target: 0.8 * 5/4 = 1.
 - After a change, max(old limit, new limit) steps are ignored: they train samples that were admitted before it.
 - The floor is numerical: engine and trainer differ at any lag. The first window after lowering measures the slope, and
-  slope * lag / load, the share of the lag. If the share before lowering was below 1/4, the limit is restored. If it is
-  below 1/4 now and floor > 1, the limit stays. Either holds for `patience` steps, unless the load grows by a half.
+  slope * lag / load, the share of the lag. If the share before lowering was below 1/4, the limit is restored (not if
+  the load grew by a half: then the run diverges). If it is below 1/4 now and floor > 1, the limit stays. Either holds
+  for `patience` steps, unless the load grows by a half.
 - A limit that was too high is not tried again for `patience` steps: 32, doubled (up to 512) when a raise is taken back
   or lowering did not help. So a run between two limits changes ever more rarely.
 
@@ -115,7 +116,8 @@ class LagController:
                 self._wait(step, longer=True)
                 why = f"the cause is not the lag, as {_MEAN} was {top.mismatch:.2g} and is {now.mismatch:.2g}; compare"
                 fix = f"the precisions of engine and trainer, or raise {self._bound}"
-                return self._change(step, top.limit, f"{why} {fix}") if no_help else ""
+                diverges = now.load > _GROWTH * top.load
+                return self._change(step, top.limit, f"{why} {fix}") if no_help and not diverges else ""
         limit = int(now.lag * min(1 / now.load, _CUT))
         if not now.lag or limit >= self._limit or (step < self._retry and now.load <= _GROWTH * self._floor):
             return ""

@@ -206,7 +206,7 @@ def test_a_run_with_a_lag_shows_queue_lag_and_waits() -> None:
     rows = dict(panel_rows(status))
     assert rows["now"] == "training 50%, generating"
     assert rows["queue"] == "24 groups running, 12 ready, lag limit 3 (lowered from 4)"
-    assert (rows["lag"], rows["waits"]) == ("1.3 (at most 3, limit 4)", "trainer 12%, engines 3%")
+    assert (rows["lag"], rows["trainer waits"]) == ("1.3 (at most 3, limit 4)", "12%, engines have room 3%")
     assert rows["weights"] == "version 2" and "stale" not in rows
     status.steps[-1].metrics["async/stale_token_fraction"] = 0.004
     assert dict(panel_rows(status))["stale"] == "0.4%"
@@ -236,7 +236,7 @@ def test_phases_that_overlap_are_both_shown(phase: pb.RunPhase.ValueType, runnin
 def test_a_run_without_a_lag_shows_none_of_it() -> None:
     status = overlapping(1)
     status.ClearField("queue")
-    assert {"queue", "waits", "stale", "weights"}.isdisjoint(dict(panel_rows(status)))
+    assert {"queue", "trainer waits", "stale", "weights"}.isdisjoint(dict(panel_rows(status)))
     assert dict(panel_rows(status))["lag"] == "0 steps at most, weights version 1"
 
 
@@ -252,7 +252,7 @@ def test_a_change_of_the_lag_limit_is_told_with_its_reason(live: bool) -> None:
         return
     assert lines[2] == (
         "step 2/24  reward 0.20  useful groups 75%  logprob mismatch 0.0042  lag 1.3 (at most 3, limit 4)  "
-        "waits trainer 12%, engines 3%  9.8 s (generate 3.1, train 5.4)"
+        "trainer waits 12%, engines have room 3%  9.8 s (generate 3.1, train 5.4)"
     )
     assert lines[3] == "  policy lag limit 4 -> 3: mean |old - behavior| is too high"
     assert lines[4].startswith("step 3/24")

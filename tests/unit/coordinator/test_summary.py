@@ -59,7 +59,7 @@ def test_summary_of_a_run_with_a_lag_tells_lag_waits_and_what_was_stale(tmp_path
              "trainer_wait_fraction": 0.12, "rollout_wait_fraction": None, "stale_token_fraction": 0.0,
              "lag_changes": []}  # fmt: skip
     lines = summary_lines(report | {"asynchrony": found}, tmp_path)
-    assert lines[2:4] == ["Policy lag: 1.3 on average, 4 at most, limit 3.", "Waited, of the time: trainer 12%."]
+    assert lines[2:4] == ["Policy lag: 1.3 on average, 4 at most, limit 3.", "Of the time, the trainer waited 12%."]
     assert "Stale" not in "\n".join(lines) and "changed" not in "\n".join(lines)
     changes = [
         {"step": 9, "text": "policy lag limit 4 -> 3: first"},
@@ -68,7 +68,7 @@ def test_summary_of_a_run_with_a_lag_tells_lag_waits_and_what_was_stale(tmp_path
     found |= {"rollout_wait_fraction": 0.031, "stale_token_fraction": 0.004, "lag_changes": changes}
     lines = summary_lines(report | {"asynchrony": found}, tmp_path)
     assert lines[3:6] == [
-        "Waited, of the time: trainer 12%, engines 3%.",
+        "Of the time, the trainer waited 12%, engines had room 3%.",
         "Stale: 0.4% of the sampled tokens were dropped.",
         "The lag limit changed 2x, last after step 12: policy lag limit 3 -> 4: x",
     ]

@@ -199,9 +199,9 @@ def asynchrony_rows(last: Mapping[str, float]) -> list[tuple[str, str]]:
         details = (("at most {:.0f}", metrics.TOKEN_LAG_MAX), ("limit {:.0f}", metrics.LAG_LIMIT))
         known = ", ".join(form.format(last[metric]) for form, metric in details if metric in last)
         rows.append(("lag", f"{last[metrics.TOKEN_LAG_MEAN]:.1f}" + (f" ({known})" if known else "")))
-    sides = (("trainer", metrics.TRAINER_WAIT), ("engines", metrics.ROLLOUT_WAIT))
-    if waits := [f"{side} {last[metric]:.0%}" for side, metric in sides if metric in last]:
-        rows.append(("waits", ", ".join(waits)))
+    if metrics.TRAINER_WAIT in last:
+        room = f", engines have room {last[metrics.ROLLOUT_WAIT]:.0%}" if metrics.ROLLOUT_WAIT in last else ""
+        rows.append(("trainer waits", f"{last[metrics.TRAINER_WAIT]:.0%}{room}"))
     if last.get(metrics.STALE_TOKENS, 0.0) > 0:
         rows.append(("stale", f"{last[metrics.STALE_TOKENS]:.1%}"))
     return rows

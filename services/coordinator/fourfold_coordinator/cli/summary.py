@@ -75,10 +75,12 @@ def _asynchrony(found: dict[str, Any]) -> list[str]:
     lag = words(
         ("token_lag_mean", "{:.1f} on average"), ("token_lag_max", "{:.0f} at most"), ("lag_limit", "limit {:.0f}")
     )
-    waits = words(("trainer_wait_fraction", "trainer {:.0%}"), ("rollout_wait_fraction", "engines {:.0%}"))
+    waits = words(
+        ("trainer_wait_fraction", "the trainer waited {:.0%}"), ("rollout_wait_fraction", "engines had room {:.0%}")
+    )
     lines = [f"Policy lag: {lag}."] if lag else []
     if waits:
-        lines.append(f"Waited, of the time: {waits}.")
+        lines.append(f"Of the time, {waits}.")
     if (found.get("stale_token_fraction") or 0.0) > 0:
         lines.append(f"Stale: {found['stale_token_fraction']:.1%} of the sampled tokens were dropped.")
     if changes := found.get("lag_changes"):

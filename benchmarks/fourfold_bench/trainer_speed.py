@@ -165,10 +165,11 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         config = recipe(settings, model, len(samples))
         engine = Stopwatch(DistributedEngine(config, model, run_dir=run.folder, member_id="trainer-0", on_death=print))
         positions = [np.flatnonzero(s.action_mask) for s in samples]
+        counts = [len(p) for p in positions]
         state, steps, passes, dummies = AlgorithmState(), list[float](), list[float](), 0.0
         for step in range(1, settings.warmup + settings.runs + 1):
             began = time.perf_counter()
-            compute_per_token(engine.compute_logprobs, samples, positions, config)
+            compute_per_token(engine.compute_logprobs, samples, positions.__getitem__, counts, config)
             middle = time.perf_counter()
             result = train_step(engine, samples, config, step=step, state=state)
             passes.append(middle - began)

@@ -220,7 +220,8 @@ class Run:
     def _look_up(self, compute: Compute, *, ranks: int = 0) -> Float32Array:
         samples = batch(99)
         every = [np.arange(1, len(s.token_ids)) for s in samples]
-        return np.concatenate(compute_per_token(compute, samples, every, self.config, ranks=ranks))
+        counts = [len(positions) for positions in every]
+        return np.concatenate(compute_per_token(compute, samples, every.__getitem__, counts, self.config, ranks=ranks))
 
     def weights(self, name: str, *, ema: bool = False) -> Float32Array:
         """Export into a new folder beside the checkpoint; return all weights, one after another."""

@@ -5,9 +5,9 @@ k   loss tokens of a micro-batch, or target tokens where there is no loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,15 +95,53 @@ def to_arrays(batch: MicroBatch) -> list[Array]:
     return arrays
 
 
-def from_arrays(make: Callable[..., T], arrays: Sequence[Array]) -> list[T]:
-    """Return the batches of the class `make` whose arrays, one batch after another, `to_arrays` returned."""
-    names: Sequence[str] = make.__slots__  # type: ignore[attr-defined]
-    # The arrays of the field `tokens` come first.
-    head = len(TokenBatch.__slots__) if names[0] == "tokens" else 0
-    columns = names[1:] if head else names
-    size, batches = head + len(columns), list[T]()
-    for start in range(0, len(arrays), size):
-        part = arrays[start : start + size]
+class BatchArrays(Sequence[Array]):
+    """The arrays of some micro-batches, one batch after another; each batch is made when its arrays are read."""
+
+    def __init__(self, share: Sequence[MicroBatch]) -> None:
+        self._share = share
+        self._size = len(to_arrays(share[0])) if share else 0  # of one batch
+
+    def __len__(self) -> int:
+        return len(self._share) * self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array]: ...
+    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
+        if isinstance(index, int):
+            return to_arrays(self._share[index // self._size])[index % self._size]
+        numbers = range(len(self))[index]
+        made = {number: to_arrays(self._share[number]) for number in {i // self._size for i in numbers}}
+        return [made[i // self._size][i % self._size] for i in numbers]
+
+    def __iter__(self) -> Iterator[Array]:
+        return (array for batch in self._share for array in to_arrays(batch))
+
+
+class ReceivedBatches(Sequence[T]):
+    """The batches of the class `make` whose arrays, one batch after another, `to_arrays` returned."""
+
+    def __init__(self, make: Callable[..., T], arrays: Sequence[Array]) -> None:
+        names: Sequence[str] = make.__slots__  # type: ignore[attr-defined]
+        # The arrays of the field `tokens` come first.
+        self._head = len(TokenBatch.__slots__) if names[0] == "tokens" else 0
+        self._columns = names[1:] if self._head else names
+        self._make, self._arrays, self._size = make, arrays, self._head + len(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._arrays) // self._size
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        part, head = self._arrays[index * self._size : (index + 1) * self._size], self._head
         tokens = {"tokens": TokenBatch(**dict(zip(TokenBatch.__slots__, part[:head], strict=True)))} if head else {}
-        batches.append(make(**tokens, **dict(zip(columns, part[head:], strict=True))))
-    return batches
+        return self._make(**tokens, **dict(zip(self._columns, part[head:], strict=True)))

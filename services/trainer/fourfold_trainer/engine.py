@@ -71,7 +71,8 @@ class UpdateSums:
             self.lowest[name] = min(self.lowest.get(name, value), value)
         for name, value in other.highest.items():
             self.highest[name] = max(self.highest.get(name, value), value)
-        self.mismatches = np.concatenate([self.mismatches, other.mismatches])
+        both = len(self.mismatches) > 0  # without a copy of the only ones
+        self.mismatches = np.concatenate([self.mismatches, other.mismatches]) if both else other.mismatches
         pairs = zip(self.expert_counts, other.expert_counts, strict=True) if self.expert_counts else ()
         self.expert_counts = [[a + b for a, b in zip(*rows, strict=True)] for rows in pairs] or other.expert_counts
 

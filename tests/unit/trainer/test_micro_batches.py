@@ -10,14 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array, Int64Array, Sample
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
-from fourfold_trainer.batches import PolicyBatch, ValueBatch, from_arrays, to_arrays
+from fourfold_trainer.batches import (
+    BatchArrays,
+    PolicyBatch,
+    ReceivedBatches,
+    ValueBatch,
+    dummy_policy_batch,
+    to_arrays,
+)
 from fourfold_trainer.step.advantages import TokenTargets
-from fourfold_trainer.step.batch import PackedBatch
-from fourfold_trainer.step.micro_batches import LossTokens, compute_per_token, deal
+from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.micro_batches import LossTokens, MicroBatches, compute_per_token, deal
 from tests.fakes.trainer_engine import sample
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=30)
@@ -91,10 +98,12 @@ def loss_tokens(batch: list[Sample], advantages: list[float], **batch_table: int
             "trainer": {"ranks": batch_table["ranks"]},
         }
     )
-    step = PackedBatch.of(batch, config.algorithm)
-    every = np.repeat(advantages, step.lengths)
-    credit = TokenTargets(advantages=every, returns=every, values=every.astype(np.float32), old_logprobs=None, kl=None)
-    return LossTokens.of(step, credit, config, kl_in_loss=all(len(s.reference_logprobs) for s in batch))
+    step = StepBatch.of(batch, config.algorithm)
+    every = [np.full(n, advantage) for n, advantage in zip(step.lengths, advantages, strict=True)]
+    values = [part.astype(np.float32) for part in every]
+    targets = TokenTargets(advantages=every, returns=every, values=values, old_logprobs=None, kl=None)
+    with_reference = all(len(s.reference_logprobs) for s in batch)
+    return LossTokens(config=config, batch=step, targets=targets, kl_in_loss=with_reference)
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(32, 100))
@@ -165,7 +174,7 @@ def test_a_look_up_gives_every_sample_its_own_numbers(lengths: list[tuple[int, i
         return [[b.targets.astype(np.float32) for b in share] for share in shares]
 
     positions = [np.arange(1 + i % 3, len(s.token_ids)) for i, s in enumerate(batch)]  # some ask for nothing
-    rows = compute_per_token(compute, batch, positions, config)
+    rows = compute_per_token(compute, batch, positions.__getitem__, [len(p) for p in positions], config)
     for one, asked, row in zip(batch, positions, rows, strict=True):
         assert row.tolist() == one.token_ids[asked].tolist()
 
@@ -178,12 +187,32 @@ def test_batches_survive_the_way_to_another_rank() -> None:
         tokens.value_micro_batches([0, 1], weights),
     )
     for batch, back in (
-        (micro, from_arrays(PolicyBatch, to_arrays(micro) * 2)[1]),
-        (values, from_arrays(ValueBatch, to_arrays(values) * 2)[1]),
-        (micro.tokens, from_arrays(TokenBatch, to_arrays(micro.tokens) * 2)[1]),
+        (micro, ReceivedBatches(PolicyBatch, to_arrays(micro) * 2)[1]),
+        (values, ReceivedBatches(ValueBatch, to_arrays(values) * 2)[1]),
+        (micro.tokens, ReceivedBatches(TokenBatch, to_arrays(micro.tokens) * 2)[1]),
     ):
         assert [a.tolist() for a in to_arrays(back)] == [a.tolist() for a in to_arrays(batch)]
         assert type(back) is type(batch)
+
+
+def test_a_micro_batch_is_made_when_its_rank_reads_it() -> None:
+    tokens = loss_tokens(samples([(3, 29)] * 6), [1.0] * 6, ranks=2, budget=32)
+    members, made = list(range(6)), list[list[int]]()
+    shares = tokens.policy_micro_batches(members, tokens.weights(members))
+
+    def note(ids: Sequence[int]) -> PolicyBatch:
+        made.append(list(ids))
+        return next(batch for share in shares for batch, s in zip(share, share.shares, strict=True) if s == ids)
+
+    share = MicroBatches(shares[1].shares, note, dummy_policy_batch(with_old=False, with_reference=False))
+    received = ReceivedBatches(PolicyBatch, BatchArrays(share))
+    made.clear()
+    assert len(received) == 3 and not made
+    assert [batch.advantages.tolist() for batch in received] == [b.advantages.tolist() for b in shares[1]]
+    assert made == list(share.shares), "each once, in order"
+    whole = [array.tolist() for batch in shares[1] for array in to_arrays(batch)]
+    assert [array.tolist() for array in BatchArrays(shares[1])] == whole
+    assert [array.tolist() for array in BatchArrays(shares[1])[5:20]] == whole[5:20]
 
 
 @pytest.mark.parametrize(
@@ -207,9 +236,12 @@ def test_a_pass_without_gradients_takes_more_tokens_where_it_keeps_less(
         seen.extend([b.token_count for b in share] for share in shares)
         return [[b.targets.astype(np.float32) for b in share] for share in shares]
 
-    rows = compute_per_token(compute, batch, [np.arange(1, 16)] * 16, config)
+    def every(_index: int) -> Int64Array:
+        return np.arange(1, 16)
+
+    rows = compute_per_token(compute, batch, every, [15] * 16, config)
     assert seen == passes
     assert [row.tolist() for row in rows] == [one.token_ids[1:].tolist() for one in batch]
     seen.clear()
-    compute_per_token(compute, batch, [np.arange(1, 16)] * 16, config, ranks=4)  # those of the critic
+    compute_per_token(compute, batch, every, [15] * 16, config, ranks=4)  # those of the critic
     assert len(seen) == 4 and {sum(share) for share in seen} == {64}

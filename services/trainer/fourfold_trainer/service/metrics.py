@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fourfold import metrics as m
 from fourfold.arrays import Float64Array
@@ -36,8 +37,8 @@ def summarise(result: StepResult, config: Config) -> dict[str, float]:
     """Return the metrics of a step, except those that the coordinator computes without the model."""
     found = _advantages(result) | _policy(result) | _mismatch(result)
     distance = result.targets.kl
-    if distance is not None and len(distance) and config.algorithm.kl.placement == "reward":
-        found[m.REWARD_KL] = float(distance.mean())
+    if distance is not None and result.batch.lengths.any() and config.algorithm.kl.placement == "reward":
+        found[m.REWARD_KL] = float(np.concatenate(distance).mean())
     found[m.LEARNING_RATE] = learning_rate(config.trainer, result.step, config.steps)
     if config.algorithm.kl.coef:
         found[m.KL_COEF] = result.kl_coef
@@ -50,12 +51,22 @@ def summarise(result: StepResult, config: Config) -> dict[str, float]:
 def _advantages(result: StepResult) -> dict[str, float]:
     scores = np.array([sample.score for sample in result.batch.samples], np.float64)
     found = {m.SCORE_MEAN: float(scores.mean()), m.REWARD_PENALTY: float((result.outcomes - scores).mean())}
-    advantages = result.targets.advantages[result.batch.selected]
-    if len(advantages):
-        found[m.ADVANTAGE_MEAN] = float(advantages.mean())
-        found[m.ADVANTAGE_STD] = float(advantages.std())
-        found[m.ADVANTAGE_ABSMAX] = float(np.abs(advantages).max())
+    # Sample by sample: all advantages at once would take as much memory as the samples.
+    count = int(result.batch.loss_lengths.sum())
+    if count:
+        mean = math.fsum(part.sum() for part in _selected(result, result.targets.advantages)) / count
+        squares = math.fsum(np.square(part - mean).sum() for part in _selected(result, result.targets.advantages))
+        found[m.ADVANTAGE_MEAN] = mean
+        found[m.ADVANTAGE_STD] = math.sqrt(squares / count)
+        found[m.ADVANTAGE_ABSMAX] = max(
+            float(np.abs(part).max()) for part in _selected(result, result.targets.advantages) if len(part)
+        )
     return found
+
+
+def _selected(result: StepResult, parts: Sequence[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+    """Yield the numbers of each sample's loss tokens."""
+    return (part[result.batch.selected(index)] for index, part in enumerate(parts))
 
 
 def _policy(result: StepResult) -> dict[str, float]:
@@ -103,16 +114,18 @@ def _mismatch(result: StepResult) -> dict[str, float]:
 
 
 def _critic(result: StepResult) -> dict[str, float]:
-    returns, values, selected = result.targets.returns, result.targets.values, result.batch.selected
-    assert returns is not None and values is not None, "an algorithm with a critic has returns and values"
-    if not selected.any() or not result.critic_norms:
+    targets = result.targets
+    assert targets.returns is not None and targets.values is not None, "an algorithm with a critic has both"
+    if not result.batch.loss_lengths.any() or not result.critic_norms:
         return {}
+    returns = np.concatenate([*_selected(result, targets.returns)])
+    values = np.concatenate([*_selected(result, targets.values)])
     return {
         m.CRITIC_GRAD_NORM: _norm(result.critic_norms),
         m.VALUE_LOSS: result.critic.loss / len(result.critic_norms),
         m.VALUE_CLIP_FRACTION: result.critic.sums.get(m.VALUE_CLIP_FRACTION, 0.0) / max(result.critic.token_count, 1),
-        m.RETURN_MEAN: float(returns[selected].mean()),
-        m.EXPLAINED_VARIANCE: explained_variance(values[selected].astype(np.float64), returns[selected]),
+        m.RETURN_MEAN: float(returns.mean()),
+        m.EXPLAINED_VARIANCE: explained_variance(values.astype(np.float64), returns),
     }
 
 

@@ -11,6 +11,7 @@ The formulas are in fourfold/algorithm/.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,23 +21,26 @@ from fourfold.algorithm import kl, rewards
 from fourfold.algorithm.advantages import ScoredSamples
 from fourfold.algorithm.packed import PackedRewards, whiten
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array, Float64Array
+from fourfold.arrays import Float32Array, Float64Array, Int64Array
 from fourfold.config import AlgorithmConfig, Config
-from fourfold_trainer.step.batch import PackedBatch
+from fourfold_trainer.step.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTargets:
-    """Training targets of every action token, and the numbers that they were computed from; packed."""
+    """Training targets of every action token, and the numbers that they were computed from: an array [n_i] per sample.
 
-    advantages: Float64Array  # [k]
-    returns: Float64Array | None  # [k], with a critic
-    values: Float32Array | None  # [k], with a critic
-    old_logprobs: Float32Array | None  # [k], where they were computed
-    kl: Float64Array | None  # [k], estimated distance of the old policy to the reference, where it was needed
+    An array of one number, as most algorithms give, takes the memory of that number.
+    """
+
+    advantages: Sequence[Float64Array]
+    returns: Sequence[Float64Array] | None  # with a critic
+    values: Sequence[Float32Array] | None  # with a critic
+    old_logprobs: Sequence[Float32Array] | None  # where they were computed
+    kl: Sequence[Float64Array] | None  # estimated distance of the old policy to the reference, where it was needed
 
 
-def shape_rewards(batch: PackedBatch, config: Config, state: AlgorithmState) -> tuple[Float64Array, AlgorithmState]:
+def shape_rewards(batch: StepBatch, config: Config, state: AlgorithmState) -> tuple[Float64Array, AlgorithmState]:
     """Return each sample's score after normalisation and length penalties, float64 [B], and the next state."""
     shaping = config.algorithm.shaping
     scores: Float64Array = np.array([sample.score for sample in batch.samples], np.float64)
@@ -58,27 +62,27 @@ def shape_rewards(batch: PackedBatch, config: Config, state: AlgorithmState) -> 
 
 
 def compute_advantages(
-    batch: PackedBatch,
+    batch: StepBatch,
     outcomes: Float64Array,
     config: Config,
     *,
-    old: Float32Array | None,
-    values: Float32Array | None,
+    old: Sequence[Float32Array] | None,
+    values: Sequence[Float32Array] | None,
     kl_coef: float,
 ) -> TokenTargets:
-    """Turn outcomes into the advantage of every token, over the whole batch.
+    """Turn outcomes into the advantage of every token.
 
     Args:
         outcomes: float64 [B], of `shape_rewards`.
-        old: [k] old log-probabilities; needed for a KL term in the reward.
-        values: [k] of the critic, where the estimator needs one.
+        old: old log-probabilities of each sample's action tokens; needed for a KL term in the reward.
+        values: of the critic, likewise, where the estimator needs one.
         kl_coef: of this step.
     """
     algorithm = config.algorithm
-    stream = _token_rewards(batch)
-    if stream is not None and algorithm.compares_samples:  # whole samples are compared
-        outcomes = outcomes + np.array([part.sum() for part in batch.unpack(stream)])
-        stream = None
+    streams = any(len(s.token_rewards) for s in batch.samples)
+    if streams and algorithm.compares_samples:  # whole samples are compared
+        outcomes = outcomes + np.array([_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))])
+        streams = False
     relative = algorithm.advantage.compare(
         ScoredSamples(
             scores=outcomes,
@@ -91,52 +95,75 @@ def compute_advantages(
     )
     if algorithm.shaping.clip:
         relative = relative.clip(-algorithm.shaping.clip, algorithm.shaping.clip)
-    distance = _reference_kl(batch, old, algorithm)
-    in_reward = distance if algorithm.kl.placement == "reward" else None
-    advantages, returns = algorithm.advantage.spread(
-        PackedRewards(
-            rewards=rewards.token_rewards(relative, batch.lengths, stream=stream, kl=in_reward, kl_coef=kl_coef),
-            values=None if values is None else values.astype(np.float64),
-            lengths=batch.lengths,
-            gaps=batch.gaps,
+    advantages, returns, distances = list[Float64Array](), list[Float64Array](), list[Float64Array]()
+    for members in batch.chunks():
+        lengths, chunk = batch.lengths[members], slice(members.start, members.stop)
+        distance = None if old is None else _reference_kl(batch, members, np.concatenate(old[chunk]), algorithm)
+        in_reward = distance if algorithm.kl.placement == "reward" else None
+        stream = _token_rewards(batch, members) if streams else None
+        advantage, target = algorithm.advantage.spread(
+            PackedRewards(
+                rewards=rewards.token_rewards(relative[chunk], lengths, stream=stream, kl=in_reward, kl_coef=kl_coef),
+                values=None if values is None else np.concatenate(values[chunk]).astype(np.float64),
+                lengths=lengths,
+                gaps=batch.gaps(members),
+            )
         )
-    )
+        advantages += unpack(advantage, lengths)
+        returns += unpack(target, lengths) if target is not None else []
+        distances += unpack(distance, lengths) if distance is not None else []
     if algorithm.whiten != "off":
-        advantages = whiten(advantages, batch.selected, scale=algorithm.whiten == "full")
-    return TokenTargets(advantages=advantages, returns=returns, values=values, old_logprobs=old, kl=distance)
+        selected = np.concatenate([batch.selected(i) for i in range(len(batch.samples))])
+        white = whiten(np.concatenate(advantages), selected, scale=algorithm.whiten == "full")
+        advantages = unpack(white, batch.lengths)
+    return TokenTargets(
+        advantages=advantages, returns=returns or None, values=values, old_logprobs=old, kl=distances or None
+    )
 
 
-def next_kl_coef(batch: PackedBatch, distance: Float64Array | None, coef: float, config: Config) -> float | None:
+def unpack(packed: Float64Array, lengths: Int64Array) -> list[Float64Array]:
+    """Return a packed array sample by sample; an array of one number does not keep the packed one in memory."""
+    return [_constant(part) for part in np.split(packed, np.cumsum(lengths)[:-1])]
+
+
+def _constant(part: Float64Array) -> Float64Array:
+    bits = part.view(np.int64)
+    return np.broadcast_to(part[:1].copy(), part.shape) if len(part) and (bits == bits[0]).all() else part
+
+
+def next_kl_coef(distance: Sequence[Float64Array] | None, coef: float, config: Config) -> float | None:
     """Return the KL coefficient of the next step, after `coef`; None when it never moves.
 
-    `distance`, [k], is that of the old policy to the reference.
+    `distance` is that of the old policy to the reference, for the action tokens of each sample.
     """
     settings = config.algorithm.kl
     if not settings.target:
         return None
-    means = [part.mean() for part in batch.unpack(distance) if len(part)] if distance is not None else []
+    means = [part.mean() for part in distance if len(part)] if distance is not None else []
     if not means or not np.isfinite(means).all():  # a coefficient that is not a number would stay so for good
         return coef
     return kl.adapted_coef(
-        coef, float(np.mean(means)), target=settings.target, horizon=settings.horizon, sample_count=len(batch.samples)
+        coef, float(np.mean(means)), target=settings.target, horizon=settings.horizon, sample_count=len(distance or ())
     )
 
 
-def _token_rewards(batch: PackedBatch) -> Float64Array | None:
-    """Return the scorer's rewards of single tokens, packed, or None when no sample has any."""
-    if not any(len(s.token_rewards) for s in batch.samples):
-        return None
+def _token_rewards(batch: StepBatch, members: Iterable[int]) -> Float64Array:
+    """Return the scorer's rewards of single tokens, packed; 0 for a sample without any."""
     parts = [
-        s.token_rewards[p] if len(s.token_rewards) else np.zeros(len(p))
-        for s, p in zip(batch.samples, batch.positions, strict=True)
+        batch.samples[i].token_rewards[batch.positions(i)]
+        if len(batch.samples[i].token_rewards)
+        else np.zeros(int(batch.lengths[i]))
+        for i in members
     ]
     return np.concatenate(parts).astype(np.float64)
 
 
-def _reference_kl(batch: PackedBatch, old: Float32Array | None, algorithm: AlgorithmConfig) -> Float64Array | None:
+def _reference_kl(
+    batch: StepBatch, members: Iterable[int], old: Float32Array, algorithm: AlgorithmConfig
+) -> Float64Array | None:
     """Return the distance of the old policy to the reference, packed, where something needs it."""
-    if old is None or algorithm.kl.coef == 0:
+    if algorithm.kl.coef == 0:
         return None
-    reference = torch.from_numpy(batch.pack("reference_logprobs"))
+    reference = torch.from_numpy(batch.pack("reference_logprobs", members))
     estimate = kl.estimate(torch.from_numpy(old), reference, algorithm.kl.estimator)
     return estimate.numpy().astype(np.float64)

@@ -1,53 +1,80 @@
-"""Checks the samples of a training step and packs their action tokens."""
+"""Checks the samples of a training step and finds their action tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fourfold.arrays import BoolArray, Float32Array, Int64Array, Sample
 from fourfold.config import AlgorithmConfig
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import check_unique
 
+_CHUNK_TOKENS: Final = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackedBatch:
-    """The samples of a step and the positions of their action tokens."""
+class StepBatch:
+    """The samples of a step and their action tokens.
+
+    What can be derived from a sample is derived when it is needed: an array of 8 bytes per token takes almost as much
+    memory as the sample.
+    """
 
     samples: Sequence[Sample]
-    positions: list[Int64Array]  # positions of each sample's action tokens
+    left_out: BoolArray  # [B], samples whose tokens are not in the loss: truncated ones, if the recipe masks them
     lengths: Int64Array  # [B], action tokens of each sample
-    gaps: Int64Array  # [k], distance to the next action token of the sample; 1 at its last
-    selected: BoolArray  # [k], action tokens that are in the loss
+    loss_lengths: Int64Array  # [B], action tokens that are in the loss
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], algorithm: AlgorithmConfig) -> PackedBatch:
-        """Find the action tokens of the samples."""
-        positions = [np.flatnonzero(s.action_mask) for s in samples]
-        masked = [algorithm.shaping.mask_truncated and s.truncated for s in samples]
-        selected = [s.loss_mask[p] & (not left_out) for s, p, left_out in zip(samples, positions, masked, strict=True)]
+    def of(cls, samples: Sequence[Sample], algorithm: AlgorithmConfig) -> StepBatch:
+        """Count the action tokens of the samples."""
+        left_out = np.array([algorithm.shaping.mask_truncated and s.truncated for s in samples], np.bool_)
+        counts = [np.count_nonzero(s.loss_mask & s.action_mask) for s in samples]
         return cls(
             samples=samples,
-            positions=positions,
-            lengths=np.array([len(p) for p in positions], np.int64),
-            gaps=np.concatenate([np.diff(p, append=p[-1:] + 1) for p in positions]).astype(np.int64, copy=False),
-            selected=np.concatenate(selected).astype(np.bool_, copy=False),
+            left_out=left_out,
+            lengths=np.array([np.count_nonzero(s.action_mask) for s in samples], np.int64),
+            loss_lengths=np.where(left_out, 0, np.array(counts, np.int64)),
         )
 
-    def pack(self, name: str) -> Float32Array:
-        """Return the token-aligned array `name` of every sample, packed: float32 [k]."""
-        parts = [getattr(s, name)[p] for s, p in zip(self.samples, self.positions, strict=True)]
+    def positions(self, index: int) -> Int64Array:
+        """Return the positions of a sample's action tokens."""
+        return np.flatnonzero(self.samples[index].action_mask)
+
+    def selected(self, index: int) -> BoolArray:
+        """Return which action tokens of a sample are in the loss."""
+        if self.left_out[index]:
+            return np.zeros(int(self.lengths[index]), np.bool_)
+        sample = self.samples[index]
+        return sample.loss_mask[sample.action_mask]
+
+    def loss_positions(self, index: int) -> Int64Array:
+        """Return the positions of a sample's loss tokens."""
+        return self.positions(index)[self.selected(index)]
+
+    def chunks(self) -> Iterator[range]:
+        """Yield the indices of all samples, about a million action tokens at a time."""
+        ends, start = np.cumsum(self.lengths), 0
+        while start < len(self.samples):
+            most = (ends[start - 1] if start else 0) + _CHUNK_TOKENS
+            stop = max(int(np.searchsorted(ends, most, side="right")), start + 1)
+            yield range(start, stop)
+            start = stop
+
+    def gaps(self, members: Iterable[int]) -> Int64Array:
+        """Return the distance to the next action token of the sample, packed; 1 at its last."""
+        positions = [self.positions(i) for i in members]
+        return np.concatenate([np.diff(p, append=p[-1:] + 1) for p in positions]).astype(np.int64, copy=False)
+
+    def pack(self, name: str, members: Iterable[int]) -> Float32Array:
+        """Return the token-aligned array `name` of the action tokens of some samples, packed: float32 [k]."""
+        parts = [getattr(self.samples[i], name)[self.positions(i)] for i in members]
         packed: Float32Array = np.concatenate(parts).astype(np.float32, copy=False)
         return packed
-
-    def unpack(self, packed: NDArray[Any]) -> list[NDArray[Any]]:
-        """Return a packed array sample by sample."""
-        return np.split(packed, np.cumsum(self.lengths)[:-1])
 
 
 def check_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, *, policy_version: int) -> None:

@@ -9,6 +9,7 @@ weight is 0. With sequence parallelism, "rank" is a group of ranks that share ev
     add_gradient         log-probabilities; keeps the gradient of their weighted sum
     mini_batches         the samples of each optimizer step
     LossTokens           the loss tokens of every sample, made into micro-batches
+    MicroBatches         those of one rank; only the one that runs is in memory
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ from fourfold_trainer import batches
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.step.advantages import TokenTargets
-from fourfold_trainer.step.batch import PackedBatch
+from fourfold_trainer.step.batch import StepBatch
 
 T = TypeVar("T")
 
@@ -41,24 +42,28 @@ _NAN: Final = np.full(1, np.nan, np.float32)
 
 Compute: TypeAlias = Callable[[Sequence[Sequence[TokenBatch]]], list[list[Float32Array]]]
 """A method of the engine: returns a number, or a row of them, for each target token of each rank's batches."""
+Positions: TypeAlias = Callable[[int], Int64Array]
+"""Returns the target tokens of a sample, by its index."""
+Counts: TypeAlias = Sequence[int] | Int64Array
 ForwardBackward: TypeAlias = Callable[[Sequence[Sequence[WeightedBatch]]], list[list[Float32Array]]]
 """A method of the engine: returns a log-probability for each token of each rank's batches; keeps the gradient."""
 
 
 def compute_per_token(
-    compute: Compute, samples: Sequence[Sample], positions: Sequence[Int64Array], config: Config, *, ranks: int = 0
+    compute: Compute, samples: Sequence[Sample], positions: Positions, counts: Counts, config: Config, *, ranks: int = 0
 ) -> list[Float32Array]:
     """Return a float32 number, or a row of them, for each target token of each sample, in order.
 
     Args:
         compute: `compute_logprobs` or `compute_values` of the engine.
-        positions: target tokens of each sample, each in [1, n); may be none.
+        positions: returns the target tokens of a sample, each in [1, n).
+        counts: number of target tokens of each sample; may be 0.
         ranks: number of ranks that have the model; 0: the policy's.
     """
-    asked = [i for i, p in enumerate(positions) if len(p)]
+    asked = [i for i, count in enumerate(counts) if count]
     shares = _split(samples, asked, config, ranks=ranks or config.trainer.data_parallel_size, gradient=False)
     make = partial(_pack_tokens, samples, positions)
-    return _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, positions)
+    return _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,11 +88,15 @@ def forward_all(
             "values are asked for, but the recipe has no critic; leave include_values out, or train one: "
             "algorithm.advantage.kind = `gae`"
         )
-    every = [np.arange(1, len(s.token_ids), dtype=np.int64) for s in samples]
+    counts = [len(s.token_ids) - 1 for s in samples]
+
+    def every(index: int) -> Int64Array:
+        return np.arange(1, counts[index] + 1, dtype=np.int64)
+
     compute = partial(engine.compute_logprobs, entropies=entropies)
-    found = compute_per_token(compute, samples, every, config)
+    found = compute_per_token(compute, samples, every, counts, config)
     ranks = config.critic_data_parallel_size
-    valued = compute_per_token(engine.compute_values, samples, every, config, ranks=ranks) if values else []
+    valued = compute_per_token(engine.compute_values, samples, every, counts, config, ranks=ranks) if values else []
     return Forward(
         logprobs=[_after_nan(row[:, 0] if entropies else row) for row in found],
         entropies=[_after_nan(row[:, 1]) for row in found] if entropies else [],
@@ -113,24 +122,24 @@ def add_gradient(
 
     def make(members: Sequence[int]) -> WeightedBatch:
         chosen = np.concatenate([weights[i][positions[i]] for i in members])
-        return WeightedBatch(tokens=_pack_tokens(samples, positions, members), weights=chosen)
+        return WeightedBatch(tokens=_pack_tokens(samples, positions.__getitem__, members), weights=chosen)
 
-    return _run(compute, _fill(shares, make, batches.dummy_weighted_batch()), shares, positions)
+    return _run(compute, _fill(shares, make, batches.dummy_weighted_batch()), shares, [len(p) for p in positions])
 
 
 def _run(
-    compute: Callable[[list[list[T]]], list[list[Float32Array]]],
-    micro_batches: list[list[T]],
+    compute: Callable[[Sequence[MicroBatches[T]]], list[list[Float32Array]]],
+    micro_batches: Sequence[MicroBatches[T]],
     shares: Sequence[Sequence[Sequence[int]]],
-    positions: Sequence[Int64Array],
+    counts: Counts,
 ) -> list[Float32Array]:
     """Run a method of the engine unless no rank has a micro-batch; return its answers sample by sample, some empty."""
-    rows: list[Float32Array] = [EMPTY_FLOATS] * len(positions)
+    rows: list[Float32Array] = [EMPTY_FLOATS] * len(counts)
     if not shares[0]:
         return rows
     for share, found in zip(shares, compute(micro_batches), strict=True):
         for members, numbers in zip(share, found, strict=True):
-            ends = np.cumsum([len(positions[i]) for i in members])  # none for a dummy
+            ends = np.cumsum([counts[i] for i in members])  # none for a dummy
             for i, part in zip(members, np.split(numbers, ends[:-1]), strict=False):
                 rows[i] = part
     return rows
@@ -152,38 +161,14 @@ class LossTokens:
     """The tokens of the loss, sample by sample."""
 
     config: Config
-    samples: Sequence[Sample]
-    positions: list[Int64Array]
-    advantages: list[NDArray[Any]]
-    old: list[NDArray[Any]] | None
-    reference: list[NDArray[Any]] | None
-    """Reference log-probabilities, where the loss has a KL term."""
-    returns: list[NDArray[Any]] | None
-    values: list[NDArray[Any]] | None
-
-    @classmethod
-    def of(cls, batch: PackedBatch, targets: TokenTargets, config: Config, *, kl_in_loss: bool) -> LossTokens:
-        """Select the loss tokens from the action tokens."""
-        masks = batch.unpack(batch.selected)
-
-        def chosen(packed: NDArray[Any]) -> list[NDArray[Any]]:
-            return [part[mask] for part, mask in zip(batch.unpack(packed), masks, strict=True)]
-
-        return cls(
-            config=config,
-            samples=batch.samples,
-            positions=[p[mask] for p, mask in zip(batch.positions, masks, strict=True)],
-            advantages=chosen(targets.advantages),
-            old=None if targets.old_logprobs is None else chosen(targets.old_logprobs),
-            reference=chosen(batch.pack("reference_logprobs")) if kl_in_loss else None,
-            returns=None if targets.returns is None else chosen(targets.returns),
-            values=None if targets.values is None else chosen(targets.values),
-        )
+    batch: StepBatch
+    targets: TokenTargets
+    kl_in_loss: bool
 
     def weights(self, members: Sequence[int]) -> dict[int, float]:
         """Return the weight of each token's loss, by sample, when `members` make one optimizer step."""
         weights = aggregation.sample_weights(
-            np.array([len(self.positions[i]) for i in members], np.int64),
+            self.batch.loss_lengths[list(members)],
             mode=self.config.algorithm.aggregation,
             constant_length=self.config.sampling.max_new_tokens,
         )
@@ -195,39 +180,84 @@ class LossTokens:
         Without a KL or entropy term the gradient of a sample without advantage is 0: its tokens count in the weights,
         but need no forward pass.
         """
-        every = self.reference is not None or self.config.algorithm.entropy_coef > 0
-        return [i for i in members if len(self.positions[i]) and (every or self.advantages[i].any())]
+        every = self.kl_in_loss or self.config.algorithm.entropy_coef > 0
+        return [i for i in self.to_value(members) if every or self._chosen(self.targets.advantages, i).any()]
 
-    def policy_micro_batches(self, members: Sequence[int], weights: dict[int, float]) -> list[list[PolicyBatch]]:
+    def to_value(self, members: Sequence[int]) -> list[int]:
+        """Return the members that have loss tokens."""
+        return [i for i in members if self.batch.loss_lengths[i]]
+
+    def policy_micro_batches(
+        self, members: Sequence[int], weights: dict[int, float]
+    ) -> list[MicroBatches[PolicyBatch]]:
         """Return each rank's micro-batches of `members`, each of which has loss tokens."""
-        dummy = batches.dummy_policy_batch(with_old=self.old is not None, with_reference=self.reference is not None)
-        shares = _split(self.samples, members, self.config, ranks=self.config.trainer.data_parallel_size)
+        with_old = self.targets.old_logprobs is not None
+        dummy = batches.dummy_policy_batch(with_old=with_old, with_reference=self.kl_in_loss)
+        shares = _split(self.batch.samples, members, self.config, ranks=self.config.trainer.data_parallel_size)
         return _fill(shares, lambda ids: self._policy_batch(ids, weights), dummy)
 
-    def value_micro_batches(self, members: Sequence[int], weights: dict[int, float]) -> list[list[ValueBatch]]:
+    def value_micro_batches(self, members: Sequence[int], weights: dict[int, float]) -> list[MicroBatches[ValueBatch]]:
         """Return each rank's micro-batches of `members` for the critic."""
-        shares = _split(self.samples, members, self.config, ranks=self.config.critic_data_parallel_size)
+        shares = _split(self.batch.samples, members, self.config, ranks=self.config.critic_data_parallel_size)
         return _fill(shares, lambda ids: self._value_batch(ids, weights), batches.dummy_value_batch())
 
     def _policy_batch(self, members: Sequence[int], weights: dict[int, float]) -> PolicyBatch:
-        samples, positions = self.samples, self.positions
+        counts = self.batch.loss_lengths[list(members)]
+        reference = [self._aligned("reference_logprobs", i) for i in members] if self.kl_in_loss else None
         return PolicyBatch(
-            tokens=_pack_tokens(samples, positions, members),
-            segments=np.repeat(np.arange(len(members), dtype=np.int32), [len(positions[i]) for i in members]),
-            weights=_repeat(weights, positions, members),
-            advantages=_join(self.advantages, members),
-            behavior_logprobs=np.concatenate([samples[i].behavior_logprobs[positions[i]] for i in members]),
-            old_logprobs=_join(self.old, members),
-            reference_logprobs=_join(self.reference, members),
+            tokens=_pack_tokens(self.batch.samples, self.batch.loss_positions, members),
+            segments=np.repeat(np.arange(len(members), dtype=np.int32), counts),
+            weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
+            advantages=self._join(self.targets.advantages, members),
+            behavior_logprobs=np.concatenate([self._aligned("behavior_logprobs", i) for i in members]),
+            old_logprobs=self._join(self.targets.old_logprobs, members),
+            reference_logprobs=EMPTY_FLOATS if reference is None else np.concatenate(reference),
         )
 
     def _value_batch(self, members: Sequence[int], weights: dict[int, float]) -> ValueBatch:
+        counts = self.batch.loss_lengths[list(members)]
         return ValueBatch(
-            tokens=_pack_tokens(self.samples, self.positions, members),
-            weights=_repeat(weights, self.positions, members),
-            returns=_join(self.returns, members),
-            old_values=_join(self.values, members),
+            tokens=_pack_tokens(self.batch.samples, self.batch.loss_positions, members),
+            weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
+            returns=self._join(self.targets.returns, members),
+            old_values=self._join(self.targets.values, members),
         )
+
+    def _aligned(self, name: str, index: int) -> Float32Array:
+        """Return the token-aligned array `name` of a sample at its loss tokens."""
+        values: Float32Array = getattr(self.batch.samples[index], name)[self.batch.loss_positions(index)]
+        return values
+
+    def _chosen(self, parts: Sequence[NDArray[Any]], index: int) -> NDArray[Any]:
+        """Return the part of a sample's action tokens that are loss tokens."""
+        return parts[index][self.batch.selected(index)]
+
+    def _join(self, parts: Sequence[NDArray[Any]] | None, members: Sequence[int]) -> Float32Array:
+        if parts is None:
+            return EMPTY_FLOATS
+        joined: Float32Array = np.concatenate([self._chosen(parts, i) for i in members]).astype(np.float32, copy=False)
+        return joined
+
+
+class MicroBatches(Sequence[T]):
+    """The micro-batches of one rank, each made when it is read: together they take four times the memory of a step."""
+
+    def __init__(self, shares: Sequence[Sequence[int]], make: Callable[[Sequence[int]], T], dummy: T) -> None:
+        """`shares` are the samples of each micro-batch, as `_split` returns them for one rank."""
+        self.shares, self._make, self._dummy = shares, make, dummy
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> MicroBatches[T]: ...
+    def __getitem__(self, index: int | slice) -> T | MicroBatches[T]:
+        if isinstance(index, slice):
+            return MicroBatches(self.shares[index], self._make, self._dummy)
+        members = self.shares[index]
+        return self._make(members) if members else self._dummy
 
 
 def _split(
@@ -258,27 +288,18 @@ def deal(lengths: Sequence[int], rank_count: int) -> list[list[int]]:
     return shares
 
 
-def _fill(shares: Sequence[Sequence[Sequence[int]]], make: Callable[[Sequence[int]], T], dummy: T) -> list[list[T]]:
+def _fill(
+    shares: Sequence[Sequence[Sequence[int]]], make: Callable[[Sequence[int]], T], dummy: T
+) -> list[MicroBatches[T]]:
     """Return the shares of `_split` as micro-batches."""
-    return [[make(members) if members else dummy for members in share] for share in shares]
+    return [MicroBatches(share, make, dummy) for share in shares]
 
 
-def _pack_tokens(samples: Sequence[Sample], positions: Sequence[Int64Array], members: Sequence[int]) -> TokenBatch:
+def _pack_tokens(samples: Sequence[Sample], positions: Positions, members: Sequence[int]) -> TokenBatch:
     """Return one micro-batch of `members` that asks for the tokens at their positions, each in [1, n)."""
     chosen = [samples[i] for i in members]
-    return pack([s.token_ids for s in chosen], [positions[i] for i in members], [s.temperature for s in chosen])
+    return pack([s.token_ids for s in chosen], [positions(i) for i in members], [s.temperature for s in chosen])
 
 
 def _after_nan(row: Float32Array) -> Float32Array:
     return np.concatenate([_NAN, row])
-
-
-def _join(parts: Sequence[NDArray[Any]] | None, members: Sequence[int]) -> Float32Array:
-    if parts is None:
-        return EMPTY_FLOATS
-    joined: Float32Array = np.concatenate([parts[i] for i in members]).astype(np.float32, copy=False)
-    return joined
-
-
-def _repeat(weights: dict[int, float], positions: Sequence[Int64Array], members: Sequence[int]) -> Float32Array:
-    return np.repeat(np.array([weights[i] for i in members], np.float32), [len(positions[i]) for i in members])

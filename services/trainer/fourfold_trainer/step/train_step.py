@@ -18,15 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Float32Array, Float64Array, Sample
 from fourfold.config import Config
+from fourfold_trainer.batches import dummy_tokens
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import TokenTargets, compute_advantages, next_kl_coef, shape_rewards
-from fourfold_trainer.step.batch import PackedBatch
+from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import Compute, LossTokens, compute_per_token, mini_batches
 
@@ -42,7 +41,7 @@ class StepResult:
 
     step: int  # 1 for the first
     algorithm_state: AlgorithmState  # for the next step
-    batch: PackedBatch
+    batch: StepBatch
     outcomes: Float64Array  # [B], shaped scores before they are compared within groups
     targets: TokenTargets
     kl_coef: float
@@ -77,14 +76,14 @@ def train_step(
     """
     algorithm = config.algorithm
     kl_coef = algorithm.kl.coef if state.kl_coef is None else state.kl_coef
-    batch = PackedBatch.of(samples, algorithm)
+    batch = StepBatch.of(samples, algorithm)
     outcomes, state = shape_rewards(batch, config, state)
     policy_work, critic_work = Work(), Work()
     old, values = _compute_old(engine, batch, config, policy_work, critic_work)
     targets = compute_advantages(batch, outcomes, config, old=old, values=values, kl_coef=kl_coef)
     result = StepResult(
         step=step,
-        algorithm_state=replace(state, kl_coef=next_kl_coef(batch, targets.kl, kl_coef, config)),
+        algorithm_state=replace(state, kl_coef=next_kl_coef(targets.kl, kl_coef, config)),
         batch=batch,
         outcomes=outcomes,
         targets=targets,
@@ -93,7 +92,7 @@ def train_step(
         critic_work=critic_work,
     )
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
-    tokens = LossTokens.of(batch, targets, config, kl_in_loss=kl_in_loss)
+    tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
     trains_policy = not algorithm.needs_critic or step >= config.critic.policy_starts_at_step
     for mini_batch in mini_batches(len(samples), config, step=step):
         critic = partial(_update_critic, engine, tokens, mini_batch, result)
@@ -120,23 +119,23 @@ def needs_old_logprobs(config: Config) -> bool:
 
 
 def _compute_old(
-    engine: TrainerEngine, batch: PackedBatch, config: Config, policy_work: Work, critic_work: Work
-) -> tuple[Float32Array | None, Float32Array | None]:
-    """Return the old log-probability and the value of each action token, packed, [k]; None if it is not needed."""
-    lengths = [len(s.token_ids) for s, p in zip(batch.samples, batch.positions, strict=True) if len(p)]
+    engine: TrainerEngine, batch: StepBatch, config: Config, policy_work: Work, critic_work: Work
+) -> tuple[list[Float32Array] | None, list[Float32Array] | None]:
+    """Return the old log-probabilities and the values of each sample's action tokens; None if they are not needed."""
+    lengths = [len(s.token_ids) for s, count in zip(batch.samples, batch.lengths, strict=True) if count]
 
-    def packed(compute: Compute, work: Work, *, ranks: int = 0) -> Float32Array:
+    def per_token(compute: Compute, work: Work, *, ranks: int = 0) -> list[Float32Array]:
         work.add(lengths, backward=False)
-        return np.concatenate(compute_per_token(compute, batch.samples, batch.positions, config, ranks=ranks))
+        return compute_per_token(compute, batch.samples, batch.positions, batch.lengths, config, ranks=ranks)
 
-    def logprobs() -> Float32Array | None:
-        return packed(engine.compute_logprobs, policy_work) if needs_old_logprobs(config) else None
+    def logprobs() -> list[Float32Array] | None:
+        return per_token(engine.compute_logprobs, policy_work) if needs_old_logprobs(config) else None
 
     if not config.algorithm.needs_critic:
         return logprobs(), None
-    values: list[Float32Array] = []
+    values: list[list[Float32Array]] = []
     ranks = config.critic_data_parallel_size
-    critic = partial(packed, engine.compute_values, critic_work, ranks=ranks)
+    critic = partial(per_token, engine.compute_values, critic_work, ranks=ranks)
     old = engine.in_parallel(lambda: values.append(critic()), logprobs)
     return old, values[0]
 
@@ -146,7 +145,8 @@ def _update_policy(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequen
     members = tokens.to_train(mini_batch)
     if not members:
         return
-    config, lengths = tokens.config, [len(tokens.samples[i].token_ids) for i in members]
+    config, samples = tokens.config, tokens.batch.samples
+    lengths = [len(samples[i].token_ids) for i in members]
     shares = tokens.policy_micro_batches(members, tokens.weights(mini_batch))
     settings = UpdateSettings(
         learning_rate=learning_rate(config.trainer, result.step, config.steps),
@@ -162,21 +162,22 @@ def _update_policy(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequen
     result.policy.add(sums)
     result.trained.update(members)
     result.policy_work.add(lengths, backward=True)
+    dummies = sum(not members for share in shares for members in share.shares)
     result.micro_batch_count += sum(map(len, shares))
-    result.dummy_count += sum(batch.is_dummy for share in shares for batch in share)
-    result.forwarded_tokens += sum(batch.tokens.token_count for share in shares for batch in share)
+    result.dummy_count += dummies
+    result.forwarded_tokens += sum(lengths) + dummies * dummy_tokens().token_count
     result.real_tokens += sum(lengths)
 
 
 def _update_critic(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequence[int], result: StepResult) -> None:
     """Run one optimizer step of the critic, on all loss tokens."""
-    members = [i for i in mini_batch if len(tokens.positions[i])]
+    members = tokens.to_value(mini_batch)
     if not members:
         return
     config = tokens.config
     settings = UpdateSettings(learning_rate=learning_rate(config.critic, result.step, config.steps))
     sums = engine.update_critic(tokens.value_micro_batches(members, tokens.weights(mini_batch)), settings)
-    result.critic_work.add((len(tokens.samples[i].token_ids) for i in members), backward=True)
+    result.critic_work.add((len(tokens.batch.samples[i].token_ids) for i in members), backward=True)
     result.critic_norms.append(sums.grad_norm)
     result.critic.add(sums)
 
@@ -186,7 +187,7 @@ def _skipped_reason(result: StepResult, *, trains_policy: bool) -> str:
     if result.policy_updates:
         return ""
     if trains_policy:
-        return result.skipped_reason or (NO_ADVANTAGE if result.batch.selected.any() else NO_ACTION_TOKENS)
+        return result.skipped_reason or (NO_ADVANTAGE if result.batch.loss_lengths.any() else NO_ACTION_TOKENS)
     # The critic is trained alone, and the step is skipped only if each of its gradients was not finite.
     failed = result.critic_norms and not any(map(math.isfinite, result.critic_norms))
     return NOT_FINITE if failed else result.skipped_reason

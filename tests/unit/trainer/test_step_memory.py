@@ -1,0 +1,107 @@
+"""What a step keeps in memory besides its samples, and that the way to save memory changes no bit."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from fourfold.algorithm.state import AlgorithmState
+from fourfold.arrays import Sample, VersionSpan
+from fourfold.config import Config
+from fourfold.rpc.codec import decode, encode_parts, encode_stream
+from fourfold.trainer.v1.trainer_service_pb2 import TrainStepRequest
+from fourfold_trainer.batches import PolicyBatch
+from fourfold_trainer.engine import UpdateSettings, UpdateSums
+from fourfold_trainer.service.batch_stream import IncomingBatch
+from fourfold_trainer.service.metrics import summarise
+from fourfold_trainer.step import batch as step_batch
+from fourfold_trainer.step.train_step import train_step
+from tests.fakes.trainer_engine import FakeEngine
+
+SAMPLES, GROUP, TOKENS, PROMPT = 512, 8, 512, 64
+
+
+class LastingEngine(FakeEngine):
+    """An engine that keeps no batch, and returns what a rank measures of each token."""
+
+    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+        tokens = sum(len(batch.advantages) for share in shares for batch in share)
+        return UpdateSums(loss=1.0, token_count=tokens, grad_norm=1.0)
+
+
+def config() -> Config:
+    return Config.model_validate(
+        {
+            "name": "t",
+            "steps": 1,
+            "model": {"source": "t", "max_context_tokens": TOKENS},
+            "data": {"train": {"path": "t.jsonl"}},
+            "sampling": {"max_new_tokens": TOKENS - PROMPT},
+            "batch": {
+                "prompts_per_step": SAMPLES // GROUP,
+                "group_size": GROUP,
+                "tokens_per_micro_batch": 4096,
+            },
+        }
+    )
+
+
+def samples() -> Iterator[Sample]:
+    rng = np.random.default_rng(0)
+    mask = np.arange(TOKENS) >= PROMPT
+    for index in range(SAMPLES):
+        yield Sample(
+            sample_id=f"p{index // GROUP}-{index % GROUP}",
+            group_id=f"p{index // GROUP}",
+            token_ids=rng.integers(0, 100, TOKENS, dtype=np.int32),
+            behavior_logprobs=np.where(mask, -rng.random(TOKENS, dtype=np.float32), np.float32(np.nan)),
+            action_mask=mask,
+            loss_mask=mask,
+            version_spans=(
+                VersionSpan(policy_version=-1, token_count=PROMPT),
+                VersionSpan(policy_version=0, token_count=TOKENS - PROMPT),
+            ),
+            temperature=1.0,
+            score=float(index % 2),
+        )
+
+
+def test_a_step_never_takes_more_than_twice_the_memory_of_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_batch, "_CHUNK_TOKENS", 4 * TOKENS)  # as small a share of the batch as in a large one
+    recipe, wire = config(), 0
+    limits = {"vocabulary_size": 100, "max_tokens": TOKENS}
+    stream = encode_stream(TrainStepRequest(step=1), 2, map(encode_parts, samples()), limit=1 << 16)
+    tracemalloc.start()
+    try:
+        incoming = IncomingBatch(1, recipe, lambda message: decode(message, **limits), keep=True)
+        for data in stream:
+            wire += len(data)
+            incoming.add(TrainStepRequest.FromString(data))
+        received = tracemalloc.get_traced_memory()[0]
+        result = train_step(LastingEngine(), incoming.samples, recipe, step=1, state=AlgorithmState())
+        summarise(result, recipe)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert wire > SAMPLES * TOKENS * 9
+    assert received < 1.5 * wire, "arrays of 9 bytes per token, and a kilobyte of objects per sample"
+    assert peak < 2 * wire
+
+
+@pytest.mark.parametrize("whiten", ["off", "full"])
+@pytest.mark.parametrize("kind", ["grpo", "reinforce"])
+def test_targets_do_not_depend_on_how_many_samples_are_computed_at_once(
+    monkeypatch: pytest.MonkeyPatch, kind: str, whiten: str
+) -> None:
+    recipe = config()
+    algorithm = {"advantage": {"kind": kind}, "whiten": whiten}
+    recipe = Config.model_validate(recipe.model_dump(mode="json") | {"algorithm": algorithm})
+    found = []
+    for chunk in (1, 1000, 1 << 20):
+        monkeypatch.setattr(step_batch, "_CHUNK_TOKENS", chunk)
+        result = train_step(LastingEngine(), list(samples()), recipe, step=1, state=AlgorithmState())
+        found.append([part.tobytes() for part in result.targets.advantages])
+    assert found[0] == found[1] == found[2] and len(found[0]) == SAMPLES

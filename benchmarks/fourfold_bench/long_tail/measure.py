@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -119,29 +117,13 @@ class LagSeries:
 
 
 def change_lag(run_dir: Path, lag: int) -> None:
-    """Let a run continue with another policy lag: its coordinator starts again, engine and trainer keep running.
-
-    Raises:
-        Internal: the run has no coordinator.
-    """
+    """Let a run continue with another policy lag; its coordinator reads the recipe after the next step."""
     path = run_dir / "config.toml"
     config = configuration.load(path)
     asynchrony = config.asynchrony.model_copy(update={"max_policy_lag": lag})
     changed = path.with_suffix(".changed")
     changed.write_text(configuration.dump(config.model_copy(update={"asynchrony": asynchrony})), encoding="utf-8")
     changed.replace(path)
-    os.kill(_coordinator(run_dir), signal.SIGKILL)
-
-
-def _coordinator(run_dir: Path) -> int:
-    """Return the process id of the coordinator that `fourfold run` started for a run."""
-    folder = run_dir.parent.parent.resolve()
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):  # gone, or another user's
-            is_coordinator = entry.name.isdigit() and b"\0serve\0coordinator\0" in (entry / "cmdline").read_bytes()
-            if is_coordinator and (entry / "cwd").readlink() == folder:
-                return int(entry.name)
-    raise Internal(f"no process is the coordinator of {run_dir}")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

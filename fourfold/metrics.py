@@ -246,7 +246,7 @@ METRICS: Final[dict[str, str]] = {
     TIME_SLEEP: "seconds: until all engines have freed their GPU memory, with rollout.sleep_mode",
     TIME_TRAIN: "seconds: training step in the trainer",
     TIME_WAKE: "seconds: until all engines have their GPU memory back, for weights and for the KV cache",
-    TIME_PUBLISH: "seconds: weight update and probe, without time/wake",
+    TIME_PUBLISH: "seconds: weight update and probe, without time/wake; engines sample again before its end",
     TIME_EVALUATE: "seconds: held-out evaluation after the step",
     TIME_CHECKPOINT: "seconds: checkpoint after the step",
     TIME_OTHER: "seconds: rest of time/step: the coordinator's own work",

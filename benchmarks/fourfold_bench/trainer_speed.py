@@ -1,20 +1,23 @@
 """Measures the trainer: an update and a pass of old log-probabilities, against the rate of one large matrix product.
 
 The model has random weights and the samples have mixed lengths. They pass through the trainer's own step: rank 0 is
-this process, the other ranks are its children, as in the service. FLOP are those of `models.forward_flop`.
+this process, the other ranks are its children, as in the service. FLOP are those of `models.forward_flop`. After each
+step comes what the service does between a step and the next: it returns cached memory (`--release`, for a trainer that
+shares its GPUs) and computes the probe of a weight update.
 
     python -m fourfold_bench.trainer_speed --shape 1.5b --ranks 2 --device cuda --tokens 524288 --save
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,10 +27,13 @@ from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
 from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 from fourfold_bench.models import SHAPE_NAMES, SHAPES, forward_flop, parameter_count, write_model
+from fourfold_coordinator.weights.probe import LogprobProbe
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
-from fourfold_trainer.step.micro_batches import compute_per_token
+from fourfold_trainer.step.micro_batches import compute_per_token, forward_all
 from fourfold_trainer.step.train_step import train_step
+
+_PROBE_TOKENS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,10 @@ class TrainerSettings(BenchmarkSettings):
     product: int = option("size of the matrix product; 8192 on a GPU", default=1024, least=1)
     runs: int = option(default=3, least=1)
     warmup: int = option(default=1, least=0)
-    profile: str = option("write a torch profile of one more step", default="", metavar="FILE")
+    release: bool = option("return cached memory after each step, as a trainer that shares GPUs", default=False)
+    profile: str = option(
+        "write torch profiles of one more step, and of a probe (FILE.probe)", default="", metavar="FILE"
+    )
 
 
 def make_samples(total: int, longest: int, vocabulary: int) -> list[Sample]:
@@ -107,11 +116,28 @@ def recipe(settings: TrainerSettings, model: Path, sample_count: int) -> Config:
 
 
 class Stopwatch:
-    """Forwards calls to an engine, and measures its updates."""
+    """Forwards calls to an engine, and measures its updates and what follows a step."""
 
-    def __init__(self, engine: DistributedEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: DistributedEngine, config: Config) -> None:
+        self.engine, self._config = engine, config
         self.seconds: list[float] = []
+        self.release_seconds: list[float] = []
+        self.probe_seconds: list[float] = []
+
+    def finish_step(self, *, release: bool) -> None:
+        """Measure what the service does between a step and the next."""
+        began = time.perf_counter()
+        if release:
+            self.engine.release_memory()
+        self.release_seconds.append(time.perf_counter() - began)
+        self.probe()
+        self.probe_seconds.append(time.perf_counter() - began - self.release_seconds[-1])
+
+    def probe(self) -> None:
+        """Compute the log-probabilities of 64 tokens, as for the comparison after a weight update."""
+        ids = np.arange(_PROBE_TOKENS, dtype=np.int32)
+        probe = LogprobProbe(ids, tolerance=math.inf).sample()
+        forward_all(self.engine, [probe], self._config, entropies=False, values=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -163,7 +189,8 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         write_model(model, settings.shape, context=settings.longest, dtype=settings.dtype)
         samples = make_samples(settings.tokens, settings.longest, SHAPES[settings.shape]["vocab_size"])
         config = recipe(settings, model, len(samples))
-        engine = Stopwatch(DistributedEngine(config, model, run_dir=run.folder, member_id="trainer-0", on_death=print))
+        ranks = DistributedEngine(config, model, run_dir=run.folder, member_id="trainer-0", on_death=print)
+        engine = Stopwatch(ranks, config)
         positions = [np.flatnonzero(s.action_mask) for s in samples]
         counts = [len(p) for p in positions]
         state, steps, passes, dummies = AlgorithmState(), list[float](), list[float](), 0.0
@@ -174,13 +201,15 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             result = train_step(engine, samples, config, step=step, state=state)
             passes.append(middle - began)
             steps.append(time.perf_counter() - middle)
+            engine.finish_step(release=settings.release)
             dummies = 1 - result.real_tokens / result.forwarded_tokens
         if settings.profile:
             profile(lambda: train_step(engine, samples, config, step=step + 1, state=state), Path(settings.profile))
+            engine.finish_step(release=settings.release)
+            profile(engine.probe, Path(f"{settings.profile}.probe"))
         rate = matmul_flops(settings.device, settings.product)
-        update, logprobs, whole = (
-            statistics.median(part[settings.warmup :]) for part in (engine.seconds, passes, steps)
-        )
+        timed = (engine.seconds, passes, steps, engine.release_seconds, engine.probe_seconds)
+        update, logprobs, whole, release, probe = (statistics.median(part[settings.warmup :]) for part in timed)
         peak = torch.cuda.max_memory_allocated() if settings.device == "cuda" else 0
         engine.leave()
         engine.close()
@@ -195,6 +224,8 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             "update": _row(update, tokens, 3 * flop / settings.ranks, rate),
             "old_logprobs": _row(logprobs, tokens, flop / settings.ranks, rate),
             "whole_step_seconds": round(whole, 3),
+            "release_seconds": round(release, 4),
+            "probe_seconds": round(probe, 4),
             "dummy_fraction": round(dummies, 4),
             "peak_memory_bytes_rank_0": peak,
         }
@@ -207,7 +238,12 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             for name, row in ((name, results[name]) for name in ("update", "old_logprobs"))
         ]
         rate, dummies = results["matmul_tflops"], results["dummy_fraction"]
-        return [*lines, f"matrix product {rate} TFLOP/s; dummies {dummies:.1%} of the tokens"]
+        return [
+            *lines,
+            f"matrix product {rate} TFLOP/s; dummies {dummies:.1%} of the tokens",
+            f"whole step {results['whole_step_seconds']} s; then memory released in {results['release_seconds']} s, "
+            f"probe of {_PROBE_TOKENS} tokens in {results['probe_seconds']} s",
+        ]
 
 
 def _row(seconds: float, tokens: float, flop: float, rate: float) -> dict[str, float]:

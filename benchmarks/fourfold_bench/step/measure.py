@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -100,7 +101,8 @@ def summarise(settings: StepSettings, rows: Sequence[Mapping[str, Any]]) -> dict
         "parts": phases.means([phases.parts(row) for row in rows]),
         "tokens": {"sampled": sampled, "trained": tokens},
         "tokens_per_second": {
-            "generate": sampled / seconds["generate"],
+            # Not sampled / seconds["generate"]: sampling begins while the weights of the step before are released.
+            "generate": statistics.fmean(row[m.ROLLOUT_SPEED] for row in rows),
             "train": tokens / seconds["train"],
             "step": tokens / seconds[phases.WALL],
         },

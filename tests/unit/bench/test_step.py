@@ -38,7 +38,8 @@ def _row(step: int, *, wall: float = 0.0, **times: float) -> dict[str, Any]:
     row: dict[str, Any] = {f"time/{name}": value for name, value in times.items()}
     row |= {m.TIME_STEP: wall, m.TIME_OTHER: wall - sum(times.values())}
     row |= {m.RESPONSE_LENGTH: 512.0, m.TOTAL_LENGTH: 576.0, m.TRAINED_SAMPLES: 512.0, m.SKIPPED_STEPS: 0.0}
-    row |= {m.TRAIN_SPEED: 576 * 512 / 2.5, "weights/publish_seconds": 0.1, "diagnosis": ""}
+    row |= {m.ROLLOUT_SPEED: 512 * 512 / 3.0, m.TRAIN_SPEED: 576 * 512 / 2.5}
+    row |= {"weights/publish_seconds": 0.1, "diagnosis": ""}
     return {"step": step, **row}
 
 

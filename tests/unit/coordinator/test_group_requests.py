@@ -66,6 +66,7 @@ def test_neighbours_without_tokens_keep_their_seeds_and_share_a_request() -> Non
     assert [request.sample_count for request, _ in found] == [2, 1, 1]
     assert [request.sampling_params.seed for request, _ in found][::2] == [40, 43]
     assert [indices for _, indices in plan({1: (), 3: ()})] == [[1], [3]]
+    assert [indices for _, indices in plan({0: (part(5),), 1: (), 2: ()})] == [[0], [1, 2]]
 
 
 def test_joined_parts_keep_the_version_of_every_token() -> None:

@@ -19,7 +19,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import pack_floats, pack_ints
 from fourfold_coordinator.routing.registry import Member, Registry
-from fourfold_coordinator.routing.replica import GivenUp, Replica, RetryBudget
+from fourfold_coordinator.routing.replica import FatalRunError, GivenUp, Replica, RetryBudget
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.training import group_sampling
 from fourfold_coordinator.training.group_requests import GroupRequest
@@ -256,6 +256,14 @@ async def test_tokens_that_break_a_rule_are_discarded_and_not_continued(make: Ma
     assert metrics.get("rollout/lost_tokens", 0) <= 2 and metrics["rollout/continued_tokens"] == 1
 
 
+async def test_a_response_that_breaks_a_rule_costs_the_tokens_of_all_unfinished_samples(make: Make) -> None:
+    broken = Script([chunk(0, 1), chunk(1, 2, 3), chunk(2, 4, reason=STOP), PeerFault("rollout", "BAD", "no")])
+    other = Script([chunk(0, 5, reason=STOP), chunk(1, 6, reason=STOP)])
+    bench = make(broken, other)
+    assert [ids for ids, _, _ in plain(await bench.sample(count=3))] == [[5], [6], [4]]
+    assert bench.router.engine_metrics() == {"rollout/continued_tokens": 1.0, "rollout/lost_tokens": 3.0}
+
+
 async def test_a_continuation_that_breaks_a_rule_loses_only_its_own_tokens(make: Make) -> None:
     engines = (
         Script([chunk(0, 1, 2), Unavailable("gone")]),
@@ -393,6 +401,20 @@ class TestRivals:
         goes_on.set()
         assert plain(await task) == [([1, 2, 4, 5], [(1, 4)], STOP)]
         assert len(slow.requests) == len(rival.requests) == 1 and bench.tries == ["begin", "end"]
+
+    async def test_a_group_without_tries_is_given_up(self, make: Make) -> None:
+        bench = make(Script([Unavailable("a")], [Unavailable("b", reason="B")]), hedge_after=2.0)
+        with pytest.raises(GivenUp) as error:
+            await bench.sample()
+        assert error.value.reason == "B"
+
+    async def test_an_error_that_ends_the_run_ends_both_calls(self, make: Make) -> None:
+        slow = Script([chunk(0, 1, 2), asyncio.Event()])
+        bench = make(slow, Script([FatalRunError("the disk is gone")]), hedge_after=2.0)
+        bench.sampler.pace.add(0.001, 1)
+        with pytest.raises(FatalRunError):
+            await bench.sample(count=1)
+        assert slow.cancelled == 1
 
     async def test_both_calls_may_fail_and_the_last_one_is_tried_again(self, make: Make) -> None:
         dies = asyncio.Event()

@@ -406,7 +406,16 @@ class TestRivals:
         bench = make(Script([Unavailable("a")], [Unavailable("b", reason="B")]), hedge_after=2.0)
         with pytest.raises(GivenUp) as error:
             await bench.sample()
-        assert error.value.reason == "B"
+        assert (error.value.reason, bench.tries) == ("B", ["begin", "UNAVAILABLE", "begin", "B"])
+
+    async def test_tokens_that_break_a_rule_are_not_given_to_a_rival(self, make: Make) -> None:
+        slow = Script([chunk(0, 1, 20), asyncio.Event()])
+        rival = Script([chunk(0, 3, reason=STOP)])
+        bench = make(slow, rival, hedge_after=2.0)
+        bench.sampler.pace.add(0.001, 1)
+        assert plain(await bench.sample(count=1)) == [([3], [(1, 1)], STOP)]
+        assert list(rival.requests[0].prompt_token_ids) == [7, 8, 9]
+        assert bench.router.engine_metrics() == {"rollout/lost_tokens": 2.0}
 
     async def test_an_error_that_ends_the_run_ends_both_calls(self, make: Make) -> None:
         slow = Script([chunk(0, 1, 2), asyncio.Event()])
@@ -440,7 +449,15 @@ class TestRivals:
         hung.take(rollout.WatchLoadResponse(running_sample_count=1), SYSTEM_CLOCK.monotonic() - 9)
         assert plain(await task) == [([1, 2, 3], [(1, 3)], STOP)]
 
-    async def test_a_full_engine_gets_no_rival(self, make: Make) -> None:
+    async def test_a_full_engine_gets_no_rival(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+        call = Router.call
+
+        def count(*args: Any, **named: Any) -> Any:
+            asked.append(1)
+            return call(*args, **named)
+
+        monkeypatch.setattr(Router, "call", count)
         recovers = asyncio.Event()
         slow = Script([chunk(0, 1, 2), recovers, chunk(0, 3, reason=STOP)])
         full = Script()
@@ -452,7 +469,7 @@ class TestRivals:
         await asyncio.sleep(0.2)
         recovers.set()
         assert plain(await task) == [([1, 2, 3], [(1, 3)], STOP)]
-        assert not full.requests
+        assert not full.requests and asked == [1]
 
     async def test_no_call_gets_a_rival_by_default(self, make: Make) -> None:
         recovers = asyncio.Event()

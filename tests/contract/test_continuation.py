@@ -175,6 +175,7 @@ class Fleet:
 @pytest.fixture
 async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(group_sampling, "FLUSH_SECONDS", (0.02, 0.02))
+    monkeypatch.setattr(group_sampling, "HEDGE_FLUSH_SECONDS", 0.02)
     monkeypatch.setattr(group_sampling, "WATCH_SECONDS", 0.02)
     monkeypatch.setattr(group_sampling, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(servicer_module, "_DRAIN_SECONDS", 0.05)

@@ -22,6 +22,7 @@ NEVER = {"evaluation": {"every_steps": 100}}
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_sampling, "FLUSH_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr(group_sampling, "HEDGE_FLUSH_SECONDS", 0.01)
     monkeypatch.setattr(group_sampling, "WATCH_SECONDS", 0.02)
     monkeypatch.setattr(group_sampling, "GRACE_SECONDS", 0.2)
 

@@ -149,6 +149,7 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., B
     monkeypatch.setattr(group_sampling, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(group_sampling, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(group_sampling, "FLUSH_SECONDS", (0.02, 0.02))
+    monkeypatch.setattr(group_sampling, "HEDGE_FLUSH_SECONDS", 0.02)
     yield make
     for bench in benches:
         for replica in bench.router.replicas():
@@ -318,15 +319,16 @@ class TestFlush:
 
     def test_short_calls_are_not_flushed(self) -> None:
         sampler = Bench().sampler
-        assert sampler.flush_seconds(300) is None and sampler.flush_seconds(500) == 2.0
+        assert sampler.flush_seconds(900) is None and sampler.flush_seconds(1100) == 5.0
         sampler.pace.add(0.1, 1000)
         assert sampler.flush_seconds(30_000) is None
         sampler.pace = type(sampler.pace)()
         sampler.pace.add(100, 1000)
-        assert [sampler.flush_seconds(n) for n in (39, 41, 240, 10_000)] == [None, 2.0, 3.0, 10.0]
+        assert [sampler.flush_seconds(n) for n in (99, 101, 240, 10_000)] == [None, 5.0, 6.0, 10.0]
 
     def test_calls_that_may_get_a_rival_always_are(self) -> None:
-        assert Bench(hedge_after=2.0).sampler.flush_seconds(1) == 2.0
+        sampler = Bench(hedge_after=2.0).sampler
+        assert [sampler.flush_seconds(n) for n in (1, 1200, 100_000)] == [2.0, 3.0, 10.0]
 
 
 class TestRivals:

@@ -38,10 +38,11 @@ log = logging.getLogger("fourfold.coordinator")
 
 OnTry = Callable[[], AbstractAsyncContextManager[None]]
 
-# A message costs the coordinator about as much CPU time as checking and joining 300 tokens of 8 samples.
-# Therefore engines send the tokens of unfinished samples 8 times in the longest call, and of short calls never.
-FLUSH_SECONDS: Final = (2.0, 10.0)
-_FLUSHES: Final = 8
+# A flush costs the coordinator 10 % of the CPU time of 8 samples with 1,024 tokens each, and the death of an engine
+# costs minutes. So engines send the tokens of unfinished samples a few times in a long call, and of short calls never.
+FLUSH_SECONDS: Final = (5.0, 10.0)
+HEDGE_FLUSH_SECONDS: Final = 2.0  # a slow call is recognized by its tokens
+_FLUSHES: Final = 4
 # Before the first call has ended: a fast engine under load.
 _FIRST_PACE: Final = 0.01
 WATCH_SECONDS: Final = 0.5
@@ -129,7 +130,9 @@ class GroupSampler:
         """Return how long engines may keep the tokens of a call; None, until a sample is finished."""
         low, high = FLUSH_SECONDS
         longest = max_tokens * (self.pace.seconds_per_token or _FIRST_PACE)
-        if longest < 2 * low and not self.hedge_after:
+        if self.hedge_after:
+            low = HEDGE_FLUSH_SECONDS
+        elif longest < 2 * low:
             return None  # a lost call is soon repeated
         return min(max(longest / _FLUSHES, low), high)
 

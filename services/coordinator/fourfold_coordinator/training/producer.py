@@ -118,6 +118,7 @@ class GroupProducer:
                     place = _Place(position=self._draw(), max_lag=self.rule.max_policy_lag)
                     self._places.append(place)
                     tasks.create_task(self._fill(place))
+                self._meter.set_sampling(self.running)
                 self._meter.set_blocked(not self._may_admit() and self._engines_have_room())
                 self._show_queue()
                 with suppress(TimeoutError):
@@ -191,7 +192,6 @@ class GroupProducer:
             place.group, place.sent = group, True
             self._window.groups_kept += 1
         else:
-            self._meter.begin_sampling()
             draft = await self._maker.make(
                 place.position, step=self._step + 1, version=self._version, on_sent=place.mark_sent
             )
@@ -238,6 +238,7 @@ class GroupProducer:
 
     def _close_window(self, head: Sequence[_Place]) -> StepBatch:
         """Return the batch of these places, and begin the next window."""
+        self._meter.set_sampling(self.running)
         batch, self._window = self._window, StepBatch()
         batch.groups = [place.group for place in head if place.group is not None]
         batch.groups_accepted = len(batch.groups)
@@ -250,7 +251,7 @@ class GroupProducer:
             m.GROUPS_RUNNING: float(running),
             m.GROUPS_READY: float(len(self._places) - running),
             **self._context.router.engine_metrics(),
-            **self._meter.close_window(batch, sampling=running > 0),
+            **self._meter.close_window(batch),
         }
         return batch
 

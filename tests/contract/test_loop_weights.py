@@ -54,6 +54,21 @@ async def test_an_engine_that_computes_with_old_weights_is_reported_as_stale(
     assert "rollout-0: stale" in last and "bit for bit those of version 0" in last
 
 
+async def test_an_engine_whose_probe_differs_again_and_again_costs_a_group_one_try(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(broker, "_FIRST_BACKOFF_SECONDS", 0.01)
+    stage = make_stage(retry={"service_wait_seconds": 1.5, "infrastructure": 2})
+    engine = stage.rollouts[0]
+    engine.ignores_updates = True
+    await stage.start()
+    assert await stage.finish() == 1
+    assert engine.aborts > 3
+    requests = [request for request in engine.requests if request.min_policy_version]
+    assert 0 < len(requests) <= stage.config.batch.prompts_per_step
+    assert "rollout-0: stale" in capsys.readouterr().err.strip().splitlines()[-1], "no group was lost"
+
+
 async def test_an_engine_that_hangs_does_not_keep_the_others_of_its_group_out(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=2)
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))

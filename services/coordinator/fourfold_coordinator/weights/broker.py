@@ -219,14 +219,19 @@ class WeightBroker:
         return result
 
     async def _send(self, engines: Sequence[DescribedEngine], on_sampling: Callable[[], None]) -> WeightUpdateResult:
-        """Update engines. Each gets requests as soon as it samples, which is before its tokens are released."""
+        """Update engines. Each gets requests as soon as it samples, which is before its tokens are released.
+
+        An engine whose last update failed gets none before its probe has agreed: each try would cost its groups one of
+        theirs, and they would be lost before the engine is well or another one comes.
+        """
         reason = f"weights of version {self.version} on their way"
         for engine in engines:
             self._router.set_unusable_reason(engine.replica, reason)
         waiting = {engine.key for engine in engines}
 
         def admit(engine: DescribedEngine) -> None:
-            self._router.set_unusable_reason(engine.replica, "")
+            if engine.key not in self._failures:
+                self._router.set_unusable_reason(engine.replica, "")
             waiting.discard(engine.key)
             if not waiting:
                 on_sampling()

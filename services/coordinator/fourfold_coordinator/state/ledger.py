@@ -332,9 +332,10 @@ class Ledger:
     def release(self, step: int) -> bool:
         """Forget records of samples that were trained or dropped by `step`; return whether there may be more."""
         with self._transaction() as db:
+            # CROSS JOIN: SQLite keeps this order. It would read all samples of all steps, and there are few records.
             query = """
                 DELETE FROM records WHERE sample_id IN (
-                  SELECT sample_id FROM records JOIN samples USING (sample_id)
+                  SELECT sample_id FROM records CROSS JOIN samples USING (sample_id)
                   WHERE step <= ? AND state IN (?, ?) LIMIT ?)"""
             values = (step, SampleState.TRAINED, SampleState.DROPPED, _RELEASE_ROWS)
             return db.execute(query, values).rowcount == _RELEASE_ROWS

@@ -1,4 +1,4 @@
-"""Defines the advantage estimators, one class each: recipe keys, computation and formula. numpy float64, whole batch.
+"""Defines the advantage estimators, one class each: recipe keys, computation and formula. numpy float64.
 
     B         samples, in groups of one prompt each; groups may differ in size
     k         action tokens of all samples, packed: one sample after another (packed.py)
@@ -8,8 +8,9 @@
     A         [k]  advantage
 
 An estimator has two parts, in this order: `compare` turns the scores into one number per sample, by comparison with
-other samples; `spread` turns rewards into one number per token. The defaults: scores are not compared, and A is the sum
-of the rewards that are still to come.
+other samples; `spread` turns rewards into one number per token. `compare` gets the whole batch, and `spread` about a
+million tokens at a time, always whole samples: a token's number may depend on its own sample only. The defaults: scores
+are not compared, and A is the sum of the rewards that are still to come.
 
 This module imports no numpy and calls only methods of its arrays: without the import, `fourfold plan` starts 0.1 s
 sooner.
@@ -58,7 +59,7 @@ class AdvantageEstimator(Definition):
         return batch.scores
 
     def spread(self, rewards: PackedRewards) -> tuple[Float64Array, Float64Array | None]:
-        """Return advantages, [k], and, with a critic, returns, [k]; neither is whitened."""
+        """Return advantages, [k], and, with a critic, returns, [k], of some of the samples; neither is whitened."""
         return rewards.sum_to_come(rewards.rewards, 1.0 ** rewards.steps()), None
 
 

@@ -66,18 +66,23 @@ class ExperienceStore:
         self._files.close()
 
     async def put(self, group: SampleGroup) -> None:
-        """Make a group durable, and its samples READY; raise DiskFull."""
+        """Make a group durable, and its samples READY; raise DiskFull. Cancelled while it waits, it changes nothing."""
         if len(self._batch.groups) == _BATCH_GROUPS:
             self._batch = _Batch()
         batch = self._batch
         batch.groups.append(group)
-        async with self._lock:  # the first of a batch writes it; the others find it written
-            if batch.written:
-                return
-            if batch is self._batch:
-                self._batch = _Batch()
-            await self._write(batch.groups)
-            batch.written = True
+        try:
+            async with self._lock:  # the first of a batch writes it; the others find it written
+                if batch.written:
+                    return
+                if batch is self._batch:
+                    self._batch = _Batch()
+                await self._write(tuple(batch.groups))
+                batch.written = True
+        except BaseException:
+            # A restore drops the samples of a cancelled call: with them, the batch could never become READY.
+            batch.groups = [other for other in batch.groups if other is not group]
+            raise
 
     async def _write(self, groups: Sequence[SampleGroup]) -> None:
         trajectories = [t for group in groups for t in group.all_trajectories()]

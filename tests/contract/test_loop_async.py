@@ -12,6 +12,7 @@ import pytest
 from fourfold import config as configuration
 from fourfold.arrays import Sample
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
+from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold_coordinator.state.ledger import SampleState
@@ -294,6 +295,28 @@ async def test_an_evaluation_beside_the_steps_delays_the_update_of_the_only_engi
     assert [row["step"] for row in rows if "eval/score" in row] == [2, 4, 6]
     assert rows[2]["time/evaluate"] > 0.1
     assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
+
+
+async def test_an_evaluation_waits_for_no_engine_that_waits_for_the_update(make_stage: Callable[..., Stage]) -> None:
+    """The only engine leaves in the update before an evaluation; another one joins while the next step publishes."""
+    stage = make_stage(steps=6, **lag(2))
+    engine = stage.rollouts[0]
+
+    async def leave() -> None:
+        if engine.begun[-1] == 2:
+            await engine.leave()
+            raise Unavailable("the engine's process was killed")
+
+    engine.on_begin = leave
+    await stage.start()
+    await until(lambda: 3 in stage.trainer.batches)
+    await asyncio.sleep(0.1)
+    stage.rollouts = [FakeRollout("rollout-0", stage.config)]
+    await stage.rollouts[0].join(stage.address)
+    assert await stage.finish(10) == 0
+    check_books(stage)
+    assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
+    await engine.kill()
 
 
 @pytest.mark.parametrize("dies", [False, True])

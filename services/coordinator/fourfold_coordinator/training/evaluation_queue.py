@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 
@@ -17,6 +19,8 @@ from ..routing.replica import ReplicaKey
 from ..routing.router import Router
 from ..weights.broker import WeightBroker
 from .step_report import StepRecord, StepReporter
+
+_TICK_SECONDS: Final = 0.25  # an engine dies without a notice
 
 Evaluate = Callable[[int, ReplicaKey | None], Awaitable[dict[str, float]]]
 
@@ -66,7 +70,18 @@ class EvaluationQueue:
         await self._idle.wait()
 
     async def before_publish(self) -> None:
-        """Return when new weights may go to the engines that are not held: all but one, or all."""
-        others = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.present and r.key != self._broker.held]
-        if self._open > 1 or not others:  # a second evaluation has begun on no engine yet
-            await self.wait()
+        """Return when new weights may go to the engines that are not held: all but one, or all.
+
+        The caller holds the broker's lock. An engine that joins cannot get the weights of an evaluation that waits for
+        it until then, so this waits only as long as some engine has them. The evaluation is then of newer weights.
+        """
+        while self._open:
+            engines = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.present]
+            others = [r for r in engines if r.key != self._broker.held]
+            if self._open == 1 and others:  # a second evaluation has begun on no engine yet
+                return
+            if not any(r.version == self._broker.version and not r.unusable_reason for r in engines):
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_SECONDS):
+                    await self.wait()

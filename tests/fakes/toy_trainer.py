@@ -64,6 +64,10 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self._answer = trainer.TrainStepResponse()
         self._bytes = b""
 
+    def next_weights(self) -> int:
+        """Return the weights after a step that learns."""
+        return self.weights + 1
+
     def services(self) -> Services:
         by_name = trainer.DESCRIPTOR.services_by_name, weight.DESCRIPTOR.services_by_name
         return [
@@ -115,7 +119,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
                 groups.setdefault(s.group_id, set()).add(s.score or 0.0)
         learned = any(len(scores) > 1 for scores in groups.values())
         self.step, self._bytes, version = step, body, self.version
-        self.weights += learned
+        self.weights = self.next_weights() if learned else self.weights
         self.version += learned
         self.skipped += not learned
         self.batches[step] = [s.sample_id for s in samples]

@@ -1,0 +1,85 @@
+"""Faults of the coordinator that the fault test must find: patches of a copy of its package."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.support.trainer_driver import REPOSITORY
+
+_PACKAGE: Final = REPOSITORY / "services" / "coordinator"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One replaced text in one file, and what the test says of it."""
+
+    file: str
+    old: str
+    new: str
+    found_by: tuple[str, ...]  # parts of the messages of the invariants that it may break first
+
+
+MUTANTS: Final = {
+    "stale check off by one": Mutant(
+        "training/producer.py",
+        "version - sample.oldest_version > rule.max_policy_lag",
+        "version - sample.oldest_version > rule.max_policy_lag + 1",
+        ("trained while stale",),
+    ),
+    "admission limit off by one": Mutant(
+        "training/producer.py",
+        "self.lag_limit + 1, self._steps",
+        "self.lag_limit + 2, self._steps",
+        ("groups admitted",),
+    ),
+    "restore keeps groups of lost weights": Mutant(
+        "training/recovery.py",
+        "return [g for g in groups if all(v.policy_version <= newest for s in g.samples for v in s.version_spans)]",
+        "return groups",
+        ("lost weights", "groups admitted"),
+    ),
+    "versions are renumbered off by one": Mutant(
+        "training/recovery.py",
+        "policy_version=old.policy_version + raised - version)",
+        "policy_version=old.policy_version + raised - version + 1)",
+        ("wrong version of a token",),
+    ),
+    "step in flight is acknowledged and its groups are kept": Mutant(
+        "training/recovery.py",
+        "groups = [group for group in groups if group not in batch]",
+        "pass",
+        ("ends again and again", "TRAINED", "trained twice", "positions"),
+    ),
+    "open prompts are not drawn again": Mutant(
+        "training/recovery.py",
+        "{*context.ledger.open_positions(), *(group.position for group in groups)}",
+        "{*(group.position for group in groups)}",
+        ("positions without an end",),
+    ),
+}
+
+
+def run_mutant(mutant: Mutant, folder: Path, *, seed: int, runs: int) -> dict[str, Any]:
+    """Run the fault test on a mutant, until an invariant breaks; return its tally."""
+    package = folder / "coordinator"
+    shutil.copytree(_PACKAGE, package)
+    path = package / "fourfold_coordinator" / mutant.file
+    text = path.read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.file} has changed; repair this mutant: {mutant.old}"
+    path.write_text(text.replace(mutant.old, mutant.new))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), *filter(None, sys.path)])}
+    words = ["--seed", str(seed), "--runs", str(runs), "--out", str(folder / "result.json")]
+    with (folder / "output.log").open("w") as log:
+        subprocess.run(
+            [sys.executable, "-m", "tests.support.fault_soak", *words],
+            cwd=REPOSITORY, env=env, check=True, timeout=1200, stdout=log, stderr=log,
+        )  # fmt: skip
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result

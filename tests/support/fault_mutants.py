@@ -29,8 +29,8 @@ class Mutant:
 MUTANTS: Final = {
     "stale check off by one": Mutant(
         "training/producer.py",
-        "version - sample.oldest_version > rule.max_policy_lag",
-        "version - sample.oldest_version > rule.max_policy_lag + 1",
+        "version - sample.oldest_version > max_lag",
+        "version - sample.oldest_version > max_lag + 1",
         ("trained while stale",),
     ),
     "admission limit off by one": Mutant(
@@ -55,7 +55,7 @@ MUTANTS: Final = {
         "training/recovery.py",
         "groups = [group for group in groups if group not in batch]",
         "pass",
-        ("ends again and again", "TRAINED", "trained twice", "positions"),
+        ("ended with an error", "TRAINED", "trained twice", "positions"),
     ),
     "open prompts are not drawn again": Mutant(
         "training/recovery.py",

@@ -355,7 +355,7 @@ class FaultRun:
     async def _progress(self, steps: int) -> bool:
         """Wait until so many further steps are trained; return whether the run is over. Replace dead coordinators."""
         last, goal = self.world.steps, self.world.steps + steps
-        stalled, deaths = time.monotonic() + _STALL_SECONDS, 0
+        stalled = time.monotonic() + _STALL_SECONDS
         while self.world.steps < goal:
             if self.ended:
                 code = await self._end_coordinator()
@@ -363,8 +363,7 @@ class FaultRun:
                     return True
                 if code != -signal.SIGKILL:
                     self.tally.errors[self._last_error(code)] += 1
-                    deaths += 1
-                    assert deaths < 5, self._describe(f"the coordinator ends again and again: {code}")
+                    raise AssertionError(self._describe(f"the coordinator ended with an error: {code}"))
                 await self.start()
                 goal = self.world.steps + steps
             if self.world.steps != last:

@@ -140,7 +140,7 @@ async def undisturbed(make_stage: Callable[..., Stage]) -> Batches:
     return _undisturbed
 
 
-async def check(stage: Stage, run: Restarted, expected: Batches, *, raised: int = 0) -> None:
+async def check(stage: Stage, run: Restarted, expected: Batches, *, raised: tuple[int, ...] = (0,)) -> None:
     """Check what must hold after the deaths of a coordinator, whatever the phase."""
     check_books(stage)
     differing = [step for step, (own, other) in enumerate(zip(run.batches, expected, strict=True), 1) if own != other]
@@ -151,7 +151,7 @@ async def check(stage: Stage, run: Restarted, expected: Batches, *, raised: int 
         assert (engine.weights, engine.version) == (stage.trainer.weights, stage.trainer.version)
         assert engine.commits == sorted(set(engine.commits)), "no version is served twice"
     # An engine keeps weights of which the ledger knows that it has them; the number of others is used up.
-    assert stage.trainer.version - stage.trainer.weights == raised
+    assert stage.trainer.version - stage.trainer.weights in raised
     report = stage.report()
     assert report["restarts"] == {"coordinator-0": 1} and report["resumes"] == 0
     assert [row["trainer_kept"] for row in report["recoveries"]] == [True]
@@ -211,7 +211,9 @@ async def test_a_coordinator_that_is_killed_is_replaced_without_loss(
         await run.begin()
         assert await run.end() == -signal.SIGKILL
         seconds = await run.continue_run()
-    await check(stage, run, expected, raised=int(moment in ("probe", "release")))
+    # The first groups are issued when the engine samples, while its probe is compared.
+    raised = {"probe": (1,), "release": (1,), "collecting": (0, 1)}.get(moment, (0,))
+    await check(stage, run, expected, raised=raised)
     dropped = stage.report()["dropped"].get(COORDINATOR_RESTARTED, 0)
     sys.stdout.write(f"\n{moment}: {seconds:.1f} s, {dropped} samples dropped\n")
     record_property("seconds", seconds)

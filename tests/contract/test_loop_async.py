@@ -405,3 +405,23 @@ async def test_the_lag_can_be_changed_while_the_run_goes_on(
     assert stage.report()["dropped"] == {}
     modes = stage.rollouts[0].pause_modes
     assert modes[0] == modes[-1] == control.PAUSE_MODE_WAIT and modes[3] == control.PAUSE_MODE_KEEP
+
+
+async def test_ready_groups_survive_two_restores_to_one_checkpoint(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=6, **lag(2), **NEVER)
+    log = Log(stage)
+    await stage.start()
+    for _ in range(2):
+        dies = hang_in_step(stage, 3)
+        await until(dies.is_set)
+        await until(lambda: ready_count(stage) == 9 * 4)
+        old = stage.trainer
+        await old.kill()
+        stage.trainer = successor(old)
+        log.follow()
+        await stage.trainer.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.loaded == [2] and stage.report()["dropped"] == {}
+    assert log.positions == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(6)]
+    assert log.largest <= 2

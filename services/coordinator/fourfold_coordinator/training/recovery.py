@@ -118,11 +118,15 @@ async def restore(context: RunContext) -> RunPosition:
             f"the trainer is at step {status.step}, and the run has no checkpoint after step {step} to go back "
             f"to; restart the trainer"
         )
-    version = session.policy_version = status.policy_version
+    session.policy_version = status.policy_version
+    # A checkpoint has the number that its weights had before an earlier restore to it.
+    version = _raised(context, status.policy_version)
     groups = await _load_groups(context, newest=version)
     dropped = await disk.write(ledger.restore, step, keep=_names(groups))
     if step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
-        await disk.write(ledger.commit_checkpoint, step=step, data_position=data_position, policy_version=version)
+        await disk.write(
+            ledger.commit_checkpoint, step=step, data_position=data_position, policy_version=status.policy_version
+        )
     await _rewrite_files(context, step)
     highest = ledger.highest_version()
     if highest > 0:
@@ -170,7 +174,7 @@ async def _load_groups(context: RunContext, *, newest: int) -> list[SampleGroup]
         vocabulary_size=MAX_NUMBER, max_tokens=context.config.model.max_context_tokens
     )
     groups = [await _to_group(context, position, samples) for position, _, samples in stored]
-    for raised_from, raised_to in json.loads(context.ledger.get(_RAISES_KEY) or "[]"):
+    for raised_from, raised_to in _raises(context):
         groups = [_with_raised_versions(group, raised_from, raised_to) for group in groups]
     return [g for g in groups if all(v.policy_version <= newest for s in g.samples for v in s.version_spans)]
 
@@ -193,12 +197,21 @@ async def _to_group(context: RunContext, position: int, stored: Sequence[StoredS
 
 async def _renumber(context: RunContext, groups: Sequence[SampleGroup], version: int, raised: int) -> list[SampleGroup]:
     """Return groups under the numbers that they have after the trainer's `version` is called `raised`."""
-    raises = json.loads(context.ledger.get(_RAISES_KEY) or "[]")
-    if raised <= version or [version, raised] in raises:
-        # The second: the coordinator died between this record and the trainer's new number.
+    if raised <= version:
         return list(groups)
-    await context.disk.write(context.ledger.put, {_RAISES_KEY: json.dumps([*raises, [version, raised]])})
+    await context.disk.write(context.ledger.put, {_RAISES_KEY: json.dumps([*_raises(context), [version, raised]])})
     return [_with_raised_versions(group, version, raised) for group in groups]
+
+
+def _raises(context: RunContext) -> list[tuple[int, int]]:
+    return [(old, new) for old, new in json.loads(context.ledger.get(_RAISES_KEY) or "[]")]
+
+
+def _raised(context: RunContext, version: int) -> int:
+    """Return the present number of the weights that were called `version` when they were sampled or saved."""
+    for old, new in _raises(context):
+        version = new if version == old else version
+    return version
 
 
 def _with_raised_versions(group: SampleGroup, version: int, raised: int) -> SampleGroup:

@@ -71,16 +71,17 @@ async def test_a_batch_that_was_leased_is_trained_on_after_a_kill_of_everything(
 async def test_groups_that_were_ready_are_kept_and_the_others_sampled_again(make_stage: Callable[..., Stage]) -> None:
     expected, weights = await undisturbed(make_stage, steps=3, **EVERY_STEP)
     stage = make_stage(steps=3, **EVERY_STEP)
-    trained: list[Sample] = []
+    trained, hangs = list[Sample](), asyncio.Event()
     stage.trainer.on_batch = trained.extend
 
     async def hang() -> None:
         if stage.rollouts[0].requests[-1].request_id.startswith("p0000004"):
+            hangs.set()
             await asyncio.sleep(30)
 
     stage.rollouts[0].on_generate = hang
     await stage.start()
-    await until(lambda: ready_count(stage) == 8)
+    await until(lambda: hangs.is_set() and ready_count(stage) == 8)
     await stage.kill()
     await fresh_processes(stage)
     stage.trainer.on_batch = trained.extend

@@ -138,16 +138,17 @@ class Replica:
 
     def has_room(self, samples: int) -> bool:
         """Return whether it may get so many samples more; a call that it refused next to others may fit alone."""
-        limits = [self.capacity, self._congested_at if self.outstanding else 0]
-        return all(self.outstanding + samples <= limit for limit in limits if limit)
+        return all(self.outstanding + samples <= limit for limit in self._sample_limits())
 
     def room(self, demand: Demand, now: float) -> float:
         """Return the number of such calls that fit now, by its limits and its KV cache; infinite if there are none."""
-        limits = [self.capacity, self._congested_at if self.outstanding else 0]
-        rooms = [(limit - self.outstanding) // demand.samples for limit in limits if limit]
+        rooms = [(limit - self.outstanding) // demand.samples for limit in self._sample_limits()]
         if (cache := self.load.room(now)) is not None:
             rooms.append(cache // demand.size)
         return max(min(rooms, default=math.inf), 0)
+
+    def _sample_limits(self) -> list[int]:
+        return [limit for limit in (self.capacity, self._congested_at if self.outstanding else 0) if limit]
 
     def record_congestion(self, samples: int) -> bool:
         """Note that it refused `samples` as too many; return whether our own calls are the cause."""

@@ -1,9 +1,9 @@
 """Runs the command `fourfold`. Imports a command's module only when that command is called.
 
 A command is a module or an object with `add_arguments(parser)` and `main(args) -> int`, and perhaps `complete(words)`,
-which returns the words of a short form in full. `plan`, `doctor`, `certs` and `serve` are here. The distributions of
-the coordinator, the benchmarks and the services register theirs by entry points: in the groups `fourfold.commands` and
-`fourfold.services`.
+which returns the words of a short form in full. `plan`, `doctor`, `certs`, `proto` and `serve` are here. The
+distributions of the coordinator, the benchmarks and the services register theirs by entry points: in the groups
+`fourfold.commands` and `fourfold.services`.
 
 Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted.
 """
@@ -23,7 +23,12 @@ from typing import Any, Final, Protocol
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.text import nearest_name
 
-_MODULES: Final = {"plan": "fourfold.plan.report", "doctor": "fourfold.cli.doctor", "certs": "fourfold.cli.certs"}
+_MODULES: Final = {
+    "plan": "fourfold.plan.report",
+    "doctor": "fourfold.cli.doctor",
+    "certs": "fourfold.cli.certs",
+    "proto": "fourfold.cli.proto",
+}
 _COORDINATOR: Final = "fourfold-coordinator"
 _DISTRIBUTIONS: Final = {"bench": "fourfold-bench"}
 """Distributions of commands; of those that are not listed, the coordinator's."""
@@ -32,7 +37,9 @@ _SERVICES: Final = {
     "trainer": "fourfold-trainer",
     "reward": "fourfold-reward",
     "reference": "fourfold-reward[reference]",
+    "gateway": "fourfold-rollout[gateway]",
     "coordinator": _COORDINATOR,
+    "environment": "fourfold-reward",
 }
 """Distributions of services."""
 _STDOUT: Final = 1
@@ -46,6 +53,7 @@ _HELP: Final = {
     "chat": "chat with a model folder through a rollout service",
     "bench": "measure weight updates, sampling or whole steps on this machine",
     "certs": "make a private CA, certificates of members and tokens of agents, for [security]",
+    "proto": "write the .proto files and the descriptor set, for clients in other languages",
 }
 
 
@@ -169,6 +177,16 @@ class _Serve:
         parser.add_argument(
             "--metrics-listen", default="", metavar="HOST:PORT", help="serve metrics for Prometheus here, on loopback"
         )
+        parser.add_argument(
+            "--gateway", default="", metavar="HOST:PORT", help="environment only: attempt the tasks of this gateway"
+        )
+        parser.add_argument(
+            "--engine",
+            action="append",
+            default=[],
+            metavar="HOST:PORT",
+            help="gateway only: a rollout service to use without a coordinator; may be repeated",
+        )
         parser.add_argument("--list", action="store_true", help="reward only: print the built-in verifiers")
 
     def main(self, args: argparse.Namespace) -> int:
@@ -207,6 +225,8 @@ class _Serve:
             run_dir=run_dir,
             advertise=args.advertise,
             metrics_listen=args.metrics_listen,
+            gateway=args.gateway,
+            engines=tuple(args.engine),
         )
         code: int = service(options)
         return code

@@ -34,6 +34,10 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Serves RewardService."""
     ROLE_REFERENCE: _Role.ValueType  # 4
     """Serves ReferenceService."""
+    ROLE_GATEWAY: _Role.ValueType  # 5
+    """Serves AgentService, and HTTP for agents."""
+    ROLE_ENVIRONMENT: _Role.ValueType  # 6
+    """Runs environments, which are agents of a gateway. It serves health only."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Service of a member. May gain values."""
@@ -48,6 +52,10 @@ ROLE_REWARD: Role.ValueType  # 3
 """Serves RewardService."""
 ROLE_REFERENCE: Role.ValueType  # 4
 """Serves ReferenceService."""
+ROLE_GATEWAY: Role.ValueType  # 5
+"""Serves AgentService, and HTTP for agents."""
+ROLE_ENVIRONMENT: Role.ValueType  # 6
+"""Runs environments, which are agents of a gateway. It serves health only."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final

@@ -46,6 +46,7 @@ class GetInfoResponse(_message.Message):
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
+    CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name as configured; never empty."""
     tokenizer_sha256: _builtins.bytes
@@ -54,6 +55,8 @@ class GetInfoResponse(_message.Message):
     """Longest sample, in tokens; never 0."""
     vocabulary_size: _builtins.int
     """Number of token ids; every id is in [0, vocabulary_size). Never 0."""
+    contract_version: _builtins.str
+    """Version of the contract as MAJOR.MINOR; a client needs the same MAJOR. Empty: the service is older than this field."""
     def __init__(
         self,
         *,
@@ -61,10 +64,11 @@ class GetInfoResponse(_message.Message):
         tokenizer_sha256: _builtins.bytes = ...,
         max_context_tokens: _builtins.int = ...,
         vocabulary_size: _builtins.int = ...,
+        contract_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context_tokens", b"max_context_tokens", "model", b"model", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "max_context_tokens", b"max_context_tokens", "model", b"model", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

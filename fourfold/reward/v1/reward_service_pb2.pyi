@@ -45,6 +45,7 @@ class GetInfoResponse(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     MAX_SAMPLE_COUNT_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name and version as "name@version", for logs and for the record of the run; the caller cuts it
     to 200 characters. Empty: none is shown.
@@ -55,16 +56,19 @@ class GetInfoResponse(_message.Message):
     """SHA-256 (32 bytes) of the tokenizer with which it decodes tokens, as in
     RolloutService.GetInfo; empty: it reads no tokens.
     """
+    contract_version: _builtins.str
+    """Version of the contract as MAJOR.MINOR; a client needs the same MAJOR. Empty: the service is older than this field."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         max_sample_count: _builtins.int = ...,
         tokenizer_sha256: _builtins.bytes = ...,
+        contract_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_sample_count", b"max_sample_count", "name", b"name", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "max_sample_count", b"max_sample_count", "name", b"name", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,10 +60,11 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. A sample that cannot be scored does
-        not fail the batch: its outcome is an error. INVALID_ARGUMENT: a malformed item, repeated
-        ids, or more items than max_sample_count; nothing was scored. RESOURCE_EXHAUSTED with a
-        retry delay: too many samples are queued.
+        """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. The samples of a group may come in
+        several calls: a score must not depend on the other samples of its call. A sample that cannot
+        be scored does not fail the batch: its outcome is an error. INVALID_ARGUMENT: a malformed item,
+        repeated ids, or more items than max_sample_count; nothing was scored. RESOURCE_EXHAUSTED with
+        a retry delay: too many samples are queued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

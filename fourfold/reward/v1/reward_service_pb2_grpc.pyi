@@ -38,10 +38,11 @@ class RewardServiceStub:
     Idempotent.
     """
     Score: _grpc.UnaryUnaryMultiCallable[_reward_service_pb2.ScoreRequest, _reward_service_pb2.ScoreResponse]
-    """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. A sample that cannot be scored does
-    not fail the batch: its outcome is an error. INVALID_ARGUMENT: a malformed item, repeated
-    ids, or more items than max_sample_count; nothing was scored. RESOURCE_EXHAUSTED with a
-    retry delay: too many samples are queued.
+    """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. The samples of a group may come in
+    several calls: a score must not depend on the other samples of its call. A sample that cannot
+    be scored does not fail the batch: its outcome is an error. INVALID_ARGUMENT: a malformed item,
+    repeated ids, or more items than max_sample_count; nothing was scored. RESOURCE_EXHAUSTED with
+    a retry delay: too many samples are queued.
     """
 
 @_typing.type_check_only
@@ -54,10 +55,11 @@ class RewardServiceAsyncStub(RewardServiceStub):
     Idempotent.
     """
     Score: _aio.UnaryUnaryMultiCallable[_reward_service_pb2.ScoreRequest, _reward_service_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. A sample that cannot be scored does
-    not fail the batch: its outcome is an error. INVALID_ARGUMENT: a malformed item, repeated
-    ids, or more items than max_sample_count; nothing was scored. RESOURCE_EXHAUSTED with a
-    retry delay: too many samples are queued.
+    """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. The samples of a group may come in
+    several calls: a score must not depend on the other samples of its call. A sample that cannot
+    be scored does not fail the batch: its outcome is an error. INVALID_ARGUMENT: a malformed item,
+    repeated ids, or more items than max_sample_count; nothing was scored. RESOURCE_EXHAUSTED with
+    a retry delay: too many samples are queued.
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -79,10 +81,11 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_service_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_service_pb2.ScoreResponse, _abc.Awaitable[_reward_service_pb2.ScoreResponse]]:
-        """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. A sample that cannot be scored does
-        not fail the batch: its outcome is an error. INVALID_ARGUMENT: a malformed item, repeated
-        ids, or more items than max_sample_count; nothing was scored. RESOURCE_EXHAUSTED with a
-        retry delay: too many samples are queued.
+        """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. The samples of a group may come in
+        several calls: a score must not depend on the other samples of its call. A sample that cannot
+        be scored does not fail the batch: its outcome is an error. INVALID_ARGUMENT: a malformed item,
+        repeated ids, or more items than max_sample_count; nothing was scored. RESOURCE_EXHAUSTED with
+        a retry delay: too many samples are queued.
         """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

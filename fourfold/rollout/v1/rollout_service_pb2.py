@@ -25,31 +25,44 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/rollout/v1/rollout_service.proto\x12\x13\x66ourfold.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\"\x10\n\x0eGetInfoRequest\"\xa7\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x02 \x01(\x0c\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x05\x12\x1e\n\x16max_concurrent_samples\x18\x06 \x01(\x05\"\xd2\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\x94\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12<\n\x0fsampling_params\x18\x03 \x01(\x0b\x32#.fourfold.rollout.v1.SamplingParams\x12\x19\n\x0csample_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x1f\n\x12min_policy_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x31\n\x0e\x66lush_interval\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\n\r_sample_countB\x15\n\x13_min_policy_version\"D\n\x10GenerateResponse\x12\x30\n\x06\x63hunks\x18\x01 \x03(\x0b\x32 .fourfold.rollout.v1.SampleChunk\"\x9a\x01\n\x0bSampleChunk\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x38\n\rfinish_reason\x18\x05 \x01(\x0e\x32!.fourfold.rollout.v1.FinishReason\"=\n\x10WatchLoadRequest\x12)\n\x06period\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd5\x01\n\x11WatchLoadResponse\x12\x1c\n\x14running_sample_count\x18\x01 \x01(\x05\x12\x1b\n\x13sampled_token_count\x18\x02 \x01(\x03\x12\x18\n\x10updating_weights\x18\x03 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x1c\n\x14kv_cache_token_count\x18\x05 \x01(\x03\x12!\n\x19\x66ree_kv_cache_token_count\x18\x06 \x01(\x03\x12\x12\n\ntoken_rate\x18\x07 \x01(\x01*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\x9f\x02\n\x0eRolloutService\x12T\n\x07GetInfo\x12#.fourfold.rollout.v1.GetInfoRequest\x1a$.fourfold.rollout.v1.GetInfoResponse\x12Y\n\x08Generate\x12$.fourfold.rollout.v1.GenerateRequest\x1a%.fourfold.rollout.v1.GenerateResponse0\x01\x12\\\n\tWatchLoad\x12%.fourfold.rollout.v1.WatchLoadRequest\x1a&.fourfold.rollout.v1.WatchLoadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/rollout/v1/rollout_service.proto\x12\x13\x66ourfold.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\"\x10\n\x0eGetInfoRequest\"\xf0\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x02 \x01(\x0c\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x05\x12\x1e\n\x16max_concurrent_samples\x18\x06 \x01(\x05\x12\x13\n\x0btool_parser\x18\x07 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x08 \x01(\t\x12\x18\n\x10\x63ontract_version\x18\t \x01(\t\"\x81\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x04\x88\x01\x01\x12-\n\x07grammar\x18\x07 \x01(\x0b\x32\x1c.fourfold.rollout.v1.GrammarB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\r\n\x0b_max_tokensB\x07\n\x05_seed\"h\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12\x1d\n\x13structural_tag_json\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"\xb2\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12<\n\x0fsampling_params\x18\x03 \x01(\x0b\x32#.fourfold.rollout.v1.SamplingParams\x12\x19\n\x0csample_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x1f\n\x12min_policy_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x31\n\x0e\x66lush_interval\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14grammar_prefix_count\x18\x07 \x01(\x05\x42\x0f\n\r_sample_countB\x15\n\x13_min_policy_version\"D\n\x10GenerateResponse\x12\x30\n\x06\x63hunks\x18\x01 \x03(\x0b\x32 .fourfold.rollout.v1.SampleChunk\"\xb4\x01\n\x0bSampleChunk\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x38\n\rfinish_reason\x18\x05 \x01(\x0e\x32!.fourfold.rollout.v1.FinishReason\x12\x18\n\x10\x63onstrained_mask\x18\x06 \x01(\x0c\"\'\n\x12ScoreTokensRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"?\n\x13ScoreTokensResponse\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\":\n\x16ParseCompletionRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\"v\n\x17ParseCompletionResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x11\n\treasoning\x18\x02 \x01(\t\x12\x37\n\ntool_calls\x18\x03 \x03(\x0b\x32#.fourfold.rollout.v1.ParsedToolCall\"6\n\x0eParsedToolCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x02 \x01(\t\"=\n\x10WatchLoadRequest\x12)\n\x06period\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd5\x01\n\x11WatchLoadResponse\x12\x1c\n\x14running_sample_count\x18\x01 \x01(\x05\x12\x1b\n\x13sampled_token_count\x18\x02 \x01(\x03\x12\x18\n\x10updating_weights\x18\x03 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x1c\n\x14kv_cache_token_count\x18\x05 \x01(\x03\x12!\n\x19\x66ree_kv_cache_token_count\x18\x06 \x01(\x03\x12\x12\n\ntoken_rate\x18\x07 \x01(\x01*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\xef\x03\n\x0eRolloutService\x12T\n\x07GetInfo\x12#.fourfold.rollout.v1.GetInfoRequest\x1a$.fourfold.rollout.v1.GetInfoResponse\x12Y\n\x08Generate\x12$.fourfold.rollout.v1.GenerateRequest\x1a%.fourfold.rollout.v1.GenerateResponse0\x01\x12`\n\x0bScoreTokens\x12\'.fourfold.rollout.v1.ScoreTokensRequest\x1a(.fourfold.rollout.v1.ScoreTokensResponse\x12l\n\x0fParseCompletion\x12+.fourfold.rollout.v1.ParseCompletionRequest\x1a,.fourfold.rollout.v1.ParseCompletionResponse\x12\\\n\tWatchLoad\x12%.fourfold.rollout.v1.WatchLoadRequest\x1a&.fourfold.rollout.v1.WatchLoadResponse0\x01\x42L\n\x13\x66ourfold.rollout.v1P\x01Z\x1d\x66ourfold/rollout/v1;rolloutv1\xaa\x02\x13\x46ourfold.Rollout.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fourfold.rollout.v1.rollout_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1284
-  _globals['_FINISHREASON']._serialized_end=1406
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\023fourfold.rollout.v1P\001Z\035fourfold/rollout/v1;rolloutv1\252\002\023Fourfold.Rollout.V1'
+  _globals['_FINISHREASON']._serialized_start=1908
+  _globals['_FINISHREASON']._serialized_end=2030
   _globals['_GETINFOREQUEST']._serialized_start=98
   _globals['_GETINFOREQUEST']._serialized_end=114
   _globals['_GETINFORESPONSE']._serialized_start=117
-  _globals['_GETINFORESPONSE']._serialized_end=284
-  _globals['_SAMPLINGPARAMS']._serialized_start=287
-  _globals['_SAMPLINGPARAMS']._serialized_end=497
-  _globals['_GENERATEREQUEST']._serialized_start=500
-  _globals['_GENERATEREQUEST']._serialized_end=776
-  _globals['_GENERATERESPONSE']._serialized_start=778
-  _globals['_GENERATERESPONSE']._serialized_end=846
-  _globals['_SAMPLECHUNK']._serialized_start=849
-  _globals['_SAMPLECHUNK']._serialized_end=1003
-  _globals['_WATCHLOADREQUEST']._serialized_start=1005
-  _globals['_WATCHLOADREQUEST']._serialized_end=1066
-  _globals['_WATCHLOADRESPONSE']._serialized_start=1069
-  _globals['_WATCHLOADRESPONSE']._serialized_end=1282
-  _globals['_ROLLOUTSERVICE']._serialized_start=1409
-  _globals['_ROLLOUTSERVICE']._serialized_end=1696
+  _globals['_GETINFORESPONSE']._serialized_end=357
+  _globals['_SAMPLINGPARAMS']._serialized_start=360
+  _globals['_SAMPLINGPARAMS']._serialized_end=617
+  _globals['_GRAMMAR']._serialized_start=619
+  _globals['_GRAMMAR']._serialized_end=723
+  _globals['_GENERATEREQUEST']._serialized_start=726
+  _globals['_GENERATEREQUEST']._serialized_end=1032
+  _globals['_GENERATERESPONSE']._serialized_start=1034
+  _globals['_GENERATERESPONSE']._serialized_end=1102
+  _globals['_SAMPLECHUNK']._serialized_start=1105
+  _globals['_SAMPLECHUNK']._serialized_end=1285
+  _globals['_SCORETOKENSREQUEST']._serialized_start=1287
+  _globals['_SCORETOKENSREQUEST']._serialized_end=1326
+  _globals['_SCORETOKENSRESPONSE']._serialized_start=1328
+  _globals['_SCORETOKENSRESPONSE']._serialized_end=1391
+  _globals['_PARSECOMPLETIONREQUEST']._serialized_start=1393
+  _globals['_PARSECOMPLETIONREQUEST']._serialized_end=1451
+  _globals['_PARSECOMPLETIONRESPONSE']._serialized_start=1453
+  _globals['_PARSECOMPLETIONRESPONSE']._serialized_end=1571
+  _globals['_PARSEDTOOLCALL']._serialized_start=1573
+  _globals['_PARSEDTOOLCALL']._serialized_end=1627
+  _globals['_WATCHLOADREQUEST']._serialized_start=1629
+  _globals['_WATCHLOADREQUEST']._serialized_end=1690
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1693
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1906
+  _globals['_ROLLOUTSERVICE']._serialized_start=2033
+  _globals['_ROLLOUTSERVICE']._serialized_end=2528
 # @@protoc_insertion_point(module_scope)

@@ -81,6 +81,9 @@ class GetInfoResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     MAX_CONCURRENT_SAMPLES_FIELD_NUMBER: _builtins.int
+    TOOL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name as configured; never empty."""
     tokenizer_sha256: _builtins.bytes
@@ -100,6 +103,12 @@ class GetInfoResponse(_message.Message):
     callers. More are refused with RESOURCE_EXHAUSTED. 0: agents may not sample here
     (PERMISSION_DENIED); the coordinator never gets 0, and would take it for no limit.
     """
+    tool_parser: _builtins.str
+    """Name of the parser of tool calls, rollout.tool_parser of the recipe; empty: none."""
+    reasoning_parser: _builtins.str
+    """Name of the parser of reasoning, rollout.reasoning_parser of the recipe; empty: none."""
+    contract_version: _builtins.str
+    """Version of the contract as MAJOR.MINOR; a client needs the same MAJOR. Empty: the service is older than this field."""
     def __init__(
         self,
         *,
@@ -109,10 +118,13 @@ class GetInfoResponse(_message.Message):
         policy_version: _builtins.int = ...,
         vocabulary_size: _builtins.int = ...,
         max_concurrent_samples: _builtins.int = ...,
+        tool_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
+        contract_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_concurrent_samples", b"max_concurrent_samples", "max_context_tokens", b"max_context_tokens", "model", b"model", "policy_version", b"policy_version", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "max_concurrent_samples", b"max_concurrent_samples", "max_context_tokens", b"max_context_tokens", "model", b"model", "policy_version", b"policy_version", "reasoning_parser", b"reasoning_parser", "tokenizer_sha256", b"tokenizer_sha256", "tool_parser", b"tool_parser", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -130,6 +142,7 @@ class SamplingParams(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """In [0.01, 2], or 0: greedy, with log-probabilities as at 1. Default 1. Values
     between 0 and 0.01 are refused: the engine would silently sample at 0.01.
@@ -152,6 +165,10 @@ class SamplingParams(_message.Message):
         part of the completion. Empty: only the model's own.
         """
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """Constraint of the sampled text. Unset: none."""
+
     def __init__(
         self,
         *,
@@ -161,10 +178,11 @@ class SamplingParams(_message.Message):
         max_tokens: _builtins.int | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int | None = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "grammar", b"grammar", "max_tokens", b"max_tokens", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "grammar", b"grammar", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -190,6 +208,42 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class Grammar(_message.Message):
+    """A constraint of the sampled text: tokens that would break it have probability 0, and the others are renormalised."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    EBNF_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_JSON_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that fits a JSON Schema."""
+    regex: _builtins.str
+    """Text that matches a regular expression."""
+    ebnf: _builtins.str
+    """Text of a grammar in the EBNF of xgrammar."""
+    structural_tag_json: _builtins.str
+    """Free text with parts that are constrained: a structural tag of xgrammar, as JSON."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        ebnf: _builtins.str = ...,
+        structural_tag_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag_json", b"structural_tag_json"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag_json", b"structural_tag_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "structural_tag_json"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """One prompt, one or more samples of it."""
 
@@ -201,6 +255,7 @@ class GenerateRequest(_message.Message):
     SAMPLE_COUNT_FIELD_NUMBER: _builtins.int
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
+    GRAMMAR_PREFIX_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, 1 to 128 characters of [A-Za-z0-9_-]; empty is refused. The second of two
     live requests of a caller with one id is refused with ALREADY_EXISTS.
@@ -210,6 +265,11 @@ class GenerateRequest(_message.Message):
     min_policy_version: _builtins.int
     """Lowest acceptable version: an older served policy is FAILED_PRECONDITION. At least 0. Default
     0: any version.
+    """
+    grammar_prefix_count: _builtins.int
+    """Number of last prompt tokens that were sampled under sampling_params.grammar: the grammar continues after them. To
+    continue a sample, send prompt plus tokens so far, and their number. 0: the grammar begins with the first new token.
+    Needs a grammar.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -235,10 +295,11 @@ class GenerateRequest(_message.Message):
         sample_count: _builtins.int | None = ...,
         min_policy_version: _builtins.int | None = ...,
         flush_interval: _duration_pb2.Duration | None = ...,
+        grammar_prefix_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_min_policy_version", b"_min_policy_version", "_sample_count", b"_sample_count", "flush_interval", b"flush_interval", "min_policy_version", b"min_policy_version", "sample_count", b"sample_count", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_policy_version", b"_min_policy_version", "_sample_count", b"_sample_count", "flush_interval", b"flush_interval", "min_policy_version", b"min_policy_version", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sample_count", b"sample_count", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_policy_version", b"_min_policy_version", "_sample_count", b"_sample_count", "flush_interval", b"flush_interval", "grammar_prefix_count", b"grammar_prefix_count", "min_policy_version", b"min_policy_version", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sample_count", b"sample_count", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_policy_version: _TypeAlias = _typing.Literal["min_policy_version"]  # noqa: Y015
     _WhichOneofArgType__min_policy_version: _TypeAlias = _typing.Literal["_min_policy_version", b"_min_policy_version"]  # noqa: Y015
@@ -286,6 +347,7 @@ class SampleChunk(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    CONSTRAINED_MASK_FIELD_NUMBER: _builtins.int
     sample_index: _builtins.int
     """Index of the sample in [0, sample_count); 0 is the first."""
     token_ids: _builtins.bytes
@@ -300,6 +362,10 @@ class SampleChunk(_message.Message):
     """
     finish_reason: Global___FinishReason.ValueType
     """Set on the last chunk of the sample, FINISH_REASON_UNSPECIFIED on the others."""
+    constrained_mask: _builtins.bytes
+    """Tokens whose distribution a grammar changed: a byte for each of token_ids, 1 for these, else 0. Such tokens are not
+    trained on, because the trainer computes the unconstrained distribution. Empty: none.
+    """
     def __init__(
         self,
         *,
@@ -308,14 +374,153 @@ class SampleChunk(_message.Message):
         logprobs: _builtins.bytes = ...,
         policy_version: _builtins.int = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
+        constrained_mask: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "policy_version", b"policy_version", "sample_index", b"sample_index", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constrained_mask", b"constrained_mask", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "policy_version", b"policy_version", "sample_index", b"sample_index", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampleChunk: _TypeAlias = SampleChunk  # noqa: Y015
+
+@_typing.final
+class ScoreTokensRequest(_message.Message):
+    """Tokens to compute log-probabilities of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """2 to 4,096 and fewer than the context length, each in the vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTokensRequest: _TypeAlias = ScoreTokensRequest  # noqa: Y015
+
+@_typing.final
+class ScoreTokensResponse(_message.Message):
+    """Their log-probabilities."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    logprobs: _builtins.bytes
+    """Natural-log probability of each token given those before it, at temperature 1: little-endian float32, as many as the
+    request has tokens; the first is NaN.
+    """
+    policy_version: _builtins.int
+    """Version of the weights, 0: those of the model folder."""
+    def __init__(
+        self,
+        *,
+        logprobs: _builtins.bytes = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTokensResponse: _TypeAlias = ScoreTokensResponse  # noqa: Y015
+
+@_typing.final
+class ParseCompletionRequest(_message.Message):
+    """A finished completion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text with special tokens, at most 1 MiB."""
+    tools_json: _builtins.str
+    """Tools of the request: a JSON array as in OpenAI's chat completions; empty: none."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        tools_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "tools_json", b"tools_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParseCompletionRequest: _TypeAlias = ParseCompletionRequest  # noqa: Y015
+
+@_typing.final
+class ParseCompletionResponse(_message.Message):
+    """Its parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    """Text outside of reasoning and tool calls, with the special tokens that the parsers leave; may be empty. All of the
+    text where a parser failed or took too long.
+    """
+    reasoning: _builtins.str
+    """Reasoning; empty: none."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParsedToolCall]:
+        """Tool calls, in order; empty: none, or none that the parser could read."""
+
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ParsedToolCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParseCompletionResponse: _TypeAlias = ParseCompletionResponse  # noqa: Y015
+
+@_typing.final
+class ParsedToolCall(_message.Message):
+    """One tool call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the function, as the model wrote it; it may not be one of the tools."""
+    arguments_json: _builtins.str
+    """Arguments as the model wrote them, usually a JSON object."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParsedToolCall: _TypeAlias = ParsedToolCall  # noqa: Y015
 
 @_typing.final
 class WatchLoadRequest(_message.Message):
@@ -357,7 +562,9 @@ class WatchLoadResponse(_message.Message):
     running_sample_count: _builtins.int
     """Number of samples in the engine, decoding or waiting; 0: it is idle."""
     sampled_token_count: _builtins.int
-    """Tokens sampled since the service became ready; never falls."""
+    """Tokens sampled since the service became ready; never falls. An engine with samples whose count
+    stands still for minutes, outside of weight updates, counts as hung.
+    """
     updating_weights: _builtins.bool
     """True while weights are being replaced, or the engine joins an epoch of the weight plane: nothing
     is sampled, and token_rate does not count this time.

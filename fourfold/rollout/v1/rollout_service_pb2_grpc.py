@@ -46,6 +46,16 @@ class RolloutServiceStub(object):
                 request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.ScoreTokens = channel.unary_unary(
+                '/fourfold.rollout.v1.RolloutService/ScoreTokens',
+                request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ScoreTokensRequest.SerializeToString,
+                response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ScoreTokensResponse.FromString,
+                _registered_method=True)
+        self.ParseCompletion = channel.unary_unary(
+                '/fourfold.rollout.v1.RolloutService/ParseCompletion',
+                request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ParseCompletionRequest.SerializeToString,
+                response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ParseCompletionResponse.FromString,
+                _registered_method=True)
         self.WatchLoad = channel.unary_stream(
                 '/fourfold.rollout.v1.RolloutService/WatchLoad',
                 request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.WatchLoadRequest.SerializeToString,
@@ -80,6 +90,23 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScoreTokens(self, request, context):
+        """Computes log-probabilities of given tokens under the current policy. Idempotent; safe to retry on UNAVAILABLE.
+        Errors: those of Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ParseCompletion(self, request, context):
+        """Splits a completion into content, reasoning and tool calls, with the parsers that the recipe names. Idempotent.
+        INVALID_ARGUMENT: the tools are malformed, or the text is above 1 MiB. FAILED_PRECONDITION: the recipe names no parser
+        that the request needs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchLoad(self, request, context):
         """Streams load reports: the present one at once, then one every period. After a broken
         connection, call again. Needs no deadline.
@@ -100,6 +127,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.GenerateRequest.FromString,
                     response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'ScoreTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreTokens,
+                    request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ScoreTokensRequest.FromString,
+                    response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ScoreTokensResponse.SerializeToString,
+            ),
+            'ParseCompletion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ParseCompletion,
+                    request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ParseCompletionRequest.FromString,
+                    response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ParseCompletionResponse.SerializeToString,
             ),
             'WatchLoad': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchLoad,
@@ -163,6 +200,60 @@ class RolloutService(object):
             '/fourfold.rollout.v1.RolloutService/Generate',
             fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.GenerateRequest.SerializeToString,
             fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.rollout.v1.RolloutService/ScoreTokens',
+            fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ScoreTokensRequest.SerializeToString,
+            fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ScoreTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ParseCompletion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.rollout.v1.RolloutService/ParseCompletion',
+            fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ParseCompletionRequest.SerializeToString,
+            fourfold_dot_rollout_dot_v1_dot_rollout__service__pb2.ParseCompletionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,15 @@ class RolloutServiceStub:
     or tokens in flight), UNAVAILABLE (starting, draining, asleep, weights dirty, or the engine
     died).
     """
+    ScoreTokens: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ScoreTokensRequest, _rollout_service_pb2.ScoreTokensResponse]
+    """Computes log-probabilities of given tokens under the current policy. Idempotent; safe to retry on UNAVAILABLE.
+    Errors: those of Generate.
+    """
+    ParseCompletion: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ParseCompletionRequest, _rollout_service_pb2.ParseCompletionResponse]
+    """Splits a completion into content, reasoning and tool calls, with the parsers that the recipe names. Idempotent.
+    INVALID_ARGUMENT: the tools are malformed, or the text is above 1 MiB. FAILED_PRECONDITION: the recipe names no parser
+    that the request needs.
+    """
     WatchLoad: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchLoadRequest, _rollout_service_pb2.WatchLoadResponse]
     """Streams load reports: the present one at once, then one every period. After a broken
     connection, call again. Needs no deadline.
@@ -74,6 +83,15 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a retry delay (too many requests
     or tokens in flight), UNAVAILABLE (starting, draining, asleep, weights dirty, or the engine
     died).
+    """
+    ScoreTokens: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ScoreTokensRequest, _rollout_service_pb2.ScoreTokensResponse]  # type: ignore[assignment]
+    """Computes log-probabilities of given tokens under the current policy. Idempotent; safe to retry on UNAVAILABLE.
+    Errors: those of Generate.
+    """
+    ParseCompletion: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ParseCompletionRequest, _rollout_service_pb2.ParseCompletionResponse]  # type: ignore[assignment]
+    """Splits a completion into content, reasoning and tool calls, with the parsers that the recipe names. Idempotent.
+    INVALID_ARGUMENT: the tools are malformed, or the text is above 1 MiB. FAILED_PRECONDITION: the recipe names no parser
+    that the request needs.
     """
     WatchLoad: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchLoadRequest, _rollout_service_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """Streams load reports: the present one at once, then one every period. After a broken
@@ -109,6 +127,27 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a retry delay (too many requests
         or tokens in flight), UNAVAILABLE (starting, draining, asleep, weights dirty, or the engine
         died).
+        """
+
+    @_abc_1.abstractmethod
+    def ScoreTokens(
+        self,
+        request: _rollout_service_pb2.ScoreTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.ScoreTokensResponse, _abc.Awaitable[_rollout_service_pb2.ScoreTokensResponse]]:
+        """Computes log-probabilities of given tokens under the current policy. Idempotent; safe to retry on UNAVAILABLE.
+        Errors: those of Generate.
+        """
+
+    @_abc_1.abstractmethod
+    def ParseCompletion(
+        self,
+        request: _rollout_service_pb2.ParseCompletionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.ParseCompletionResponse, _abc.Awaitable[_rollout_service_pb2.ParseCompletionResponse]]:
+        """Splits a completion into content, reasoning and tool calls, with the parsers that the recipe names. Idempotent.
+        INVALID_ARGUMENT: the tools are malformed, or the text is above 1 MiB. FAILED_PRECONDITION: the recipe names no parser
+        that the request needs.
         """
 
     @_abc_1.abstractmethod

@@ -70,6 +70,9 @@ class Experience(_message.Message):
     REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     BASELINE_SCORE_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    SEGMENT_INDEX_FIELD_NUMBER: _builtins.int
+    SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """1 to 128 characters of [A-Za-z0-9_-], unique in a run; the deduplication key."""
     group_id: _builtins.str
@@ -122,6 +125,15 @@ class Experience(_message.Message):
     """Score of a greedy completion of the same prompt, which is not trained on itself; finite.
     Unset: none; refused when the recipe's advantage is ReMax, the only one that needs it.
     """
+    trajectory_id: _builtins.str
+    """Trajectory that the tokens belong to, in the alphabet of sample_id. A trajectory whose history was edited,
+    summarised or branched has several segments, each an experience of its own. They have one score, belong to one
+    group, and together have the weight of one sample in every aggregation. Empty: sample_id; it has one segment.
+    """
+    segment_index: _builtins.int
+    """Index of the segment in its trajectory, in [0, segment_count)."""
+    segment_count: _builtins.int
+    """Number of segments of the trajectory; all of them are in one batch. Unset or 0: 1."""
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
         """Policy versions of the tokens as consecutive spans, at least one; their token_count adds up
@@ -147,10 +159,13 @@ class Experience(_message.Message):
         reference_logprobs: _builtins.bytes = ...,
         token_rewards: _builtins.bytes = ...,
         baseline_score: _builtins.float | None = ...,
+        trajectory_id: _builtins.str = ...,
+        segment_index: _builtins.int = ...,
+        segment_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "baseline_score", b"baseline_score", "score", b"score", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "action_mask", b"action_mask", "baseline_score", b"baseline_score", "behavior_logprobs", b"behavior_logprobs", "end_reason", b"end_reason", "group_id", b"group_id", "loss_mask", b"loss_mask", "reference_logprobs", b"reference_logprobs", "sample_id", b"sample_id", "score", b"score", "scorer", b"scorer", "temperature", b"temperature", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "top_k", b"top_k", "top_p", b"top_p", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "action_mask", b"action_mask", "baseline_score", b"baseline_score", "behavior_logprobs", b"behavior_logprobs", "end_reason", b"end_reason", "group_id", b"group_id", "loss_mask", b"loss_mask", "reference_logprobs", b"reference_logprobs", "sample_id", b"sample_id", "score", b"score", "scorer", b"scorer", "segment_count", b"segment_count", "segment_index", b"segment_index", "temperature", b"temperature", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "top_k", b"top_k", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__baseline_score: _TypeAlias = _typing.Literal["baseline_score"]  # noqa: Y015
     _WhichOneofArgType__baseline_score: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score"]  # noqa: Y015

@@ -1,0 +1,33 @@
+"""The version of the contract in `proto/`, and its files as an installed wheel has them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+CONTRACT_VERSION: Final = "1.1"
+"""MAJOR.MINOR. MINOR grows with every additive change, MAJOR with a change that breaks older clients."""
+PROTO_DIR: Final = Path(__file__).with_name("protos")
+"""The import root of the .proto files, and DESCRIPTOR_SET."""
+DESCRIPTOR_SET: Final = "fourfold.binpb"
+"""A `google.protobuf.FileDescriptorSet` with all imported files."""
+_VERSION: Final = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")
+
+
+def contract_problem(version: str) -> str:
+    """Return why a service of contract `version` cannot be used, with the remedy; empty: it can.
+
+    An empty version is that of a service older than the field.
+    """
+    if not version:
+        return ""
+    if not _VERSION.fullmatch(version):
+        return f"contract_version is {version[:40]!r}; it must be MAJOR.MINOR"
+    theirs, ours = (int(v.partition(".")[0]) for v in (version, CONTRACT_VERSION))
+    if theirs == ours:
+        return ""
+    return (
+        f"the service has contract {version}, and this client {CONTRACT_VERSION}; both need the same major version: "
+        f"upgrade {'this client' if theirs > ours else 'the service'}"
+    )

@@ -27,7 +27,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One trajectory; score, reference log-probabilities and token rewards are empty until they are known."""
+    """A trajectory, or a segment of one; score, reference log-probabilities and token rewards are empty until known."""
 
     sample_id: str
     group_id: str
@@ -45,6 +45,14 @@ class Sample:
     reference_logprobs: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)  # [n] or [0]
     token_rewards: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)  # [n] or [0]
     baseline_score: float | None = None
+    trajectory_id: str = ""  # empty: sample_id
+    segment_index: int = 0
+    segment_count: int = 1
+
+    @property
+    def trajectory(self) -> str:
+        """The id of the trajectory that the tokens belong to."""
+        return self.trajectory_id or self.sample_id
 
     @property
     def oldest_version(self) -> int:

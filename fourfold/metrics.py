@@ -81,6 +81,8 @@ SKIPPED_STEPS: Final = "train/skipped_steps"
 NONFINITE_LOSS: Final = "train/nonfinite_loss"
 TRAINED_TOKENS: Final = "train/tokens_per_step"
 TRAINED_SAMPLES: Final = "train/samples_per_step"
+TRAINED_SEGMENTS: Final = "train/segments_per_sample"
+TRAINED_TURNS: Final = "train/turns_per_sample"
 DUMMY_FRACTION: Final = "train/dummy_fraction"
 PADDING_FRACTION: Final = "train/padding_fraction"
 POLICY_LAG_MEAN: Final = "train/policy_lag_mean"
@@ -96,6 +98,12 @@ STALE_TOKENS: Final = "async/stale_token_fraction"
 LENGTH_BIAS: Final = "async/length_bias"
 GROUPS_RUNNING: Final = "async/groups_running"
 GROUPS_READY: Final = "async/groups_ready"
+TASKS_WAITING: Final = "agents/tasks_waiting"
+TASKS_LEASED: Final = "agents/tasks_leased"
+TASKS_TAKEN: Final = "agents/tasks_taken"
+TASKS_RELEASED: Final = "agents/tasks_released"
+TASKS_EXPIRED: Final = "agents/tasks_expired"
+TASKS_REFUSED: Final = "agents/tasks_refused"
 PROBE_DIFF_MEAN: Final = "weights/probe_diff_mean"
 PROBE_DIFF_MAX: Final = "weights/probe_diff_max"
 PUBLISH_SECONDS: Final = "weights/publish_seconds"
@@ -131,6 +139,8 @@ DROPPED_SAMPLES: Final = "samples/dropped"
 CERTIFICATE_SECONDS: Final = "security/certificate_seconds"
 EVAL_SCORE: Final = "eval/score"
 EVAL_HALF_WIDTH: Final = "eval/half_width"
+EVAL_VERSION_MIN: Final = "eval/policy_version_min"
+EVAL_VERSION_MAX: Final = "eval/policy_version_max"
 
 METRICS: Final[dict[str, str]] = {
     # Rewards, groups and lengths are measured on all generated samples, before [algorithm.filter]. The filter keeps
@@ -204,7 +214,9 @@ METRICS: Final[dict[str, str]] = {
     SKIPPED_STEPS: "steps: number since the start of the run that changed no weights: nothing to learn, or an overflow",
     NONFINITE_LOSS: "updates: number in this step whose policy loss was not finite",
     TRAINED_TOKENS: "tokens: number in the loss of the policy, counted once per epoch",
-    TRAINED_SAMPLES: "samples: number in the update",
+    TRAINED_SAMPLES: "samples: number in the update; a trajectory of several segments is one",
+    TRAINED_SEGMENTS: "segments: mean number of a sample sent to the trainer; above 1 where agents edit their history",
+    TRAINED_TURNS: "turns: mean number of a sample sent to the trainer, over all of its segments",
     DUMMY_FRACTION: "share in [0, 1]: dummy micro-batches of the policy, on ranks with fewer micro-batches than others",
     PADDING_FRACTION: "share in [0, 1]: padding tokens in the micro-batches of the policy",
     POLICY_LAG_MEAN: "policy versions: trainer's version minus the oldest that sampled a trajectory, mean",
@@ -220,6 +232,12 @@ METRICS: Final[dict[str, str]] = {
     LENGTH_BIAS: "mean length of the completions trained since the start, divided by that of all scored ones, minus 1",
     GROUPS_RUNNING: "groups: number in generation or scoring when the step's batch was complete",
     GROUPS_READY: "groups: number that were ready for a later step when the step's batch was complete",
+    TASKS_WAITING: "tasks: number that wait for an agent when the step's batch was complete",
+    TASKS_LEASED: "tasks: number that agents work on when the step's batch was complete",
+    TASKS_TAKEN: "tasks: number whose trajectory was stored since the step before",
+    TASKS_RELEASED: "tasks: number that agents gave up since the step before",
+    TASKS_EXPIRED: "tasks: number whose lease or time ended without a trajectory since the step before",
+    TASKS_REFUSED: "tasks: number of trajectories refused since the step before, because they break the contract",
     PROBE_DIFF_MEAN: "nats: logprob mismatch on the probe prompt after the update, mean |difference|, worst engine",
     PROBE_DIFF_MAX: "nats: logprob mismatch on the probe prompt after the update, largest |difference|",
     PUBLISH_SECONDS: "seconds: from the first call of the weight update to the release of the last engine",
@@ -255,6 +273,8 @@ METRICS: Final[dict[str, str]] = {
     CERTIFICATE_SECONDS: "seconds: until the first certificate of coordinator or members expires; only with TLS",
     EVAL_SCORE: "score units: mean held-out score",
     EVAL_HALF_WIDTH: "score units: half width of the 95 % interval of eval/score, clustered by task group",
+    EVAL_VERSION_MIN: "policy versions: lowest one that sampled a token of a held-out answer",
+    EVAL_VERSION_MAX: "policy versions: highest one; above that of the step if no engine kept its weights",
 }
 
 TIMES_OF_A_STEP: Final = (

@@ -1,14 +1,16 @@
 """Defines the advantage estimators, one class each: recipe keys, computation and formula. numpy float64.
 
-    B         samples, in groups of one prompt each; groups may differ in size
+    B         samples, in groups of one prompt each; groups may differ in size. A trajectory of several segments is one
     k         action tokens of all samples, packed: one sample after another (packed.py)
+    u         turns of all samples (turns.py)
     r         [B]  score of a sample after shaping (rewards.py)
     R         [k]  reward of a token (rewards.py)
     V         [k]  the critic's estimate of the state before the token
     A         [k]  advantage
 
 An estimator has two parts, in this order: `compare` turns the scores into one number per sample, by comparison with
-other samples; `spread` turns rewards into one number per token. `compare` gets the whole batch, and `spread` about a
+other samples, or `compare_turns` the rewards of turns into one number per turn; `spread` turns rewards into one number
+per token. `compare` gets the whole batch, and `spread` about a
 million tokens at a time, always whole samples: a token's number may depend on its own sample only. The defaults: scores
 are not compared, and A is the sum of the rewards that are still to come.
 
@@ -29,6 +31,7 @@ from fourfold.algorithm.registry import Definition, Registry
 
 if TYPE_CHECKING:
     from fourfold.algorithm.packed import PackedRewards
+    from fourfold.algorithm.turns import ScoredTurns
     from fourfold.arrays import Float64Array, Int64Array
 
 
@@ -48,6 +51,8 @@ class AdvantageEstimator(Definition):
 
     compares_samples: ClassVar[bool] = False
     """True: it compares the samples of a prompt, needs at least two, and token rewards count by their sum."""
+    compares_turns: ClassVar[bool] = False
+    """True: `compare_turns` is called in place of `compare`; `spread` gets the rewards of the KL penalty alone."""
     needs_critic: ClassVar[bool] = False
     needs_greedy_sample: ClassVar[bool] = False
     """True: one more answer to each prompt is sampled greedily, scored and not trained on."""
@@ -57,6 +62,10 @@ class AdvantageEstimator(Definition):
     def compare(self, batch: ScoredSamples) -> Float64Array:
         """Return the score of each sample relative to others, [B]."""
         return batch.scores
+
+    def compare_turns(self, turns: ScoredTurns) -> Float64Array:
+        """Return the advantage of each turn, [u], which all of its tokens have; only called with `compares_turns`."""
+        return turns.returns(1.0)
 
     def spread(self, rewards: PackedRewards) -> tuple[Float64Array, Float64Array | None]:
         """Return advantages, [k], and, with a critic, returns, [k], of some of the samples; neither is whitened."""
@@ -106,6 +115,8 @@ class Gae(AdvantageEstimator):
     hole_mode: Literal["skip", "decay"] = "skip"
     """Tokens of the environment between two turns. skip: the next action is one step away. decay: gamma and lambda keep
     multiplying, as in OpenRLHF."""
+    turn_discount: float = Field(default=1.0, gt=0, le=1)
+    """Discount per turn: it multiplies what follows the last token of a turn, beside gamma, which counts tokens."""
     source: ClassVar[str] = "arXiv 1506.02438, eq. 16"
     needs_critic: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
@@ -117,17 +128,21 @@ class Gae(AdvantageEstimator):
         g - 1 positions, in which R and V are 0, the recursion runs g - 1 times more:
 
             A_t = R_t + (gamma lam)^(g-1) gamma V_next - V_t + (gamma lam)^g A_next
+
+        At the end of a turn, V_next and A_next are also multiplied by turn_discount.
         """
         assert rewards.values is not None, "needs_critic is set"
         steps, discount = rewards.steps(across_holes=self.hole_mode == "decay"), self.gamma * self.lam
-        ahead = discount ** (steps - 1) * self.gamma * rewards.next_values()
-        advantages = rewards.sum_to_come(rewards.rewards + ahead - rewards.values, discount**steps)
+        turns = rewards.turn_factors(self.turn_discount)
+        ahead = discount ** (steps - 1) * self.gamma * turns * rewards.next_values()
+        advantages = rewards.sum_to_come(rewards.rewards + ahead - rewards.values, discount**steps * turns)
         return advantages, advantages + rewards.values
 
     def formula(self) -> str:
         return (
             f"A_t = d_t + {factor(self.gamma * self.lam)}A_next, d_t = R_t + {factor(self.gamma)}V_next - V_t (GAE, "
             f"gamma {self.gamma:g}, lambda {self.lam:g}){_holes(self.hole_mode, self.gamma * self.lam)}"
+            f"{_per_turn(self.turn_discount)}"
         )
 
 
@@ -140,17 +155,21 @@ class Reinforce(AdvantageEstimator):
     """Discount per step."""
     hole_mode: Literal["skip", "decay"] = "skip"
     """As for gae."""
+    turn_discount: float = Field(default=1.0, gt=0, le=1)
+    """As for gae."""
     source: ClassVar[str] = "arXiv 2501.03262"
     per_token: ClassVar[bool] = True
 
     def spread(self, rewards: PackedRewards) -> tuple[Float64Array, Float64Array | None]:
         """Return the discounted sum of the rewards to come, [k]."""
         steps = rewards.steps(across_holes=self.hole_mode == "decay")
-        return rewards.sum_to_come(rewards.rewards, self.gamma**steps), None
+        factors = self.gamma**steps * rewards.turn_factors(self.turn_discount)
+        return rewards.sum_to_come(rewards.rewards, factors), None
 
     def formula(self) -> str:
         power = f"{self.gamma:g}^(k - t) " if self.gamma != 1 else ""
-        return f"A_t = sum of {power}R_k over the tokens k from t on{_holes(self.hole_mode, self.gamma)}"
+        notes = _holes(self.hole_mode, self.gamma) + _per_turn(self.turn_discount)
+        return f"A_t = sum of {power}R_k over the tokens k from t on{notes}"
 
 
 @ADVANTAGES.register
@@ -245,6 +264,40 @@ class Opo(GroupEstimator):
         return "r - sum(n r) / sum(n), over the samples of a prompt, n their sampled tokens"
 
 
+@ADVANTAGES.register
+class TurnGrpo(AdvantageEstimator):
+    """GRPO on the returns of turns: all tokens of a turn have its advantage."""
+
+    kind: Literal["turn-grpo"] = "turn-grpo"
+    turn_discount: float = Field(default=1.0, ge=0, le=1)
+    """Discount of the next turn's return, from 0 (the turn's own rewards) to 1 (all rewards that are still to come)."""
+    baseline: Literal["turn", "group"] = "turn"
+    """turn: a turn is compared with the turns of the same index of the other samples (arXiv 2505.11821, section 3); the
+    only sample that has so many turns gets 0 there. group: with all turns of the prompt's samples (arXiv 2507.11948,
+    section 3), each sample weighing the same."""
+    epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation."""
+    source: ClassVar[str] = "arXiv 2505.11821; 2507.11948"
+    compares_samples: ClassVar[bool] = True
+    compares_turns: ClassVar[bool] = True
+
+    def compare_turns(self, turns: ScoredTurns) -> Float64Array:
+        """Return (G - mean) / (std + epsilon), [u]; exactly 0 where there is nothing to compare, or all are equal."""
+        same_turn = self.baseline == "turn"
+        return turns.compare(turns.returns(self.turn_discount), same_turn=same_turn, epsilon=self.epsilon)
+
+    def formula(self) -> str:
+        peers = (
+            "the turns of the same index" if self.baseline == "turn" else "all turns, each sample weighing the same,"
+        )
+        power = f"{self.turn_discount:g}^(m - j) " if self.turn_discount != 1 else ""
+        returns = f"sum of {power}R_m over the turns m from j on" if self.turn_discount else "R_j"
+        return (
+            f"(G - mean(G)) / (std(G) + {self.epsilon:g}), G_j = {returns}, R the rewards of a turn's tokens, plus r "
+            f"in the last turn; mean and std over {peers} of a prompt's samples"
+        )
+
+
 def group_members(groups: Sequence[str]) -> list[list[int]]:
     """Return the indices of each group's samples, groups in the order of their first sample."""
     members: dict[str, list[int]] = {}
@@ -261,6 +314,10 @@ def factor(value: float) -> str:
 def _centred(scores: Float64Array) -> Float64Array:
     centred: Float64Array = scores - scores.mean()
     return centred
+
+
+def _per_turn(discount: float) -> str:
+    return f"; what follows a turn is multiplied by {discount:g}" if discount != 1 else ""
 
 
 def _holes(mode: str, discount: float) -> str:

@@ -1,6 +1,7 @@
 """Computes the weight of each token in the loss. numpy float64, over the whole optimizer step.
 
-    B        samples of the step, over all ranks and micro-batches
+    B        samples of the step, over all ranks and micro-batches. A trajectory of several segments is one sample: its
+             n_i are the tokens of all segments, so that splitting it changes no weight
     n_i      action tokens of sample i, may be 0
     N        sum of n_i
     B'       samples with n_i > 0

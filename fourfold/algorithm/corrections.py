@@ -1,11 +1,11 @@
 """Corrects the policy loss for the logprob mismatch between the engine that sampled and the trainer.
 
-    k           loss tokens of a micro-batch, all samples one after another
-    s           samples of the micro-batch
+    k           loss tokens of a micro-batch, all trajectories one after another
+    s           trajectories of the micro-batch; a "sample" below is a trajectory, with all its segments
     old o       [k]  log-probability under the trainer's policy before the step
     behavior u  [k]  log-probability that the engine reported when it sampled the token
     d           [k]  o - u
-    segments    int64 [k]  sample of each token, 0 to s - 1
+    segments    int64 [k]  trajectory of each token, 0 to s - 1
 
 A correction multiplies a token's policy loss by a weight, or rejects the token. A rejected token still counts in N and
 B' (aggregation.py).
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["tis", "icepop", "sequence-mask", "sequence-mask-tis"]
+
+OF_WHOLE_SAMPLES: Final[tuple[Kind, ...]] = ("sequence-mask", "sequence-mask-tis")
+"""Corrections whose weight of a token depends on the other tokens of the sample."""
 
 DEFAULT_BOUNDS: Final[dict[Kind, tuple[float, float]]] = {
     "tis": (0.0, 2.0),

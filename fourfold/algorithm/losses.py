@@ -5,7 +5,7 @@
     o             [k]  old log-probability, before the step began
     A             [k]  advantage
     ratio         [k]  exp(p - o), the log clamped to +-20
-    segments      int64 [k]  sample of each token, 0 to s - 1
+    segments      int64 [k]  trajectory of each token, 0 to s - 1
 
 A loss is computed in the precision of p and is not yet weighted: see aggregation.py and corrections.py. As long as
 p = o, every policy loss here has the gradient of REINFORCE, -A; in the sequence form of GSPO, the sample's mean of it.
@@ -33,13 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """Columns of a micro-batch that a policy loss may read. Samples are never split over micro-batches."""
+    """Columns of a micro-batch that a policy loss may read.
+
+    The loss tokens of a trajectory, those of all its segments, are in one micro-batch, except where `token_wise` allows
+    to split them.
+    """
 
     logprobs: Tensor  # p, [k]; the only one with a gradient
     old_logprobs: Tensor  # o, [k]
     behavior_logprobs: Tensor  # [k]: as reported by the engine that sampled the token
     advantages: Tensor  # A, [k]
-    segments: Tensor  # int64 [k]: sample of each token, 0 to segment_count - 1
+    segments: Tensor  # int64 [k]: trajectory of each token, 0 to segment_count - 1
     segment_count: int
 
     def __post_init__(self) -> None:
@@ -69,6 +73,9 @@ class PolicyLoss(Definition):
 
     compares_with_old: ClassVar[bool] = True
     """False if the loss does not read the old log-probabilities."""
+    token_wise: ClassVar[bool] = False
+    """True if the loss of a token depends on that token alone: a trajectory of several segments that is longer than a
+    micro-batch may then be split. False is safe for every loss."""
     corrects_lag: ClassVar[bool] = False
     """True if the loss itself weighs tokens by their behavior log-probabilities."""
 
@@ -112,6 +119,7 @@ class PpoLoss(_ClippedLoss):
     dual_clip: float = Field(default=0.0, ge=0)
     """Bounds the loss of a negative advantage at this multiple of it; above 1, or 0: off."""
     source: ClassVar[str] = "arXiv 1707.06347, eq. 7"
+    token_wise: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _bounds_from_above(self) -> Self:
@@ -138,7 +146,7 @@ class PpoLoss(_ClippedLoss):
 
 @LOSSES.register
 class GspoLoss(_ClippedLoss):
-    """PPO's loss with one ratio for the whole sample. Its bounds are 3e-4 and 4e-4: a mean moves less."""
+    """PPO's loss with one ratio for the whole trajectory. Its bounds are 3e-4 and 4e-4: a mean moves less."""
 
     kind: Literal["gspo"] = "gspo"
     form: Literal["token", "sequence"] = "token"
@@ -172,6 +180,7 @@ class CispoLoss(PolicyLoss):
     """Bounds of the ratio itself, not of its distance to 1; 0: no lower bound."""
     ratio_max: float = Field(default=5.0, gt=0)
     source: ClassVar[str] = "arXiv 2506.13585, eq. 4 and 5"
+    token_wise: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -201,6 +210,7 @@ class SapoLoss(PolicyLoss):
     tau_negative: float = Field(default=1.05, gt=0)
     """The same where A <= 0."""
     source: ClassVar[str] = "arXiv 2511.20347"
+    token_wise: ClassVar[bool] = True
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
         """Return -4 / tau * sigmoid(tau (ratio - 1)) A; gradient -A ratio 4 s (1 - s), s the sigmoid."""
@@ -221,6 +231,7 @@ class ReinforceLoss(PolicyLoss):
 
     kind: Literal["reinforce"] = "reinforce"
     source: ClassVar[str] = "Williams, 1992"
+    token_wise: ClassVar[bool] = True
     compares_with_old: ClassVar[bool] = False
 
     def compute(self, inputs: LossInputs) -> TokenLoss:

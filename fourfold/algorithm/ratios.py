@@ -1,8 +1,8 @@
-"""Bounds ratios of probabilities and averages tokens over samples.
+"""Bounds ratios of probabilities and averages tokens over trajectories.
 
-k              tokens of a micro-batch; samples are never split over micro-batches
-s              samples of the micro-batch
-segments       int64 [k]  sample of each token, 0 to s - 1
+k              tokens of a micro-batch; it has all tokens of a trajectory that is averaged
+s              trajectories of the micro-batch
+segments       int64 [k]  trajectory of each token, 0 to s - 1
 log-ratio d    [k]  difference of two log-probabilities of the same token
 """
 
@@ -23,7 +23,7 @@ def clamp(log_ratio: Tensor) -> Tensor:
 
 
 def segment_mean(values: Tensor, segments: Tensor, segment_count: int, selected: Tensor | None = None) -> Tensor:
-    """Return the mean of each sample's values, float64 [s], over its `selected` tokens (None: all); 0 without any."""
+    """Return the mean of a trajectory's values, float64 [s], over its `selected` tokens (None: all); 0 without any."""
     # float64: the sum of a thousand float32 differences of 1e-4 has few digits, and GSPO clips at 1 +- 3e-4.
     counted = (values.new_ones(values.shape) if selected is None else selected).double()
     chosen = (values if selected is None else values.masked_fill(~selected, 0.0)).double()

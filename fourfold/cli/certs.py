@@ -110,6 +110,8 @@ def _of_recipe(path: Path) -> list[Principal]:
         "reference": config.reference.replicas,
         "viewer": 1,
     }
+    if config.agents.source != "none":
+        counts |= {"gateway": config.gateway.replicas, "environment": config.environment.replicas}
     return [Principal(role, f"{role}-{index}") for role, count in counts.items() for index in range(max(count, 1))]
 
 

@@ -1,5 +1,6 @@
 """Configures a run by a recipe, a TOML file: `load` reads and checks it, `dump` writes it back."""
 
+from fourfold.config.agents import AgentsConfig as AgentsConfig
 from fourfold.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from fourfold.config.algorithm import CorrectionConfig as CorrectionConfig
 from fourfold.config.algorithm import FilterConfig as FilterConfig

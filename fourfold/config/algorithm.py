@@ -143,6 +143,11 @@ class AlgorithmConfig(Table):
         """True if a critic is trained."""
         return self.advantage.needs_critic
 
+    @property
+    def needs_whole_trajectories(self) -> bool:
+        """True if a token's loss depends on its trajectory, whose segments must then fit in one micro-batch."""
+        return not self.loss.token_wise or self.correction.kind in corrections.OF_WHOLE_SAMPLES
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, given: Any) -> Any:

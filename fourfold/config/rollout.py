@@ -58,7 +58,7 @@ _VLLM_FIXED: Final = {
 }
 
 
-class AgentsConfig(Table):
+class AgentLimitsConfig(Table):
     """Limits of external agents: callers of the public port, and callers with an agent's certificate.
 
     A token may have limits of its own, which replace the first three.
@@ -105,7 +105,11 @@ class RolloutConfig(Table):
     """Free the engine's GPU memory while the trainer trains (SleepEngine). Needs GPUs."""
     public_listen: str = ""
     """host:port of the public port for agents (TLS and a token); empty: none."""
-    agents: AgentsConfig = AgentsConfig()
+    agents: AgentLimitsConfig = AgentLimitsConfig()
+    tool_parser: str = ""
+    """Name of vLLM's parser of tool calls for the model, such as `hermes`; empty: agents cannot use tools."""
+    reasoning_parser: str = ""
+    """Name of vLLM's parser of reasoning for the model, such as `qwen3`; empty: reasoning is part of the content."""
     disabled_vllm_patches: list[Literal["scheduler", "logprobs", "seeds"]] = Field(default=[])
     """Patches of vLLM to leave out, for example to find out whether one causes an error. The engine samples slower."""
     vllm: dict[str, Any] = Field(default={})

@@ -18,6 +18,7 @@ def check_tables(config: Config) -> None:
         )
     _check_weight_backend(config)
     _check_asynchrony(config)
+    _check_agents(config)
     _check_placement(config)
     _check_concurrent_samples(config)
     batch = config.batch
@@ -51,6 +52,52 @@ def _check_asynchrony(config: Config) -> None:
         raise ValueError(
             f"asynchrony.max_policy_lag = {lag} has engines sample while the trainer trains, and rollout.sleep_mode "
             f"frees their memory meanwhile; set rollout.sleep_mode = false or max_policy_lag = 0"
+        )
+
+
+def _check_agents(config: Config) -> None:
+    agents, group_size = config.agents, config.batch.group_size
+    if agents.source == "none" and (config.environment.replicas or config.gateway.replicas):
+        table = "environment" if config.environment.replicas else "gateway"
+        raise ValueError(
+            f"{table}.replicas = {getattr(config, table).replicas} starts services for agents, and agents.source = "
+            f'"none" trains on none of their sessions; set agents.source = "tasks" or "groups", or replicas = 0'
+        )
+    if config.environment.tools and config.environment.replicas and not config.rollout.tool_parser:
+        raise ValueError(
+            'environment.tools gives the model tools, and rollout.tool_parser = "" reads no calls of them; set it to '
+            'the parser of the model, such as "hermes"'
+        )
+    if agents.min_attempts > group_size:
+        raise ValueError(
+            f"agents.min_attempts = {agents.min_attempts} is above batch.group_size = {group_size}; lower it, or set "
+            f"it to 0 for all attempts"
+        )
+    if agents.source != "none" and config.algorithm.advantage.needs_greedy_sample:
+        raise ValueError(
+            f'agents.source = "{agents.source}" and algorithm.advantage.kind = "{config.algorithm.advantage.kind}" '
+            f"exclude each other: agents make no greedy attempt; choose another advantage"
+        )
+    _check_data(config)
+
+
+def _check_data(config: Config) -> None:
+    """Check that there is training data, unless agents bring their own groups."""
+    data, source = config.data, config.agents.source
+    if data.train is None and source != "groups":
+        raise ValueError(
+            f'data.train is missing, and agents.source = "{source}" takes its prompts from there; add [data.train] '
+            f'with path = "FILE.jsonl", or set agents.source = "groups"'
+        )
+    if data.train is not None and source == "groups":
+        raise ValueError(
+            'data.train is set, and agents.source = "groups" trains on the groups of agents alone; remove data.train, '
+            'or set agents.source = "tasks"'
+        )
+    if data.held_out and source == "groups" and not config.needs_scorer:
+        raise ValueError(
+            'data.eval needs scores, and agents.reward = "agent" has no reward service; set agents.reward = "service", '
+            "or remove data.eval"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from fourfold.config.agents import AgentsConfig, EnvironmentConfig, GatewayConfig
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.placement import PlacementConfig
 from fourfold.config.rollout import RolloutConfig
@@ -80,7 +81,8 @@ class HoldoutConfig(Table):
 class DataConfig(Table):
     """Prompts for training and evaluation."""
 
-    train: DataSourceConfig
+    train: DataSourceConfig | None = None
+    """Training data. Runs with agents.source = "groups" have none."""
     eval: DataSourceConfig | None = None
     """Evaluation data from a source of its own; excludes `holdout`."""
     holdout: HoldoutConfig | None = None
@@ -98,6 +100,8 @@ class DataConfig(Table):
     def _one_eval(self) -> Self:
         if self.eval and self.holdout:
             raise ValueError("`eval` and `holdout` are two sources of evaluation data; remove one")
+        if self.holdout and self.train is None:
+            raise ValueError("`holdout` takes groups of rows from `train`, which is missing; add it, or use `eval`")
         return self
 
     @property
@@ -314,7 +318,7 @@ class Config(Table):
     steps: int = Field(ge=1)
     """Training steps of the run."""
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = DataConfig()
     batch: BatchConfig
     sampling: SamplingConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -323,6 +327,9 @@ class Config(Table):
     critic: CriticConfig = CriticConfig()
     reward: RewardConfig = RewardConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    agents: AgentsConfig = AgentsConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     weights: WeightsConfig = WeightsConfig()
     asynchrony: AsynchronyConfig = AsynchronyConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -343,6 +350,11 @@ class Config(Table):
     def needs_reference(self) -> bool:
         """True if the algorithm uses the reference policy."""
         return self.algorithm.kl.coef > 0
+
+    @property
+    def needs_scorer(self) -> bool:
+        """True if the run has reward services: not if agents bring the reward of every trajectory."""
+        return self.agents.source == "none" or self.agents.reward == "service"
 
     @property
     def reference_on_gpus(self) -> bool:

@@ -96,7 +96,9 @@ class AsyncCoordinatorClient(AsyncClient):
 
     async def get_run(self, *, timeout: float | None = None) -> run.RunStatus:
         """Return a snapshot of the run."""
-        return self._status(await self._call(self._stub.GetRun, run.GetRunRequest(), timeout))
+        response = await self._call(self._stub.GetRun, run.GetRunRequest(), timeout)
+        self._check(response).contract(response.contract_version)
+        return self._status(response)
 
     def _status(self, response: run.GetRunResponse | run.WatchRunResponse) -> run.RunStatus:
         """Return the status of a response. Its numbers are finite, so that a display can draw them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from fourfold.model.token_bytes import TokenBytes
 
 Message = Mapping[str, Any]  # one chat message: at least "role" and "content"
+
+MARK: Final = "\udcff"
+"""Stands after the first character of each look-alike in escaped text. No valid text has it: it is half a character."""
 
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -67,6 +71,8 @@ class Tokenizer:
     _template: jinja2.Template | None
     _special: Mapping[str, str]
     _token_bytes: TokenBytes | None  # of byte-level tokenizers
+    _added: Mapping[int, str]  # texts of the added tokens: special tokens, and others that are never split
+    _control: re.Pattern[str] | None  # finds the texts of special tokens
 
     @staticmethod
     def load(source: str | Path) -> Tokenizer:
@@ -94,6 +100,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         template = chat_template(folder)
         special = _special_tokens(_json(folder / "tokenizer_config.json"))
+        added = tokenizer.get_added_tokens_decoder()
         return Tokenizer(
             sha256=tokenizer_sha256(folder),
             stop_token_ids=_stop_token_ids(folder, tokenizer, special),
@@ -103,10 +110,24 @@ class Tokenizer:
             _template=_compile(template, folder) if template is not None else None,
             _special=special,
             _token_bytes=TokenBytes(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None,
+            _added={token_id: token.content for token_id, token in added.items()},
+            _control=_control_pattern([t.content for t in added.values() if _is_control(t)]),
         )
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Return the messages as the text of the model, up to the beginning of the assistant's answer.
+
+        Args:
+            messages: with "role" and "content", and what else the template reads: "name", "tool_calls" (objects as in
+                OpenAI's chat completions, with the arguments as an object), "tool_call_id", "reasoning_content".
+            tools: functions, each {"type": "function", "function": {"name", "description", "parameters"}}.
+            add_generation_prompt: end with the beginning of the assistant's answer.
 
         Raises:
             ConfigError: the model has no chat template.
@@ -123,27 +144,60 @@ class Tokenizer:
             return self._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 **self._special,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        # A template is a program of others over data of others: it may fail in any of these ways.
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             roles = [m.get("role") for m in messages]
             raise InvalidInput(f"the chat template refuses messages with the roles {roles}: {error}") from None
+
+    def escape(self, value: Any) -> Any:
+        """Mark the texts of special tokens in messages or tools of others, so that `encode` does not convert them.
+
+        Otherwise the text of a user or a tool could end its own message and begin another one, in any role. Escape the
+        values, render them, and encode the result. Templates whose roles are plain text (such as "[INST]" of models
+        without such a token) cannot be protected.
+
+        Args:
+            value: text, or a mapping or list with texts at any depth, also in keys.
+        """
+        if self._control is None:
+            return value
+        if isinstance(value, str):
+            return self._control.sub(_mark, value)
+        if isinstance(value, Mapping):
+            return {self.escape(key): self.escape(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.escape(item) for item in value]
+        return value
+
+    @staticmethod
+    def unescape(text: str) -> str:
+        """Return a rendered text without the marks of `escape`."""
+        return text.replace(MARK, "")
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Return the token ids of a text.
 
         Args:
-            text: rendered chat, or plain text. The text of a special token becomes its id.
+            text: rendered chat, or plain text. The text of a special token becomes its id, unless it is escaped.
             add_special: add the special tokens for plain text, such as a begin token. A rendered chat has them.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        first, *others = text.split(MARK)
+        ids: list[int] = self._tokenizer.encode(first, add_special_tokens=add_special).ids
+        for part in others:
+            ids += self._tokenizer.encode(part, add_special_tokens=False).ids
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens and without ids without a token."""
-        return str(self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True))
+    def added_text(self, token_id: int) -> str | None:
+        """Return the text of an added token, such as a stop token; None for tokens that text is split into."""
+        return self._added.get(token_id)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of token ids, without ids without a token and, by default, without special tokens."""
+        return str(self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=skip_special))
 
     def decode_batch(self, sequences: Sequence[Int32Array]) -> list[str]:
         """Return the text of each sequence, as `decode` does; int32 [n] each. May be called in any thread."""
@@ -198,6 +252,26 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
+
+
+def _is_control(token: tokenizers.AddedToken) -> bool:
+    """Return whether a chat template may use an added token for the structure of messages.
+
+    Some models do not declare their role tokens special, but write them like special tokens. Other added tokens, such
+    as "<think>" or runs of spaces, are also a part of ordinary messages.
+    """
+    return bool(token.special) or token.content.startswith(("<|", "<\uff5c"))
+
+
+def _control_pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
+    # Tokens of one character have no second one to mark; none is known to be special.
+    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _mark(match: re.Match[str]) -> str:
+    text = match.group()
+    return text[0] + MARK + text[1:]
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

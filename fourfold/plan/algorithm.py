@@ -70,7 +70,7 @@ def _advantage(algorithm: AlgorithmConfig) -> str:
         if penalty:
             text = f"A_t = a - sum of {penalty} over the tokens from t on; a = {text}"
         else:
-            text = f"A = {text}; the same for each token of a sample"
+            text = f"A = {text}; the same for each token of a {'turn' if estimator.compares_turns else 'sample'}"
     return f"advantage: {text}.{_whitening(algorithm)}"
 
 

@@ -116,6 +116,8 @@ def _data(config: Config) -> str:
     data = config.data
     form = "as chat" if data.chat else "as plain text"
     system = f'; system prompt "{data.system_prompt}"' if data.system_prompt else "."
+    if data.train is None:
+        return "none: agents bring their own groups of attempts."
     return f"{_source(data.train)}, {form}{system}"
 
 

@@ -30,7 +30,9 @@ class AsyncReferenceClient(AsyncClient):
     async def get_info(self, *, timeout: float | None = None) -> pb.GetInfoResponse:
         """Return model, tokenizer hash and limits."""
         info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), timeout)
-        self._check(info).model(info)
+        check = self._check(info)
+        check.contract(info.contract_version)
+        check.model(info)
         return info
 
     async def forward(

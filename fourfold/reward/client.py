@@ -41,6 +41,7 @@ class AsyncRewardClient(AsyncClient):
         info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), timeout)
         info.name = clean(info.name, MAX_NAME)
         check = self._check(info)
+        check.contract(info.contract_version)
         check.tokenizer(info.tokenizer_sha256)
         check.not_negative(info, "max_sample_count")
         return info

@@ -6,10 +6,13 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
-from fourfold.arrays import Float32Array, Int32Array, VersionSpan
+import numpy as np
+
+from fourfold.arrays import BoolArray, Float32Array, Int32Array, VersionSpan
 from fourfold.rollout.stream_check import StreamCheck, sample_count
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
@@ -19,6 +22,8 @@ from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stre
 from fourfold.rpc.codec import pack_ints, read_floats, read_ints
 from fourfold.rpc.responses import MAX_DEVICES, MAX_ENGINE_VERSION
 from fourfold.types.v1.experience_pb2 import Experience
+
+NO_MASK: Final[BoolArray] = np.empty(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,6 +35,8 @@ class Completion:
     logprobs: Float32Array  # [n], natural log, at most 0
     version_spans: tuple[VersionSpan, ...]  # consecutive; their token counts add up to n
     finish_reason: pb.FinishReason.ValueType
+    constrained: BoolArray = field(default_factory=lambda: NO_MASK)
+    """[n] or [0], whether a grammar changed the distribution of a token, which is not for training; [0]: of none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,12 +48,13 @@ class CompletionChunk:
     logprobs: Float32Array  # [n]
     policy_version: int  # of the weights that sampled these tokens; a chunk never spans two versions
     finish_reason: pb.FinishReason.ValueType  # FINISH_REASON_UNSPECIFIED before the last chunk of the sample
+    constrained: BoolArray = field(default_factory=lambda: NO_MASK)  # [n] or [0], as of Completion
 
 
 class CompletionDraft:
     """The chunks of one sample as they come."""
 
-    __slots__ = ("_logprobs", "_spans", "_token_ids", "finish_reason", "index", "token_count")
+    __slots__ = ("_constrained", "_logprobs", "_spans", "_token_ids", "finish_reason", "index", "token_count")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -54,6 +62,7 @@ class CompletionDraft:
         self.finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED  # of the last chunk
         self._token_ids: list[bytes] = []
         self._logprobs: list[bytes] = []
+        self._constrained: list[tuple[int, bytes]] = []  # (index of the first token, its mask) of chunks with one
         self._spans: list[tuple[int, int]] = []  # (policy version, tokens)
 
     def add(self, chunk: pb.SampleChunk) -> None:
@@ -64,6 +73,8 @@ class CompletionDraft:
         if not ids:
             return
         count = len(ids) // 4
+        if mask := chunk.constrained_mask:
+            self._constrained.append((self.token_count, mask))
         self.token_count += count
         self._token_ids.append(ids)
         self._logprobs.append(chunk.logprobs)
@@ -80,7 +91,16 @@ class CompletionDraft:
             logprobs=read_floats(b"".join(self._logprobs)),
             version_spans=tuple(VersionSpan(policy_version=v, token_count=n) for v, n in self._spans),
             finish_reason=self.finish_reason,
+            constrained=self._joined_mask(),
         )
+
+    def _joined_mask(self) -> BoolArray:
+        if not self._constrained:
+            return NO_MASK
+        mask = np.zeros(self.token_count, np.bool_)
+        for start, part in self._constrained:
+            mask[start : start + len(part)] = np.frombuffer(part, np.bool_)
+        return mask
 
 
 class AsyncRolloutClient(AsyncClient):
@@ -99,6 +119,7 @@ class AsyncRolloutClient(AsyncClient):
         """Return model, tokenizer hash, limits and policy version."""
         info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), timeout)
         check = self._check(info)
+        check.contract(info.contract_version)
         check.model(info)
         check.version(info.policy_version)
         check.not_negative(info, "max_concurrent_samples")
@@ -111,6 +132,7 @@ class AsyncRolloutClient(AsyncClient):
         *,
         sample_count: int = 1,
         min_policy_version: int = 0,
+        grammar_prefix_count: int = 0,
         timeout: float | None = None,
     ) -> list[Completion]:
         """Sample whole completions of one prompt. Cancelling aborts them in the engine.
@@ -120,6 +142,7 @@ class AsyncRolloutClient(AsyncClient):
             params: temperature, max_tokens and so on; default: temperature 1, up to the context length.
             sample_count: 1 to 256.
             min_policy_version: refuse when the service has older weights.
+            grammar_prefix_count: number of last prompt tokens that were sampled under `params.grammar`.
             timeout: seconds for all samples together.
 
         Returns:
@@ -131,7 +154,7 @@ class AsyncRolloutClient(AsyncClient):
             Overloaded: Too much is in flight; try again after `retry_after` seconds.
             FourfoldError: Any other error of the service or of the connection.
         """
-        request = _request(prompt_token_ids, params, sample_count, min_policy_version)
+        request = _request(prompt_token_ids, params, sample_count, min_policy_version, grammar_prefix_count)
         return await self.complete(request, timeout=timeout)
 
     async def stream(
@@ -141,6 +164,7 @@ class AsyncRolloutClient(AsyncClient):
         *,
         sample_count: int = 1,
         min_policy_version: int = 0,
+        grammar_prefix_count: int = 0,
         flush_seconds: float = 0.05,
         timeout: float | None = None,
     ) -> AsyncGenerator[CompletionChunk, None]:
@@ -149,7 +173,7 @@ class AsyncRolloutClient(AsyncClient):
         Arguments and errors as of `sample`. `flush_seconds`, 0 to 10, is the longest time that tokens wait in the
         service to be sent together.
         """
-        request = _request(prompt_token_ids, params, sample_count, min_policy_version)
+        request = _request(prompt_token_ids, params, sample_count, min_policy_version, grammar_prefix_count)
         request.flush_interval.FromNanoseconds(int(flush_seconds * 1e9))
         async with aclosing(self.generate(request, timeout=timeout)) as chunks:
             async for chunk in chunks:
@@ -159,6 +183,7 @@ class AsyncRolloutClient(AsyncClient):
                     logprobs=read_floats(chunk.logprobs),
                     policy_version=chunk.policy_version,
                     finish_reason=chunk.finish_reason,
+                    constrained=np.frombuffer(chunk.constrained_mask, np.bool_),
                 )
 
     async def generate(
@@ -195,6 +220,36 @@ class AsyncRolloutClient(AsyncClient):
                 drafts[chunk.sample_index].add(chunk)
         return [draft.join() for draft in drafts]
 
+    async def score_tokens(
+        self, token_ids: Sequence[int] | Int32Array, *, timeout: float | None = None
+    ) -> tuple[Float32Array, int]:
+        """Compute the log-probability of each of n given tokens at temperature 1, n >= 2.
+
+        Returns:
+            float32 [n], the first NaN; and the policy version.
+        """
+        request = pb.ScoreTokensRequest(token_ids=token_ids)
+        response = await self._call(self._stub.ScoreTokens, request, timeout)
+        check = self._check(response)
+        asked = [Experience(sample_id="tokens", token_ids=pack_ints(token_ids))]
+        rows = check.rows([response.logprobs], asked)
+        check.logprobs(rows, asked)
+        check.version(response.policy_version)
+        return rows[0], response.policy_version
+
+    async def parse_completion(
+        self, text: str, *, tools_json: str = "", timeout: float | None = None
+    ) -> pb.ParseCompletionResponse:
+        """Split a completion, with its special tokens, into content, reasoning and tool calls.
+
+        `tools_json` is a JSON array as in OpenAI's chat completions; empty: no tools.
+        """
+        request = pb.ParseCompletionRequest(text=text, tools_json=tools_json)
+        response = await self._call(self._stub.ParseCompletion, request, timeout)
+        unnamed = any(not call.name for call in response.tool_calls)
+        self._check(response).require(not unnamed, "a tool call has no name")
+        return response
+
     def watch_load(
         self, *, period: float = 1.0, timeout: float | None = None
     ) -> AsyncGenerator[pb.WatchLoadResponse, None]:
@@ -213,11 +268,17 @@ class RolloutClient(SyncClient[AsyncRolloutClient]):
     stream = blocking_stream(AsyncRolloutClient.stream)
     generate = blocking_stream(AsyncRolloutClient.generate)
     complete = blocking(AsyncRolloutClient.complete)
+    score_tokens = blocking(AsyncRolloutClient.score_tokens)
+    parse_completion = blocking(AsyncRolloutClient.parse_completion)
     watch_load = blocking_stream(AsyncRolloutClient.watch_load)
 
 
 def _request(
-    prompt: Sequence[int] | Int32Array, params: pb.SamplingParams | None, count: int, min_version: int
+    prompt: Sequence[int] | Int32Array,
+    params: pb.SamplingParams | None,
+    count: int,
+    min_version: int,
+    prefix_count: int,
 ) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         request_id=uuid.uuid4().hex,
@@ -225,6 +286,7 @@ def _request(
         sampling_params=params,
         sample_count=count,
         min_policy_version=min_version,
+        grammar_prefix_count=prefix_count,
     )
 
 

@@ -24,7 +24,7 @@ class StreamCheck:
 
     def __init__(self, request: pb.GenerateRequest, *, peer: str) -> None:
         count, params = sample_count(request), request.sampling_params
-        self._require = ResponseCheck(peer, f"Generate of {request.request_id}").require
+        self._fault = ResponseCheck(peer, f"Generate of {request.request_id}").fault
         self._max_tokens = params.max_tokens if params.HasField("max_tokens") else _MAX_TOKENS
         self._versions = [request.min_policy_version] * count  # of the newest token of each sample
         self._tokens = [0] * count
@@ -32,49 +32,52 @@ class StreamCheck:
 
     def check_size(self, response: pb.GenerateResponse) -> None:
         """Refuse a response without chunks: a service could send them without end."""
-        self._require(bool(response.chunks), "a response has no chunks; it must have at least one")
+        if not response.chunks:
+            raise self._fault("a response has no chunks; it must have at least one")
 
+    # Thousands of chunks come in a second: a message is only made for one that breaks a rule.
     def add(self, chunk: pb.SampleChunk) -> None:
         """Check the next chunk and record its tokens."""
         index, version, count = chunk.sample_index, chunk.policy_version, len(self._tokens)
         if index not in self._open:
             known = 0 <= index < count
             fault = "continues after its finish_reason" if known else f"was not requested; there are {count}"
-            self._require(False, f"sample {index} {fault}", "WRONG_SAMPLE")
-        what, size = f"sample {index}", self._check_tokens(chunk)
+            raise self._fault(f"sample {index} {fault}", "WRONG_SAMPLE")
+        size = self._check_tokens(chunk)
         if size:
-            self._require(
-                self._versions[index] <= version <= MAX_NUMBER,
-                f"{what} has tokens of policy_version {version}; {self._versions[index]} or a later one is due",
-                "BAD_VERSION",
-            )
+            if not self._versions[index] <= version <= MAX_NUMBER:
+                due = f"{self._versions[index]} or a later one is due"
+                raise self._fault(f"sample {index} has tokens of policy_version {version}; {due}", "BAD_VERSION")
             self._versions[index] = version
         self._tokens[index] += size
-        fault = f"{what} has more tokens than the {self._max_tokens} that were requested"
-        self._require(self._tokens[index] <= self._max_tokens, fault, "TOO_MANY_TOKENS")
+        if self._tokens[index] > self._max_tokens:
+            fault = f"has more tokens than the {self._max_tokens} that were requested"
+            raise self._fault(f"sample {index} {fault}", "TOO_MANY_TOKENS")
         if chunk.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             self._open.discard(index)
-        else:
-            self._require(size > 0, f"{what} has a chunk with neither tokens nor a finish_reason")
+        elif not size:
+            raise self._fault(f"sample {index} has a chunk with neither tokens nor a finish_reason")
 
     def check_end(self) -> None:
         """Check at the end of the stream that every sample is finished."""
-        fault = f"the stream ended before sample {min(self._open, default=0)} was finished"
-        self._require(not self._open, fault, "UNFINISHED")
+        if self._open:
+            raise self._fault(f"the stream ended before sample {min(self._open)} was finished", "UNFINISHED")
 
     def _check_tokens(self, chunk: pb.SampleChunk) -> int:
         """Check the arrays of a chunk; return its number of tokens."""
         size, data = len(chunk.token_ids), chunk.logprobs
-        self._require(
-            not size % 4 and len(data) == size,
-            f"sample {chunk.sample_index} has {size} bytes of token_ids and {len(data)} of logprobs; both must be 4 "
-            f"bytes a token",
-            "WRONG_LENGTH",
-        )
+        if size % 4 or len(data) != size:
+            raise self._fault(
+                f"sample {chunk.sample_index} has {size} bytes of token_ids and {len(data)} of logprobs; both must be "
+                f"4 bytes a token",
+                "WRONG_LENGTH",
+            )
         values = np.frombuffer(data, "<f4")
-        self._require(
-            not size or bool(values.max() <= 0 and values.min() > -np.inf),  # NaN fails both comparisons
-            f"sample {chunk.sample_index} has log-probabilities that are NaN, -inf or above 0",
-            "NOT_FINITE",
-        )
+        if size and not (np.maximum.reduce(values) <= 0 and np.minimum.reduce(values) > -np.inf):  # NaN fails both
+            fault = "has log-probabilities that are NaN, -inf or above 0"
+            raise self._fault(f"sample {chunk.sample_index} {fault}", "NOT_FINITE")
+        mask = chunk.constrained_mask
+        if mask and (len(mask) != size // 4 or mask.strip(b"\0\1")):
+            rule = f"{len(mask)} bytes of constrained_mask; it must be empty or have a byte of 0 or 1 for each token"
+            raise self._fault(f"sample {chunk.sample_index} has {rule}", "WRONG_LENGTH")
         return size // 4

@@ -27,6 +27,8 @@ MAX_WATCHES_PER_PRINCIPAL: Final = 64
 MAX_WATCHES_PER_AGENT: Final = 16
 # A member makes one call at a time. Without this limit a single faulty member could take all slots of a service.
 MEMBER_LIMITS: Final = CallerLimits(concurrent_calls=32)
+# An environment service has one call in flight for each of its episodes.
+ENVIRONMENT_LIMITS: Final = CallerLimits(concurrent_calls=1024)
 
 _REFLECTION: Final = "ServerReflectionInfo"
 _WATCHES: Final = "watches"
@@ -125,6 +127,8 @@ def limits_by_role(
         if principal.is_agent:
             own = overrides(principal.name)
             return replace(agents, **own) if own else agents
+        if principal.role == "environment":
+            return ENVIRONMENT_LIMITS
         return MEMBER_LIMITS if principal.role in MEMBER_ROLES else UNLIMITED
 
     return limits
@@ -208,6 +212,11 @@ class Quotas:
         finally:
             usage.tokens -= count
             self._forget(principal, limits)
+
+    def usage(self, principal: Principal) -> tuple[CallerLimits, int]:
+        """Return the limits of a principal, and its tokens in flight."""
+        usage = self._usage.get(principal)
+        return self._limits(principal), usage.tokens if usage else 0
 
     def _find(self, principal: Principal, limits: CallerLimits) -> _Usage:
         """Return the usage of a principal with its current allowance; make an entry if it has none."""

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from fourfold.arrays import Float32Array
 from fourfold.bounds import MAX_NUMBER
+from fourfold.contract import contract_problem
 from fourfold.errors import PeerFault
 from fourfold.rpc.codec import read_floats
 from fourfold.text import clean
@@ -28,6 +29,8 @@ Response = TypeVar("Response", bound=Message)
 MAX_ENGINE_VERSION: Final = 1 << 40
 MAX_DEVICES: Final = 4096  # devices, workers or ranks of one service
 MAX_OFFER_BYTES: Final = 4096
+# Messages whose strings are data, with line ends and of any length.
+_VERBATIM: Final = frozenset({"fourfold.rollout.v1.ParseCompletionResponse"})
 _UUID_BYTES: Final = 16
 _SUM_BYTES: Final = 16
 # In nats. No softmax gives a larger magnitude, and sums of larger float32 values over a batch lose their meaning.
@@ -44,8 +47,11 @@ def clean_response(response: Response | None, *, peer: str, name: str) -> Respon
 
 
 def clean_strings(message: Message) -> None:
-    """Replace every string in `message` and in its submessages with `text.clean` of it. Map keys stay unchanged."""
-    if not _has_strings(message.DESCRIPTOR):
+    """Replace every string in `message` and in its submessages with `text.clean` of it. Map keys stay unchanged.
+
+    Messages in `_VERBATIM` stay unchanged.
+    """
+    if not _has_strings(message.DESCRIPTOR) or message.DESCRIPTOR.full_name in _VERBATIM:
         return
     for field, value in message.ListFields():
         inner = field.message_type
@@ -91,7 +97,7 @@ class ModelInfo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResponseCheck:
-    """The rules for responses of one method. All methods raise PeerFault with the value and the rule."""
+    """The rules for responses of one method. All methods but `fault` raise PeerFault with the value and the rule."""
 
     peer: str  # the called service, for messages, e.g. "rollout-0 at 127.0.0.1:5000"
     name: str  # the called method
@@ -99,7 +105,11 @@ class ResponseCheck:
     def require(self, holds: bool, rule: str, kind: str = "BAD_RESPONSE") -> None:
         """Raise PeerFault with the reason `kind` unless the response keeps a rule."""
         if not holds:
-            raise PeerFault(self.peer, kind, f"{self.name}: {rule}")
+            raise self.fault(rule, kind)
+
+    def fault(self, rule: str, kind: str = "BAD_RESPONSE") -> PeerFault:
+        """Return the error of a response that breaks a rule, with the reason `kind`."""
+        return PeerFault(self.peer, kind, f"{self.name}: {rule}")
 
     def not_negative(self, message: object, field: str) -> None:
         """Check that a field is at least 0."""
@@ -111,6 +121,11 @@ class ResponseCheck:
         self.tokenizer(info.tokenizer_sha256)
         self.not_negative(info, "max_context_tokens")
         self.not_negative(info, "vocabulary_size")
+
+    def contract(self, version: str) -> None:
+        """Check that the service has our major version of the contract. An empty version is that of an old service."""
+        problem = contract_problem(version)
+        self.require(not problem, problem, "OTHER_CONTRACT")
 
     def tokenizer(self, digest: bytes) -> None:
         """Check the SHA-256 of a tokenizer. An empty digest means that the service has no tokenizer."""

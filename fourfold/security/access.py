@@ -34,7 +34,7 @@ from fourfold.security.tokens import TokenGrant, read_tokens
 if TYPE_CHECKING:  # clients of agents must not import the configuration schema
     from fourfold.config import SecurityConfig
 
-ROLES: Final = ("rollout", "trainer", "reward", "reference", "coordinator", "viewer")
+ROLES: Final = ("rollout", "trainer", "reward", "reference", "gateway", "environment", "coordinator", "viewer")
 """Roles of certificates. Viewers are `fourfold run`, `watch` and `weights`, which only read the state of the run."""
 # Principals without a name: `open_channel` accepts any server of the role.
 COORDINATOR: Final = Principal("coordinator")
@@ -45,24 +45,28 @@ REVOKED_FILE: Final = "revoked.txt"
 WARN_DAYS: Final = 14
 """Remaining validity below which `expiry_warning` warns."""
 
-MEMBER_ROLES: Final = frozenset({"rollout", "trainer", "reward", "reference"})
+MEMBER_ROLES: Final = frozenset({"rollout", "trainer", "reward", "reference", "gateway", "environment"})
 _COORDINATOR: Final = frozenset({"coordinator"})
 
 # A service without a row is refused to every caller.
 POLICY: Final[Mapping[str, frozenset[str]]] = {
-    "fourfold.rollout.v1.RolloutService": _COORDINATOR,
+    "fourfold.rollout.v1.RolloutService": frozenset({"coordinator", "gateway"}),
     "fourfold.rollout.v1.RolloutControlService": _COORDINATOR,
     "fourfold.reward.v1.RewardService": _COORDINATOR,
     "fourfold.reference.v1.ReferenceService": _COORDINATOR,
     "fourfold.trainer.v1.TrainerService": _COORDINATOR,
     "fourfold.trainer.v1.TrainerWeightService": _COORDINATOR,
     "fourfold.coordinator.v1.MembershipService": MEMBER_ROLES,
-    "fourfold.coordinator.v1.RunService": frozenset({"viewer"}),
+    "fourfold.coordinator.v1.ExperienceService": frozenset({"gateway"}),
+    "fourfold.coordinator.v1.RunService": frozenset(
+        {"viewer", "gateway", "environment"}
+    ),  # to find engines and gateways
+    "fourfold.agent.v1.AgentService": frozenset({"environment"}),
     # Health and reflection are open to every certificate of the deployment.
     "grpc.health.v1.Health": frozenset(ROLES),
     "grpc.reflection.v1alpha.ServerReflection": frozenset(ROLES),
 }
-PUBLIC_SERVICES: Final = frozenset({"fourfold.rollout.v1.RolloutService"})
+PUBLIC_SERVICES: Final = frozenset({"fourfold.rollout.v1.RolloutService", "fourfold.agent.v1.AgentService"})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,8 +101,8 @@ class Security:
         folder, tokens_file = Path(config.directory), Path(config.tokens_file)
         own, revoked = folder / f"{member.name}.pem", folder / REVOKED_FILE
         tokens: WatchedFiles[dict[str, TokenGrant]] | None = None
-        # Only rollout services have a public port; other machines need no token file.
-        if config.tokens_file and member.role == "rollout":
+        # Only rollout services and gateways have public ports; other machines need no token file.
+        if config.tokens_file and member.role in ("rollout", "gateway"):
             tokens = WatchedFiles([tokens_file], lambda: read_tokens(tokens_file))
             if not tokens.get():
                 raise ConfigError(f"{tokens_file}: holds no token digest; make one with `fourfold certs token add`")

@@ -24,10 +24,13 @@ from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
 from fourfold.security.material import read_lines
 from fourfold.security.principal import CallerLimits
 
-# Methods of the public services that each scope allows.
+# Methods of the public services that each scope allows: sampling, reading limits, and sessions that are trained on.
 SCOPES: Final[Mapping[str, frozenset[str]]] = {
-    "generate": frozenset({"Generate"}),
-    "info": frozenset({"GetInfo", "WatchLoad"}),
+    "generate": frozenset(
+        {"Generate", "ScoreTokens", "ParseCompletion", "Tokenize", "Detokenize", "ApplyChatTemplate"}
+    ),
+    "info": frozenset({"GetInfo", "GetQuota", "WatchLoad"}),
+    "train": frozenset({"NextTask", "OpenSession", "CloseSession", "ExportSession", "WatchSession"}),
 }
 # Limits that a token may have.
 LIMITS: Final = tuple(limit.name for limit in fields(CallerLimits))

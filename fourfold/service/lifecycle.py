@@ -65,7 +65,9 @@ class ServeOptions:
     coordinator: str = ""  # host:port; empty: the service runs without a coordinator
     run_dir: Path | None = None  # folder of the run, for checkpoints, exports and logs
     advertise: str = ""  # host name or address that other services connect to; empty: the one of `listen`
+    gateway: str = ""  # host:port of the gateway of an environment service; empty: those of the coordinator's run
     metrics_listen: str = ""  # "host:port" of the metrics endpoint; empty: as the recipe says ([metrics])
+    engines: tuple[str, ...] = ()  # host:port of each engine of a gateway without a coordinator
 
 
 class ServiceHost:

@@ -74,7 +74,9 @@ class AsyncTrainerClient(AsyncClient):
 
     async def get_status(self, *, timeout: float | None = None) -> pb.TrainerStatus:
         """Return step, policy version, phase and limits."""
-        return self._status(await self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout))
+        response = await self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
+        self._check(response).contract(response.contract_version)
+        return self._status(response)
 
     def _status(
         self, response: pb.GetStatusResponse | pb.WatchStatusResponse | pb.LoadCheckpointResponse

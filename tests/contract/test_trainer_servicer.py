@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
+from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput, NotFound, StaleEpoch, Unavailable, WrongState
 from fourfold.rpc.codec import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
@@ -33,6 +34,11 @@ async def test_status_names_the_limits_and_the_tokenizer(trainer: Trainer) -> No
         vocabulary_size=VOCABULARY,
         max_context_tokens=16,
     )
+
+
+async def test_the_status_has_the_version_of_the_contract(trainer: Trainer) -> None:
+    response = await trainer.client._stub.GetStatus(pb.GetStatusRequest(), timeout=SECONDS)
+    assert response.contract_version == CONTRACT_VERSION
 
 
 async def test_status_and_watch_answer_while_a_step_runs(trainer: Trainer) -> None:

@@ -60,7 +60,8 @@ def critic(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def truth(recipe: str, kind: str, llama: Path, critic: Path) -> dict[str, Gradients]:
     """Return the gradients of policy and critic."""
-    samples = ragged(kind, vocabulary=VOCABULARY)
+    # A segment repeats the history, so that its tokens have the gradient of the whole trajectory.
+    samples = ragged("few" if kind == "segments" else kind, vocabulary=VOCABULARY)
     policy: Any = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64)
     if recipe == "grpo":
         advantages = torch.from_numpy(group_advantages(samples)).double()[:, None]

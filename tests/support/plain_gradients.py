@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fourfold.arrays import Float32Array, Sample
 from tests.fakes.trainer_engine import group_of
+from tests.support.trajectories import cut
 
 Gradients = dict[str, Tensor]
 
@@ -31,11 +32,17 @@ def holed(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def ragged(kind: str, *, vocabulary: int) -> list[Sample]:
-    """Return a batch of uneven samples: `many`; `few`, which leave one of three ranks empty; `one`, a group of one."""
+    """Return a batch of uneven samples.
+
+    `many`; `few`, which leave one of three ranks empty; `segments`, those of `few` cut into the segments of each
+    trajectory; `one`, a group of one.
+    """
     common: dict[str, Any] = {"vocabulary": vocabulary, "seed": 7, "reference": True}
     few = group_of([0, 3], group="a", prompt=3, completion=12, temperature=0.7, **common)
     if kind == "few":
         return holed(few)
+    if kind == "segments":
+        return [part for number, one in enumerate(holed(few)) for part in cut(one, (1, 3) if number else (1, 2, 3))]
     one = group_of([1], group="b", prompt=2, completion=7, **common)
     if kind == "one":
         return holed(one)

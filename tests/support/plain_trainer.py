@@ -170,7 +170,7 @@ def plain_ppo(folder: Path, config: Config) -> Arrays:
             advantages.append(returns[-1] - v)
         every = torch.cat(advantages)
         centre, spread = every.mean(), every.var(correction=0).clamp(min=1e-8).sqrt()
-        parts = mini_batches(len(samples), config, step=number)
+        parts = mini_batches(np.arange(len(samples) + 1), config, step=number)
         losses, norms = torch.zeros(2), (list[float](), list[float]())
         for part in parts:
             count = sum(int(masks[i].sum()) for i in part)

@@ -79,7 +79,7 @@ class Case:
 
 
 # Tokens per micro-batch, by kind of batch: for one pass on each rank, for two or three, and for one for each sample.
-SPLITS = {"many": (512, 64, 25), "few": (512, 16), "one": (16,)}
+SPLITS = {"many": (512, 64, 25), "few": (512, 16), "segments": (512, 16), "one": (16,)}
 
 
 def batch(number: int) -> list[Sample]:

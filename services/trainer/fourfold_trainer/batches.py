@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar, overload
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from fourfold.nn.batching import TokenBatch, pack
 Array = NDArray[Any]
 MicroBatch: TypeAlias = "TokenBatch | PolicyBatch | ValueBatch | WeightedBatch"
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _ZERO: Final = np.zeros(1, np.float32)
 
@@ -27,7 +28,7 @@ class PolicyBatch:
     """One forward and backward pass of the policy on one rank."""
 
     tokens: TokenBatch
-    segments: Int32Array  # [k], sample of each token, 0 for the first
+    trajectories: Int32Array  # [k], trajectory of each token, 0 for the first
     weights: Float32Array  # [k], weight of each token's loss; 0: a dummy, which counts nowhere
     advantages: Float32Array  # [k]
     behavior_logprobs: Float32Array  # [k]
@@ -67,7 +68,7 @@ def dummy_policy_batch(*, with_old: bool, with_reference: bool) -> PolicyBatch:
     """Return a dummy with the columns of the real batches."""
     return PolicyBatch(
         tokens=dummy_tokens(),
-        segments=np.zeros(1, np.int32),
+        trajectories=np.zeros(1, np.int32),
         weights=_ZERO,
         advantages=_ZERO,
         behavior_logprobs=_ZERO,
@@ -95,53 +96,29 @@ def to_arrays(batch: MicroBatch) -> list[Array]:
     return arrays
 
 
-class BatchArrays(Sequence[Array]):
-    """The arrays of some micro-batches, one batch after another; each batch is made when its arrays are read."""
-
-    def __init__(self, share: Sequence[MicroBatch]) -> None:
-        self._share = share
-        self._size = len(to_arrays(share[0])) if share else 0  # of one batch
-
-    def __len__(self) -> int:
-        return len(self._share) * self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Array: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Array]: ...
-    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
-        if isinstance(index, int):
-            return to_arrays(self._share[index // self._size])[index % self._size]
-        numbers = range(len(self))[index]
-        made = {number: to_arrays(self._share[number]) for number in {i // self._size for i in numbers}}
-        return [made[i // self._size][i % self._size] for i in numbers]
-
-    def __iter__(self) -> Iterator[Array]:
-        return (array for batch in self._share for array in to_arrays(batch))
+def from_arrays(make: Callable[..., T], arrays: Sequence[Array]) -> T:
+    """Return the batch of the class `make` whose arrays `to_arrays` returned."""
+    names: Sequence[str] = make.__slots__  # type: ignore[attr-defined]
+    head = len(TokenBatch.__slots__) if names[0] == "tokens" else 0  # the arrays of the field `tokens` come first
+    tokens = {"tokens": TokenBatch(**dict(zip(TokenBatch.__slots__, arrays[:head], strict=True)))} if head else {}
+    return make(**tokens, **dict(zip(names[bool(head) :], arrays[head:], strict=True)))
 
 
-class ReceivedBatches(Sequence[T]):
-    """The batches of the class `make` whose arrays, one batch after another, `to_arrays` returned."""
+class Batches(Protocol[T_co]):
+    """The micro-batches of one rank, which are read once, in order."""
 
-    def __init__(self, make: Callable[..., T], arrays: Sequence[Array]) -> None:
-        names: Sequence[str] = make.__slots__  # type: ignore[attr-defined]
-        # The arrays of the field `tokens` come first.
-        self._head = len(TokenBatch.__slots__) if names[0] == "tokens" else 0
-        self._columns = names[1:] if self._head else names
-        self._make, self._arrays, self._size = make, arrays, self._head + len(self._columns)
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[T_co]: ...
+
+
+class ReceivedBatches(Generic[T]):
+    """The micro-batches of the class `make`, each made of its arrays when it is read."""
+
+    def __init__(self, make: Callable[..., T], batches: Batches[Sequence[Array]]) -> None:
+        self._make, self._batches = make, batches
 
     def __len__(self) -> int:
-        return len(self._arrays) // self._size
+        return len(self._batches)
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        part, head = self._arrays[index * self._size : (index + 1) * self._size], self._head
-        tokens = {"tokens": TokenBatch(**dict(zip(TokenBatch.__slots__, part[:head], strict=True)))} if head else {}
-        return self._make(**tokens, **dict(zip(self._columns, part[head:], strict=True)))
+    def __iter__(self) -> Iterator[T]:
+        return (from_arrays(self._make, arrays) for arrays in self._batches)

@@ -15,13 +15,14 @@ from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
 from fourfold_trainer.batches import (
-    BatchArrays,
     PolicyBatch,
     ReceivedBatches,
     ValueBatch,
     dummy_policy_batch,
+    from_arrays,
     to_arrays,
 )
+from fourfold_trainer.ranks.rank_processes import SharedBatches
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.micro_batches import LossTokens, MicroBatches, compute_per_token, deal
@@ -119,10 +120,11 @@ def test_every_loss_token_is_in_exactly_one_micro_batch(
     seen: list[tuple[float, int, float, float, float]] = []
     for micro in (m for share in shares for m in share):
         assert micro.tokens.token_count <= budget
-        assert len(micro.tokens.targets) == len(micro.advantages) == len(micro.segments)
+        assert len(micro.tokens.targets) == len(micro.advantages) == len(micro.trajectories)
         if micro.weights.any():
             assert (
-                micro.segments.tolist() == sorted(micro.segments) and len(set(micro.segments)) == micro.segments[-1] + 1
+                micro.trajectories.tolist() == sorted(micro.trajectories)
+                and len(set(micro.trajectories)) == micro.trajectories[-1] + 1
             )
             parts = (micro.advantages, micro.tokens.targets, micro.behavior_logprobs, micro.reference_logprobs)
             seen += list(zip(*(p.tolist() for p in parts), micro.tokens.temperatures.tolist(), strict=True))
@@ -187,9 +189,9 @@ def test_batches_survive_the_way_to_another_rank() -> None:
         tokens.value_micro_batches([0, 1], weights),
     )
     for batch, back in (
-        (micro, ReceivedBatches(PolicyBatch, to_arrays(micro) * 2)[1]),
-        (values, ReceivedBatches(ValueBatch, to_arrays(values) * 2)[1]),
-        (micro.tokens, ReceivedBatches(TokenBatch, to_arrays(micro.tokens) * 2)[1]),
+        (micro, from_arrays(PolicyBatch, to_arrays(micro))),
+        (values, from_arrays(ValueBatch, to_arrays(values))),
+        (micro.tokens, from_arrays(TokenBatch, to_arrays(micro.tokens))),
     ):
         assert [a.tolist() for a in to_arrays(back)] == [a.tolist() for a in to_arrays(batch)]
         assert type(back) is type(batch)
@@ -205,14 +207,11 @@ def test_a_micro_batch_is_made_when_its_rank_reads_it() -> None:
         return next(batch for share in shares for batch, s in zip(share, share.shares, strict=True) if s == ids)
 
     share = MicroBatches(shares[1].shares, note, dummy_policy_batch(with_old=False, with_reference=False))
-    received = ReceivedBatches(PolicyBatch, BatchArrays(share))
-    made.clear()
+    batches = SharedBatches([], [share, shares[0]], sequence=1)
+    received = ReceivedBatches(PolicyBatch, batches)
     assert len(received) == 3 and not made
     assert [batch.advantages.tolist() for batch in received] == [b.advantages.tolist() for b in shares[1]]
     assert made == list(share.shares), "each once, in order"
-    whole = [array.tolist() for batch in shares[1] for array in to_arrays(batch)]
-    assert [array.tolist() for array in BatchArrays(shares[1])] == whole
-    assert [array.tolist() for array in BatchArrays(shares[1])[5:20]] == whole[5:20]
 
 
 @pytest.mark.parametrize(

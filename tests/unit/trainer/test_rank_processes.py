@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,13 @@ import pytest
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold.host.postmortem import Death
+from fourfold_trainer.batches import dummy_value_batch, to_arrays
 from fourfold_trainer.engine import EngineFailedError
 from fourfold_trainer.ranks import rank_processes
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
-from fourfold_trainer.ranks.rank_channel import RankChannel
-from fourfold_trainer.ranks.rank_processes import RankProcesses, place_ranks, rank_environment
+from fourfold_trainer.ranks.main import QueuedBatches
+from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
+from fourfold_trainer.ranks.rank_processes import RankProcesses, SharedBatches, place_ranks, rank_environment
 
 
 def recipe(**tables: Any) -> Config:
@@ -116,6 +119,68 @@ def test_a_rank_that_does_not_answer_ends_all_but_transfers(monkeypatch: pytest.
             group.call("save")
         with pytest.raises(DeadlinePassed):  # aborted, and the next epoch may do
             group.request("send_weights", fields={}, timeout=0.05)
+
+
+class Noting:
+    """A channel that keeps what is sent, and breaks at one message."""
+
+    def __init__(self, breaks_at: int = -1) -> None:
+        self.sent, self._breaks_at = list[RankMessage](), breaks_at
+
+    def send(self, message: RankMessage) -> None:
+        if len(self.sent) == self._breaks_at:
+            self._breaks_at = -1
+            raise Unavailable("the rank channel broke")
+        self.sent.append(message)
+
+
+def shared(*channels: Noting, batches: int) -> SharedBatches:
+    shares = [[dummy_value_batch() for _ in range(batches)] for _ in range(1 + len(channels))]
+    return SharedBatches(cast(Any, channels), shares, sequence=7)
+
+
+def test_a_rank_gets_its_batches_while_rank_0_reads_one_ahead_of_it() -> None:
+    """All at once, they would take several times the memory of the samples."""
+    first, second = Noting(), Noting()
+    batches = shared(first, second, batches=4)
+    counts = [(len(first.sent), len(second.sent)) for _ in batches]
+    assert len(batches) == 4 and counts == [(2, 2), (3, 3), (4, 4), (4, 4)]
+    batches.send_rest()
+    assert [(m.name, m.sequence) for m in first.sent] == [(BATCH, 7)] * 4
+    expected = [array.tolist() for array in to_arrays(dummy_value_batch())]
+    assert [array.tolist() for array in second.sent[3].arrays] == expected
+
+
+def test_a_rank_gets_the_batches_that_rank_0_did_not_read() -> None:
+    other = Noting()
+    batches = shared(other, batches=5)
+    next(iter(batches))
+    batches.send_rest()
+    assert len(other.sent) == 5
+
+
+def test_nothing_follows_a_message_that_broke_a_channel() -> None:
+    """It would be read as the rest of that message. The worker of rank 0 turns the error into an answer."""
+    other = Noting(breaks_at=2)
+    batches = shared(other, batches=5)
+    with pytest.raises(Unavailable, match="the rank channel broke"):
+        list(batches)
+    with pytest.raises(Unavailable, match="the rank channel broke"):
+        batches.send_rest()
+    assert len(other.sent) == 2
+
+
+def test_batches_that_do_not_come_are_an_error_with_a_deadline() -> None:
+    messages: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
+    messages.put(RankMessage(name=BATCH, arrays=to_arrays(dummy_value_batch())))
+    batches = iter(QueuedBatches(3, messages, timeout=0.01))
+    assert len(next(batches)) == len(to_arrays(dummy_value_batch()))
+    with pytest.raises(DeadlinePassed, match="did not send micro-batch 2 of 3 in trainer"):
+        next(batches)
+    messages.put(RankMessage(name="close"))
+    with pytest.raises(Unavailable, match="sent close instead of micro-batch 1 of 2"):
+        next(iter(QueuedBatches(2, messages, timeout=0.01)))
+    assert messages.get_nowait().name == "close", "the rank still ends"
 
 
 class Dying:

@@ -174,13 +174,14 @@ def test_old_logprobs_stay_those_of_the_start_so_that_later_updates_clip() -> No
 
 def test_every_epoch_deals_all_samples_to_its_mini_batches_and_repeats_itself() -> None:
     config = recipe(batch={"mini_batches_per_step": 3, "epochs_per_step": 2})
-    parts = mini_batches(8, config, step=4)
+    bounds = np.arange(9)
+    parts = mini_batches(bounds, config, step=4)
     for epoch in (parts[:3], parts[3:]):
         assert sorted(i for part in epoch for i in part) == list(range(8))
     assert [len(p) for p in parts] == [3, 3, 2, 3, 3, 2]
-    assert parts[:3] != parts[3:] and parts == mini_batches(8, config, step=4)
-    assert parts != mini_batches(8, config, step=5)
-    assert mini_batches(8, recipe(), step=4) == [list(range(8))]
+    assert parts[:3] != parts[3:] and parts == mini_batches(bounds, config, step=4)
+    assert parts != mini_batches(bounds, config, step=5)
+    assert mini_batches(bounds, recipe(), step=4) == [list(range(8))]
 
 
 def test_a_mini_batch_with_nothing_to_learn_is_left_out() -> None:
@@ -251,7 +252,7 @@ def test_remax_compares_with_the_greedy_answer() -> None:
     _, result = run(samples, recipe(algorithm={"advantage": {"kind": "remax"}}))
     assert np.concatenate(result.targets.advantages).tolist() == [0.75, 0.75]
     with pytest.raises(InvalidInput, match="sample s has no baseline_score"):
-        check_samples([sample("s")], recipe(algorithm={"advantage": {"kind": "remax"}}).algorithm, policy_version=0)
+        check_samples([sample("s")], recipe(algorithm={"advantage": {"kind": "remax"}}), policy_version=0)
 
 
 def test_penalties_come_before_the_comparison_and_the_clip_after_it() -> None:

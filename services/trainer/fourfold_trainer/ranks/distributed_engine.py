@@ -21,7 +21,7 @@ from fourfold.errors import FourfoldError
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
-from fourfold_trainer.batches import BatchArrays, MicroBatch, PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.batches import MicroBatch, PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import SentWeights, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import ModelSize
 from fourfold_trainer.ranks.rank_channel import RankMessage
@@ -210,9 +210,7 @@ def _update(
     group: RankProcesses, name: str, shares: Sequence[Sequence[MicroBatch]], settings: UpdateSettings
 ) -> UpdateSums:
     """Run one optimizer step on all ranks; return the sums over ranks."""
-    sums, *others = map(
-        read_sums, group.call_on_shares(name, [BatchArrays(share) for share in shares], fields=asdict(settings))
-    )
+    sums, *others = map(read_sums, group.call_on_shares(name, shares, fields=asdict(settings)))
     for other in others:
         sums.add(other)
     return sums
@@ -222,10 +220,7 @@ def _compute(
     group: RankProcesses, name: str, shares: Sequence[Sequence[MicroBatch]], fields: dict[str, Any] | None = None
 ) -> list[list[Float32Array]]:
     """Run a command that answers one array for each batch; return the arrays of each share."""
-    return [
-        list(answer.arrays)
-        for answer in group.call_on_shares(name, [BatchArrays(share) for share in shares], fields=fields)
-    ]
+    return [list(answer.arrays) for answer in group.call_on_shares(name, shares, fields=fields)]
 
 
 def _to_bytes(answer: RankMessage) -> bytes:

@@ -13,33 +13,68 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fourfold.config import Config
-from fourfold.errors import FourfoldError
+from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
 from fourfold.host.process_tree import die_with_parent
-from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage
+from fourfold_trainer.batches import Array
+from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_processes import RankPlacement, make_worker
 from fourfold_trainer.ranks.worker import ANSWER, RankWorker
 
 
+class QueuedBatches:
+    """The micro-batches of a command, each as it comes; an end of them raises DeadlinePassed or Unavailable."""
+
+    def __init__(self, count: int, messages: queue.SimpleQueue[RankMessage], *, timeout: float) -> None:
+        self._count, self._messages, self._timeout = count, messages, timeout
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence[Array]]:
+        for index in range(self._count):
+            what = f"micro-batch {index + 1} of {self._count}"
+            try:
+                message = self._messages.get(timeout=self._timeout)
+            except queue.Empty:
+                text = f"rank 0 did not send {what} in trainer.step_timeout_seconds = {self._timeout:g}"
+                raise DeadlinePassed(text) from None
+            if message.name != BATCH:
+                self._messages.put(message)
+                raise Unavailable(f"rank 0 sent {message.name} instead of {what}")
+            yield message.arrays
+
+
 def main() -> int:
-    """Carry out rank 0's commands until it sends `close` or ends; return the exit code."""
+    """Join the process group of rank 0 and carry out its commands; return the exit code."""
+
+    def make(start: Mapping[str, Any], config: Config) -> RankWorker:
+        place, rendezvous = RankPlacement(**start["place"]), Path(start["rendezvous"])
+        return make_worker(config, Path(start["model_folder"]), place, rendezvous=rendezvous)
+
+    return run_rank(make)
+
+
+def run_rank(make: Callable[[Mapping[str, Any], Config], RankWorker]) -> int:
+    """Carry out rank 0's commands until it sends `close` or ends; return the exit code.
+
+    `make` gets the fields of rank 0's first message.
+    """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to rank 0, too, which then ends this process
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(sys.argv[1])
+    connection.connect(sys.argv[-1])
     channel = RankChannel(connection)
     start = channel.receive(timeout=60.0).fields
     try:
-        worker = make_worker(
-            Config.model_validate(start["config"]),
-            Path(start["model_folder"]),
-            RankPlacement(**start["place"]),
-            rendezvous=Path(start["rendezvous"]),
-        )
+        config = Config.model_validate(start["config"])
+        worker = make(start, config)
     except FourfoldError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1
@@ -48,6 +83,10 @@ def main() -> int:
     threading.Thread(target=_read, args=(channel, worker, commands), daemon=True).start()
     channel.send(RankMessage(name=ANSWER))
     while (command := commands.get()).name != "close":
+        if command.name == BATCH:  # of a command that failed before it
+            continue
+        timeout = config.trainer.step_timeout_seconds
+        command = replace(command, batches=QueuedBatches(command.batch_count, commands, timeout=timeout))
         channel.send(replace(worker.handle(command), sequence=command.sequence))
     worker.close()
     return 0

@@ -20,8 +20,9 @@ from typing import Any, Final
 import numpy as np
 
 from fourfold.errors import DeadlinePassed, Unavailable
-from fourfold_trainer.batches import Array
+from fourfold_trainer.batches import Array, Batches
 
+BATCH: Final = "batch"
 _SIZES: Final = struct.Struct("<IQ")
 _MAX_HEADER: Final = 1 << 28
 # The other end has a thread that only reads. One that does not for so long has stopped.
@@ -37,6 +38,8 @@ class RankMessage:
     fields: dict[str, Any] = field(default_factory=dict)  # JSON values
     arrays: Sequence[Array] = ()
     sequence: int = 0  # number of the command, which its answer repeats: a late answer is recognised and dropped
+    batch_count: int = 0  # messages named BATCH that follow a command, each with the arrays of one micro-batch
+    batches: Batches[Sequence[Array]] = ()  # those of a command while it is carried out; `send` leaves them out
 
 
 def from_bytes(data: bytes) -> Array:
@@ -58,7 +61,7 @@ class RankChannel:
         """Send one message. Raises Unavailable if the other end is gone or does not read."""
         arrays = [np.ascontiguousarray(array) for array in message.arrays]
         layout = [[array.dtype.str, array.shape] for array in arrays]
-        header = json.dumps([message.name, message.sequence, message.fields, layout]).encode()
+        header = json.dumps([message.name, message.sequence, message.batch_count, message.fields, layout]).encode()
         sizes = _SIZES.pack(len(header), sum(a.nbytes for a in arrays))
         with self._sending:
             try:
@@ -83,7 +86,7 @@ class RankChannel:
         header_size, body_size = _SIZES.unpack(self._read(_SIZES.size, end))
         if header_size > _MAX_HEADER:
             raise Unavailable(f"the rank channel carries no message: a header of {header_size} bytes")
-        name, sequence, fields, layout = json.loads(self._read(header_size, end))
+        name, sequence, batch_count, fields, layout = json.loads(self._read(header_size, end))
         body = memoryview(self._read(body_size, end))
         arrays, offset = [], 0
         for dtype, shape in layout:
@@ -93,7 +96,7 @@ class RankChannel:
             array = np.frombuffer(body, dtype, count, offset).reshape(shape)
             offset += array.nbytes
             arrays.append(array)
-        return RankMessage(name=name, fields=fields, arrays=arrays, sequence=sequence)
+        return RankMessage(name=name, fields=fields, arrays=arrays, sequence=sequence, batch_count=batch_count)
 
     def close(self) -> None:
         """Close this end; the other one reads the end of the stream."""

@@ -4,6 +4,7 @@
     -------------            ------                         ------
     send command  ---------> reader thread -> queue
     run it here              main thread runs it            (collectives join all ranks)
+      send batches  -------> reader thread -> queue         (when rank 0 reads its own ones)
     receive answers <------- send answer
 
 Rank 0 of the policy is in this process. All ranks of a critic with GPUs of its own are children, because a process can
@@ -22,19 +23,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, Unavailable
 from fourfold.host.process import Command, Supervisor
 from fourfold.host.scratch import Scratch
 from fourfold.model import folder
-from fourfold_trainer.batches import Array
+from fourfold_trainer.batches import Array, MicroBatch, to_arrays
 from fourfold_trainer.engine import EngineFailedError
-from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage
+from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
 from fourfold_trainer.ranks.worker import RankWorker, read_error
 
+Shares: TypeAlias = Sequence[Sequence[MicroBatch]]
+"""The micro-batches of each rank."""
+
 _WATCH_SECONDS: Final = 0.2
+# A rank has its next micro-batch when it ends one.
+_BATCHES_AHEAD: Final = 1
 # A peer that died is often the cause of an error on this rank. Wait this long for the watcher to report its death.
 _BLAME_SECONDS: Final = 2.0
 # Commands that change weights, optimizers or gradients.
@@ -68,6 +74,12 @@ def place_ranks(config: Config, *, critic: bool) -> list[RankPlacement]:
 
 class RankProcesses:
     """All ranks of one group. One thread at a time uses it; always the same one if rank 0 is in this process."""
+
+    # Arguments of a child's interpreter; the path of the socket comes last.
+    _program: ClassVar[tuple[str, ...]] = (
+        "-m",
+        "fourfold_trainer.ranks.main",
+    )
 
     def __init__(
         self,
@@ -118,38 +130,32 @@ class RankProcesses:
             self._collect(0, self._timeout)
         self._loaded.set()
 
-    def call(
-        self, name: str, *, fields: dict[str, Any] | None = None, arrays: Sequence[Sequence[Array]] = ()
-    ) -> list[RankMessage]:
+    def call(self, name: str, *, fields: dict[str, Any] | None = None, shares: Shares = ()) -> list[RankMessage]:
         """Run a command on all ranks; return the answers in rank order, or raise the first error among them.
 
         Raises:
             EngineFailedError: a rank died, its channel broke, or it did not answer in trainer.step_timeout_seconds.
         """
         try:
-            answers = self.request(name, fields=fields or {}, arrays=arrays, timeout=self._timeout)
+            answers = self.request(name, fields=fields or {}, shares=shares, timeout=self._timeout)
         except DeadlinePassed as error:
             raise EngineFailedError(f"the ranks failed at {name}: {error.message}") from error
         return raise_first_error(answers)
 
-    def call_on_shares(
-        self, name: str, shares: Sequence[Sequence[Array]], *, fields: dict[str, Any] | None = None
-    ) -> list[RankMessage]:
+    def call_on_shares(self, name: str, shares: Shares, *, fields: dict[str, Any] | None = None) -> list[RankMessage]:
         """Run a command on batches; return one answer per share.
 
         Ranks that share rows (sequence parallelism) receive the same share and return the same answer.
         """
         size = self._config.trainer.sequence_parallel_size
-        return self.call(name, fields=fields, arrays=[part for part in shares for _ in range(size)])[::size]
+        return self.call(name, fields=fields, shares=[share for share in shares for _ in range(size)])[::size]
 
-    def request(
-        self, name: str, *, fields: dict[str, Any], arrays: Sequence[Sequence[Array]] = (), timeout: float
-    ) -> list[RankMessage]:
+    def request(self, name: str, *, fields: dict[str, Any], shares: Shares = (), timeout: float) -> list[RankMessage]:
         """Run a command on all ranks; return the answers in rank order, errors among them.
 
         Args:
             fields: the same for all ranks.
-            arrays: for each rank; empty for a command without arrays.
+            shares: micro-batches of each rank, as many for each; empty for a command without them.
             timeout: seconds for the children's answers, from the end of rank 0's part if it is in this process.
 
         Raises:
@@ -158,15 +164,15 @@ class RankProcesses:
         """
         self._sequence += 1
         self.change_count += name in _CHANGING
-        commands = [
-            RankMessage(name=name, fields=fields, arrays=part, sequence=self._sequence)
-            for part in (arrays or [()] * len(self._places))
-        ]
+        count = len(shares[0]) if shares else 0
+        command = RankMessage(name=name, fields=fields, sequence=self._sequence, batch_count=count)
+        batches = SharedBatches(self.channels, shares, sequence=self._sequence)
         try:
             # Send first: the collectives of rank 0's part wait for the children.
-            for channel, command in zip(self.channels, commands[-len(self.channels) :], strict=False):
+            for channel in self.channels:
                 channel.send(command)
-            own = [] if self.worker is None else [self.worker.handle(commands[0])]
+            own = [] if self.worker is None else [self.worker.handle(replace(command, batches=batches))]
+            batches.send_rest()
             return own + self._collect(self._sequence, timeout)
         except _PEER_ERRORS as error:
             if death := self._death_after():
@@ -217,7 +223,7 @@ class RankProcesses:
             for place in self._children:
                 command = Command(
                     name=f"{name}-rank-{place.rank}",
-                    argv=(sys.executable, "-m", "fourfold_trainer.ranks.main", str(path)),
+                    argv=(sys.executable, *self._program, str(path)),
                     # The child must find this package in the way in which this process did.
                     env={
                         **rank_environment(self._config, place),
@@ -284,6 +290,44 @@ class RankProcesses:
         while self.channels and not self._death and time.monotonic() < end:
             time.sleep(_WATCH_SECONDS / 4)
         return self._death
+
+
+class SharedBatches:
+    """Rank 0's micro-batches, as arrays. The other ranks get theirs when rank 0 reads its own, one ahead of it.
+
+    All at once would take four times the memory of the samples, in rank 0 and again in the other ranks.
+    """
+
+    def __init__(self, channels: Sequence[RankChannel], shares: Shares, *, sequence: int) -> None:
+        """`shares` are those of all ranks, those of `channels` last; `sequence` is the number of the command."""
+        self._own, self._sequence = (shares[0] if shares else ()), sequence
+        self._others = list(zip(channels, shares[-len(channels) :], strict=True)) if channels and shares else []
+        self._sent = 0  # batches of each channel
+        self._error: Unavailable | None = None
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __iter__(self) -> Iterator[list[Array]]:
+        for index in range(len(self)):
+            self._send_up_to(index + _BATCHES_AHEAD)
+            yield to_arrays(self._own[index])
+
+    def send_rest(self) -> None:
+        """Send what rank 0 did not read, because of an error. Raises Unavailable if a channel broke before."""
+        if self._error is not None:  # its stream may have stopped in the middle of a message
+            raise self._error
+        self._send_up_to(len(self) - 1)
+
+    def _send_up_to(self, last: int) -> None:
+        try:
+            for index in range(self._sent, min(last + 1, len(self))):
+                for channel, share in self._others:
+                    channel.send(RankMessage(name=BATCH, arrays=to_arrays(share[index]), sequence=self._sequence))
+                self._sent = index + 1
+        except Unavailable as error:
+            self._error = error
+            raise
 
 
 def raise_first_error(answers: list[RankMessage]) -> list[RankMessage]:

@@ -95,23 +95,23 @@ class RankWorker:
         next(iter(self._models.values())).close()  # one process group serves all models
 
     def _update_policy(self, command: RankMessage) -> RankMessage:
-        batches, settings = ReceivedBatches(PolicyBatch, command.arrays), UpdateSettings(**command.fields)
+        batches, settings = ReceivedBatches(PolicyBatch, command.batches), UpdateSettings(**command.fields)
         algorithm = self._config.algorithm
         return _sums_answer(update_policy(self.policy, batches, settings, algorithm, rank_count=self._rank_count))
 
     def _update_critic(self, command: RankMessage) -> RankMessage:
-        batches, settings = ReceivedBatches(ValueBatch, command.arrays), UpdateSettings(**command.fields)
+        batches, settings = ReceivedBatches(ValueBatch, command.batches), UpdateSettings(**command.fields)
         config = self._config.critic
         return _sums_answer(update_critic(self._critic, batches, settings, config, rank_count=self._rank_count))
 
     def _forward_backward(self, command: RankMessage) -> RankMessage:
-        batches = ReceivedBatches(WeightedBatch, command.arrays)
+        batches = ReceivedBatches(WeightedBatch, command.batches)
         return _answer(*accumulate_gradient(self.policy, batches, rank_count=self._rank_count))
 
     @torch.no_grad()
     def _compute_logprobs(self, command: RankMessage) -> RankMessage:
         rows = []
-        for batch in ReceivedBatches(TokenBatch, command.arrays):
+        for batch in ReceivedBatches(TokenBatch, command.batches):
             logprobs, entropies = self.policy.logprobs(batch, **command.fields)
             found = logprobs if entropies is None else torch.stack([logprobs, entropies], 1)
             rows.append(found.cpu().numpy())
@@ -119,7 +119,7 @@ class RankWorker:
 
     @torch.no_grad()
     def _compute_values(self, command: RankMessage) -> RankMessage:
-        return _answer(*(self._critic.values(b).cpu().numpy() for b in ReceivedBatches(TokenBatch, command.arrays)))
+        return _answer(*(self._critic.values(b).cpu().numpy() for b in ReceivedBatches(TokenBatch, command.batches)))
 
     def _save(self, command: RankMessage) -> None:
         for name, model in self._models.items():

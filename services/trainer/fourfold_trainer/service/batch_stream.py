@@ -94,7 +94,8 @@ class IncomingBatch:
             keep: False only hashes the samples, as for the batch of the last step, whose answer is stored.
         """
         self._step, self._decode, self._keep = step, decode, keep
-        self._most = config.batch.samples_per_step
+        segments = config.agents.max_segments if config.agents.source != "none" else 1
+        self._most = config.batch.samples_per_step * segments
         self._most_bytes = self._most * (config.model.max_context_tokens * _TOKEN_BYTES + _SAMPLE_BYTES)
         self._count = self._bytes = 0
         self._digest = hashlib.sha256()
@@ -113,7 +114,8 @@ class IncomingBatch:
         if self._count > self._most:
             raise InvalidInput(
                 f"the batch has more than {self._most} samples; batch.prompts_per_step x batch.group_size of the "
-                f"trainer's recipe allow no more: send fewer, or raise one of them"
+                f"trainer's recipe, times agents.max_segments with agents, allow no more: send fewer, or raise one "
+                f"of them"
             )
         size = 0
         for message in request.experiences:

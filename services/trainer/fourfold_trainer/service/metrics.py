@@ -49,8 +49,14 @@ def summarise(result: StepResult, config: Config) -> dict[str, float]:
 
 
 def _advantages(result: StepResult) -> dict[str, float]:
-    scores = np.array([sample.score for sample in result.batch.samples], np.float64)
-    found = {m.SCORE_MEAN: float(scores.mean()), m.REWARD_PENALTY: float((result.outcomes - scores).mean())}
+    trajectories = result.batch.trajectories
+    scores = np.array([sample.score for sample in trajectories], np.float64)
+    found = {
+        m.SCORE_MEAN: float(scores.mean()),
+        m.REWARD_PENALTY: float((result.outcomes - scores).mean()),
+        m.TRAINED_SEGMENTS: len(result.batch.samples) / len(trajectories),
+        m.TRAINED_TURNS: float(result.batch.turn_counts.mean()),
+    }
     # Sample by sample: all advantages at once would take as much memory as the samples.
     count = int(result.batch.loss_lengths.sum())
     if count:

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from fourfold import metrics
 from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Sample
 from fourfold.bounds import MAX_RAISED_VERSION, check_number
+from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import check_id, check_unique, decode, decode_token_ids, pack_floats, unpack_floats
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
@@ -44,7 +45,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self.tokenizer_sha256 = tokenizer_sha256  # 32 bytes; empty until the model folder is known
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        return pb.GetStatusResponse(status=self._status(self._core.status()))
+        return pb.GetStatusResponse(status=self._status(self._core.status()), contract_version=CONTRACT_VERSION)
 
     async def WatchStatus(
         self, request: pb.WatchStatusRequest, context: Context

@@ -179,7 +179,7 @@ class TrainerCore:
             return state.answer
         if samples is None:
             raise Unavailable(f"a checkpoint before step {step} was loaded while the batch travelled; send it again")
-        check_samples(samples, config.algorithm, policy_version=state.policy_version)
+        check_samples(samples, config, policy_version=state.policy_version)
         began = time.monotonic()
         result = steps.train_step(self.engine, samples, config, step=step, state=state.algorithm_state)
         self._release_memory()

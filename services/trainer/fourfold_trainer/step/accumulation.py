@@ -21,7 +21,7 @@ from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.errors import AlreadyExists, WrongState
 from fourfold.nn.sequence import to_device
-from fourfold_trainer.batches import WeightedBatch, dummy_tokens
+from fourfold_trainer.batches import Batches, WeightedBatch, dummy_tokens
 from fourfold_trainer.checkpoint.store import StepAnswer, TrainerState
 from fourfold_trainer.engine import Policy, TrainerEngine
 from fourfold_trainer.step.lr_schedule import learning_rate
@@ -158,7 +158,7 @@ def apply_call(
     )
 
 
-def accumulate_gradient(policy: Policy, batches: Sequence[WeightedBatch], *, rank_count: int) -> list[Float32Array]:
+def accumulate_gradient(policy: Policy, batches: Batches[WeightedBatch], *, rank_count: int) -> list[Float32Array]:
     """Add this rank's part of a gradient to the pending one; return the log-probabilities of each batch, [k]."""
     rows = []
     for batch in batches:

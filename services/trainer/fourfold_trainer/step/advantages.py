@@ -3,8 +3,9 @@
     shape_rewards        scores -> outcomes: normalisation and length penalties                        [B]
     compute_advantages   outcomes and the KL penalty -> advantages and returns of every action token   [k]
 
-    B   samples of the step
+    B   trajectories of the step, each of one or more samples
     k   their action tokens, packed: all samples one after another
+    u   their turns
 
 The formulas are in fourfold/algorithm/.
 """
@@ -21,6 +22,7 @@ from fourfold.algorithm import kl, rewards
 from fourfold.algorithm.advantages import ScoredSamples
 from fourfold.algorithm.packed import PackedRewards, whiten
 from fourfold.algorithm.state import AlgorithmState
+from fourfold.algorithm.turns import ScoredTurns
 from fourfold.arrays import Float32Array, Float64Array, Int64Array
 from fourfold.config import AlgorithmConfig, Config
 from fourfold_trainer.step.batch import StepBatch
@@ -28,7 +30,7 @@ from fourfold_trainer.step.batch import StepBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTargets:
-    """Training targets of every action token, and the numbers that they were computed from: an array [n_i] per sample.
+    """Training targets of every action token, and the numbers that they were computed from: an array [n] per sample.
 
     An array of one number, as most algorithms give, takes the memory of that number.
     """
@@ -41,23 +43,22 @@ class TokenTargets:
 
 
 def shape_rewards(batch: StepBatch, config: Config, state: AlgorithmState) -> tuple[Float64Array, AlgorithmState]:
-    """Return each sample's score after normalisation and length penalties, float64 [B], and the next state."""
+    """Return each trajectory's score after normalisation and length penalties, float64 [B], and the next state."""
     shaping = config.algorithm.shaping
-    scores: Float64Array = np.array([sample.score for sample in batch.samples], np.float64)
+    scores: Float64Array = np.array([sample.score for sample in batch.trajectories], np.float64)
     if shaping.normalize:
         state = replace(state, scores=state.scores.updated(scores))
         scores = state.scores.normalise(scores)
     if shaping.overlong_buffer:
         longest = config.sampling.max_new_tokens
         scores = scores + rewards.overlong_penalty(
-            batch.lengths,
+            batch.trajectory_lengths,
             max_tokens=longest,
             buffer_tokens=shaping.overlong_buffer * longest,
             factor=shaping.overlong_penalty,
         )
     if shaping.truncated is not None:
-        truncated = np.array([sample.truncated for sample in batch.samples], np.bool_)
-        scores = rewards.stop_properly(scores, truncated, coef=shaping.truncated)
+        scores = rewards.stop_properly(scores, batch.truncated, coef=shaping.truncated)
     return scores, state
 
 
@@ -78,40 +79,40 @@ def compute_advantages(
         values: of the critic, likewise, where the estimator needs one.
         kl_coef: of this step.
     """
-    algorithm = config.algorithm
+    algorithm, lengths, compared_turns = config.algorithm, batch.trajectory_lengths, 0
     streams = any(len(s.token_rewards) for s in batch.samples)
-    if streams and algorithm.compares_samples:  # whole samples are compared
-        outcomes = outcomes + np.array([_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))])
-        streams = False
-    relative = algorithm.advantage.compare(
-        ScoredSamples(
-            scores=outcomes,
-            groups=[sample.group_id for sample in batch.samples],
-            lengths=batch.lengths,
-            greedy_scores=np.array([sample.baseline_score for sample in batch.samples], np.float64)
-            if algorithm.advantage.needs_greedy_sample
-            else None,
-        )
-    )
-    if algorithm.shaping.clip:
-        relative = relative.clip(-algorithm.shaping.clip, algorithm.shaping.clip)
+    relative, turns = outcomes, np.empty(0, np.float64)
+    if algorithm.advantage.compares_turns:
+        turns, relative, streams = _compare_turns(batch, outcomes, algorithm), np.zeros_like(outcomes), False
+    else:
+        if streams and algorithm.compares_samples:  # whole trajectories are compared
+            sums = [_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))]
+            outcomes, streams = outcomes + batch.total(np.array(sums, np.float64)), False
+        relative = _clipped(_compare(batch, outcomes, algorithm), algorithm)
     advantages, returns, distances = list[Float64Array](), list[Float64Array](), list[Float64Array]()
-    for members in batch.chunks():
-        lengths, chunk = batch.lengths[members], slice(members.start, members.stop)
+    for trajectories, members in batch.chunks():
+        counts, chunk = batch.lengths[members], slice(members.start, members.stop)
         distance = None if old is None else _reference_kl(batch, members, np.concatenate(old[chunk]), algorithm)
-        in_reward = distance if algorithm.kl.placement == "reward" else None
-        stream = _token_rewards(batch, members) if streams else None
-        advantage, target = algorithm.advantage.spread(
-            PackedRewards(
-                rewards=rewards.token_rewards(relative[chunk], lengths, stream=stream, kl=in_reward, kl_coef=kl_coef),
-                values=None if values is None else np.concatenate(values[chunk]).astype(np.float64),
-                lengths=lengths,
-                gaps=batch.gaps(members),
-            )
+        packed = PackedRewards(
+            rewards=rewards.token_rewards(
+                relative[trajectories],
+                lengths[trajectories],
+                stream=_token_rewards(batch, members) if streams else None,
+                kl=distance if algorithm.kl.placement == "reward" else None,
+                kl_coef=kl_coef,
+            ),
+            values=None if values is None else np.concatenate(values[chunk]).astype(np.float64),
+            lengths=lengths[trajectories],
+            gaps=batch.gaps(members),
         )
-        advantages += unpack(advantage, lengths)
-        returns += unpack(target, lengths) if target is not None else []
-        distances += unpack(distance, lengths) if distance is not None else []
+        advantage, target = algorithm.advantage.spread(packed)
+        if algorithm.advantage.compares_turns:
+            following = compared_turns + len(packed.turn_ends())
+            advantage = advantage + packed.repeat_turns(turns[compared_turns:following])
+            compared_turns = following
+        advantages += unpack(advantage, counts)
+        returns += unpack(target, counts) if target is not None else []
+        distances += unpack(distance, counts) if distance is not None else []
     if algorithm.whiten != "off":
         selected = np.concatenate([batch.selected(i) for i in range(len(batch.samples))])
         white = whiten(np.concatenate(advantages), selected, scale=algorithm.whiten == "full")
@@ -119,6 +120,48 @@ def compute_advantages(
     return TokenTargets(
         advantages=advantages, returns=returns or None, values=values, old_logprobs=old, kl=distances or None
     )
+
+
+def _compare(batch: StepBatch, outcomes: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:
+    """Return the score of each trajectory relative to others, [B]."""
+    greedy = [sample.baseline_score for sample in batch.trajectories]
+    return algorithm.advantage.compare(
+        ScoredSamples(
+            scores=outcomes,
+            groups=[sample.group_id for sample in batch.trajectories],
+            lengths=batch.trajectory_lengths,
+            greedy_scores=np.array(greedy, np.float64) if algorithm.advantage.needs_greedy_sample else None,
+        )
+    )
+
+
+def _compare_turns(batch: StepBatch, outcomes: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:
+    """Return the advantage of each turn of all trajectories, [u]."""
+    lengths = batch.trajectory_lengths
+    sums, counts = list[Float64Array](), list[Int64Array]()
+    for trajectories, members in batch.chunks():
+        stream = _token_rewards(batch, members)
+        packed = PackedRewards(
+            rewards=rewards.token_rewards(
+                outcomes[trajectories], lengths[trajectories], stream=stream, kl=None, kl_coef=0
+            ),
+            values=None,
+            lengths=lengths[trajectories],
+            gaps=batch.gaps(members),
+        )
+        sums.append(packed.turn_sums())
+        counts.append(packed.turn_counts())
+    turns = ScoredTurns(
+        rewards=np.concatenate(sums),
+        counts=np.concatenate(counts),
+        groups=[sample.group_id for sample in batch.trajectories],
+    )
+    return _clipped(algorithm.advantage.compare_turns(turns), algorithm)
+
+
+def _clipped(relative: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:
+    bound = algorithm.shaping.clip
+    return relative.clip(-bound, bound) if bound else relative
 
 
 def unpack(packed: Float64Array, lengths: Int64Array) -> list[Float64Array]:
@@ -131,19 +174,26 @@ def _constant(part: Float64Array) -> Float64Array:
     return np.broadcast_to(part[:1].copy(), part.shape) if len(part) and (bits == bits[0]).all() else part
 
 
-def next_kl_coef(distance: Sequence[Float64Array] | None, coef: float, config: Config) -> float | None:
+def next_kl_coef(
+    batch: StepBatch, distance: Sequence[Float64Array] | None, coef: float, config: Config
+) -> float | None:
     """Return the KL coefficient of the next step, after `coef`; None when it never moves.
 
-    `distance` is that of the old policy to the reference, for the action tokens of each sample.
+    `distance` is that of the old policy to the reference, for the action tokens of each sample. Every trajectory weighs
+    the same, by its mean.
     """
     settings = config.algorithm.kl
     if not settings.target:
         return None
-    means = [part.mean() for part in distance if len(part)] if distance is not None else []
-    if not means or not np.isfinite(means).all():  # a coefficient that is not a number would stay so for good
+    lengths = batch.trajectory_lengths
+    if distance is None or not lengths.any():
+        return coef
+    sums = batch.total(np.array([part.sum() for part in distance], np.float64))
+    means = sums[lengths > 0] / lengths[lengths > 0]
+    if not np.isfinite(means).all():  # a coefficient that is not a number would stay so for good
         return coef
     return kl.adapted_coef(
-        coef, float(np.mean(means)), target=settings.target, horizon=settings.horizon, sample_count=len(distance or ())
+        coef, float(np.mean(means)), target=settings.target, horizon=settings.horizon, sample_count=len(lengths)
     )
 
 

@@ -1,45 +1,89 @@
-"""Checks the samples of a training step and finds their action tokens."""
+"""Checks the samples of a training step, joins the segments of each trajectory and finds the action tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from fourfold.algorithm.advantages import group_members
 from fourfold.arrays import BoolArray, Float32Array, Int64Array, Sample
-from fourfold.config import AlgorithmConfig
+from fourfold.config import AlgorithmConfig, Config
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import check_unique
+
+Number = TypeVar("Number", np.int64, np.float64)
 
 _CHUNK_TOKENS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """The samples of a step and their action tokens.
+    """The trajectories of a step, their samples and action tokens: B trajectories of one or more samples, S in total.
+
+    Each sample is a segment of a trajectory. Weights, scores, advantages and statistics are those of trajectories.
 
     What can be derived from a sample is derived when it is needed: an array of 8 bytes per token takes almost as much
     memory as the sample.
     """
 
-    samples: Sequence[Sample]
-    left_out: BoolArray  # [B], samples whose tokens are not in the loss: truncated ones, if the recipe masks them
-    lengths: Int64Array  # [B], action tokens of each sample
-    loss_lengths: Int64Array  # [B], action tokens that are in the loss
+    samples: Sequence[Sample]  # S; the segments of a trajectory are neighbours, in their order
+    bounds: Int64Array  # [B + 1]: trajectory j has the samples bounds[j] to bounds[j + 1] - 1
+    left_out: BoolArray  # [S], samples whose tokens are not in the loss: those of truncated trajectories, if so asked
+    lengths: Int64Array  # [S], action tokens of each sample
+    loss_lengths: Int64Array  # [S], action tokens that are in the loss
 
     @classmethod
     def of(cls, samples: Sequence[Sample], algorithm: AlgorithmConfig) -> StepBatch:
-        """Count the action tokens of the samples."""
-        left_out = np.array([algorithm.shaping.mask_truncated and s.truncated for s in samples], np.bool_)
+        """Order samples by trajectory, in the order of their first samples, and count their action tokens."""
+        members = group_members([sample.trajectory for sample in samples])
+        if len(members) < len(samples):
+            samples = [samples[i] for part in members for i in sorted(part, key=lambda i: samples[i].segment_index)]
+        bounds = np.cumsum([0, *map(len, members)], dtype=np.int64)
+        truncated = _any_truncated(samples, bounds)
+        left_out = np.repeat(truncated & algorithm.shaping.mask_truncated, np.diff(bounds))
         counts = [np.count_nonzero(s.loss_mask & s.action_mask) for s in samples]
         return cls(
             samples=samples,
+            bounds=bounds,
             left_out=left_out,
             lengths=np.array([np.count_nonzero(s.action_mask) for s in samples], np.int64),
             loss_lengths=np.where(left_out, 0, np.array(counts, np.int64)),
         )
+
+    @property
+    def trajectories(self) -> Sequence[Sample]:
+        """The first segment of each trajectory, [B]: it has the score and the group of all."""
+        return [self.samples[i] for i in self.bounds[:-1]]
+
+    @property
+    def trajectory_of(self) -> Int64Array:
+        """The trajectory of each sample, [S]."""
+        return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
+
+    @property
+    def truncated(self) -> BoolArray:
+        """Trajectories of which a budget ended a segment, [B]."""
+        return _any_truncated(self.samples, self.bounds)
+
+    @property
+    def trajectory_lengths(self) -> Int64Array:
+        """Action tokens of each trajectory, [B]."""
+        return self.total(self.lengths)
+
+    @property
+    def turn_counts(self) -> Int64Array:
+        """Turns of each trajectory, [B]: runs of action tokens without other text between; a segment ends one."""
+        starts = [np.count_nonzero(s.action_mask[1:] & ~s.action_mask[:-1]) for s in self.samples]
+        return self.total(np.array(starts, np.int64))
+
+    def total(self, values: NDArray[Number]) -> NDArray[Number]:
+        """Return the sum over the samples of each trajectory, [B], of a number per sample, [S]."""
+        sums: NDArray[Number] = np.add.reduceat(values, self.bounds[:-1])
+        return sums
 
     def positions(self, index: int) -> Int64Array:
         """Return the positions of a sample's action tokens."""
@@ -56,19 +100,28 @@ class StepBatch:
         """Return the positions of a sample's loss tokens."""
         return self.positions(index)[self.selected(index)]
 
-    def chunks(self) -> Iterator[range]:
-        """Yield the indices of all samples, about a million action tokens at a time."""
-        ends, start = np.cumsum(self.lengths), 0
-        while start < len(self.samples):
+    def chunks(self) -> Iterator[tuple[range, range]]:
+        """Yield all trajectories, about a million action tokens at a time, and with them their samples."""
+        ends, start = np.cumsum(self.trajectory_lengths), 0
+        while start < len(ends):
             most = (ends[start - 1] if start else 0) + _CHUNK_TOKENS
             stop = max(int(np.searchsorted(ends, most, side="right")), start + 1)
-            yield range(start, stop)
+            yield range(start, stop), range(int(self.bounds[start]), int(self.bounds[stop]))
             start = stop
 
     def gaps(self, members: Iterable[int]) -> Int64Array:
-        """Return the distance to the next action token of the sample, packed; 1 at its last."""
-        positions = [self.positions(i) for i in members]
-        return np.concatenate([np.diff(p, append=p[-1:] + 1) for p in positions]).astype(np.int64, copy=False)
+        """Return the distance to the next action token of the sample, packed.
+
+        At its last, the distance to the next sample's first action, by their positions in the two samples, and at least
+        2: a new segment begins with a new turn. So the actions of a trajectory have the same distances in one segment
+        as in several, if each repeats the history. At the last action of a trajectory, the number has no meaning.
+        """
+        positions = [p for p in map(self.positions, members) if len(p)]
+        parts = [np.diff(p, append=p[-1:]) for p in positions]
+        for part, this, following in zip(parts, positions, positions[1:], strict=False):
+            part[-1] = max(following[0] - this[-1], 2)
+        packed: Int64Array = np.concatenate([np.empty(0, np.int64), *parts])
+        return packed
 
     def pack(self, name: str, members: Iterable[int]) -> Float32Array:
         """Return the token-aligned array `name` of the action tokens of some samples, packed: float32 [k]."""
@@ -77,7 +130,7 @@ class StepBatch:
         return packed
 
 
-def check_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, *, policy_version: int) -> None:
+def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: int) -> None:
     """Refuse a batch that cannot be trained on.
 
     Fewer samples than ranks are no error: a batch may shrink on its way (lost groups, a filter), and ranks without
@@ -86,9 +139,12 @@ def check_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, *, poli
     Raises:
         InvalidInput: names the sample, the value and the rule.
     """
+    algorithm = config.algorithm
     if not samples:
         raise InvalidInput("the batch has no experiences; send at least one")
     check_unique(sample.sample_id for sample in samples)
+    budget = config.batch.tokens_per_micro_batch
+    _check_segments(samples, most_tokens=budget if algorithm.needs_whole_trajectories else None)
     for sample in samples:
         name = f"sample {sample.sample_id}"
         if sample.score is None:
@@ -113,6 +169,46 @@ def check_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, *, poli
                 f"{name} was sampled by policy version {newest}; the trainer is at {policy_version} and has not "
                 f"published that one: restore the right checkpoint, or raise the policy version"
             )
+
+
+def _check_segments(samples: Sequence[Sample], *, most_tokens: int | None) -> None:
+    """Refuse a trajectory of which a segment is missing or doubled, whose segments disagree, or that is too long."""
+    for members in group_members([sample.trajectory for sample in samples]):
+        first, *others = segments = [samples[i] for i in members]
+        if not others and first.segment_count == 1:
+            continue
+        for other in others:
+            for name in ("group_id", "segment_count", "score", "baseline_score"):
+                if (one := getattr(first, name)) != (found := getattr(other, name)):
+                    raise InvalidInput(
+                        f"sample {other.sample_id} has {name} = {found!r}, and sample {first.sample_id} of the same "
+                        f"trajectory {first.trajectory} has {one!r}; all segments of a trajectory must have the same"
+                    )
+        holders: dict[int, Sample] = {}
+        for segment in segments:
+            if (twin := holders.setdefault(segment.segment_index, segment)) is not segment:
+                raise InvalidInput(
+                    f"sample {segment.sample_id} is segment {segment.segment_index} of trajectory "
+                    f"{segment.trajectory}, as is sample {twin.sample_id}; send each segment once"
+                )
+        if missing := [i for i in range(min(first.segment_count, len(holders) + 1)) if i not in holders]:
+            raise InvalidInput(
+                f"sample {first.sample_id}: its trajectory {first.trajectory} has {first.segment_count} segments, and "
+                f"segment {missing[0]} is missing; send all of them in one batch, or leave the trajectory out"
+            )
+        tokens = sum(len(segment.token_ids) for segment in segments)
+        if most_tokens is not None and tokens > most_tokens:
+            raise InvalidInput(
+                f"sample {first.sample_id}: the {len(segments)} segments of trajectory {first.trajectory} have "
+                f"{tokens} tokens, more than a micro-batch; algorithm.loss or algorithm.correction has one ratio for "
+                f"the whole trajectory: raise batch.tokens_per_micro_batch above {most_tokens}, or use a loss and a "
+                f"correction of single tokens, such as `ppo` and `tis`"
+            )
+
+
+def _any_truncated(samples: Sequence[Sample], bounds: Int64Array) -> BoolArray:
+    found: BoolArray = np.logical_or.reduceat(np.array([s.truncated for s in samples], np.bool_), bounds[:-1])
+    return found
 
 
 def _check_behavior(sample: Sample) -> None:

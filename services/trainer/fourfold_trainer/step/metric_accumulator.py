@@ -4,7 +4,7 @@ Everything stays on the device until the step is over: reading a number, or choo
 that was queued on the device, and the device would then be idle between micro-batches.
 
     k   loss tokens of a micro-batch
-    s   samples of a micro-batch
+    s   trajectories of a micro-batch
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.algorithm import aggregation
-from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int64Array, Sample
+from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int32Array, Int64Array, Sample
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
@@ -60,7 +60,7 @@ def compute_per_token(
         counts: number of target tokens of each sample; may be 0.
         ranks: number of ranks that have the model; 0: the policy's.
     """
-    asked = [i for i, count in enumerate(counts) if count]
+    asked = [[i] for i, count in enumerate(counts) if count]
     shares = _split(samples, asked, config, ranks=ranks or config.trainer.data_parallel_size, gradient=False)
     make = partial(_pack_tokens, samples, positions)
     return _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, counts)
@@ -117,7 +117,7 @@ def add_gradient(
         For each sample the log-probabilities of its tokens whose weight is not 0, in order.
     """
     positions = [np.flatnonzero(w) for w in weights]
-    weighted = [i for i, p in enumerate(positions) if len(p)]
+    weighted = [[i] for i, p in enumerate(positions) if len(p)]
     shares = _split(samples, weighted, config, ranks=config.trainer.data_parallel_size)
 
     def make(members: Sequence[int]) -> WeightedBatch:
@@ -145,14 +145,20 @@ def _run(
     return rows
 
 
-def mini_batches(sample_count: int, config: Config, *, step: int) -> list[list[int]]:
-    """Return the samples of each optimizer step. Every epoch splits all samples into mini-batches at random."""
+def mini_batches(bounds: Int64Array, config: Config, *, step: int) -> list[list[int]]:
+    """Return the samples of each optimizer step. Every epoch splits all trajectories into mini-batches at random.
+
+    `bounds` are those of `StepBatch`: the segments of a trajectory are in one optimizer step, which gives the weight of
+    one sample to them together.
+    """
     if config.batch.updates_per_step == 1:
-        return [list(range(sample_count))]
+        return [list(range(int(bounds[-1])))]
     parts = []
     for epoch in range(config.batch.epochs_per_step):
-        order = np.random.default_rng([config.seed, step, epoch]).permutation(sample_count)
-        parts += [p.tolist() for p in np.array_split(order, config.batch.mini_batches_per_step) if len(p)]
+        order = np.random.default_rng([config.seed, step, epoch]).permutation(len(bounds) - 1)
+        for part in np.array_split(order, config.batch.mini_batches_per_step):
+            if len(part):
+                parts.append([i for j in part for i in range(int(bounds[j]), int(bounds[j + 1]))])
     return parts
 
 
@@ -167,21 +173,28 @@ class LossTokens:
 
     def weights(self, members: Sequence[int]) -> dict[int, float]:
         """Return the weight of each token's loss, by sample, when `members` make one optimizer step."""
+        chosen = np.array(members, np.int64)
+        count = len(self.batch.bounds) - 1
+        lengths = np.zeros(count, np.int64)  # of trajectories; 0 for those of other optimizer steps
+        np.add.at(lengths, self.batch.trajectory_of[chosen], self.batch.loss_lengths[chosen])
         weights = aggregation.sample_weights(
-            self.batch.loss_lengths[list(members)],
-            mode=self.config.algorithm.aggregation,
-            constant_length=self.config.sampling.max_new_tokens,
+            lengths, mode=self.config.algorithm.aggregation, constant_length=self.config.sampling.max_new_tokens
         )
-        return dict(zip(members, weights.tolist(), strict=True))
+        return dict(zip(members, weights[self.batch.trajectory_of[chosen]].tolist(), strict=True))
 
     def to_train(self, members: Sequence[int]) -> list[int]:
         """Return the members that have a gradient.
 
-        Without a KL or entropy term the gradient of a sample without advantage is 0: its tokens count in the weights,
-        but need no forward pass.
+        Without a KL or entropy term the gradient of a trajectory without advantage is 0: its tokens count in the
+        weights, but need no forward pass. All segments of another one are trained on: the ratio of a trajectory, and
+        the metrics, are those of all of its tokens.
         """
-        every = self.kl_in_loss or self.config.algorithm.entropy_coef > 0
-        return [i for i in self.to_value(members) if every or self._chosen(self.targets.advantages, i).any()]
+        alive = self.to_value(members)
+        if self.kl_in_loss or self.config.algorithm.entropy_coef > 0:
+            return alive
+        trajectory_of = self.batch.trajectory_of
+        useful = {int(trajectory_of[i]) for i in alive if self._chosen(self.targets.advantages, i).any()}
+        return [i for i in alive if int(trajectory_of[i]) in useful]
 
     def to_value(self, members: Sequence[int]) -> list[int]:
         """Return the members that have loss tokens."""
@@ -193,20 +206,38 @@ class LossTokens:
         """Return each rank's micro-batches of `members`, each of which has loss tokens."""
         with_old = self.targets.old_logprobs is not None
         dummy = batches.dummy_policy_batch(with_old=with_old, with_reference=self.kl_in_loss)
-        shares = _split(self.batch.samples, members, self.config, ranks=self.config.trainer.data_parallel_size)
+        units = self._units(members)
+        shares = _split(self.batch.samples, units, self.config, ranks=self.config.trainer.data_parallel_size)
         return _fill(shares, lambda ids: self._policy_batch(ids, weights), dummy)
 
     def value_micro_batches(self, members: Sequence[int], weights: dict[int, float]) -> list[MicroBatches[ValueBatch]]:
         """Return each rank's micro-batches of `members` for the critic."""
-        shares = _split(self.batch.samples, members, self.config, ranks=self.config.critic_data_parallel_size)
+        units = [[i] for i in members]
+        shares = _split(self.batch.samples, units, self.config, ranks=self.config.critic_data_parallel_size)
         return _fill(shares, lambda ids: self._value_batch(ids, weights), batches.dummy_value_batch())
+
+    def _units(self, members: Sequence[int]) -> list[list[int]]:
+        """Return groups of samples that stay in one micro-batch: the members of each trajectory, if they fit in one.
+
+        Otherwise, they are split, unless a token's loss depends on the whole trajectory.
+        """
+        trajectory_of, budget = self.batch.trajectory_of, self.config.batch.tokens_per_micro_batch
+        units: dict[int, list[int]] = {}
+        for i in members:
+            units.setdefault(int(trajectory_of[i]), []).append(i)
+        result = []
+        for unit in units.values():
+            tokens = sum(len(self.batch.samples[i].token_ids) for i in unit)
+            whole = tokens <= budget or self.config.algorithm.needs_whole_trajectories
+            result += [unit] if whole else [[i] for i in unit]
+        return result
 
     def _policy_batch(self, members: Sequence[int], weights: dict[int, float]) -> PolicyBatch:
         counts = self.batch.loss_lengths[list(members)]
         reference = [self._aligned("reference_logprobs", i) for i in members] if self.kl_in_loss else None
         return PolicyBatch(
             tokens=_pack_tokens(self.batch.samples, self.batch.loss_positions, members),
-            segments=np.repeat(np.arange(len(members), dtype=np.int32), counts),
+            trajectories=np.repeat(_numbered(self.batch.trajectory_of[list(members)]), counts),
             weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
             advantages=self._join(self.targets.advantages, members),
             behavior_logprobs=np.concatenate([self._aligned("behavior_logprobs", i) for i in members]),
@@ -261,18 +292,25 @@ class MicroBatches(Sequence[T]):
 
 
 def _split(
-    samples: Sequence[Sample], members: Sequence[int], config: Config, *, ranks: int, gradient: bool = True
+    samples: Sequence[Sample],
+    units: Sequence[Sequence[int]],
+    config: Config,
+    *,
+    ranks: int,
+    gradient: bool = True,
 ) -> list[list[list[int]]]:
-    """Return for each rank its micro-batches of `members`, as many for every rank; an empty list is a dummy.
+    """Return for each rank its micro-batches, as many for every rank; an empty list is a dummy.
+
+    The samples of a unit stay together.
 
     Raises:
-        InvalidInput: a sample is longer than a micro-batch.
+        InvalidInput: a unit is longer than a micro-batch.
     """
     factor = 1 if gradient or config.trainer.gradient_checkpointing else _NO_GRADIENT_FACTOR
-    lengths, shares = [len(samples[i].token_ids) for i in members], []
+    lengths, shares = [sum(len(samples[i].token_ids) for i in unit) for unit in units], []
     for share in deal(lengths, ranks):
         parts = split_by_tokens([lengths[i] for i in share], max_tokens=config.batch.tokens_per_micro_batch * factor)
-        shares.append([[members[share[i]] for i in part] for part in parts])
+        shares.append([[i for index in part for i in units[share[index]]] for part in parts])
     count = max(map(len, shares))
     return [[*share, *[list[int]()] * (count - len(share))] for share in shares]
 
@@ -299,6 +337,12 @@ def _pack_tokens(samples: Sequence[Sample], positions: Positions, members: Seque
     """Return one micro-batch of `members` that asks for the tokens at their positions, each in [1, n)."""
     chosen = [samples[i] for i in members]
     return pack([s.token_ids for s in chosen], [positions(i) for i in members], [s.temperature for s in chosen])
+
+
+def _numbered(ids: Int64Array) -> Int32Array:
+    """Return 0 for the first id and those equal to it, 1 for the next, and so on."""
+    numbers: dict[int, int] = {}
+    return np.array([numbers.setdefault(i, len(numbers)) for i in ids.tolist()], np.int32)
 
 
 def _after_nan(row: Float32Array) -> Float32Array:

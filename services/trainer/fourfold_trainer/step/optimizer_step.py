@@ -18,7 +18,6 @@ a product of two means over the tokens of a micro-batch and does depend on it a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,22 +27,24 @@ from fourfold.algorithm import corrections, kl
 from fourfold.algorithm.losses import LossInputs, value_loss
 from fourfold.config import AlgorithmConfig, CriticConfig
 from fourfold.nn.sequence import to_device
-from fourfold_trainer.batches import PolicyBatch, ValueBatch
+from fourfold_trainer.batches import Batches, PolicyBatch, ValueBatch
 from fourfold_trainer.engine import Critic, Policy, UpdateSettings, UpdateSums
 from fourfold_trainer.step.metric_accumulator import MetricAccumulator, policy_distances
 
 
 def update_policy(
     policy: Policy,
-    batches: Sequence[PolicyBatch],
+    batches: Batches[PolicyBatch],
     settings: UpdateSettings,
     algorithm: AlgorithmConfig,
     *,
     rank_count: int,
 ) -> UpdateSums:
-    """Run this rank's part of one optimizer step of the policy. All ranks have the same number of micro-batches."""
+    """Run this rank's part of one optimizer step of the policy. All ranks have as many micro-batches, at least one."""
     accumulator = MetricAccumulator()
-    for index, batch in enumerate(batches):
+    stream = iter(batches)
+    upcoming = next(stream, None)
+    while (batch := upcoming) is not None:
         share = 0.0 if batch.is_dummy or not settings.token_count else batch.tokens.token_count / settings.token_count
         if policy.routers is not None:
             policy.routers.weight = settings.router_coef * share * rank_count
@@ -53,7 +54,9 @@ def update_policy(
             accumulator.add_routing(policy.routers.routed(), share)
         assert entropy is not None, "entropy was requested"
         loss = _policy_objective(logprobs, entropy, batch, algorithm, settings.kl_coef, accumulator)
-        last = index == len(batches) - 1
+        # Made while the device computes: the backward pass waits for it, and 73,728 tokens take 8 ms to pack.
+        upcoming = next(stream, None)
+        last = upcoming is None
         if last and algorithm.correction.kind != "none" and not policy.any_rank(accumulator.any_accepted()):
             # No token is left to learn from. Every ZeRO stage skips a step whose gradient is not finite.
             accumulator.all_rejected = True
@@ -83,14 +86,13 @@ def _policy_objective(
         old_logprobs=old,
         behavior_logprobs=to_device(batch.behavior_logprobs, device),
         advantages=to_device(batch.advantages, device),
-        segments=to_device(batch.segments, device, torch.int64),
-        segment_count=int(batch.segments[-1]) + 1,
+        segments=to_device(batch.trajectories, device, torch.int64),
+        segment_count=int(batch.trajectories.max()) + 1,
     )
     token_loss = algorithm.loss.compute(inputs)
     losses, means = token_loss.loss, dict(token_loss.means)
     real = accepted = weights > 0
     with_kl = len(batch.reference_logprobs) > 0
-
     if algorithm.correction.kind != "none":
         correction = corrections.correct(
             old,
@@ -123,7 +125,7 @@ def _policy_objective(
 
 
 def update_critic(
-    critic: Critic, batches: Sequence[ValueBatch], settings: UpdateSettings, config: CriticConfig, *, rank_count: int
+    critic: Critic, batches: Batches[ValueBatch], settings: UpdateSettings, config: CriticConfig, *, rank_count: int
 ) -> UpdateSums:
     """Run this rank's part of one optimizer step of the critic."""
     accumulator = MetricAccumulator()

@@ -42,7 +42,7 @@ class StepResult:
     step: int  # 1 for the first
     algorithm_state: AlgorithmState  # for the next step
     batch: StepBatch
-    outcomes: Float64Array  # [B], shaped scores before they are compared within groups
+    outcomes: Float64Array  # [B], shaped scores of trajectories, before they are compared within groups
     targets: TokenTargets
     kl_coef: float
     policy: UpdateSums = field(default_factory=UpdateSums)
@@ -51,7 +51,7 @@ class StepResult:
     """Gradient norm of each optimizer step; not finite: the step changed nothing."""
     critic_norms: list[float] = field(default_factory=list)
     nonfinite_losses: int = 0  # policy updates whose loss was not finite
-    trained: set[int] = field(default_factory=set)  # samples that the policy was trained on
+    trained: set[int] = field(default_factory=set)  # trajectories that the policy was trained on
     policy_work: Work
     critic_work: Work
     micro_batch_count: int = 0  # micro-batches of the policy, dummies included
@@ -83,7 +83,7 @@ def train_step(
     targets = compute_advantages(batch, outcomes, config, old=old, values=values, kl_coef=kl_coef)
     result = StepResult(
         step=step,
-        algorithm_state=replace(state, kl_coef=next_kl_coef(targets.kl, kl_coef, config)),
+        algorithm_state=replace(state, kl_coef=next_kl_coef(batch, targets.kl, kl_coef, config)),
         batch=batch,
         outcomes=outcomes,
         targets=targets,
@@ -94,7 +94,7 @@ def train_step(
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
     tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
     trains_policy = not algorithm.needs_critic or step >= config.critic.policy_starts_at_step
-    for mini_batch in mini_batches(len(samples), config, step=step):
+    for mini_batch in mini_batches(batch.bounds, config, step=step):
         critic = partial(_update_critic, engine, tokens, mini_batch, result)
         policy = partial(_update_policy, engine, tokens, mini_batch, result)
         if not algorithm.needs_critic:
@@ -160,7 +160,7 @@ def _update_policy(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequen
     result.policy_norms.append(sums.grad_norm)
     result.nonfinite_losses += not math.isfinite(sums.loss)
     result.policy.add(sums)
-    result.trained.update(members)
+    result.trained.update(tokens.batch.trajectory_of[members].tolist())
     result.policy_work.add(lengths, backward=True)
     dummies = sum(not members for share in shares for members in share.shares)
     result.micro_batch_count += sum(map(len, shares))

@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
+from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloaded, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
@@ -38,6 +39,7 @@ class TestGenerate:
         info = await service.client.get_info(timeout=5)
         assert (info.model, info.tokenizer_sha256, info.policy_version) == ("tiny", SHA256, 0)
         assert (info.max_context_tokens, info.vocabulary_size, info.max_concurrent_samples) == (CONTEXT, VOCABULARY, 8)
+        assert info.contract_version == CONTRACT_VERSION
 
     async def test_a_finished_sample_is_one_chunk(self, service: Service) -> None:
         answer = asyncio.create_task(collect(service, request(sample_count=3)))

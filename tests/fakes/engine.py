@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +46,7 @@ class FakeSample:
     versions: list[int] = field(default_factory=list)  # of the weights that really sampled each token
     keys: list[int] = field(default_factory=list)  # of the weights that computed the keys and values of each token
     given: int = 0  # tokens put into the sink
+    masks: list[bool] = field(default_factory=list)  # whether a grammar forbade a token, of each token
     asked: bool = False  # put the next tokens as they come
     finish: Finish | None = None
 
@@ -66,6 +67,7 @@ class FakeSample:
             token_ids=np.arange(10 + first, 10 + self.tokens, dtype=np.int32),
             logprobs=-np.arange(first + 1, self.tokens + 1, dtype=np.float32),
             finish=self.finish,
+            constrained=bytes(self.masks[first : self.tokens]),
         )
         self.request.sink.put(self.request.index, output)
 
@@ -106,6 +108,8 @@ class FakeEngine:
         self.abort_is_clean = True
         self.dead: Unavailable | None = None
         self.asleep: set[str] = set()  # tags of freed memory
+        self.masks: list[bool] = []  # of each token of new samples
+        self.on_score: Callable[[], Awaitable[object]] | None = None  # awaited while log-probabilities are computed
         self.late: FourfoldError | None = None  # sleep and wake raise it after they have done their work
 
     @property
@@ -129,7 +133,7 @@ class FakeEngine:
         if self.dead is not None:
             raise self.dead
         self.batches.append([r.key for r in requests])
-        new = [FakeSample(request) for request in requests]
+        new = [FakeSample(request, masks=self.masks) for request in requests]
         self.samples += new
         return new
 
@@ -171,8 +175,10 @@ class FakeEngine:
         await asyncio.sleep(self.settle_seconds)
         self.log.append("settle")
 
-    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        self.log.append("probe")
+    async def prompt_logprobs(self, token_ids: Sequence[int], *, first: bool = True) -> list[float]:
+        self.log.append("probe" if first else "score")
+        if self.on_score is not None and not first:
+            await self.on_score()
         return [math.nan, *(-token / 10 for token in token_ids[1:])]
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:

@@ -17,6 +17,7 @@ from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutCont
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from fourfold.rpc.limits import Quotas
 from fourfold.security.principal import UNLIMITED
+from fourfold_rollout.engine import TextWork
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.update.controller import WeightController
@@ -57,7 +58,12 @@ class Service:
 
 @asynccontextmanager
 async def rollout_service(
-    serve: Serve, *, kv_cache_tokens: int = 100, max_concurrent_samples: int = 8, quotas: Quotas = NO_QUOTAS
+    serve: Serve,
+    *,
+    kv_cache_tokens: int = 100,
+    max_concurrent_samples: int = 8,
+    quotas: Quotas = NO_QUOTAS,
+    text: TextWork | None = None,
 ) -> AsyncIterator[Service]:
     """Run both servicers on a loopback server."""
     engine = FakeEngine(kv_cache_tokens=kv_cache_tokens)
@@ -70,7 +76,7 @@ async def rollout_service(
     )
     weights = WeightController(engine, update_timeout=5)
     servicer = RolloutServicer(
-        ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights, quotas
+        ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights, quotas, text
     )
     control = RolloutControlServicer(engine, weights, model_sha256=SHA256, host_id="here", update_timeout=5)
     channel = await serve(

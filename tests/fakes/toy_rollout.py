@@ -50,6 +50,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self.on_generate: Callable[[], Any] | None = None  # awaited before the first response of each call
         # Awaited when the first token of each sample of a call was sent; the result tells whether they end with it.
         self.on_partial: Callable[[], Any] | None = None
+        # Awaited with the request and the index before the last response of each sample.
+        self.on_finish: Callable[[rollout.GenerateRequest, int], Any] | None = None
         self.wrong_digests = 0  # number of further updates that return a wrong digest
         self.ignores_updates = False  # acknowledges updates and computes with the old weights
         self.refuses = ""  # reason for which the model can never take the weights
@@ -115,6 +117,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
                 return
             answers = [(index, ids[1:], logprobs[1:]) for index, ids, logprobs in answers]
         for index, ids, logprobs in answers:
+            if self.on_finish is not None:
+                await self.on_finish(request, index)
             yield _response([(index, ids, logprobs, self.version, rollout.FINISH_REASON_STOP)])
 
     def _answers(self, request: rollout.GenerateRequest) -> list[tuple[int, list[int], list[float]]]:
@@ -134,6 +138,14 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
     def _encode(self, text: str) -> list[int]:
         library = Library.from_file(str(Path(self.config.model.source) / "tokenizer.json"))
         return list(library.encode(text).ids)
+
+    async def ScoreTokens(self, request: rollout.ScoreTokensRequest, context: Context) -> rollout.ScoreTokensResponse:
+        raise WrongState("a toy scores no tokens")
+
+    async def ParseCompletion(
+        self, request: rollout.ParseCompletionRequest, context: Context
+    ) -> rollout.ParseCompletionResponse:
+        raise WrongState("a toy parses no completions")
 
     async def WatchLoad(
         self, request: rollout.WatchLoadRequest, context: Context

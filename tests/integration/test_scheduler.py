@@ -11,6 +11,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from fourfold_bench.scheduler import BLOCK_TOKENS, TOKENS, BareScheduler
+from fourfold_rollout.vllm.logprob_table import FIRST
 from fourfold_rollout.vllm.patches.decoding import obstacle
 from fourfold_rollout.vllm.patches.scheduler import AsyncRolloutScheduler, RolloutScheduler, skip_idle_calls
 
@@ -251,7 +252,7 @@ def test_a_probe_is_computed_before_samples_that_wait(ours: type[Scheduler]) -> 
     bare.step()
     bare.scheduler.reset_prefix_cache(reset_running_requests=True)
     bare.scheduler.set_pause_state(PauseState.UNPAUSED)
-    bare.add("probe", [5] * 50, tokens=1, prompt_logprobs=0)
+    bare.add("probe", [5] * 50, tokens=1, prompt_logprobs=0, extra_args={FIRST: True})
     asked, _ = bare.step()
     assert asked.num_scheduled_tokens["probe"] == 50
     assert len(asked.num_scheduled_tokens) == 2, "the others do not fit into the step"

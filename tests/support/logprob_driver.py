@@ -223,8 +223,8 @@ def compare_with_vllm() -> dict[str, Any]:
     seen = {"tokens": 0, "largest": 0.0}
     real_params, real_output = sample.sampling_params, sample.VllmSample._output
 
-    def sampling_params(request: SampleRequest, row: Any) -> Any:
-        asked = real_params(request, row)
+    def sampling_params(request: SampleRequest, row: Any, table: Any) -> Any:
+        asked = real_params(request, row, table)
         asked.logprobs, asked.flat_logprobs = 0, True
         return asked
 

@@ -55,6 +55,47 @@ class SampleOutput:
     token_ids: Int32Array  # [n]
     logprobs: Float32Array  # [n], natural log, of the distribution after temperature, top-p and top-k
     finish: Finish | None = None  # set on the last output
+    constrained: bytes = b""  # a byte of 0 or 1 each: whether a grammar forbade any token; empty: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConstraint:
+    """A grammar that the tokens of a sample must follow."""
+
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag_json"]
+    text: str
+    prefix_count: int = 0  # the last tokens of the prompt that the grammar has accepted already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedText:
+    """The parts of a completion."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[tuple[str, str], ...] = ()  # (name, arguments), as the model wrote them
+
+
+class TextWork(Protocol):
+    """Work on texts that may be hostile; it never blocks the event loop."""
+
+    @property
+    def tool_parser(self) -> str:
+        """Name of the parser of tool calls; empty: none."""
+
+    @property
+    def reasoning_parser(self) -> str:
+        """Name of the parser of reasoning; empty: none."""
+
+    async def parse(self, text: str, tools_json: str) -> ParsedText:
+        """Return the parts of a completion. Raises InvalidInput: the tools are malformed."""
+
+    async def check_grammar(
+        self, constraint: GrammarConstraint, stop_token_ids: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Check a grammar before the engine gets it. Raises InvalidInput: it does not compile, or not in time, or does
+        not accept the tokens `accepted`.
+        """
 
 
 class SampleSink(Protocol):
@@ -99,6 +140,7 @@ class SampleRequest:
     streaming: bool  # True: put tokens as they come; False: at the end, and on `EngineSample.flush`
     sink: SampleSink = field(repr=False, compare=False)
     index: int = 0  # identifies the sample to its sink
+    grammar: GrammarConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +156,7 @@ class EngineDescription:
     max_context_tokens: int
     kv_cache_tokens: int  # 0: not known
     sleep_mode: bool = False
+    grammar_obstacle: str = ""  # why samples cannot have a grammar; empty: they can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +231,11 @@ class RolloutEngine(Protocol):
         With `recompute`, running samples lose theirs, too: after `resume` their tokens are computed again.
         """
 
-    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token given those before it, at temperature 1. The first is NaN."""
+    async def prompt_logprobs(self, token_ids: Sequence[int], *, first: bool = True) -> list[float]:
+        """Return the log-probability of each token given those before it, at temperature 1. The first is NaN.
+
+        `first`: before the samples that wait. Raises Unavailable: the request was interrupted.
+        """
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
         """Join a weight epoch.

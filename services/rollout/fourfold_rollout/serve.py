@@ -33,6 +33,7 @@ from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.update.controller import WeightController
 from fourfold_rollout.update.servicer import RolloutControlServicer
 from fourfold_rollout.vllm import environment
+from fourfold_rollout.vllm.text.process import TextProcess
 from fourfold_rollout.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -53,13 +54,17 @@ def main(options: ServeOptions) -> int:
     environment.prepare(settings)
     from fourfold_rollout.vllm.engine import VllmEngine
 
+    parsers = config.rollout.tool_parser, config.rollout.reasoning_parser
+    text = TextProcess(str(folder), *parsers)
+    if any(parsers):
+        text.start()  # it loads its libraries while the engine starts
     # The engine's process is forked from this one, which must happen before gRPC has threads.
     engine = VllmEngine.start(settings, fork=True)
     # The objects of vLLM and torch live as long as the process. A collection that visits them blocks the event loop for
     # half a second, so they are excluded from now on.
     gc.collect()
     gc.freeze()
-    code = asyncio.run(_serve(host, engine, settings))
+    code = asyncio.run(_serve(host, engine, settings, text))
     # The interpreter's own shutdown takes seconds to free the modules that vLLM imported.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -115,12 +120,14 @@ def model_sha256(folder: Path) -> bytes:
     return hashlib.sha256(canonical.encode()).digest()
 
 
-async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings) -> int:
+async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings, text: TextProcess) -> int:
     config, folder = host.options.config, settings.folder
     has_agents = bool(host.options.coordinator)  # without a coordinator, all callers share everything
     update_timeout = config.weights.timeout_seconds
     await engine.attach(host.fatal)
     await warm_up(engine)
+    if text.tool_parser or text.reasoning_parser:
+        await text.ready()
     description = engine.description
     limits = GenerateLimits(
         max_context_tokens=description.max_context_tokens,
@@ -133,7 +140,7 @@ async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings
     )
     weights = WeightController(engine, update_timeout=update_timeout)
     model = ServedModel(name=config.model.source, tokenizer_sha256=host.tokenizer_sha256, limits=limits)
-    servicer = RolloutServicer(model, engine, weights, host.quotas)
+    servicer = RolloutServicer(model, engine, weights, host.quotas, text)
     control = RolloutControlServicer(
         engine, weights, model_sha256=model_sha256(folder), host_id=host_id(), update_timeout=update_timeout
     )
@@ -143,7 +150,7 @@ async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings
         public = host.public_server(config.rollout.public_listen)
         public.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
     host.exporter.add(rollout_source(servicer, weights, kv_cache_tokens=description.kv_cache_tokens))
-    host.on_drain += [servicer.drain, weights.close, engine.close]
+    host.on_drain += [servicer.drain, weights.close, text.close, engine.close]
     return await host.run()
 
 

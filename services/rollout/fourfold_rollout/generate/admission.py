@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.codec import check_id
 from fourfold.rpc.limits import Quotas
 from fourfold.security.principal import Principal
-from fourfold_rollout.engine import SampleRequest, SampleSink
+from fourfold_rollout.engine import GrammarConstraint, SampleRequest, SampleSink
 
 MAX_SAMPLES_PER_CALL: Final = 256
 _MAX_STOP_TOKENS: Final = 64
@@ -35,6 +36,9 @@ _SHORTEST_FLUSH_SECONDS: Final = 0.01
 _LONG_FLUSH_SECONDS: Final = 1.0
 # Tokens count at their worst case, prompt plus max_tokens. Most samples stop earlier, so twice the cache is promised.
 _TOKENS_PROMISED_PER_CACHED: Final = 2
+# vLLM computes the logits of all positions at once: float32 [tokens, vocabulary].
+_MAX_SCORED_TOKENS: Final = 4096
+_MAX_GRAMMAR_BYTES: Final = 64 << 10
 _RETRY_SECONDS: Final = 0.5
 _SUPERSEDE_SECONDS: Final = 2.0
 
@@ -79,6 +83,13 @@ class GenerateCall:
     seed: int
     min_policy_version: int
     flush_seconds: float | None  # None: a sample is sent once, when it is finished
+    grammar: GrammarConstraint | None = None
+
+    @property
+    def grammar_prefix(self) -> list[int]:
+        """The tokens of the prompt that the grammar has accepted already."""
+        count = self.grammar.prefix_count if self.grammar is not None else 0
+        return self.prompt_token_ids[len(self.prompt_token_ids) - count :]
 
     @property
     def at_once(self) -> bool:
@@ -111,6 +122,7 @@ class GenerateCall:
                 streaming=self.at_once,
                 sink=sink,
                 index=index,
+                grammar=self.grammar,
             )
             for index in range(self.sample_count)
         ]
@@ -154,6 +166,7 @@ def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal
         seed=params.seed if params.HasField("seed") else secrets.randbelow(_MAX_SEED),
         min_policy_version=request.min_policy_version,
         flush_seconds=_flush_seconds(request),
+        grammar=_grammar(request, len(prompt)),
     )
     if caller.is_agent and limits.agent_token_share < 1 and call.token_count > limits.max_tokens(caller):
         raise InvalidInput(
@@ -161,6 +174,16 @@ def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal
             f"have {limits.max_tokens(caller):.0f} in flight together; lower sample_count or max_tokens"
         )
     return call
+
+
+def parse_score(request: pb.ScoreTokensRequest, limits: GenerateLimits, caller: Principal) -> GenerateCall:
+    """Check a request for log-probabilities; it counts as a sample of one token. Errors as of `parse`."""
+    ids, most = request.token_ids, min(_MAX_SCORED_TOKENS, limits.max_context_tokens - 1)
+    if not 2 <= len(ids) <= most:
+        raise InvalidInput(f"token_ids has {len(ids)} tokens; it must have 2 to {most}, fewer than the context")
+    counted = pb.GenerateRequest(request_id=f"score-{uuid.uuid4().hex}", prompt_token_ids=ids)
+    counted.sampling_params.max_tokens = 1
+    return parse(counted, limits, caller)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +349,28 @@ def _top_p(params: pb.SamplingParams) -> float:
     if not 0 < value <= 1:
         raise InvalidInput(f"sampling_params.top_p is {value}; it must be in (0, 1], 1 for all tokens")
     return value
+
+
+def _grammar(request: pb.GenerateRequest, prompt_count: int) -> GrammarConstraint | None:
+    grammar, prefix_count = request.sampling_params.grammar, request.grammar_prefix_count
+    if not request.sampling_params.HasField("grammar"):
+        if prefix_count:
+            raise InvalidInput(f"grammar_prefix_count is {prefix_count} and there is no grammar; set both, or none")
+        return None
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        raise InvalidInput("sampling_params.grammar is empty; set one of its fields, or leave it out")
+    text = str(getattr(grammar, kind))
+    size = len(text.encode())
+    if not 0 < size <= _MAX_GRAMMAR_BYTES:
+        raise InvalidInput(f"sampling_params.grammar has {size} bytes; it must have 1 to {_MAX_GRAMMAR_BYTES}")
+    if "\0" in text:
+        raise InvalidInput("sampling_params.grammar contains a NUL character; remove it")
+    if not 0 <= prefix_count < prompt_count:
+        raise InvalidInput(
+            f"grammar_prefix_count is {prefix_count}; it must be in [0, {prompt_count - 1}], fewer than the prompt has"
+        )
+    return GrammarConstraint(kind=kind, text=text, prefix_count=prefix_count)
 
 
 def _flush_seconds(request: pb.GenerateRequest) -> float | None:

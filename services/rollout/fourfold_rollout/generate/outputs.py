@@ -86,6 +86,7 @@ class CallOutputs:
                 logprobs=_pack_logprobs(output.logprobs),
                 policy_version=version,
                 finish_reason=_FINISH_REASONS[output.finish],
+                constrained_mask=output.constrained if 1 in output.constrained else b"",
             )
         )
         if output.finish is not None:
@@ -101,17 +102,42 @@ class CallOutputs:
             end = SampleOutput(token_ids=EMPTY_IDS, logprobs=EMPTY_FLOATS, finish=Finish.ABORTED)
             self.deliver(index, self._first_version, end)
             return
-        self.fail(
-            Unavailable(
-                f"the update to version {version}, which sampled this call, was given up; try again",
-                reason="UPDATE_GIVEN_UP",
-                retry_after=_RETRY_SECONDS,
-            )
-        )
+        self.fail(_given_up(version))
 
     def _stop_flushing(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+
+class ReleasedLogprobs:
+    """Implements `TokenSink` for the log-probabilities of one ScoreTokens call."""
+
+    def __init__(self) -> None:
+        """Begin on the running event loop."""
+        self.logprobs: asyncio.Future[Float32Array] = asyncio.get_running_loop().create_future()
+
+    def pass_through(self, token_hold: TokenHold, version: int, values: Sequence[float]) -> None:
+        """Pass values of a version to `logprobs` when the hold lets them pass. Values above 0 are rounded to 0."""
+        logprobs = np.minimum(np.asarray(values, np.float32), 0)
+        output = SampleOutput(token_ids=EMPTY_IDS, logprobs=logprobs, finish=Finish.LENGTH)
+        self.logprobs.add_done_callback(lambda _: token_hold.forget(self))
+        token_hold.pass_on(self, 0, version, output)
+
+    def deliver(self, index: int, version: int, output: SampleOutput) -> None:
+        if not self.logprobs.done():
+            self.logprobs.set_result(output.logprobs)
+
+    def drop(self, index: int, version: int) -> None:
+        if not self.logprobs.done():
+            self.logprobs.set_exception(_given_up(version))
+
+
+def _given_up(version: int) -> Unavailable:
+    return Unavailable(
+        f"the update to version {version}, which sampled this call, was given up; try again",
+        reason="UPDATE_GIVEN_UP",
+        retry_after=_RETRY_SECONDS,
+    )
 
 
 def _pack_logprobs(values: Float32Array) -> bytes:

@@ -57,7 +57,12 @@ def _slices(output: SampleOutput, start: int, bounds: list[tuple[int, int]]) -> 
     for index, (end, version) in enumerate(bounds):
         high = end - start
         finish = output.finish if index == len(bounds) - 1 else None
-        piece = SampleOutput(token_ids=output.token_ids[low:high], logprobs=output.logprobs[low:high], finish=finish)
+        piece = SampleOutput(
+            token_ids=output.token_ids[low:high],
+            logprobs=output.logprobs[low:high],
+            finish=finish,
+            constrained=output.constrained[low:high],
+        )
         pieces.append((version, piece))
         low = high
     return pieces

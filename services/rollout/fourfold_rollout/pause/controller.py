@@ -63,9 +63,16 @@ class SamplingController:
             )
         if self.dirty:
             raise self.dirty_error()
-        version = self.token_hold.version
-        with self._gate.lease(version, f"v{version}.{self._commits}") as lease:
+        with self._gate.lease(self.token_hold.version, self._cache_salt) as lease:
             yield lease
+
+    def is_current(self, lease: RequestLease) -> bool:
+        """Return true if no weights were committed since the lease began."""
+        return lease.cache_salt == self._cache_salt
+
+    @property
+    def _cache_salt(self) -> str:
+        return f"v{self.token_hold.version}.{self._commits}"
 
     def refuse(self, error: FourfoldError) -> None:
         """Raise `error` in every present and future call of `serving`."""

@@ -115,6 +115,10 @@ class WeightController:
         """Hold a lease on the served weights; waits at most for the longest duration of an update."""
         return self._sampling.serving(min(timeout, self._update_timeout))
 
+    def is_current(self, lease: RequestLease) -> bool:
+        """Return true if no weights were committed since the lease began."""
+        return self._sampling.is_current(lease)
+
     def refuse(self, error: FourfoldError) -> None:
         self._sampling.refuse(error)
 

@@ -68,6 +68,7 @@ class VllmEngine:
         self._paused = False
         self._posted: set[asyncio.Task[Any]] = set()
         self._probe_numbers = itertools.count()
+        self._scored = 0  # calls of `prompt_logprobs` that an update may meet
         self._death: CrashWatch | None = None
         self._description: EngineDescription | None = None
 
@@ -94,6 +95,7 @@ class VllmEngine:
             max_context_tokens=self._settings.max_context_tokens,
             kv_cache_tokens=self._launched.kv_cache_tokens,
             sleep_mode=self._settings.sleep_mode and self._settings.gpus > 0,
+            grammar_obstacle=self._grammar_obstacle(),
         )
 
     @property
@@ -104,7 +106,8 @@ class VllmEngine:
 
     @property
     def running_count(self) -> int:
-        return len(self._running.samples)
+        # A prompt that is scored counts: a pause must stop it, too, or weights would change while it is computed.
+        return len(self._running.samples) + self._scored
 
     def load(self) -> EngineLoad:
         samples = self._running.samples
@@ -175,13 +178,19 @@ class VllmEngine:
         if recompute or "scheduler" not in self._settings.disabled_patches:
             await self._unless_dead(self._llm.reset_prefix_cache(recompute, False), _ABORT_SECONDS)
 
-    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def prompt_logprobs(self, token_ids: Sequence[int], *, first: bool = True) -> list[float]:
+        self._scored += not first  # before the first await: a pause must not miss it
+        try:
+            return await self._prompt_logprobs(list(token_ids), first=first)
+        finally:
+            self._scored -= not first
+
+    async def _prompt_logprobs(self, ids: list[int], *, first: bool) -> list[float]:
         await self._check_alive()
-        ids = list(token_ids)
         number = next(self._probe_numbers)
         # vLLM reads no cached prefix for a request with prompt_logprobs. The salt prevents that others read this one.
         prompt = tokens_input(ids, cache_salt=f"probe-{number}")
-        collector = await self._llm.add_request(f"probe-{number}", prompt, probe_params())
+        collector = await self._llm.add_request(f"probe-{number}", prompt, probe_params(first=first))
         done = False
         try:
             result: Any = await self._unless_dead(collector.get(), None)
@@ -189,6 +198,8 @@ class VllmEngine:
         finally:
             if not done and not self._is_dead():
                 await self._llm.abort([collector.request_id], internal=True)
+        if result.prompt_logprobs is None or len(result.prompt_logprobs) != len(ids):
+            raise Unavailable("the computation of log-probabilities was interrupted; try again", reason="INTERRUPTED")
         return [math.nan, *logprob_values(result.prompt_logprobs[1:], ids[1:])]
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
@@ -236,6 +247,11 @@ class VllmEngine:
         if self._logprobs is not None:
             self._logprobs.close()
 
+    def _grammar_obstacle(self) -> str:
+        if "scheduler" in self._settings.disabled_patches:
+            return "its patch `scheduler` is disabled"
+        return "" if self._logprobs is not None else "it writes no table of log-probabilities; see the service's log"
+
     async def _open_logprobs(self) -> LogprobTable | None:
         """Let the workers write log-probabilities to a table; None if a worker cannot or the patch is disabled.
 
@@ -260,12 +276,13 @@ class VllmEngine:
         return None
 
     async def _add(self, request: SampleRequest) -> VllmSample:
-        row = None if self._logprobs is None else self._logprobs.acquire(request.max_tokens)
+        table = self._logprobs
+        row = None if table is None else table.acquire(request.max_tokens, flags=request.grammar is not None)
         sample = VllmSample(self._running, self._barrier, request, row)
         prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
         with ExitStack() as on_error:
             on_error.callback(sample.release)
-            collector = await self._llm.add_request(request.key, prompt, sampling_params(request, row))
+            collector = await self._llm.add_request(request.key, prompt, sampling_params(request, row, table))
             on_error.pop_all()
         self._running.samples.add(sample)
         sample.attach(collector)

@@ -2,6 +2,9 @@
 
 A row belongs to one running sample; cell i is for its token i. The worker writes a cell before it returns the token;
 the service reads it when the token has arrived. The number of the row travels with the request (`SLOT`). No torch here.
+
+Behind the cells is a byte for each: 1 if a grammar forbade any token. The scheduler writes it before the worker samples
+the token (`patches/grammars.py`), and only for samples with a grammar.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ from collections import deque
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fourfold.arrays import Float32Array
 from fourfold.errors import Internal, Overloaded
 
 SLOT: Final = "fourfold_slot"  # key of `SamplingParams.extra_args`: the number of the request's row
+GRAMMAR: Final = "fourfold_grammar"  # key of `extra_args`: kind, text, prefix, and path, slots and width of the table
+FIRST: Final = "fourfold_first"  # key of `SamplingParams.extra_args`: the request comes before all that wait
 NO_SLOT: Final = -1
+Flags = NDArray[np.uint8]
 _ITEM_BYTES: Final = 4
 _RETRY_SECONDS: Final = 0.5
 
@@ -31,7 +38,7 @@ class LogprobTable:
         # Not in /dev/shm: a container's is small, and a process that touches one page too many is killed.
         self._descriptor = os.memfd_create("fourfold-logprobs")
         os.ftruncate(self._descriptor, self.byte_count)
-        self._cells = _map(self._descriptor, slots, width)
+        self._cells, self._flags = _map(self._descriptor, slots, width)
         self._free = deque(range(slots))
 
     @property
@@ -45,7 +52,7 @@ class LogprobTable:
 
     @property
     def byte_count(self) -> int:
-        return self.slots * self.width * _ITEM_BYTES
+        return _byte_count(self.slots, self.width)
 
     def check_room(self, count: int) -> None:
         """Check that `count` rows are free. Raises Overloaded: too many samples run or are still being ended."""
@@ -57,8 +64,10 @@ class LogprobTable:
                 retry_after=_RETRY_SECONDS,
             )
 
-    def acquire(self, token_count: int) -> LogprobRow:
+    def acquire(self, token_count: int, *, flags: bool = False) -> LogprobRow:
         """Take a row for a sample of at most `token_count` tokens. Raises Internal: no row is free, or it is shorter.
+
+        `flags`: the sample has a grammar.
 
         A row may be taken again right after its release, although one more step of the old sample may be in progress
         with asynchronous scheduling. Steps end in the order of their start: a late value of the old sample comes before
@@ -70,7 +79,9 @@ class LogprobTable:
             raise Internal(f"more than {self.slots} samples run; each needs a row for its log-probabilities")
         slot = self._free.popleft()  # the row that was free for the longest time
         self._cells[slot, :token_count] = np.nan
-        return LogprobRow(self._cells[slot], slot, self._free)
+        if flags:
+            self._flags[slot, :token_count] = 0
+        return LogprobRow(self._cells[slot], self._flags[slot] if flags else None, slot, self._free)
 
     def close(self) -> None:
         """Close the memory to processes that have not mapped it. Idempotent."""
@@ -80,9 +91,9 @@ class LogprobTable:
 
 
 class LogprobRow:
-    def __init__(self, cells: Float32Array, slot: int, free: deque[int]) -> None:
+    def __init__(self, cells: Float32Array, flags: Flags | None, slot: int, free: deque[int]) -> None:
         self.slot = slot
-        self._cells, self._free = cells, free
+        self._cells, self._flags, self._free = cells, flags, free
         self._taken = 0
 
     def take(self, count: int) -> Float32Array:
@@ -98,6 +109,10 @@ class LogprobRow:
             )
         return values
 
+    def taken_flags(self, count: int) -> bytes:
+        """Return the flags of the `count` values that were taken last; empty without a grammar."""
+        return b"" if self._flags is None else self._flags[self._taken - count : self._taken].tobytes()
+
     def release(self) -> None:
         """Free the row for another sample. Idempotent."""
         if self.slot != NO_SLOT:
@@ -107,11 +122,12 @@ class LogprobRow:
 
 def open_table(path: str, slots: int, width: int) -> Float32Array:
     """Map the table of another process for writing: float32 [slots, width]. Raises OSError: it cannot be opened."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return _map(descriptor, slots, width)
-    finally:
-        os.close(descriptor)
+    return _open(path, slots, width)[0]
+
+
+def open_flags(path: str, slots: int, width: int) -> Flags:
+    """Map the flags of another process's table for writing: uint8 [slots, width]. Raises OSError."""
+    return _open(path, slots, width)[1]
 
 
 def slot_of(params: Any) -> int:
@@ -120,6 +136,20 @@ def slot_of(params: Any) -> int:
     return int(extra.get(SLOT, NO_SLOT)) if extra else NO_SLOT
 
 
-def _map(descriptor: int, slots: int, width: int) -> Float32Array:
-    memory = mmap.mmap(descriptor, slots * width * _ITEM_BYTES)
-    return np.frombuffer(memory, np.float32).reshape(slots, width)
+def _open(path: str, slots: int, width: int) -> tuple[Float32Array, Flags]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _map(descriptor, slots, width)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, slots: int, width: int) -> tuple[Float32Array, Flags]:
+    count = slots * width
+    memory = mmap.mmap(descriptor, _byte_count(slots, width))
+    cells = np.frombuffer(memory, np.float32, count).reshape(slots, width)
+    return cells, np.frombuffer(memory, np.uint8, count, count * _ITEM_BYTES).reshape(slots, width)
+
+
+def _byte_count(slots: int, width: int) -> int:
+    return slots * width * (_ITEM_BYTES + 1)

@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from fourfold.arrays import EMPTY_FLOATS
 from fourfold.errors import FourfoldError, Internal
 from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest
-from fourfold_rollout.vllm.logprob_table import SLOT, LogprobRow
+from fourfold_rollout.vllm.logprob_table import FIRST, GRAMMAR, SLOT, LogprobRow, LogprobTable
 from fourfold_rollout.vllm.patches.front_end import OutputBarrier, take_outputs
 
 _log = logging.getLogger(__name__)
@@ -21,11 +21,14 @@ _log = logging.getLogger(__name__)
 _FINISHES: Final = {finish.value: finish for finish in Finish}
 
 
-def sampling_params(request: SampleRequest, row: LogprobRow | None) -> SamplingParams:
+def sampling_params(request: SampleRequest, row: LogprobRow | None, table: LogprobTable | None) -> SamplingParams:
     """Return vLLM's parameters of a sample. Without a row, vLLM returns the log-probabilities itself."""
     options: dict[str, Any] = {"logprobs": 0, "flat_logprobs": True}
-    if row is not None:
+    if row is not None and table is not None:
         options = {"extra_args": {SLOT: row.slot}}
+        if (grammar := request.grammar) is not None:
+            fields = [grammar.kind, grammar.text, grammar.prefix_count, table.path, table.slots, table.width]
+            options["extra_args"][GRAMMAR] = fields
     return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -40,9 +43,10 @@ def sampling_params(request: SampleRequest, row: LogprobRow | None) -> SamplingP
     )
 
 
-def probe_params() -> SamplingParams:
-    """Return vLLM's parameters of a request for the log-probabilities of its prompt."""
+def probe_params(*, first: bool) -> SamplingParams:
+    """Return vLLM's parameters of a request for the log-probabilities of its prompt; see `RolloutScheduler`."""
     return SamplingParams(
+        extra_args={FIRST: True} if first else None,
         max_tokens=1,
         seed=0,
         prompt_logprobs=0,
@@ -146,7 +150,8 @@ class VllmSample:
             values = np.asarray(logprob_values(logprobs, ids), np.float32)
         else:
             values = self.row.take(len(ids)) if ids else EMPTY_FLOATS
-        return SampleOutput(token_ids=np.asarray(ids, np.int32), logprobs=values, finish=finish)
+        flags = self.row.taken_flags(len(ids)) if self.row is not None else b""
+        return SampleOutput(token_ids=np.asarray(ids, np.int32), logprobs=values, finish=finish, constrained=flags)
 
 
 def logprob_values(logprobs: Any, ids: Sequence[int]) -> list[float]:

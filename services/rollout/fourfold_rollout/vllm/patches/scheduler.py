@@ -21,7 +21,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
+from fourfold_rollout.vllm.logprob_table import FIRST, GRAMMAR
 from fourfold_rollout.vllm.patches.decoding import DecodingScheduler, obstacle
+from fourfold_rollout.vllm.patches.grammars import EngineGrammars
 
 _log = logging.getLogger(__name__)
 
@@ -34,19 +36,22 @@ class RolloutScheduler(DecodingScheduler):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._grammars = EngineGrammars(self.vllm_config.model_config, self.structured_output_manager)
         self.decodes = _applied(
             "Short path of the KV cache manager", lambda: skip_idle_calls(self.kv_cache_manager)
         ) and _applied("Fast decode path", lambda: obstacle(self))
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; one for the log-probabilities of its prompt comes first.
+        """Queue a request; the probe of a new version, whose tokens are held back until then, comes first.
 
-        It is the probe of a new version, whose tokens are held back until then. Samples that wait for memory, or whose
-        tokens are computed again, would delay the probe by minutes.
+        Samples that wait for memory, or whose tokens are computed again, would delay the probe by minutes.
         """
-        super().add_request(request)
         wanted = request.sampling_params
-        if wanted is not None and wanted.prompt_logprobs is not None:
+        extra = (wanted.extra_args if wanted is not None else None) or {}
+        if GRAMMAR in extra:
+            self._grammars.attach(request, extra)
+        super().add_request(request)
+        if FIRST in extra:
             self.waiting.remove_request(request)
             self.waiting.prepend_request(request)
 

@@ -1,0 +1,1 @@
+"""The gateway: the entry point of agents, which sample from the policy and hand in trajectories."""

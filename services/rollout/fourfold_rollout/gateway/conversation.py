@@ -1,0 +1,358 @@
+"""Converts the messages of a session to prompt ids, and never encodes again what the policy sampled.
+
+    messages of a request = [messages up to an earlier reply of this session] + [new messages]
+    prompt ids            = [ids of the segment up to that reply]            + [end of its turn, if it was not sampled]
+                                                                             + [rendering of the new messages]
+
+The rendering of the new messages is what the chat template writes after the earlier ones. Templates that write earlier
+messages differently when others follow (they drop the reasoning of earlier turns, or move the tools) have no such part:
+then, as for a history that the agent edited, all messages are encoded, and the turn opens a segment.
+
+Texts of special tokens in messages are encoded as ordinary text (`Tokenizer.escape`), so that the content of a message
+cannot end it and forge another one.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.arrays import Int32Array
+from fourfold.errors import InvalidInput
+from fourfold.model.tokenizer import Tokenizer
+
+from .trajectory import Trajectory, Turn
+
+_ANSWER: Final = "4F6rAnswer"  # stands for a reply in a rendering, to find what follows it
+_BASE: Final = struct.Struct("<ii")  # segment and number of its messages that a stored turn continues; -1, 0: none
+_NO_BASE: Final = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Entry:
+    """A message of a conversation."""
+
+    message: pb.Message
+    key: tuple[object, ...]  # what an equal message has, without reasoning
+    reasoning: str
+    rendered: Mapping[str, Any]  # for the chat template, escaped
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """The place of a reply in a thread and in its segment."""
+
+    entry_count: int  # up to and with the reply
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Thread:
+    """The messages that the tokens of a segment stand for. The last one is a reply."""
+
+    entries: tuple[_Entry, ...]
+    replies: tuple[_Reply, ...]  # whose tokens are in the segment as sampled, ascending
+    tools: tuple[bytes, ...]  # each an encoded Tool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChatPrompt:
+    """The prompt of one turn; give it back to `Conversation.record`."""
+
+    token_ids: Int32Array  # [p]
+    thread: _Thread
+    """The request; its replies are those that the ids hold as sampled."""
+    base: int
+    """Segment whose first entries it has; -1: none."""
+    base_count: int
+    """Number of these entries."""
+
+
+class ChatTemplate:
+    """The chat template of a model, for messages of the contract. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._ending: str | None = None  # what follows a reply; None: not known yet
+
+    def encode(self, chat: pb.Chat) -> tuple[str, list[int]]:
+        """Return the rendered messages as text and as token ids, up to the beginning of the assistant's answer.
+
+        Raises:
+            ConfigError: the model has no chat template.
+            InvalidInput: there is no message, or the template refuses the messages or the tools.
+        """
+        _check_messages(chat)
+        text = self.render([self.entry(message) for message in chat.messages], self.tools(chat.tools))
+        return self.tokenizer.unescape(text), self.tokenizer.encode(text)
+
+    def entry(self, message: pb.Message) -> _Entry:
+        escape = self.tokenizer.escape
+        calls = [
+            (escape(call.name), escape(call.id), self._arguments(call.arguments_json)) for call in message.tool_calls
+        ]
+        rendered: dict[str, Any] = {"role": escape(message.role), "content": escape(message.content)}
+        if message.name:
+            rendered["name"] = escape(message.name)
+        if message.tool_call_id:
+            rendered["tool_call_id"] = escape(message.tool_call_id)
+        if message.reasoning:
+            rendered["reasoning_content"] = escape(message.reasoning)
+        if calls:
+            rendered["tool_calls"] = [
+                {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+                for name, call_id, (arguments, _) in calls
+            ]
+        is_reply = message.role == "assistant"
+        return _Entry(
+            message=message,
+            key=(
+                message.role,
+                # Clients strip the text of a reply.
+                message.content.strip() if is_reply else message.content,
+                message.name,
+                message.tool_call_id,
+                tuple((name, canonical) for name, _, (_, canonical) in calls),
+            ),
+            reasoning=message.reasoning.strip(),
+            rendered=rendered,
+        )
+
+    def tools(self, tools: Iterable[pb.Tool]) -> list[dict[str, Any]]:
+        """Return tools as templates read them; raise InvalidInput when the parameters of one are not an object."""
+        rendered = []
+        for tool in tools:
+            parameters, _ = self._arguments(tool.parameters_json)
+            if not isinstance(parameters, dict):
+                raise InvalidInput(f"tool {tool.name!r}: parameters_json must be a JSON object, a JSON Schema")
+            name, description = self.tokenizer.escape(tool.name), self.tokenizer.escape(tool.description)
+            function = {"name": name, "description": description, "parameters": parameters}
+            rendered.append({"type": "function", "function": function})
+        return rendered
+
+    def _arguments(self, text: str) -> tuple[Any, str]:
+        """Return the escaped JSON value of a text, {} for an empty one, and a text that equal values have.
+
+        A text that is not JSON, or nested too deeply, stands for itself: the policy may write anything.
+        """
+        try:
+            value = json.loads(text) if text.strip() else {}
+            return self.tokenizer.escape(value), json.dumps(value, sort_keys=True)
+        except (ValueError, RecursionError):
+            return self.tokenizer.escape(text), text
+
+    def render(
+        self, entries: Sequence[_Entry], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Return the escaped text."""
+        return self.tokenizer.render_chat(
+            [entry.rendered for entry in entries], tools=tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def rest(
+        self,
+        earlier: Sequence[_Entry],
+        new: Sequence[_Entry],
+        tools: Sequence[Mapping[str, Any]],
+        sampled: Iterable[_Entry],
+    ) -> str | None:
+        """Return the escaped text after the last reply of a conversation: the end of its turn, and the new messages.
+
+        Args:
+            earlier: up to and with the reply.
+            new: the messages after it; may be empty.
+            tools: from `tools`.
+            sampled: the replies that the segment has as sampled, in order.
+
+        Returns:
+            None if the template writes the earlier messages differently when the new ones follow, or leaves out a part
+            of a sampled reply.
+        """
+        before, ending = self.render(earlier, tools, add_generation_prompt=False), self._end_of_reply()
+        text = self.render([*earlier, *new], tools)
+        if ending is None or not before.endswith(ending) or not text.startswith(before):
+            return None
+        position = 0
+        for entry in sampled:
+            for part in (entry.rendered.get("reasoning_content", ""), entry.rendered["content"]):
+                position = before.find(part.strip(), position)
+                if position < 0:
+                    return None
+        return text[len(before) - len(ending) :]
+
+    def encode_rest(self, text: str, last_id: int) -> list[int]:
+        """Return the ids of `rest` after a completion whose last token is `last_id`."""
+        stop, stripped = self.tokenizer.added_text(last_id), text.lstrip()
+        if stop and stripped.startswith(stop):
+            # The policy sampled the end of its turn itself. Encoded with the text, this token decides, as in a whole
+            # prompt, how the text after it is split.
+            ids = self.tokenizer.encode(stripped)
+            if ids[:1] == [last_id]:
+                return ids[1:]
+        return self.tokenizer.encode(text)
+
+    def _end_of_reply(self) -> str | None:
+        """Return what the template writes after the content of the last reply; None if that cannot be found."""
+        if self._ending is None:
+            chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
+            try:
+                text = self.tokenizer.render_chat(chat, add_generation_prompt=False)
+            except InvalidInput:  # a template may ask for more than these messages have
+                return None
+            self._ending = text.rpartition(_ANSWER)[2]
+        return self._ending
+
+
+class Conversation:
+    """The messages of one session. `make_prompt` may run in any thread, the other methods on the event loop."""
+
+    def __init__(self, template: ChatTemplate, trajectory: Trajectory) -> None:
+        self._template, self._trajectory = template, trajectory
+        self._threads: dict[int, _Thread] = {}  # by segment; those of finished turns with messages
+        self._replies: dict[int, pb.Message] = {}  # by number of the turn
+
+    @staticmethod
+    def restore(
+        template: ChatTemplate, trajectory: Trajectory, turns: Iterable[tuple[Turn, bytes, bytes]]
+    ) -> Conversation:
+        """Return the conversation of a restored trajectory.
+
+        Args:
+            template: of the model.
+            trajectory: with these turns.
+            turns: each with the bytes that `record` returned, in the order in which the turns finished.
+        """
+        conversation = Conversation(template, trajectory)
+        for turn, chat, reply in turns:
+            if chat:
+                conversation._restore_turn(turn, chat, reply)
+        return conversation
+
+    def reply_of(self, turn: Turn) -> pb.Message | None:
+        """Return the assistant's message of a turn; None for a prompt that was not a conversation."""
+        return self._replies.get(turn.number)
+
+    def make_prompt(self, chat: pb.Chat) -> ChatPrompt:
+        """Return the prompt for the messages of a request. Takes about 0.3 ms, and 2 ms for each KB of new text.
+
+        Raises:
+            ConfigError: the model has no chat template.
+            InvalidInput: there is no message, or the template refuses the messages or the tools.
+        """
+        _check_messages(chat)
+        entries = self._entries(chat.messages)
+        tools = tuple(tool.SerializeToString(deterministic=True) for tool in chat.tools)
+        rendered_tools = self._template.tools(chat.tools)
+        found = self._find(entries, tools)
+        if found is not None:
+            index, thread, reply = found
+            count = reply.entry_count
+            replies = tuple(r for r in thread.replies if r.entry_count <= count)
+            # As recorded: the client may have left out the reasoning.
+            earlier, new = thread.entries[:count], entries[count:]
+            sampled = [earlier[r.entry_count - 1] for r in replies]
+            rest = self._template.rest(earlier, new, rendered_tools, sampled)
+            if rest is not None:
+                head = self._trajectory.segments[index].token_ids[: reply.token_count]
+                tail = self._template.encode_rest(rest, int(head[-1]))
+                return ChatPrompt(
+                    token_ids=np.concatenate((head, np.array(tail, np.int32))),
+                    thread=_Thread(entries=earlier + new, replies=replies, tools=tools),
+                    base=index,
+                    base_count=count,
+                )
+        ids = self._template.tokenizer.encode(self._template.render(entries, rendered_tools))
+        return ChatPrompt(
+            token_ids=np.array(ids, np.int32),
+            thread=_Thread(entries=entries, replies=(), tools=tools),
+            base=_NO_BASE,
+            base_count=0,
+        )
+
+    def record(self, prompt: ChatPrompt, turn: Turn, reply: pb.Message) -> tuple[bytes, bytes]:
+        """Remember what a finished turn stands for.
+
+        Args:
+            prompt: from `make_prompt`; several turns may have the same one.
+            turn: from `Trajectory.finish_turn`, with the ids of the prompt.
+            reply: the assistant's message as the agent gets it.
+
+        Returns:
+            The bytes for the store: the messages that the session did not have before, and the reply.
+        """
+        base, count = prompt.base, prompt.base_count
+        thread = self._threads.get(base)
+        if thread is None or thread.entries[:count] != prompt.thread.entries[:count]:
+            base, count = _NO_BASE, 0  # a turn with equal ids and other messages came first
+        chat = pb.Chat(
+            messages=[entry.message for entry in prompt.thread.entries[count:]],
+            tools=[pb.Tool.FromString(tool) for tool in prompt.thread.tools] if base == _NO_BASE else [],
+        )
+        self._add(prompt.thread, turn, reply)
+        return _BASE.pack(base, count) + chat.SerializeToString(), reply.SerializeToString()
+
+    def _entries(self, messages: Sequence[pb.Message]) -> tuple[_Entry, ...]:
+        """Return the entries of a request; those of messages that the session has are not made again."""
+        threads, found = list(self._threads.values()), list[_Entry]()
+        for index, message in enumerate(messages):
+            known = (t.entries[index] for t in threads if index < len(t.entries))
+            same = next((entry for entry in known if entry.message == message), None)
+            found.append(same or self._template.entry(message))
+        return tuple(found)
+
+    def _find(self, entries: Sequence[_Entry], tools: tuple[bytes, ...]) -> tuple[int, _Thread, _Reply] | None:
+        """Return the reply up to which the most messages are equal; if several, one at the end of its segment."""
+        best: tuple[int, _Thread, _Reply] | None = None
+        highest = (0, False)
+        for index, thread in list(self._threads.items()):
+            if thread.tools != tools:
+                continue
+            equal = _count_equal(thread.entries, entries)
+            reply = next((r for r in reversed(thread.replies) if r.entry_count <= equal), None)
+            if reply is None:
+                continue
+            rank = (reply.entry_count, reply.token_count == self._trajectory.segments[index].token_ids.size)
+            if rank > highest:
+                best, highest = (index, thread, reply), rank
+        return best
+
+    def _add(self, thread: _Thread, turn: Turn, reply: pb.Message) -> None:
+        entries = (*thread.entries, self._template.entry(reply))
+        replies = (*thread.replies, _Reply(len(entries), turn.end))
+        self._threads[turn.segment_index] = _Thread(entries=entries, replies=replies, tools=thread.tools)
+        self._replies[turn.number] = reply
+
+    def _restore_turn(self, turn: Turn, data: bytes, reply: bytes) -> None:
+        base, count = _BASE.unpack_from(data)
+        chat = pb.Chat.FromString(data[_BASE.size :])
+        entries = tuple(map(self._template.entry, chat.messages))
+        if base == _NO_BASE:
+            tools = tuple(tool.SerializeToString(deterministic=True) for tool in chat.tools)
+            thread = _Thread(entries=entries, replies=(), tools=tools)
+        else:
+            earlier = self._threads[base]
+            replies = tuple(r for r in earlier.replies if r.entry_count <= count)
+            thread = _Thread(entries=earlier.entries[:count] + entries, replies=replies, tools=earlier.tools)
+        self._add(thread, turn, pb.Message.FromString(reply))
+
+
+def _check_messages(chat: pb.Chat) -> None:
+    """Raise InvalidInput when a conversation is empty."""
+    if not chat.messages:
+        raise InvalidInput("the conversation has no messages; send at least one")
+
+
+def _count_equal(known: Sequence[_Entry], sent: Sequence[_Entry]) -> int:
+    """Return the number of messages that two conversations have in common at their beginning."""
+    count = 0
+    for ours, theirs in zip(known, sent, strict=False):
+        if ours is not theirs and (ours.key != theirs.key or theirs.reasoning not in ("", ours.reasoning)):
+            break
+        count += 1
+    return count

@@ -1,0 +1,367 @@
+"""Samples the turns of agents, in sessions and outside of them: prompt, limits, engines, message, durable turn."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.arrays import Int32Array
+from fourfold.coordinator.v1 import experience_service_pb2 as experience
+from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
+from fourfold.model.tokenizer import Tokenizer
+from fourfold.rollout.group_requests import GroupRequest
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.rpc.codec import check_id, pack_floats, pack_ints
+from fourfold.rpc.limits import Quotas
+from fourfold_rollout.gateway.api import Caller
+from fourfold_rollout.gateway.completion import Completion
+from fourfold_rollout.gateway.conversation import ChatPrompt, ChatTemplate
+from fourfold_rollout.gateway.engines import EnginePool
+from fourfold_rollout.gateway.grammars import engine_grammar, tools_json
+from fourfold_rollout.gateway.sessions import Session
+from fourfold_rollout.gateway.store import SessionStore
+from fourfold_rollout.gateway.trajectory import PendingTurn, Sampling, Turn
+from fourfold_rollout.gateway.turns import TurnRequest, TurnSampler
+
+_log = logging.getLogger("fourfold.gateway.generation")
+
+MAX_SAMPLES: Final = 256
+_MAX_STOPS: Final = 16
+_MAX_STOP_CHARACTERS: Final = 256
+_MAX_STOP_IDS: Final = 64
+_MAX_SEED: Final = 1 << 53
+_MAX_FLUSH_SECONDS: Final = 10.0
+_STOP_FLUSH_SECONDS: Final = 0.05  # a stop string is found this late, and the tokens after it are lost work
+_PARSE_SECONDS: Final = 10.0
+_LARGE_CHAT_BYTES: Final = 1 << 15  # rendered and encoded in a thread
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A checked request."""
+
+    request: pb.GenerateRequest
+    session: Session | None
+    prompt_ids: Int32Array
+    chat: ChatPrompt | None
+    turn: TurnRequest
+    sampling: Sampling
+
+    @property
+    def count(self) -> int:
+        return self.turn.group.count
+
+
+class Generator:
+    """Samples the turns of one gateway."""
+
+    def __init__(
+        self,
+        *,
+        engines: EnginePool,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        store: SessionStore,
+        quotas: Quotas,
+        max_context_tokens: int,
+        run_info: Callable[[], experience.GetRunInfoResponse],
+    ) -> None:
+        self._engines, self._tokenizer, self._template = engines, tokenizer, template
+        self._store, self._quotas, self._run_info = store, quotas, run_info
+        self._max_context_tokens = max_context_tokens
+        self._sampler = TurnSampler(engines, stop_token_ids=tokenizer.stop_token_ids)
+        self.turns = 0  # finished
+        self.tokens = 0  # of finished turns
+
+    async def generate(
+        self, caller: Caller, session: Session | None, request: pb.GenerateRequest, *, timeout: float
+    ) -> AsyncGenerator[pb.TurnChunk, None]:
+        """Sample one turn; see `AgentApi.generate`."""
+        if session is None:
+            plan = await self._plan(request, None)
+            with self._quotas.tokens(caller.principal, self._cost(plan)):
+                async for chunk in self._sample(plan, timeout):
+                    yield chunk
+            return
+        session.check_open()
+        session.touch()
+        session.turns_in_flight += 1
+        try:
+            digest = _digest(request)
+            if request.request_id:
+                check_id(request.request_id, "request_id")
+                while (running := session.running.get(request.request_id)) is not None:
+                    await running.wait()
+                if turns := _stored_turns(session, request, digest):
+                    for turn in turns:
+                        yield self._replay(session, turn)
+                    return
+                session.running[request.request_id] = asyncio.Event()
+            plan = await self._plan(request, session)
+            with self._quotas.tokens(caller.principal, self._cost(plan)):
+                async with aclosing(self._sample_in_session(session, plan, digest, timeout)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+        finally:
+            session.turns_in_flight -= 1
+            session.touch()
+            if (event := session.running.pop(request.request_id, None)) is not None:
+                event.set()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def _plan(self, request: pb.GenerateRequest, session: Session | None) -> _Plan:
+        ids, chat = await self._prompt(request, session)
+        room = min(self._max_context_tokens, self._engines.max_context_tokens() or self._max_context_tokens) - len(ids)
+        if not len(ids) or room < 1:
+            raise InvalidInput(
+                f"the prompt has {len(ids)} tokens; it must have 1 to {room + len(ids) - 1}: shorten the history",
+                reason="CONTEXT_LENGTH",
+            )
+        if int(ids.view(np.uint32).max()) >= self._engines.vocabulary_size:
+            raise InvalidInput(f"a token id is outside the vocabulary [0, {self._engines.vocabulary_size})")
+        count = request.sample_count if request.HasField("sample_count") else 1
+        _check("sample_count", count, 1, MAX_SAMPLES)
+        _check("min_policy_version", request.min_policy_version, 0, _MAX_SEED)
+        params = self._params(request, room, training=session is not None and session.task is not None)
+        flush = request.flush_interval.ToNanoseconds() / 1e9 if request.HasField("flush_interval") else None
+        _check("flush_interval", flush or 0.0, 0, _MAX_FLUSH_SECONDS)
+        stop = request.sampling_params.stop
+        if stop:
+            flush = min(_STOP_FLUSH_SECONDS if flush is None else flush, _STOP_FLUSH_SECONDS)
+        group = GroupRequest(
+            name=uuid.uuid4().hex, prompt_token_ids=ids, params=params, count=count, version=request.min_policy_version
+        )
+        key = session.session_id if session else hashlib.blake2b(ids[:64].tobytes(), digest_size=8).hexdigest()
+        turn = TurnRequest(group=group, key=key, flush_seconds=flush, separate=bool(stop))
+        sampling = Sampling(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
+        return _Plan(request, session, ids, chat, turn, sampling)
+
+    async def _prompt(
+        self, request: pb.GenerateRequest, session: Session | None
+    ) -> tuple[Int32Array, ChatPrompt | None]:
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            return np.array(request.token_ids.ids, np.int32), None
+        if kind == "text":
+            ids = self._tokenizer.encode(request.text, add_special=True)
+            return np.array(ids, np.int32), None
+        if kind is None:
+            raise InvalidInput("the request has no prompt; set token_ids, chat or text")
+        large = request.ByteSize() > _LARGE_CHAT_BYTES
+        if session is None:
+            work = self._template.encode
+            _, ids = await asyncio.to_thread(work, request.chat) if large else work(request.chat)
+            return np.array(ids, np.int32), None
+        make = session.conversation.make_prompt
+        prompt = await asyncio.to_thread(make, request.chat) if large else make(request.chat)
+        return prompt.token_ids, prompt
+
+    def _params(self, request: pb.GenerateRequest, room: int, *, training: bool) -> rollout.SamplingParams:
+        asked = request.sampling_params
+        _check("sampling_params.stop", len(asked.stop), 0, _MAX_STOPS)
+        if any(not 1 <= len(stop) <= _MAX_STOP_CHARACTERS for stop in asked.stop):
+            raise InvalidInput(f"sampling_params.stop: each text must have 1 to {_MAX_STOP_CHARACTERS} characters")
+        _check("sampling_params.stop_token_ids", len(asked.stop_token_ids), 0, _MAX_STOP_IDS)
+        seed = asked.seed if asked.HasField("seed") else secrets.randbelow(_MAX_SEED >> 1)
+        _check("sampling_params.seed", seed, 0, _MAX_SEED - 1 - MAX_SAMPLES)
+        if asked.HasField("max_tokens"):
+            _check("sampling_params.max_tokens", asked.max_tokens, 1, 1 << 30)
+            room = min(room, asked.max_tokens)
+        # The engine checks the ranges of the others.
+        params = rollout.SamplingParams(
+            temperature=asked.temperature if asked.HasField("temperature") else 1.0,
+            top_p=asked.top_p if asked.HasField("top_p") else 1.0,
+            top_k=asked.top_k if asked.HasField("top_k") else None,
+            stop_token_ids=asked.stop_token_ids,
+            seed=seed,
+        )
+        if training:  # the trainer needs the distribution of the recipe
+            run = self._run_info()
+            params.temperature, params.top_p = run.temperature, 1.0
+            params.ClearField("top_k")
+            room = min(room, run.max_new_tokens)
+        params.max_tokens = room
+        if asked.HasField("grammar"):
+            parser = next((e.info.tool_parser for e in self._engines.usable if e.info), "")
+            params.grammar.CopyFrom(engine_grammar(asked.grammar, request.chat.tools, parser))
+        return params
+
+    def _cost(self, plan: _Plan) -> int:
+        return plan.count * (len(plan.prompt_ids) + plan.turn.group.params.max_tokens)
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    async def _sample_in_session(
+        self, session: Session, plan: _Plan, digest: bytes, timeout: float
+    ) -> AsyncGenerator[pb.TurnChunk, None]:
+        """Sample a turn, and add its samples to the session before their last chunks are passed on."""
+        pending: list[PendingTurn] = []
+        last: list[pb.TurnChunk] = []
+        try:
+            for _ in range(plan.count):
+                pending.append(session.trajectory.begin_turn(plan.prompt_ids, plan.sampling))
+            completions: dict[int, Completion] = {}
+            async with aclosing(self._chunks(plan, timeout, completions)) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+                        yield chunk
+                    else:  # a turn belongs to the session with all of its samples, or not at all
+                        last.append(chunk)
+            session.check_open()
+            last.sort(key=lambda chunk: chunk.sample_index)
+            writing = asyncio.ensure_future(self._commit(session, plan, pending, completions, last, digest))
+            await asyncio.shield(writing)
+        finally:
+            for turn in pending:
+                session.trajectory.cancel_turn(turn)
+        for chunk in last:
+            yield chunk
+
+    async def _commit(
+        self,
+        session: Session,
+        plan: _Plan,
+        pending: list[PendingTurn],
+        completions: dict[int, Completion],
+        last: list[pb.TurnChunk],
+        digest: bytes,
+    ) -> None:
+        session.key = ""
+        for chunk, turn in zip(last, pending, strict=True):
+            tokens = session.trajectory.finish_turn(
+                turn,
+                completions[chunk.sample_index].tokens(),
+                finish_reason=chunk.finish_reason,
+                request_id=plan.request.request_id,
+                request_sha256=digest,
+                sample_index=chunk.sample_index,
+            )
+            chat, reply = b"", b""
+            if plan.chat is not None:
+                chat, reply = session.conversation.record(plan.chat, tokens.turn, chunk.message)
+            await self._store.add_turn(session.session_id, tokens, chat=chat, reply=reply)
+        session.set(session.stored)  # tells those who watch it
+
+    async def _sample(self, plan: _Plan, timeout: float) -> AsyncGenerator[pb.TurnChunk, None]:
+        async with aclosing(self._chunks(plan, timeout, {})) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _chunks(
+        self, plan: _Plan, timeout: float, completions: dict[int, Completion]
+    ) -> AsyncGenerator[pb.TurnChunk, None]:
+        """Yield the chunks of all samples, the last ones with their messages."""
+        stop, whole = plan.request.sampling_params.stop, not plan.request.HasField("flush_interval")
+        for index in range(plan.count):
+            completions[index] = Completion(index, self._tokenizer, stop)
+        early: dict[int, list[pb.TurnChunk]] = {}
+        finished = 0
+        async with aclosing(self._sampler.sample(plan.turn, timeout=timeout)) as chunks:
+            async for sampled in chunks:
+                completion = completions[sampled.sample_index]
+                if completion.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+                    continue
+                chunk = completion.add(sampled)
+                if completion.stopped:
+                    plan.turn.stopped.add(completion.index)
+                if completion.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+                    await self._finish(plan, completion, chunk)
+                    finished += 1
+                elif whole:
+                    early.setdefault(completion.index, []).append(chunk)
+                    continue
+                for part in (*early.pop(completion.index, ()), chunk):
+                    yield part
+                if finished == plan.count:
+                    return
+
+    async def _finish(self, plan: _Plan, completion: Completion, chunk: pb.TurnChunk) -> None:
+        """Complete the last chunk of a sample."""
+        self.turns += 1
+        self.tokens += len(completion.ids)
+        reason = completion.finish_reason
+        if plan.request.WhichOneof("prompt") != "token_ids":
+            chunk.prompt_token_count = len(plan.prompt_ids)
+        if plan.request.WhichOneof("prompt") == "chat":
+            chunk.message.CopyFrom(await self._message(plan, completion))
+            if chunk.message.tool_calls and reason == pb.FINISH_REASON_STOP:
+                reason = pb.FINISH_REASON_TOOL_CALLS
+        chunk.finish_reason = reason
+
+    async def _message(self, plan: _Plan, completion: Completion) -> pb.Message:
+        """Return the assistant's message; an engine parses tool calls and reasoning where its recipe names parsers."""
+        message = pb.Message(role="assistant", content=completion.text)
+        tools = plan.request.chat.tools
+        infos = [engine.info for engine in self._engines.usable if engine.info]
+        if not any((info.tool_parser and tools) or info.reasoning_parser for info in infos):
+            return message
+        text, wanted = completion.raw_text(), tools_json(tools)
+        try:
+            parsed = await self._engines.call(
+                plan.turn.key,
+                lambda client: client.parse_completion(text, tools_json=wanted, timeout=_PARSE_SECONDS),
+                timeout=_PARSE_SECONDS,
+            )
+        except (InvalidInput, WrongState) as error:
+            _log.info("completion could not be parsed: %s", error)
+            return message
+        except FourfoldError as error:
+            raise Unavailable(
+                f"no engine parsed the turn ({error.reason}); repeat the turn", reason="PARSER_FAILED", retry_after=0.5
+            ) from error
+        message.content, message.reasoning = parsed.content, parsed.reasoning
+        for call in parsed.tool_calls:
+            name = f"call_{uuid.uuid4().hex[:24]}"
+            message.tool_calls.add(id=name, name=call.name, arguments_json=call.arguments_json)
+        return message
+
+    def _replay(self, session: Session, turn: Turn) -> pb.TurnChunk:
+        """Return a stored turn as one chunk. Its text is without stop strings only where it has a message."""
+        tokens, reply = session.trajectory.completion_of(turn), session.conversation.reply_of(turn)
+        chunk = pb.TurnChunk(
+            sample_index=turn.sample_index,
+            token_ids=pack_ints(tokens.token_ids),
+            logprobs=pack_floats(tokens.logprobs),
+            policy_version=tokens.version_spans[-1].policy_version,
+            text=self._tokenizer.decode(tokens.token_ids.tolist()),
+            finish_reason=turn.finish_reason,
+            prompt_token_count=turn.prompt_token_count,
+        )
+        if reply is not None:
+            chunk.message.CopyFrom(reply)
+        return chunk
+
+
+def _stored_turns(session: Session, request: pb.GenerateRequest, digest: bytes) -> list[Turn]:
+    """Return the turns of an earlier call with this request_id; raise when that call differed."""
+    turns = [turn for turn in session.trajectory.turns if turn.request_id == request.request_id]
+    if turns and turns[0].request_sha256 != digest:
+        # The class stands for ABORTED.
+        raise StaleEpoch(
+            f"request_id {request.request_id} belongs to another turn of this session; choose a new one",
+            reason="REQUEST_ID_REUSED",
+        )
+    return turns
+
+
+def _digest(request: pb.GenerateRequest) -> bytes:
+    same = pb.GenerateRequest()
+    same.CopyFrom(request)
+    same.ClearField("flush_interval")
+    return hashlib.sha256(same.SerializeToString(deterministic=True)).digest()
+
+
+def _check(what: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InvalidInput(f"{what} is {value:g}; it must be in [{low:g}, {high:g}]")

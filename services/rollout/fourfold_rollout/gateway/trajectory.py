@@ -1,0 +1,419 @@
+"""Keeps the tokens of one session as segments: as they were sampled, never encoded again from text.
+
+    prompt begins with all tokens of a segment --> the rest of it is an observation; the turn extends the segment
+    any other prompt                           --> the turn opens a segment; the whole prompt is its context
+
+Only sampled tokens are in the action mask of a segment, so that a token is trained once: one that a new segment repeats
+from an earlier segment is part of its prompt. Turns of one session may overlap. The first one that finishes extends
+the segment that their prompts continue, and each of the others opens a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array, Sample, VersionSpan
+from fourfold.errors import InvalidInput, WrongState
+from fourfold.rpc import codec
+from fourfold.types.v1 import experience_pb2
+
+CONTEXT_LENGTH: Final = "CONTEXT_LENGTH"
+TOO_MANY_SEGMENTS: Final = "TOO_MANY_SEGMENTS"
+_NOT_SAMPLED: Final = -1
+_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one trajectory."""
+
+    max_segments: int
+    """`agents.max_segments`."""
+    max_context_tokens: int
+    """Longest segment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The distribution that tokens were drawn from. All tokens of a segment have the same one."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledTokens:
+    """The tokens of one completion, n of them."""
+
+    token_ids: Int32Array  # [n]
+    logprobs: Float32Array  # [n], natural log, at most 0
+    version_spans: tuple[VersionSpan, ...]  # their token counts add up to n
+    constrained: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
+    """[n], True for tokens whose distribution a grammar changed; [0]: none. They are not in the loss mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A finished turn, without its tokens, which are in its segment."""
+
+    number: int
+    """Rises in the order of `begin_turn`. Cancelled turns leave gaps; `Trajectory.turns` is in this order."""
+    segment_index: int
+    prompt_token_count: int
+    """Tokens of the segment before the completion."""
+    completion_token_count: int
+    finish_reason: pb.FinishReason.ValueType
+    request_id: str = ""
+    request_sha256: bytes = b""
+    """Digest of the request, to recognise a repeated one; may be empty."""
+    sample_index: int = 0
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of the segment up to the end of the completion."""
+        return self.prompt_token_count + self.completion_token_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnTokens:
+    """What a turn adds to a trajectory: the store keeps these, and `Trajectory.restore` applies them again."""
+
+    turn: Turn
+    observation: Int32Array  # [m]: the prompt, without the tokens that the segment had before
+    completion: SampledTokens
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PendingTurn:
+    """A turn that is being sampled."""
+
+    number: int
+    prompt_ids: Int32Array  # [p], read-only
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """Tokens of consecutive turns, each of which continues the one before exactly; n of them."""
+
+    token_ids: Int32Array  # [n]
+    action_mask: BoolArray  # [n], True for sampled tokens
+    behavior_logprobs: Float32Array  # [n], NaN where action_mask is False
+    constrained: BoolArray  # [n], subset of action_mask
+    version_spans: tuple[VersionSpan, ...]
+    turn_ends: tuple[tuple[int, int], ...]  # (number of the turn, tokens up to its end)
+    sampling: Sampling
+
+
+class Trajectory:
+    """The segments and turns of one session. Not thread-safe."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._segments: list[Segment] = []
+        self._turns: dict[int, Turn] = {}  # by number
+        self._claims: dict[int, int | None] = {}  # segment that each pending turn extends; None: it opens one
+        self._next_number = 0
+
+    @staticmethod
+    def restore(limits: Limits, turns: Iterable[TurnTokens]) -> Trajectory:
+        """Return the trajectory with these turns, given in the order in which they finished."""
+        trajectory = Trajectory(limits)
+        for tokens in turns:
+            trajectory._add(tokens)
+        return trajectory
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        return self._segments
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Return the finished turns in the order in which they began; `turn_index` of the contract counts these."""
+        return [self._turns[number] for number in sorted(self._turns)]
+
+    @property
+    def turn_count(self) -> int:
+        return len(self._turns)
+
+    @property
+    def pending_count(self) -> int:
+        return len(self._claims)
+
+    @property
+    def token_count(self) -> int:
+        return sum(segment.token_ids.size for segment in self._segments)
+
+    def begin_turn(self, prompt_ids: Sequence[int] | Int32Array, sampling: Sampling) -> PendingTurn:
+        """Reserve the place of a turn; end it with `finish_turn` or `cancel_turn`.
+
+        Args:
+            prompt_ids: int [p], at least one, all in the vocabulary.
+            sampling: what its tokens are drawn from. Another distribution than that of a segment cannot extend it.
+
+        Raises:
+            InvalidInput: the prompt is empty, or leaves no room in the context.
+            WrongState: the turn could open one segment too many.
+        """
+        prompt = np.array(prompt_ids, np.int32)
+        prompt.flags.writeable = False
+        if not prompt.size:
+            raise InvalidInput("the prompt has no tokens; send at least one")
+        if prompt.size >= self._limits.max_context_tokens:
+            raise InvalidInput(
+                f"the prompt has {prompt.size} tokens, and the context {self._limits.max_context_tokens}: no token can "
+                f"be sampled; shorten the history, or close the session as truncated",
+                reason=CONTEXT_LENGTH,
+            )
+        claim = self._continued_segment(prompt, sampling)
+        if claim is not None and claim in self._claims.values():
+            claim = None  # the other turn may finish first
+        if claim is None:
+            self._check_segment_limit()
+        pending = PendingTurn(number=self._next_number, prompt_ids=prompt, sampling=sampling)
+        self._next_number += 1
+        self._claims[pending.number] = claim
+        return pending
+
+    def segment_of(self, pending: PendingTurn) -> int | None:
+        """Return the segment that a pending turn extends if no other turn does so first; None: it opens one."""
+        return self._claims[pending.number]
+
+    def cancel_turn(self, pending: PendingTurn) -> None:
+        """Give up the place of a turn. Does nothing for a turn that has ended."""
+        self._claims.pop(pending.number, None)
+
+    def finish_turn(
+        self,
+        pending: PendingTurn,
+        completion: SampledTokens,
+        *,
+        finish_reason: pb.FinishReason.ValueType,
+        request_id: str = "",
+        request_sha256: bytes = b"",
+        sample_index: int = 0,
+    ) -> TurnTokens:
+        """Add the sampled tokens of a turn.
+
+        Raises:
+            ValueError: the completion has no tokens or too many, its arrays differ in length, or the turn has ended.
+        """
+        self._check_completion(pending, completion)
+        index = self._continued_segment(pending.prompt_ids, pending.sampling)
+        begin = 0 if index is None else self._segments[index].token_ids.size
+        turn = Turn(
+            number=pending.number,
+            segment_index=len(self._segments) if index is None else index,
+            prompt_token_count=pending.prompt_ids.size,
+            completion_token_count=completion.token_ids.size,
+            finish_reason=finish_reason,
+            request_id=request_id,
+            request_sha256=request_sha256,
+            sample_index=sample_index,
+        )
+        tokens = TurnTokens(
+            turn=turn, observation=pending.prompt_ids[begin:], completion=completion, sampling=pending.sampling
+        )
+        del self._claims[pending.number]
+        for number, claim in self._claims.items():
+            if claim is not None and claim == index:
+                self._claims[number] = None  # its prompt lacks the tokens of this turn
+        self._add(tokens)
+        return tokens
+
+    def completion_of(self, turn: Turn) -> SampledTokens:
+        """Return the sampled tokens of a finished turn."""
+        segment, part = self._segments[turn.segment_index], slice(turn.prompt_token_count, turn.end)
+        return SampledTokens(
+            token_ids=segment.token_ids[part],
+            logprobs=segment.behavior_logprobs[part],
+            version_spans=_cut_spans(segment.version_spans, turn.prompt_token_count, turn.end),
+            constrained=segment.constrained[part],
+        )
+
+    def to_experiences(
+        self,
+        trajectory_id: str,
+        group_id: str,
+        *,
+        turn_rewards: Mapping[int, float] | None = None,
+        truncated: bool = False,
+    ) -> list[experience_pb2.Experience]:
+        """Return one experience for each segment, without scores; the same turns give the same messages.
+
+        Args:
+            trajectory_id: id of the task, and of segment 0; segment k > 0 is f"{trajectory_id}-seg{k}".
+            group_id: of the task.
+            turn_rewards: by the index of the turn in `turns`; finite.
+            truncated: a budget ended the trajectory. So does the end of its last turn by max_tokens or the context.
+
+        Raises:
+            WrongState: no turn has finished.
+            InvalidInput: a reward is not finite, or its turn does not exist.
+        """
+        turns = self.turns
+        if not turns:
+            raise WrongState(
+                "the session has no finished turn, so that there is nothing to train on; abandon it, or sample a turn"
+            )
+        rewards = _rewards_by_number(turn_rewards or {}, turns)
+        truncated = truncated or turns[-1].finish_reason == pb.FINISH_REASON_LENGTH
+        experiences = []
+        for index, segment in enumerate(self._segments):
+            message = codec.encode(
+                _to_sample(segment, segment_id(trajectory_id, index), group_id, rewards, truncated=truncated)
+            )
+            message.trajectory_id = trajectory_id
+            message.segment_index, message.segment_count = index, len(self._segments)
+            experiences.append(message)
+        return experiences
+
+    def _continued_segment(self, prompt: Int32Array, sampling: Sampling) -> int | None:
+        """Return the index of the longest segment whose tokens all begin the prompt; None: no segment's do."""
+        best, longest = None, 0
+        for index, segment in enumerate(self._segments):
+            size = segment.token_ids.size
+            if (
+                longest < size <= prompt.size
+                and segment.sampling == sampling
+                and prompt[size - 1] == segment.token_ids[-1]
+                and np.array_equal(prompt[:size], segment.token_ids)
+            ):
+                best, longest = index, size
+        return best
+
+    def _check_segment_limit(self) -> None:
+        """Raise WrongState when the segments, with those that pending turns may open, leave no room for another."""
+        most = self._limits.max_segments
+        opening = sum(claim is None for claim in self._claims.values())
+        if len(self._segments) + opening >= most:
+            raise WrongState(
+                f"the session has {len(self._segments)} segments, its turns in flight may open {opening} more, and "
+                f"this prompt continues none of them: at most {most} (agents.max_segments); send a history that begins "
+                f"with that of an earlier turn unchanged, or close the session",
+                reason=TOO_MANY_SEGMENTS,
+            )
+
+    def _check_completion(self, pending: PendingTurn, completion: SampledTokens) -> None:
+        count = completion.token_ids.size
+        if pending.number not in self._claims:
+            raise ValueError(f"turn {pending.number} has ended already")
+        if not 0 < count <= self._limits.max_context_tokens - pending.prompt_ids.size:
+            raise ValueError(
+                f"{count} sampled tokens after a prompt of {pending.prompt_ids.size}; at least 1 token, at most "
+                f"{self._limits.max_context_tokens} tokens in all"
+            )
+        spans = sum(span.token_count for span in completion.version_spans)
+        if not (completion.logprobs.size == count == spans and completion.constrained.size in (0, count)):
+            raise ValueError(
+                f"{count} tokens with {completion.logprobs.size} log-probabilities, {spans} tokens in version spans "
+                f"and {completion.constrained.size} marks of constrained tokens; the counts must be equal"
+            )
+
+    def _add(self, tokens: TurnTokens) -> None:
+        turn = tokens.turn
+        if turn.segment_index == len(self._segments):
+            self._segments.append(_empty_segment(tokens.sampling))
+        segment = self._segments[turn.segment_index]
+        if segment.token_ids.size + tokens.observation.size != turn.prompt_token_count:
+            raise ValueError(f"turn {turn.number} does not continue segment {turn.segment_index} at its end")
+        self._segments[turn.segment_index] = _extend(segment, tokens)
+        self._turns[turn.number] = turn
+        self._next_number = max(self._next_number, turn.number + 1)
+
+
+def segment_id(trajectory_id: str, index: int) -> str:
+    """Return the sample id of a segment."""
+    return f"{trajectory_id}-seg{index}" if index else trajectory_id
+
+
+def _empty_segment(sampling: Sampling) -> Segment:
+    nothing = np.empty(0, np.bool_)
+    return Segment(
+        token_ids=np.empty(0, np.int32),
+        action_mask=nothing,
+        behavior_logprobs=EMPTY_FLOATS,
+        constrained=nothing,
+        version_spans=(),
+        turn_ends=(),
+        sampling=sampling,
+    )
+
+
+def _extend(segment: Segment, tokens: TurnTokens) -> Segment:
+    """Return the segment with the observation and the completion of a turn."""
+    completion, count = tokens.completion, tokens.observation.size
+    zeros, sampled = np.zeros(count, np.bool_), completion.token_ids.size
+    constrained = completion.constrained if completion.constrained.size else np.zeros(sampled, np.bool_)
+    spans = completion.version_spans
+    if count:
+        spans = (VersionSpan(policy_version=_NOT_SAMPLED, token_count=count), *spans)
+    return Segment(
+        token_ids=np.concatenate((segment.token_ids, tokens.observation, completion.token_ids), dtype=np.int32),
+        action_mask=np.concatenate((segment.action_mask, zeros, np.ones(sampled, np.bool_))),
+        behavior_logprobs=np.concatenate(
+            (segment.behavior_logprobs, np.full(count, np.nan, np.float32), completion.logprobs), dtype=np.float32
+        ),
+        constrained=np.concatenate((segment.constrained, zeros, constrained)),
+        version_spans=_join_spans(segment.version_spans, spans),
+        turn_ends=(*segment.turn_ends, (tokens.turn.number, tokens.turn.end)),
+        sampling=segment.sampling,
+    )
+
+
+def _join_spans(first: tuple[VersionSpan, ...], second: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+    if first and second and first[-1].policy_version == second[0].policy_version:
+        joined = replace(first[-1], token_count=first[-1].token_count + second[0].token_count)
+        return (*first[:-1], joined, *second[1:])
+    return first + second
+
+
+def _cut_spans(spans: tuple[VersionSpan, ...], begin: int, end: int) -> tuple[VersionSpan, ...]:
+    """Return the spans of the tokens [begin, end)."""
+    found, position = [], 0
+    for span in spans:
+        count = min(position + span.token_count, end) - max(position, begin)
+        if count > 0:
+            found.append(replace(span, token_count=count))
+        position += span.token_count
+    return tuple(found)
+
+
+def _rewards_by_number(rewards: Mapping[int, float], turns: Sequence[Turn]) -> dict[int, float]:
+    for index, reward in rewards.items():
+        if not 0 <= index < len(turns):
+            raise InvalidInput(f"turn_rewards has turn {index}; the session has the turns 0 to {len(turns) - 1}")
+        if not abs(reward) <= _MAX_FLOAT32:  # also for NaN
+            raise InvalidInput(f"the reward of turn {index} is {reward}; it must be a finite float32")
+    return {turns[index].number: reward for index, reward in rewards.items()}
+
+
+def _to_sample(
+    segment: Segment, sample_id: str, group_id: str, rewards: Mapping[int, float], *, truncated: bool
+) -> Sample:
+    token_rewards = EMPTY_FLOATS
+    if rewards:
+        token_rewards = np.zeros(segment.token_ids.size, np.float32)
+        for number, end in segment.turn_ends:
+            token_rewards[end - 1] = rewards.get(number, 0.0)
+    return Sample(
+        sample_id=sample_id,
+        group_id=group_id,
+        token_ids=segment.token_ids,
+        behavior_logprobs=segment.behavior_logprobs,
+        action_mask=segment.action_mask,
+        loss_mask=segment.action_mask & ~segment.constrained,
+        version_spans=segment.version_spans,
+        temperature=segment.sampling.temperature,
+        top_p=segment.sampling.top_p,
+        top_k=segment.sampling.top_k,
+        truncated=truncated,
+        token_rewards=token_rewards,
+    )

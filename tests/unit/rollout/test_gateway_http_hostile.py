@@ -1,0 +1,199 @@
+"""Hostile clients of the HTTP port get a clear error, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fourfold.config import SecurityConfig
+from fourfold.config.agents import GatewayConfig
+from fourfold.errors import ConfigError
+from fourfold.security import certs
+from fourfold.security.access import Security
+from fourfold.security.principal import Principal
+from fourfold_rollout.gateway.http.server import HttpServer, serve_http
+from tests.fakes.agent_api import FakeAgentApi
+
+GOOD = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+
+
+@asynccontextmanager
+async def served(**config: Any) -> AsyncIterator[HttpServer]:
+    server = await serve_http(FakeAgentApi(), GatewayConfig(**{"max_body_mib": 1, "body_seconds": 0.5, **config}), None)
+    try:
+        yield server
+        async with httpx.AsyncClient() as client:  # others are served still
+            good = await client.post(server.url + "/v1/chat/completions", content=GOOD, timeout=20)
+            assert good.status_code == 200
+    finally:
+        await server.stop(1.0)
+
+
+async def exchange(server: HttpServer, *pieces: bytes) -> tuple[int, str]:
+    """Send bytes; return status and text of the response."""
+    host, port = server.address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        answer = await asyncio.wait_for(reader.read(65_536), 20)
+    finally:
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
+
+
+def post(body: bytes, *headers: str, length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    lines = ["POST /v1/chat/completions HTTP/1.1", "host: x", f"content-length: {size}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "empty"),
+        (b"{", "not JSON"),
+        (b"[]", "send an object"),
+        (b'{"messages": "\xff"}', "not UTF-8"),
+        (b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}', "NaN"),
+        (b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}', "too large a number"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"seed": ' + b"9" * 4000 + b"}", "seed is"),
+        (b'{"messages": ' + b"[" * 100_000, "too deeply"),
+        (b'{"messages": ' + b'{"a":' * 100_000, "too deeply"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+        (b'{"messages": {"role": "user"}}', "send an array"),
+    ],
+)
+async def test_a_bad_body_is_refused(body: bytes, text: str) -> None:
+    async with served() as server:
+        status, answer = await exchange(server, post(body))
+    assert status == 400
+    assert text in json.loads(answer)["error"]["message"]
+
+
+async def test_a_schema_that_nests_deeply_is_refused() -> None:
+    schema = b'{"a":' * 900 + b"1" + b"}" * 900
+    form = b'{"type": "json_schema", "json_schema": {"schema": ' + schema + b"}}"
+    async with served() as server:
+        body = b'{"messages": [{"role": "user", "content": "x"}], "response_format": ' + form + b"}"
+        status, _ = await exchange(server, post(body))
+    assert status in (200, 400)
+
+
+async def test_a_body_of_very_many_values_is_refused() -> None:
+    async with served() as server:
+        status, answer = await exchange(server, post(b'{"a":[' + b"1," * 510_000 + b"1]}"))
+    assert (status, "500000 values" in answer) == (413, True)
+
+
+@pytest.mark.parametrize("headers", [(), ("expect: 100-continue",)])
+async def test_a_giant_body_is_refused(headers: tuple[str, ...]) -> None:
+    async with served() as server:
+        assert (await exchange(server, post(b"", *headers, length=1 << 40)))[0] == 413
+        if not headers:
+            assert (await exchange(server, post(b" " * (3 << 20))))[0] == 413
+
+
+async def test_chunked_compressed_and_foreign_bodies_are_refused() -> None:
+    async with served() as server:
+        head = b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        assert (await exchange(server, head, b"1\r\n \r\n" * 100_000))[0] == 411
+        assert (await exchange(server, post(GOOD, "content-encoding: gzip")))[0] == 415
+        assert (await exchange(server, post(GOOD, "content-type: text/xml")))[0] == 415
+
+
+async def test_slow_headers_and_slow_bodies_end_after_the_time() -> None:
+    async with served() as server:
+        assert (await exchange(server, b"POST /v1/messages HTTP/1.1\r\nhost:"))[0] == 408
+        assert (await exchange(server, b""))[0] == 408
+        assert (await exchange(server, post(b"{", length=100)))[0] == 408
+
+
+async def test_half_open_requests_on_a_used_connection_end_too() -> None:
+    async with served() as server:
+        host, port = server.address.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" in await reader.readline()
+        writer.write(b"GET /v1/mod")
+        rest = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    assert b" 408 " in rest
+
+
+@pytest.mark.parametrize("flood", [b"x-a: b\r\n" * 20_000, b"x-a: " + b"b" * 200_000, b"\x00\x01", b"x" * 100_000])
+async def test_header_floods_and_noise_are_refused(flood: bytes) -> None:
+    async with served() as server:
+        status, answer = await exchange(server, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + flood, b"\r\n\r\n")
+    assert status == 400
+    assert "not valid HTTP" in answer
+
+
+async def test_connections_beyond_the_limit_get_503() -> None:
+    async with served(max_connections=3, body_seconds=5) as server:
+        host, port = server.address.rsplit(":", 1)
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        status, answer = await exchange(server, b"")
+        assert (status, "too many connections" in answer) == (503, True)
+        for _, writer in held:
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [("GET /v1/chat/completions", 405), ("GET /v2/models", 404), ("GET /sessions/../v1/models", 404),
+     ("DELETE /v1/sessions/s1", 405), ("POST /sessions/s1/v1/tasks/next", 404)],
+)  # fmt: skip
+async def test_unknown_paths_and_verbs_are_refused(request_line: str, status: int) -> None:
+    async with served() as server:
+        assert (await exchange(server, f"{request_line} HTTP/1.1\r\nhost: x\r\n\r\n".encode()))[0] == status
+
+
+async def test_beyond_loopback_http_needs_tls() -> None:
+    with pytest.raises(ConfigError, match="loopback only"):
+        await serve_http(FakeAgentApi(), GatewayConfig(http_listen="0.0.0.0:0"), None)
+
+
+async def test_a_port_in_use_is_named() -> None:
+    async with served() as server:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await serve_http(FakeAgentApi(), GatewayConfig(http_listen=server.address), None)
+
+
+async def test_tls_uses_the_certificates_of_the_run_and_follows_their_renewal(tmp_path: Path) -> None:
+    folder = tmp_path / "pki"
+    certs.make(folder, ["trainer.internal"])
+    security = Security.load(SecurityConfig(directory=str(folder)), Principal("rollout", "rollout-0"))
+    assert security is not None
+    server = await serve_http(FakeAgentApi(), GatewayConfig(http_listen="0.0.0.0:0"), security)
+    port = int(server.address.rsplit(":", 1)[1])
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    context.check_hostname = False
+    seen = set[bytes]()
+    try:
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+            seen.add(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert b"toy" in await reader.read()
+            writer.close()
+            certs.renew(folder, ["rollout-0"])
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.TransportError):
+                await client.get(f"http://127.0.0.1:{port}/v1/models")
+    finally:
+        await server.stop(1.0)
+    assert len(seen) == 2

@@ -84,7 +84,7 @@ def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verif
             return verifiers.load(verifier.name, options), verifier
         except (LookupError, ImportError) as error:
             raise VerifierError(f"{verifier.name!r}: {error.args[0]}") from None
-    module = _run_file(verifier) if verifier.file else importlib.import_module(verifier.module)
+    module = run_file(verifier) if verifier.file else importlib.import_module(verifier.module)
     function = getattr(module, verifier.function, None)
     if function is None:
         hint = did_you_mean(verifier.function, [n for n, v in vars(module).items() if callable(v) and n[0] != "_"])
@@ -102,7 +102,8 @@ def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verif
     return function, verifier if verifier.file else _with_version(verifier, module)
 
 
-def _run_file(verifier: Verifier) -> types.ModuleType:
+def run_file(verifier: Verifier) -> types.ModuleType:
+    """Run the text of a file as a module; it may raise any exception."""
     path = Path(verifier.file)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # the file can import its neighbours, which hide no installed package

@@ -9,6 +9,7 @@ from typing import Any, Final
 import grpc
 from google.rpc.code_pb2 import Code
 
+from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
@@ -45,7 +46,9 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         """Return name and version of the default verifier."""
         self._check_ready()
         verifier = self._pool.verifier
-        return pb.GetInfoResponse(name=f"{verifier.name}@{verifier.version}", max_sample_count=MAX_SAMPLES)
+        return pb.GetInfoResponse(
+            name=f"{verifier.name}@{verifier.version}", max_sample_count=MAX_SAMPLES, contract_version=CONTRACT_VERSION
+        )
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ScoreResponse:
         """Score a batch. A sample that is not scored shortly before the deadline gets an error."""

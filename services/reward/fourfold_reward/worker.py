@@ -40,7 +40,7 @@ _LOAD_CPU_SECONDS: Final = 120  # to import a verifier's libraries
 def main(arguments: list[str]) -> int:
     """Answer requests of the service, `arguments[0]`, in the sandbox policy `arguments[1]` (JSON; empty: none)."""
     die_with_parent(int(arguments[0]))
-    requests, replies = _take_pipes()
+    requests, replies = take_pipes()
     sys.path.append(str(Path.cwd()))  # last, so that no file there hides an installed package
     policy = sandbox.Policy.from_json(arguments[1]) if arguments[1] else None
     if policy is not None:
@@ -151,7 +151,7 @@ class Worker:
 
     def _explain(self, error: BaseException, file: str) -> str:
         """Return the type, text and place of an error; print its traceback if type or place are new."""
-        place = _place(error.__traceback__, file)
+        place = place_of(error.__traceback__, file)
         kind = f"{type(error).__name__} at {place}"
         if kind not in self._reported:
             self._reported.add(kind)
@@ -180,7 +180,7 @@ def _parse_metadata(text: str) -> dict[str, Any]:
     return value
 
 
-def _place(trace: TracebackType | None, file: str) -> str:
+def place_of(trace: TracebackType | None, file: str) -> str:
     """Return "file.py:line" of the innermost frame in the function's file, or else outside of this package.
 
     Frames inside of libraries are skipped, because users look for the error in their own code.
@@ -197,7 +197,7 @@ def _file_of(function: RewardFunction) -> str:
     return str(code.co_filename) if code else ""
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Move the pipes of the service to other descriptors; print() then writes to stderr and input() reads nothing.
 
     C code that uses descriptors 0 and 1 cannot disturb the protocol either.

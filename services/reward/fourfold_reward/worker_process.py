@@ -21,6 +21,7 @@ from fourfold.host.scratch import Scratch
 from fourfold_reward import protocol
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
+_MODULE: Final = "fourfold_reward.worker"
 # A process in uninterruptible sleep ignores SIGKILL. It is abandoned after this time.
 _REAP_SECONDS: Final = 5.0
 # A process that closed its pipe is about to end. Its own exit code explains more than our SIGKILL.
@@ -31,27 +32,26 @@ class WorkerDied(Exception):
     """The worker ended or broke the protocol. The text is the known cause."""
 
 
-class WorkerProcess:
-    """One worker process, for one request at a time."""
+class ChildProcess:
+    """A process of this service with a pipe in each direction and a scratch folder."""
 
     def __init__(self, process: Process, scratch: Scratch, *, builtin: bool) -> None:
-        """Wrap a started process; use `start`."""
+        """Wrap a started process; use `start_child`."""
         self._process = process
         self._scratch = scratch
         self._oom_kills = oom_kill_count()
-        self.builtin = builtin  # it runs built-in verifiers; otherwise it runs reward functions
-        self.loaded: set[str] = set()  # names of its verifiers
+        self.builtin = builtin  # it runs built-in verifiers; otherwise it runs users' functions
 
     @classmethod
-    async def start(cls, sandbox: WorkerSandbox, *, builtin: bool, timeout_seconds: float) -> Self:
-        """Start a worker with the rights of built-in verifiers or of reward functions, for samples of limited time."""
+    async def start_child(cls, module: str, sandbox: WorkerSandbox, *, builtin: bool, timeout_seconds: float) -> Self:
+        """Start `python -m MODULE` with the rights of built-in verifiers or of users' functions, for limited calls."""
         scratch = Scratch("reward-worker")
         policy = sandbox.policy(builtin=builtin, timeout_seconds=timeout_seconds, scratch=scratch.path)
         variables = sandbox.variables(builtin=builtin, scratch=scratch.path)
         try:
             process = await asyncio.create_subprocess_exec(
                 # -P: no current directory on the import path; the worker appends it at the end.
-                *(sys.executable, "-P", "-m", "fourfold_reward.worker", str(os.getpid())),
+                *(sys.executable, "-P", "-m", module, str(os.getpid())),
                 policy.to_json() if policy is not None else "",
                 stdin=PIPE,
                 stdout=PIPE,
@@ -68,6 +68,46 @@ class WorkerProcess:
     def pid(self) -> int:
         """Process id, which is also the id of the process group."""
         return self._process.pid
+
+    async def kill(self) -> None:
+        """Kill the process group, wait for the end of the worker, and remove its scratch folder."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await self._wait(_REAP_SECONDS)
+        self._scratch.remove()
+
+    async def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
+
+    async def describe_end(self) -> str:
+        """Return why the process ended or closed its pipe."""
+        await self._wait(_EXIT_SECONDS)
+        code = self._process.returncode
+        if code is None:
+            return "the worker closed its pipe"
+        if code >= 0:
+            return f"the worker process ended with exit code {code}"
+        # A SIGKILL does not tell its sender, but the kernel counts its own kills for lack of memory.
+        out_of_memory = code == -signal.SIGKILL and oom_kill_count() > self._oom_kills
+        suffix = "; the kernel's out-of-memory killer struck while it ran" if out_of_memory else ""
+        return f"the worker process was killed by {signal_name(-code)}{suffix}"
+
+
+class WorkerProcess(ChildProcess):
+    """A worker process of the reward service, for one request at a time."""
+
+    @classmethod
+    async def start(cls, sandbox: WorkerSandbox, *, builtin: bool, timeout_seconds: float) -> Self:
+        """Start a worker with the rights of built-in verifiers or of reward functions, for samples of limited time."""
+        worker = await cls.start_child(_MODULE, sandbox, builtin=builtin, timeout_seconds=timeout_seconds)
+        worker.loaded = set()
+        return worker
+
+    loaded: set[str]  # names of its verifiers
 
     async def call(self, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
         """Send a request and return the reply.
@@ -88,34 +128,8 @@ class WorkerProcess:
                     raise WorkerDied(f"the worker announced a reply of {size} bytes")
                 return protocol.unpack(await reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
-            await self._wait(_EXIT_SECONDS)
-            description = self._describe_end()
+            description = await self.describe_end()
             await self.kill()
             raise WorkerDied(description) from None
         except ValueError as error:
             raise WorkerDied(f"the worker sent an invalid reply: {error}") from None
-
-    async def kill(self) -> None:
-        """Kill the process group, wait for the end of the worker, and remove its scratch folder."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await self._wait(_REAP_SECONDS)
-        self._scratch.remove()
-
-    async def _wait(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._process.wait()
-
-    def _describe_end(self) -> str:
-        code = self._process.returncode
-        if code is None:
-            return "the worker closed its pipe"
-        if code >= 0:
-            return f"the worker process ended with exit code {code}"
-        # A SIGKILL does not tell its sender, but the kernel counts its own kills for lack of memory.
-        out_of_memory = code == -signal.SIGKILL and oom_kill_count() > self._oom_kills
-        suffix = "; the kernel's out-of-memory killer struck while it ran" if out_of_memory else ""
-        return f"the worker process was killed by {signal_name(-code)}{suffix}"

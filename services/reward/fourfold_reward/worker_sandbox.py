@@ -112,13 +112,32 @@ def from_config(config: Config, run_dir: Path | None, *, evaluating: str) -> Wor
         )
     if not support.complete:
         _log.warning("sandbox of reward workers is enforced %s; missing: %s", support.describe(), support.missing())
-    # "runs" is the folder of all runs when the service was started without a run folder.
-    hidden = [security.directory, security.tokens_file, str(run_dir or ""), "runs"]
     return WorkerSandbox(
         evaluate=bool(evaluating),
         required=required,
-        hidden=tuple(str(Path(path).resolve()) for path in hidden if path),
+        hidden=_hidden(config, run_dir),
         network=reward.network,
         memory_gib=reward.memory_gib,
         environment=reward.environment,
     )
+
+
+def for_environment(config: Config, run_dir: Path | None) -> WorkerSandbox:
+    """Return the sandbox of an environment's processes; warn if this machine cannot enforce all of it."""
+    environment = config.environment
+    support = probe()
+    if not support.complete:
+        _log.warning("sandbox of environments is enforced %s; missing: %s", support.describe(), support.missing())
+    return WorkerSandbox(
+        hidden=_hidden(config, run_dir),
+        network=environment.network,
+        memory_gib=environment.memory_gib,
+        environment=tuple(environment.variables),
+    )
+
+
+def _hidden(config: Config, run_dir: Path | None) -> tuple[str, ...]:
+    security = config.security
+    # "runs" is the folder of all runs when the service was started without a run folder.
+    paths = [security.directory, security.tokens_file, str(run_dir or ""), "runs"]
+    return tuple(str(Path(path).resolve()) for path in paths if path)

@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc
 
 from fourfold.arrays import Int32Array
+from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput, Overloaded, Unavailable
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
@@ -55,6 +56,7 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
             tokenizer_sha256=self._tokenizer_sha256,
             max_context_tokens=self._max_context_tokens,
             vocabulary_size=model.vocabulary_size,
+            contract_version=CONTRACT_VERSION,
         )
 
     async def ComputeLogprobs(

@@ -1,0 +1,158 @@
+"""Runs the environment service: `fourfold serve environment RECIPE`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from fourfold.coordinator.client import AsyncCoordinatorClient
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import ConfigError, FourfoldError
+from fourfold.rpc.channel import check_target, open_channel
+from fourfold.security.access import COORDINATOR
+from fourfold.security.principal import Principal
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
+from fourfold_reward import worker_sandbox
+from fourfold_reward.environment.exported import environment_source
+from fourfold_reward.environment.gateways import Gateway
+from fourfold_reward.environment.pool import EnvironmentPool
+from fourfold_reward.environment.python_tool import PythonTool
+from fourfold_reward.environment.runner import EpisodeLimits, Runner
+from fourfold_reward.environment.spec import PYTHON_TOOL, EnvironmentSpec
+
+_log = logging.getLogger(__name__)
+
+_GATEWAY: Final = Principal("gateway")
+_RECONNECT_SECONDS: Final = 1.0
+
+
+def main(options: ServeOptions) -> int:
+    """Run episodes until a signal or a fatal error; return the exit code."""
+    return asyncio.run(serve(options))
+
+
+async def serve(options: ServeOptions) -> int:
+    """Start the environment's processes, find the gateways, and attempt their tasks.
+
+    Raises ConfigError: the recipe names no environment, it cannot be loaded, or there is no way to find a gateway.
+    """
+    config, environment = options.config, options.config.environment
+    _check(options)
+    host = ServiceHost(options, role=Role.ROLE_ENVIRONMENT)
+    pool = EnvironmentPool(
+        EnvironmentSpec.from_config(config, directory=Path.cwd()),
+        processes=environment.processes,
+        step_seconds=environment.step_seconds,
+        sandbox=worker_sandbox.for_environment(config, options.run_dir),
+        on_failure=host.fatal,
+    )
+    limits = EpisodeLimits(
+        max_turns=environment.max_turns,
+        max_new_tokens=config.sampling.max_new_tokens,
+        episode_seconds=environment.episode_seconds,
+        scores=config.agents.reward == "service",
+    )
+    python = None
+    if PYTHON_TOOL in environment.tools:
+        python = PythonTool(seconds=environment.step_seconds, required=bool(config.security.directory))
+    runner = Runner(pool, limits, concurrent=environment.concurrent_episodes, python=python)
+    host.exporter.add(environment_source(pool, runner))
+    host.on_drain.append(runner.drain)
+
+    async def attend() -> int:
+        if options.gateway:
+            async with _connected(host, options.gateway) as gateway:
+                await runner.serve(gateway)
+        else:
+            await _follow_gateways(host, options.coordinator, runner)
+        return 0
+
+    try:
+        return await host.run(start=pool.start, until=attend())
+    finally:
+        await pool.close()
+
+
+def _check(options: ServeOptions) -> None:
+    config = options.config
+    environment = config.environment
+    if not environment.source and not environment.tools:
+        raise ConfigError("[environment] names no environment; set source to FILE.py:NAME, or tools")
+    if not environment.source and config.agents.reward != "service":
+        raise ConfigError(
+            f"environment.source is empty, so the run must score the answers, and agents.reward = "
+            f'"{config.agents.reward}"; set agents.reward = "service", or name an environment'
+        )
+    if config.agents.source != "tasks":
+        raise ConfigError(
+            f'agents.source = "{config.agents.source}": an environment service attempts tasks of the run; set it to '
+            f'"tasks"'
+        )
+    if not options.coordinator and not options.gateway:
+        raise ConfigError(
+            "an environment service needs a gateway: give --coordinator HOST:PORT to find those of the run, or "
+            "--gateway HOST:PORT"
+        )
+
+
+@asynccontextmanager
+async def _connected(host: ServiceHost, target: str) -> AsyncIterator[Gateway]:
+    channel: grpc.aio.Channel = open_channel(target, host.security, server=_GATEWAY)
+    try:
+        yield Gateway(channel, f"gateway at {target}")
+    finally:
+        await channel.close()
+
+
+async def _follow_gateways(host: ServiceHost, coordinator: str, runner: Runner) -> None:
+    """Serve the gateways of the run as they come and go."""
+    serving: dict[str, asyncio.Task[None]] = {}
+    leaving: set[asyncio.Task[None]] = set()  # of gateways that are no longer members; their last episodes run
+
+    async def attend(target: str) -> None:
+        async with _connected(host, target) as gateway:
+            await runner.serve(gateway)
+
+    channel = open_channel(coordinator, host.security, server=COORDINATOR)
+    client = AsyncCoordinatorClient(channel, peer=f"coordinator at {coordinator}")
+    try:
+        while True:
+            try:
+                async with aclosing(client.watch_run()) as states:
+                    async for state in states:
+                        targets = {m.target for m in state.members if m.role == "gateway" and _usable(host, m.target)}
+                        for target in targets - serving.keys():
+                            _log.info("gateway found: target=%s", target)
+                            serving[target] = asyncio.create_task(attend(target))
+                        for target in serving.keys() - targets:
+                            _log.info("gateway left: target=%s", target)
+                            left = serving.pop(target)
+                            left.cancel()
+                            leaving.add(left)
+                            left.add_done_callback(leaving.discard)
+                        for target in [t for t, task in serving.items() if task.done()]:
+                            serving.pop(target).result()  # raises its error
+            except FourfoldError as error:
+                _log.warning("run not followed: cause=%s", error.message)
+            await asyncio.sleep(_RECONNECT_SECONDS)
+    finally:
+        tasks = [*serving.values(), *leaving]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await channel.close()
+
+
+def _usable(host: ServiceHost, target: str) -> bool:
+    try:
+        check_target(target, host.security)
+    except ConfigError as error:
+        _log.warning("gateway ignored: cause=%s", error.message)
+        return False
+    return True

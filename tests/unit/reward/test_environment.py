@@ -1,0 +1,285 @@
+"""The values of environments on their way through the pipe, tools of functions, and the adapters of libraries."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+
+from fourfold_reward.environment import Action, Done, Endpoint, Message, Observation, Task, TokenIds, tools, wire
+from fourfold_reward.environment.adapters import load
+from fourfold_reward.environment.adapters.gymnasium import GymnasiumEpisode
+from fourfold_reward.environment.adapters.openenv import OpenEnvEpisode
+from fourfold_reward.environment.python_tool import MAX_OUTPUT_BYTES, PythonTool
+from fourfold_reward.environment.spec import EnvironmentSpec
+from fourfold_reward.loader import VerifierError
+
+TASK = Task(
+    task_id="t", group_id="g", messages=(Message("system", "s"), Message("user", "u")), answer="a", seed=1 << 40
+)
+
+
+def action(text: str) -> Action:
+    return Action(text=text, message=Message("assistant", text))
+
+
+def test_the_interface_needs_no_grpc() -> None:
+    code = "import sys, fourfold_reward.environment; sys.exit(bool({'grpc', 'numpy', 'pydantic'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"messages": []},
+        {"messages": "text"},
+        {"messages": [{"content": "no role"}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "colour": "red"}]},
+        {"messages": [{"role": "user", "content": "x"}] * (wire.MAX_MESSAGES + 1)},
+        {"messages": [{"role": "user", "content": "x" * (wire.MAX_CHARACTERS + 1)}]},
+        {"raw": 5},
+        {"raw": "x" * (wire.MAX_CHARACTERS + 1)},
+        {"ids": []},
+        {"ids": [-1]},
+        {"ids": [True]},
+        {"ids": [1 << 31]},
+    ],
+)
+def test_a_malformed_observation_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        wire.observation_from(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"reward": "1"},
+        {"reward": float("inf")},
+        {"reward": [1.0]},
+        {"reward": 1.0, "turn_rewards": [1.0]},
+        {"reward": 1.0, "turn_rewards": {"-1": 1.0}},
+        {"reward": 1.0, "metrics": {"\x1b[31m": 1.0}},
+        {"reward": 1.0, "metrics": {str(i): 1.0 for i in range(wire.MAX_METRICS + 1)}},
+    ],
+)
+def test_a_malformed_end_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        wire.done_from(data)
+
+
+def test_values_survive_the_pipe() -> None:
+    done = Done(1.5, {0: -1.0}, {"a/b": 2.0}, truncated=True)
+    assert wire.done_from(json.loads(json.dumps(wire.done_to(done)))) == done
+    assert wire.task_from(json.loads(json.dumps(wire.task_to(TASK)))) == TASK
+    assert wire.action_from(json.loads(json.dumps(wire.action_to(action("x"))))) == action("x")
+    ids = Observation(TokenIds((1, 2)))
+    assert wire.observation_from(json.loads(json.dumps(wire.observation_to(ids)))) == ids
+    assert wire.observation_from(wire.observation_to(Observation("x"))) == Observation((Message("user", "x"),))
+
+
+def search(query: str, kind: Literal["web", "news"] = "web", limit: int = 3) -> str:
+    """Searches the web,
+    and the news.
+
+    Args:
+        query: what to look for
+        limit (int): number of results
+    """
+    return query * limit
+
+
+def test_a_function_becomes_a_tool_with_a_schema() -> None:
+    described = tools.Tool.of(search).describe()
+    assert (described["name"], described["description"]) == ("search", "Searches the web, and the news.")
+    schema = json.loads(described["parameters_json"])
+    assert schema["required"] == ["query"] and schema["additionalProperties"] is False
+    assert schema["properties"]["query"] == {"type": "string", "description": "what to look for"}
+    assert schema["properties"]["kind"]["enum"] == ["web", "news"]
+    assert schema["properties"]["limit"]["description"] == "number of results"
+
+
+def test_arguments_of_a_call_are_checked() -> None:
+    tool = tools.Tool.of(search)
+    assert tool.parse('{"query": "x", "limit": 2}') == {"query": "x", "kind": "web", "limit": 2}
+    for text in (
+        "",
+        "[]",
+        "{",
+        '{"query": 5}',
+        '{"query": "x", "kind": "y"}',
+        '{"query": "x", "other": 1}',
+        "[" * 100_000,
+    ):
+        with pytest.raises(ValueError, match="search: "):
+            tool.parse(text)
+
+
+def test_functions_that_cannot_be_described_are_refused() -> None:
+    def untyped(x):  # type: ignore[no-untyped-def]
+        return x
+
+    def many(*values: int) -> int:
+        return sum(values)
+
+    for function in (untyped, many):
+        with pytest.raises(VerifierError):
+            tools.Tool.of(function)
+
+
+def test_results_of_tools_are_text_within_limits() -> None:
+    assert tools.result_text({"a": [1, None]}) == '{"a": [1, null]}'
+    assert tools.result_text(object).startswith("<class")
+    text = tools.result_text("\x1b[2J" + "x" * 10_000_000)
+    assert len(text) < tools.MAX_RESULT_CHARACTERS + 100 and "\x1b" not in text and "10000004 characters" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [
+        ("x = 6\nprint(1)\nx * 7", "1\n42"),
+        ("", "(no output)"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("import socket; socket.socket()", "PermissionError"),
+        ("import os; os.fork()", "PermissionError"),
+        ("open('/etc/hostname').read()", "PermissionError"),
+        ("x = 'x' * (1 << 34)", "MemoryError"),
+        ("import os; os.kill(os.getpid(), 9)", "Error"),
+        ("print('\\x1b[31m')", "?[31m"),
+    ],
+)
+async def test_the_interpreter_returns_output_and_refuses_rights(code: str, result: str) -> None:
+    text, valid = await PythonTool(seconds=30).call(json.dumps({"code": code}))
+    assert valid and result in text and "\x1b" not in text
+
+
+async def test_the_interpreter_is_stopped_at_its_limits() -> None:
+    text, _ = await PythonTool(seconds=30).call(json.dumps({"code": "while True: print('x' * 999)"}))
+    assert "[cut at" in text and len(text) < MAX_OUTPUT_BYTES + 100
+    text, _ = await PythonTool(seconds=1).call(json.dumps({"code": "import time; time.sleep(1000)"}))
+    assert "stopped after 1 s" in text
+    for arguments in ("", "[]", "{", '{"code": 5}', '{"code": "1", "other": 2}'):
+        assert (await PythonTool(seconds=1).call(arguments))[1] is False
+
+
+class Counting:
+    """A text environment of Gymnasium."""
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        assert 0 <= seed < 1 << 31
+        self.target, self.count = options["answer"], 0
+        return f"say {self.target}", {}
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        return "again", 0.5, text == self.target, self.count == 3, {}
+
+
+def test_a_gymnasium_environment_adds_up_its_rewards() -> None:
+    episode = GymnasiumEpisode(Counting())
+    assert episode.reset(TASK) == Observation((Message("system", "s"), Message("user", "say a")))
+    assert episode.step(action("b")) == Observation("again")
+    assert episode.step(action("a")) == Done(1.0)
+    episode.reset(TASK)
+    episode = GymnasiumEpisode(Counting())
+    episode.reset(TASK)
+    assert [episode.step(action("b")) for _ in range(3)][-1] == Done(1.5, truncated=True)
+    episode.close()
+
+
+class Socket:
+    """A connection to a server of OpenEnv that gives prepared answers."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers, self.sent = list(answers), list[Any]()
+        self.closed = 0
+
+    async def ws_connect(self, url: str, **_: Any) -> Socket:
+        assert url == "ws://x/ws"
+        return self
+
+    async def send_str(self, text: str) -> None:
+        self.sent.append(json.loads(text))
+
+    async def receive(self) -> Any:
+        answer = self.answers.pop(0)
+        return types.SimpleNamespace(data=answer if isinstance(answer, str | None) else json.dumps(answer))
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def seen(text: str, *, reward: float | None = None, done: bool = False) -> dict[str, Any]:
+    return {"type": "observation", "data": {"observation": {"text": text}, "reward": reward, "done": done}}
+
+
+async def test_an_openenv_episode_is_one_connection() -> None:
+    socket = Socket(seen("hello"), seen("more", reward=0.5), seen("end", reward=1.0, done=True))
+    episode = OpenEnvEpisode(lambda: socket, "ws://x/ws", observation_field="text", reset={"level": 3})
+    assert await episode.reset(TASK) == Observation((Message("system", "s"), Message("user", "hello")))
+    assert await episode.step(action("go")) == Observation("more")
+    assert episode.truncate() == Done(0.5, truncated=True)
+    assert await episode.step(action("on")) == Done(1.5)
+    await episode.close()
+    assert [m["type"] for m in socket.sent] == ["reset", "step", "step"] and socket.closed == 2
+    assert socket.sent[0]["data"]["level"] == 3 and socket.sent[1]["data"] == {"message": "go"}
+
+
+@pytest.mark.parametrize("answer", ["", "rubbish", None, "[]", {"type": "observation"}, {"type": "error", "data": {}}])
+async def test_a_faulty_openenv_server_is_named(answer: object) -> None:
+    episode = OpenEnvEpisode(lambda: Socket(answer), "ws://x/ws")
+    with pytest.raises(RuntimeError, match="ws://x/ws answered reset"):
+        await episode.reset(TASK)
+
+
+@pytest.fixture
+def verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A stand-in for the library verifiers: an environment, and the arguments of its rollout."""
+    seen: dict[str, Any] = {}
+
+    class Client:
+        def __init__(self, connection: Any) -> None:
+            self.connection = connection
+
+    class Environment:
+        async def run_rollout(self, row: Any, client: Client, model: str, sampling: Any) -> dict[str, Any]:
+            seen.update(row=row, model=model, url=str(client.connection.base_url), key=client.connection.api_key)
+            error = "no" if row["answer"] == "fail" else None
+            return {"reward": 0.5, "metrics": {"a": 1, "b": "x"}, "is_truncated": True, "error": error}
+
+    library, clients = types.ModuleType("verifiers"), types.ModuleType("verifiers.clients")
+    library.__dict__.update(load_environment=lambda name, **options: seen.update(name=name, **options) or Environment())
+    library.__dict__.update(clients=clients)
+    clients.__dict__.update(OpenAIChatCompletionsClient=Client)
+    monkeypatch.setitem(sys.modules, "verifiers", library)
+    monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
+    yield seen
+
+
+async def test_a_verifiers_environment_calls_the_session(verifiers: dict[str, Any]) -> None:
+    pytest.importorskip("openai")
+    factory = load(EnvironmentSpec(kind="verifiers", source="wordle", options={"size": 3}))
+    assert factory.is_agent
+    endpoint = Endpoint(base_url="http://127.0.0.1:1/sessions/s/v1", api_key="key", model="toy")
+    done = await factory.make().run(TASK, endpoint)
+    assert done == Done(0.5, metrics={"a": 1}, truncated=True)
+    assert (verifiers["name"], verifiers["size"], verifiers["key"]) == ("wordle", 3, "key")
+    assert verifiers["url"].startswith(endpoint.base_url) and verifiers["model"] == "toy"
+    assert verifiers["row"]["prompt"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    with pytest.raises(RuntimeError, match="verifiers reports"):
+        await factory.make().run(Task(task_id="t", group_id="g", text="x", answer="fail"), endpoint)
+
+
+def test_a_missing_library_is_named_with_its_extra() -> None:
+    for kind, source in (("verifiers", "x"), ("gymnasium", "Env-v0")):
+        try:
+            __import__(kind)
+        except ImportError:
+            with pytest.raises(ImportError, match=rf"fourfold-reward\[{kind}\]"):
+                load(EnvironmentSpec(kind=kind, source=source))

@@ -1,11 +1,13 @@
 """Measures the way of one step's samples from the rollout service through the coordinator to the trainer.
 
     this process (coordinator)      rollout, reward processes     trainer process
-    Generate, one call per group -> servicer; its engine has
+    each group, beside the others:
+    Generate                     -> servicer; its engine has
     packed completions           <- all samples ready
     check, join, decode the text
-    Score, one call per group    -> answers at once
+    Score                        -> answers at once
     arrays to a segment file, synced; rows to the ledger
+    the whole batch:
     lease, encode
     TrainStep, 1 MiB chunks      ------------------------------>  decode, check every sample
     metrics, acknowledge, samples.jsonl, release
@@ -74,6 +76,7 @@ from fourfold_coordinator.state.samples import (
     to_lines,
 )
 from fourfold_coordinator.state.segments import SegmentFiles
+from fourfold_coordinator.training.producer import GROUPS_PER_TURN
 from fourfold_coordinator.training.scoring import score_item
 from fourfold_rollout.engine import EngineDescription, EngineLoad, EngineSample, Finish, SampleOutput, SampleRequest
 from fourfold_rollout.generate.admission import GenerateLimits
@@ -89,7 +92,7 @@ _READY_SECONDS: Final = 60.0
 _READY_SAMPLES: Final = 64
 _SERVE: Final = "--serve"
 _ROLES: Final = ("rollout", "reward", "trainer")
-_PHASES: Final = ("generate", "score", "store", "train", "record")
+_PHASES: Final = ("collect", "train", "record")
 _WATCH_SECONDS: Final = 0.002
 _FLUSH_SECONDS: Final = 0.02
 
@@ -276,13 +279,13 @@ class _Coordinator:
         """Move the samples of one step; return milliseconds by phase."""
         times, settings = [time.perf_counter()], self._settings
         count = settings.samples // settings.group_size
-        groups = await asyncio.gather(*(self._generate(step, count * step + i) for i in range(count)))
+        tasks = []
+        for index in range(count):
+            tasks.append(asyncio.create_task(self._collect(step, count * step + index)))
+            if len(tasks) % GROUPS_PER_TURN == 0:  # as the producer of the coordinator
+                await asyncio.sleep(0)
+        batch = StepBatch(groups=await asyncio.gather(*tasks), groups_accepted=count, prompts_drawn=count)
         times.append(time.perf_counter())
-        groups = await asyncio.gather(*(self._score(group) for group in groups))
-        times.append(time.perf_counter())
-        await asyncio.gather(*(self._store.put(group) for group in groups))
-        times.append(time.perf_counter())
-        batch = StepBatch(groups=list(groups), groups_accepted=count, prompts_drawn=count)
         self._ledger.lease(step, batch.sample_ids())
         # A generator: samples are encoded while the ones before them are sent, as in the coordinator's loop.
         response = await self._trainer.train_step(step, batch.experiences(), timeout=_TIMEOUT)
@@ -294,6 +297,12 @@ class _Coordinator:
             raise Internal(f"{trained:.0f} tokens arrived; {settings.samples} x {settings.tokens} were sent")
         phases = dict(zip(_PHASES, np.diff(times).tolist(), strict=True))
         return {name: 1e3 * seconds for name, seconds in (phases | {"total": times[-1] - times[0]}).items()}
+
+    async def _collect(self, step: int, position: int) -> SampleGroup:
+        """Return one group, sampled, scored and durable."""
+        group = await self._score(await self._generate(step, position))
+        await self._store.put(group)
+        return group
 
     async def _generate(self, step: int, position: int) -> SampleGroup:
         """Return the samples of one group, without scores."""

@@ -1,14 +1,15 @@
 """Measures the memory that one TrainStep takes in the process that sends it and in the trainer's.
 
-    this process                       trainer process
+    this process                       trainer process, rank 0                 other ranks
     a batch of samples in memory
-    TrainStep, encoded chunk by chunk  ---->  decode, check, advantages, micro-batches; an engine without a model
+    TrainStep, encoded chunk by chunk  ---->  decode, check, advantages
+                                              micro-batches, read there  --->  and here
 
-The client and the servicer are the real ones, over loopback. The trainer's engine reads each micro-batch and
-forgets it, as a rank with a GPU does. Memory is the peak of the resident memory minus what was resident before, as a
-multiple of the bytes of the batch on the wire.
+The client, the servicer and the channels of the ranks are the real ones, over loopback. Each rank reads its
+micro-batches and forgets them, as a rank with a GPU does. Memory is the peak of the resident memory minus what was
+resident before, as a multiple of the bytes of the batch on the wire. That of several ranks is the sum of their peaks.
 
-    python -m fourfold_bench.step_memory [--samples 32768]
+    python -m fourfold_bench.step_memory [--samples 32768] [--ranks 2]
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import gc
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ import psutil
 
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample, VersionSpan
+from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.process_tree import die_with_parent
 from fourfold.rpc.channel import open_channel
@@ -38,9 +40,13 @@ from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold_bench.experience_path import PROMPT_TOKENS, VOCABULARY_SIZE, PathSettings, ReadyCore
 from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 from fourfold_bench.processes import BenchProcesses
-from fourfold_trainer.batches import PolicyBatch
+from fourfold_trainer.batches import PolicyBatch, ReceivedBatches
 from fourfold_trainer.checkpoint.store import StepAnswer
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
+from fourfold_trainer.ranks.main import run_rank
+from fourfold_trainer.ranks.rank_channel import RankMessage
+from fourfold_trainer.ranks.rank_processes import RankProcesses, place_ranks
+from fourfold_trainer.ranks.worker import ANSWER
 from fourfold_trainer.service.metrics import summarise
 from fourfold_trainer.service.servicer import TrainerServicer
 from fourfold_trainer.step.batch import check_samples
@@ -48,6 +54,7 @@ from fourfold_trainer.step.train_step import train_step
 
 _TIMEOUT: Final = 500.0
 _SERVE: Final = "--serve"
+_RANK: Final = "--rank"
 _GROUP: Final = 8
 
 
@@ -57,37 +64,71 @@ class MemorySettings(BenchmarkSettings):
 
     samples: int = option("samples of the step", default=32_768, least=_GROUP)
     tokens: int = option("tokens of one sample, prompt and completion", default=1024, above=PROMPT_TOKENS + 1)
+    ranks: int = option("processes of the trainer", default=1, least=1)
 
     def check(self) -> None:
         if self.samples % _GROUP:
             raise ConfigError(f"--samples {self.samples}: it must be a multiple of {_GROUP}")
 
 
+class _Reader:
+    """A `RankWorker` that reads its micro-batches and trains nothing."""
+
+    def handle(self, command: RankMessage) -> RankMessage:
+        tokens = sum(len(batch.advantages) for batch in ReceivedBatches(PolicyBatch, command.batches))
+        return RankMessage(name=ANSWER, fields={"token_count": tokens})
+
+
+def _make_reader(*_start: object) -> Any:
+    return _Reader()
+
+
+class _Ranks(RankProcesses):
+    """Ranks that do the same."""
+
+    _program = ("-m", "fourfold_bench.step_memory", _RANK)
+
+    def load_local_rank(self) -> None:
+        self.worker = _make_reader()
+
+
 class _Engine:
-    """A rank that reads its micro-batches and trains nothing."""
+    """An engine of these ranks."""
 
     vocabulary_size = VOCABULARY_SIZE
 
+    def __init__(self, config: Config, folder: Path) -> None:
+        places = place_ranks(config, critic=False)
+        self._ranks = _Ranks(
+            config, folder, places, has_local_rank=True, run_dir=folder, name="trainer", on_death=sys.exit
+        )
+        self._ranks.load_local_rank()
+        self._ranks.wait_loaded()
+
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
-        tokens = sum(len(batch.advantages) for share in shares for batch in share)
-        return UpdateSums(loss=0.0, token_count=tokens, grad_norm=1.0)
+        answers = self._ranks.call_on_shares("update_policy", shares, fields=asdict(settings))
+        return UpdateSums(loss=0.0, token_count=sum(a.fields["token_count"] for a in answers), grad_norm=1.0)
 
 
 class _Core(ReadyCore):
     """The core of a trainer with that engine."""
 
+    def __init__(self, settings: MemorySettings, folder: Path) -> None:
+        super().__init__(PathSettings(samples=settings.samples, tokens=settings.tokens, group_size=_GROUP))
+        tables = {"trainer": {"ranks": settings.ranks, "device": "cpu"}}
+        self.config = Config.model_validate(self.config.model_dump(mode="json", exclude_unset=True) | tables)
+        self.engine: Any = _Engine(self.config, folder)
+
     def train_step(self, step: int, samples: list[Sample], _batch_sha256: str) -> StepAnswer:
-        engine: Any = _Engine()
-        check_samples(samples, self.config.algorithm, policy_version=0)
-        result = train_step(engine, samples, self.config, step=step, state=AlgorithmState())
+        check_samples(samples, self.config, policy_version=0)
+        result = train_step(self.engine, samples, self.config, step=step, state=AlgorithmState())
         return StepAnswer(step=step, policy_version=step, metrics=summarise(result, self.config))
 
 
-async def _serve(settings: MemorySettings) -> None:
+async def _serve(settings: MemorySettings, folder: Path) -> None:
     """Serve the trainer until the parent ends this process."""
     die_with_parent()
-    path = PathSettings(samples=settings.samples, tokens=settings.tokens, group_size=_GROUP)
-    core: Any = _Core(path)
+    core: Any = _Core(settings, folder)
     server = Server(listen="127.0.0.1:0", security=None)
     service = trainer.DESCRIPTOR.services_by_name["TrainerService"]
     server.add(service, trainer_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(core))
@@ -147,23 +188,27 @@ class _Memory:
 
 async def _measure(settings: MemorySettings, target: str, pid: int) -> dict[str, Any]:
     client = AsyncTrainerClient(open_channel(target, None), peer="trainer")
-    sender, receiver = _Memory(psutil.Process().pid), _Memory(pid)
+    process, sender = psutil.Process(pid), _Memory(psutil.Process().pid)
+    # Among its children is one that rotates logs.
+    ranks = [_Memory(pid), *(_Memory(child.pid) for child in process.children() if _RANK in child.cmdline())]
     gc.collect()
     empty = sender.now()
     samples = _samples(settings)
     wire = sum(len(part) for sample in samples[:_GROUP] for part in encode_parts(sample)) * settings.samples // _GROUP
-    held, idle = sender.now(), receiver.now()
-    for memory in (sender, receiver):
+    held, idle = sender.now(), [rank.now() for rank in ranks]
+    for memory in (sender, *ranks):
         memory.reset()
     began = time.perf_counter()
     await client.train_step(1, samples, timeout=_TIMEOUT)
     seconds = time.perf_counter() - began
+    peaks = [rank.peak() - before for rank, before in zip(ranks, idle, strict=True)]
     return {
         "wire_mib": round(wire / 2**20, 1),
         "seconds": round(seconds, 1),
         "sender_batch": round((held - empty) / wire, 2),
         "sender_peak": round((sender.peak() - empty) / wire, 2),
-        "trainer_peak": round((receiver.peak() - idle) / wire, 2),
+        "trainer_peak": round(sum(peaks) / wire, 2),
+        "rank_peaks": [round(peak / wire, 2) for peak in peaks],
     }
 
 
@@ -178,7 +223,7 @@ class MemoryBenchmark(Benchmark[MemorySettings]):
     def measure(self, settings: MemorySettings, run: BenchmarkRun) -> dict[str, Any]:
         given = settings.write(run.folder / "settings.json")
         with BenchProcesses(run.folder) as processes:
-            processes.start("trainer", "-m", "fourfold_bench.step_memory", _SERVE, str(given))
+            processes.start("trainer", "-m", "fourfold_bench.step_memory", _SERVE, str(given), str(run.folder))
             (target,) = processes.ready("trainer", timeout=60.0)
             return asyncio.run(_measure(settings, target, processes.pid("trainer")))
 
@@ -187,11 +232,13 @@ class MemoryBenchmark(Benchmark[MemorySettings]):
         return [
             f"{results['wire_mib']:.0f} MiB on the wire, {results['seconds']:.1f} s",
             f"sender: {results['sender_batch']:.2f} times that for the batch, {results['sender_peak']:.2f} at most",
-            f"trainer: {results['trainer_peak']:.2f} times that at most",
+            f"trainer: {results['trainer_peak']:.2f} times that at most; by rank: {results['rank_peaks']}",
         ]
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [_SERVE]:
-        asyncio.run(_serve(MemorySettings.read(Path(sys.argv[2]))))
+        asyncio.run(_serve(MemorySettings.read(Path(sys.argv[2])), Path(sys.argv[3])))
+    if sys.argv[1:2] == [_RANK]:
+        sys.exit(run_rank(_make_reader))
     sys.exit(run_script(MemoryBenchmark()))

@@ -13,19 +13,19 @@ import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.rollout import load
 from fourfold.rollout.client import Completion, CompletionDraft, RolloutControlClient
+from fourfold.rollout.group_requests import GroupRequest
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
-from fourfold_coordinator.routing import load
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import Replica, RetryBudget
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.training import group_sampling
-from fourfold_coordinator.training.group_requests import GroupRequest
 from fourfold_coordinator.training.group_sampling import GroupSampler
 from fourfold_rollout.engine import EngineSample, SampleOutput, SampleRequest
 from fourfold_rollout.generate import servicer as servicer_module
@@ -153,8 +153,14 @@ class Fleet:
             name=name, prompt_token_ids=PROMPT, params=pb.SamplingParams(max_tokens=TOKENS, seed=1), count=3, version=0
         )
         budget = RetryBudget(infrastructure=1, data=0)
-        work = self.sampler.sample(request, spend=budget.spend, on_try=nullcontext)
-        return asyncio.create_task(asyncio.wait_for(work, 20))
+
+        async def sample() -> list[Completion]:
+            finished: list[Completion] = []
+            async with asyncio.timeout(20):
+                await self.sampler.sample(request, spend=budget.spend, on_try=nullcontext, on_finished=finished.append)
+            return sorted(finished, key=lambda completion: completion.sample_index)
+
+        return asyncio.create_task(sample())
 
     async def _tick(self) -> None:
         while True:
@@ -293,6 +299,22 @@ async def test_an_engine_that_stops_to_report_counts_as_hung(fleet: Fleet, monke
     hung_load = fleet.replica("a").load
     monkeypatch.setattr(load.EngineLoad, "silent", lambda self, _now: self is hung_load)
     assert check(await task) == [[(0, TOKENS)]] * 3
+
+
+async def test_samples_of_an_engine_that_stalls_continue_on_another(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without hedging; its front end answers and reports samples."""
+    monkeypatch.setattr(load, "PERIOD_SECONDS", 0.1)
+    monkeypatch.setattr(load, "STALL_SECONDS", 1.0)
+    hung = await fleet.start("a", ticks=False)
+    task = await _partly(fleet, hung)
+    other = await fleet.start("b")
+    assert check(await task) == [[(0, TOKENS)]] * 3
+    assert [sample.tokens for sample in other.engine.samples] == [TOKENS - 4] * 3
+    assert "engine samples nothing, its calls go elsewhere: member=a" in caplog.text
+    assert fleet.replica("a").breaker.open, "one call at a time must show that it works again"
+    await until(lambda: hung.engine.running_count == 0)
 
 
 async def test_groups_of_a_slow_engine_are_finished_by_the_others(fleet: Fleet) -> None:

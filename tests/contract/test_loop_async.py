@@ -297,7 +297,9 @@ async def test_an_evaluation_beside_the_steps_delays_the_update_of_the_only_engi
     assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
 
 
-async def test_an_evaluation_waits_for_no_engine_that_waits_for_the_update(make_stage: Callable[..., Stage]) -> None:
+async def test_an_evaluation_waits_for_no_engine_that_waits_for_the_update(
+    make_stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture
+) -> None:
     """The only engine leaves in the update before an evaluation; another one joins while the next step publishes."""
     stage = make_stage(steps=6, **lag(2))
     engine = stage.rollouts[0]
@@ -316,6 +318,10 @@ async def test_an_evaluation_waits_for_no_engine_that_waits_for_the_update(make_
     assert await stage.finish(10) == 0
     check_books(stage)
     assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
+    rows = {row["step"]: row for row in stage.lines("metrics.jsonl")}
+    assert (rows[2]["eval/policy_version_min"], rows[2]["eval/policy_version_max"]) == (3, 3), "what really answered"
+    assert (rows[4]["eval/policy_version_min"], rows[4]["eval/policy_version_max"]) == (4, 4)
+    assert "evaluation used newer weights, as no engine kept those of its step: step=2 policy_version=2" in caplog.text
     await engine.kill()
 
 
@@ -342,8 +348,48 @@ async def test_one_of_two_engines_is_held_for_an_evaluation_and_the_other_goes_o
     assert await stage.finish() == 0
     check_books(stage)
     assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
+    row = stage.lines("metrics.jsonl")[1]
+    used = 4 if dies else 2
+    assert (row["eval/policy_version_min"], row["eval/policy_version_max"]) == (used, used), "what really answered"
     if not dies:
         assert held.version == stage.trainer.version, "it was updated after the evaluation"
+
+
+async def test_a_trainer_that_dies_during_an_evaluation_updates_the_engine_that_was_held(
+    make_stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = make_stage(steps=6, rollout={"replicas": 2}, **lag(2))
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    events = [hold_evaluation(engine, 2) for engine in stage.rollouts]
+    dies = hang_in_step(stage, 4)
+    caplog.set_level("INFO")
+    await stage.start()
+    await until(lambda: dies.is_set() and any(begun.is_set() for begun, _ in events))
+    old = stage.trainer
+    await old.kill()
+    stage.trainer = successor(old)
+    caplog.clear()
+    await stage.trainer.join(stage.address)
+    await until(lambda: "weights published" in caplog.text)
+    assert "weights published version=4 engines=2" in caplog.text, "all engines in the first update"
+    for _, release in events:
+        release.set()
+    assert await stage.finish() == 0
+    check_books(stage)
+
+
+async def test_the_time_of_an_evaluation_that_delays_an_update_is_added_to_that_of_the_step(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=5, **lag(2))
+    begun, release = hold_evaluation(stage.rollouts[0], 4)
+    await stage.start()
+    await until(lambda: begun.is_set() and 5 in stage.trainer.batches)
+    await asyncio.sleep(0.3)
+    release.set()
+    assert await stage.finish() == 0
+    row = stage.lines("metrics.jsonl")[-1]
+    assert row["time/evaluate"] > 0.2, "the wait for the evaluation after step 4, and that after step 5"
 
 
 async def test_the_lag_is_lowered_while_the_mismatch_is_above_its_target(
@@ -402,9 +448,29 @@ async def test_the_lag_can_be_changed_while_the_run_goes_on(
     }
     assert "recipe changed and is ignored" in caplog.text and "config.toml: not valid TOML" in caplog.text
     assert "only [asynchrony] can change during a run" in caplog.text
-    assert stage.report()["dropped"] == {}
+    report = stage.report()
+    assert report["dropped"] == {} and len(report["asynchrony"]["lag_changes"]) == 2
+    assert (report["asynchrony"]["max_policy_lag"], report["asynchrony"]["token_lag_max"]) == (0, 3), "at the end, ever"
     modes = stage.rollouts[0].pause_modes
     assert modes[0] == modes[-1] == control.PAUSE_MODE_WAIT and modes[3] == control.PAUSE_MODE_KEEP
+
+
+async def test_a_change_of_another_key_keeps_the_lowered_lag(make_stage: Callable[..., Stage]) -> None:
+    keys: dict[str, Any] = {"target_mismatch": 0.004}
+    stage = make_stage(steps=14, **lag(4, **keys), **NEVER)
+    stage.trainer.mismatch = lambda lag: 0.002 + 0.002 * lag
+
+    async def change(step: int) -> None:
+        if step == 11:
+            write_recipe(stage, steps=14, **lag(4, stale="train", **keys), **NEVER)
+        await asyncio.sleep(0.1)
+
+    stage.trainer.on_train = change
+    await stage.start()
+    assert await stage.finish() == 0
+    rows = stage.lines("metrics.jsonl")
+    assert rows[10]["lag_change"] == "the recipe changed: asynchrony.stale drop -> train"
+    assert rows[-1]["async/lag_limit"] <= rows[10]["async/lag_limit"] < 4
 
 
 async def test_ready_groups_survive_two_restores_to_one_checkpoint(make_stage: Callable[..., Stage]) -> None:

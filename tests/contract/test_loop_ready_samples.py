@@ -10,7 +10,8 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.arrays import Sample
-from fourfold_coordinator.state.ledger import SampleState
+from fourfold.errors import Internal
+from fourfold_coordinator.state.ledger import Ledger, SampleState
 from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until
 from tests.fakes.toy import make_config
 
@@ -145,6 +146,32 @@ async def test_samples_of_another_recipe_or_with_a_damaged_record_are_sampled_ag
     assert stage.report()["dropped"] == {"TRAINER_RESTORED": lost}
     assert len(generated(stage)) == lost // 4
     assert ("experiences: cut off a torn record: file=" in caplog.text) == (damage == "record")
+
+
+async def test_samples_of_another_recipe_are_not_trained_on_if_their_recovery_is_interrupted(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(steps=2, **EVERY_STEP)
+    hangs = hang_in_step(stage, 2)
+    await stage.start()
+    await until(hangs.is_set)
+    await stage.kill()
+    stage.config = make_config(stage.folder.parent, steps=2, sampling={"temperature": 0.7}, **EVERY_STEP)
+    (stage.folder / "config.toml").write_text(configuration.dump(stage.config))
+    await fresh_processes(stage)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Internal("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "restore", fail)
+        await stage.start()
+        assert await stage.finish() == 1
+    await fresh_processes(stage)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.report()["dropped"] == {"TRAINER_RESTORED": 12} and len(generated(stage)) == 3
 
 
 async def test_a_recovered_group_that_the_filter_leaves_no_room_for_is_dropped_as_stale(

@@ -313,7 +313,9 @@ async def test_a_run_does_not_go_on_with_other_data(
     stage = make_stage(steps=2)
     await stage.start()
     assert await stage.finish() == 0
-    write_data(Path(stage.config.data.train.path), digits=9)
+    train = stage.config.data.train
+    assert train is not None
+    write_data(Path(train.path), digits=9)
     await fresh_processes(stage)
     await stage.start()
     assert await stage.finish() == 1

@@ -12,7 +12,8 @@ from fourfold import metrics as m
 from fourfold.config import from_tables
 from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold_coordinator.routing import circuit_breaker, router
+from fourfold.rpc import circuit_breaker
+from fourfold_coordinator.routing import router
 from fourfold_coordinator.routing.replica import GivenUp, RetryBudget
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.training import scoring

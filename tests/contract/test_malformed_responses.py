@@ -40,6 +40,8 @@ CALLS: dict[Any, tuple[Any, dict[str, Callable[[Any], Any]]]] = {
             "GetInfo": lambda c: c.get_info(timeout=5),
             "Generate": lambda c: c.complete(rollout.GenerateRequest(request_id="q"), timeout=5),
             "WatchLoad": lambda c: c.watch_load(timeout=5),
+            "ScoreTokens": lambda c: c.score_tokens([1, 2], timeout=5),
+            "ParseCompletion": lambda c: c.parse_completion("text", timeout=5),
         },
     ),
     control.DESCRIPTOR.services_by_name["RolloutControlService"]: (
@@ -214,6 +216,25 @@ async def test_a_response_above_the_limit_is_a_fault_of_the_peer(connect: Callab
     with pytest.raises(PeerFault, match="reward-0: Score: a response is larger than 16777216 bytes") as fault:
         await client.score([score_item("a")], timeout=5)
     assert fault.value.reason == "RESPONSE_TOO_LARGE"
+
+
+@pytest.mark.parametrize(
+    ("client", "call", "message"),
+    [
+        (AsyncRolloutClient, "get_info", rollout.GetInfoResponse),
+        (AsyncRewardClient, "get_info", reward_service_pb2.GetInfoResponse),
+        (AsyncReferenceClient, "get_info", reference_service_pb2.GetInfoResponse),
+        (AsyncTrainerClient, "get_status", trainer_service_pb2.GetStatusResponse),
+        (AsyncCoordinatorClient, "get_run", run_service_pb2.GetRunResponse),
+    ],
+)
+async def test_another_major_version_of_the_contract_is_refused(
+    connect: Callable[[bytes], Any], client: Any, call: str, message: Any
+) -> None:
+    answer = message(contract_version="999.0").SerializeToString()
+    with pytest.raises(PeerFault, match=r"peer-7: .*the service has contract 999.0, .*: upgrade this client") as fault:
+        await getattr(client(await connect(answer), peer="peer-7"), call)(timeout=5)
+    assert fault.value.reason == "OTHER_CONTRACT"
 
 
 async def test_strings_of_every_response_are_made_safe(connect: Callable[[bytes], Any]) -> None:

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="the reference service needs its ext
 transformers = pytest.importorskip("transformers", reason="the reference service needs fourfold-reward[reference]")
 
 from fourfold.arrays import Float32Array  # noqa: E402
+from fourfold.contract import CONTRACT_VERSION  # noqa: E402
 from fourfold.errors import ConfigError, DeadlinePassed, Overloaded, Unavailable  # noqa: E402
 from fourfold.model.tokenizer import tokenizer_sha256  # noqa: E402
 from fourfold.nn import logprobs  # noqa: E402
@@ -114,6 +115,7 @@ async def test_info(connect: Connect, folder: Path) -> None:
     info = await (await connect()).get_info(timeout=5)
     assert (info.model, info.max_context_tokens, info.vocabulary_size) == ("tiny", CONTEXT, VOCABULARY_SIZE)
     assert info.tokenizer_sha256 == tokenizer_sha256(folder)
+    assert info.contract_version == CONTRACT_VERSION
 
 
 async def test_rows_come_back_in_order(connect: Connect, folder: Path) -> None:

@@ -16,6 +16,7 @@ import grpc
 import pytest
 from google.rpc.code_pb2 import Code
 
+from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import DeadlinePassed, Overloaded, Unavailable
 from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as pb
@@ -94,6 +95,7 @@ async def test_info_names_function_and_version(connect: Connect) -> None:
     assert name == "mine.py:reward"
     assert len(version) == 12
     assert info.max_sample_count == MAX_SAMPLES
+    assert info.contract_version == CONTRACT_VERSION
     assert info.tokenizer_sha256 == b""
 
 

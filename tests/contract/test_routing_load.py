@@ -12,11 +12,11 @@ import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.rollout import load
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
-from fourfold_coordinator.routing import load
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import Replica, RetryBudget
 from fourfold_coordinator.routing.router import Router

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from fourfold.contract import CONTRACT_VERSION
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
@@ -28,6 +29,10 @@ async def client(serve: Serve, board: RunBoard) -> AsyncCoordinatorClient:
     return AsyncCoordinatorClient(
         await serve((service, add_RunServiceServicer_to_server, RunServicer(board))), peer="coordinator"
     )
+
+
+async def test_the_run_has_the_version_of_the_contract(client: AsyncCoordinatorClient) -> None:
+    assert (await client._stub.GetRun(pb.GetRunRequest(), timeout=5)).contract_version == CONTRACT_VERSION
 
 
 async def test_a_run_is_reported_as_it_is(client: AsyncCoordinatorClient, board: RunBoard) -> None:

@@ -15,13 +15,13 @@ import pytest
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.client import AsyncRolloutClient, Completion, RolloutControlClient
+from fourfold.rollout.group_requests import GroupRequest
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import RetryBudget
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.training import group_sampling
-from fourfold_coordinator.training.group_requests import GroupRequest
 from fourfold_coordinator.training.group_sampling import GroupSampler
 from tests.support.rollout_process import Service, start, until_sampled
 from tests.support.tiny_models import VOCABULARY_SIZE
@@ -95,12 +95,16 @@ async def _kill_one(services: list[Service]) -> tuple[list[Completion], dict[str
     params = pb.SamplingParams(max_tokens=TOKENS, seed=1)
     request = GroupRequest(name="g", prompt_token_ids=PROMPT, params=params, count=SAMPLES, version=0)
     budget = RetryBudget(infrastructure=1, data=0)
-    group = asyncio.create_task(sampler.sample(request, spend=budget.spend, on_try=nullcontext))
+    finished: list[Completion] = []
+    group = asyncio.create_task(
+        sampler.sample(request, spend=budget.spend, on_try=nullcontext, on_finished=finished.append)
+    )
     try:
         await until_sampled(clients[0], SAMPLES * 60, 60)  # ties go by name, so that engine a has the group
         assert not group.done()
         os.kill(services[0].process.pid, signal.SIGKILL)
-        return await asyncio.wait_for(group, 120), router.engine_metrics()
+        await asyncio.wait_for(group, 120)
+        return sorted(finished, key=lambda completion: completion.sample_index), router.engine_metrics()
     finally:
         group.cancel()
         running.cancel()

@@ -24,6 +24,7 @@ class Mutant:
     old: str
     new: str
     found_by: tuple[str, ...]  # parts of the messages of the invariants that it may break first
+    fault: tuple[str, str] | None = None  # kind and phase, if only this fault shows it
 
 
 MUTANTS: Final = {
@@ -55,7 +56,9 @@ MUTANTS: Final = {
         "training/recovery.py",
         "groups = [group for group in groups if group not in batch]",
         "pass",
-        ("ended with an error", "TRAINED", "trained twice", "positions"),
+        # The ledger refuses to lease or to drop them again, so that the trainer never gets them.
+        ("is TRAINED; only READY samples are leased", "is TRAINED; it cannot become DROPPED"),
+        ("kill coordinator", "training"),
     ),
     "open prompts are not drawn again": Mutant(
         "training/recovery.py",
@@ -76,6 +79,7 @@ def run_mutant(mutant: Mutant, folder: Path, *, seed: int, runs: int) -> dict[st
     path.write_text(text.replace(mutant.old, mutant.new))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), *filter(None, sys.path)])}
     words = ["--seed", str(seed), "--runs", str(runs), "--out", str(folder / "result.json")]
+    words += ["--fault", *mutant.fault] if mutant.fault else []
     with (folder / "output.log").open("w") as log:
         subprocess.run(
             [sys.executable, "-m", "tests.support.fault_soak", *words],

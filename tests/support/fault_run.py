@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -109,8 +109,12 @@ def build_clock(folder: Path) -> Path:
 class FaultRun:
     """One run, its services, and the faults that strike it."""
 
-    def __init__(self, root: Path, clock: Path, *, seed: int, steps: int, tally: Tally) -> None:
+    def __init__(
+        self, root: Path, clock: Path, *, seed: int, steps: int, tally: Tally, fault: tuple[str, str] | None = None
+    ) -> None:
+        """Prepare a run; `fault`, a kind and a phase, is the only one that strikes, if it is given."""
         self.chance, self.seed, self.tally, self.root = random.Random(seed), seed, tally, root
+        self.fault = fault
         self.filtered = self.chance.random() < 0.4
         self.steps, self.clock = steps, clock
         self.largest_lag = 0  # of the recipes so far
@@ -129,6 +133,10 @@ class FaultRun:
         offset.write_bytes(bytes(8))
         with offset.open("r+b") as file:
             self._offset = mmap.mmap(file.fileno(), 8)
+
+    @property
+    def log(self) -> Path:
+        return self.stage.folder / "coordinator.log"
 
     @property
     def trainer(self) -> WitnessTrainer:
@@ -176,7 +184,7 @@ class FaultRun:
         (folder / ADDRESS_FILE).unlink(missing_ok=True)
         env = {**os.environ, "LD_PRELOAD": str(self.clock), "CLOCK_JUMP_FILE": str(self.root / "clock")}
         words = ["serve", "coordinator", str(folder / "config.toml"), "--run-dir", str(folder)]
-        with (folder / "coordinator.log").open("ab") as output:
+        with self.log.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "fourfold", *words, stdout=output, stderr=output, env=env
             )
@@ -248,6 +256,7 @@ class FaultRun:
         kinds = [kind for kind in KINDS if self.process is not None or kind not in PROCESS_ONLY]
         kind = self.chance.choices(kinds, [KINDS[k] for k in kinds])[0]
         phase = self.chance.choices(list(PHASES), [_WEIGHTS.get(name, 1) for name in PHASES])[0]
+        kind, phase = self.fault or (kind, phase)
         victims = self._victims(kind)
         act = self._action(kind, victims)
         if phase == "restoring":  # there is none without the death of a trainer before
@@ -332,6 +341,11 @@ class FaultRun:
 
     async def run(self, faults: int) -> None:
         """Run to the end, through some faults; raise AssertionError for a broken invariant."""
+        # A coordinator in this process ends as one in its own: the last line on stderr has the reason.
+        with self.log.open("a", buffering=1) as errors, redirect_stderr(errors):
+            await self._run(faults)
+
+    async def _run(self, faults: int) -> None:
         try:
             await self.start()
             over = False
@@ -362,8 +376,9 @@ class FaultRun:
                 if code == 0:
                     return True
                 if code != -signal.SIGKILL:
-                    self.tally.errors[self._last_error(code)] += 1
-                    raise AssertionError(self._describe(f"the coordinator ended with an error: {code}"))
+                    error = self._last_error(code)
+                    self.tally.errors[error] += 1
+                    raise AssertionError(self._describe(f"the coordinator ended with an error: {error}"))
                 await self.start()
                 goal = self.world.steps + steps
             if self.world.steps != last:
@@ -373,13 +388,11 @@ class FaultRun:
         return False
 
     def _last_error(self, code: int | str) -> str:
-        log = self.stage.folder / "coordinator.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        lines = self.log.read_text(errors="replace").splitlines()
         return f"exit {code}: {lines[-1][:300] if lines else ''}"
 
     def _describe(self, text: str) -> str:
-        log = self.stage.folder / "coordinator.log"
-        tail = log.read_text(errors="replace")[-6000:] if log.exists() else ""
+        tail = self.log.read_text(errors="replace")[-6000:]
         place = f"trainer at step {self.trainer.step} of {self.steps}"
         return f"seed {self.seed}, faults {self.faults[-4:]}: {text}; {place}\n{tail}"
 

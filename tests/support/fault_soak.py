@@ -22,8 +22,11 @@ STEPS: Final = 80
 FAULTS: Final = 16
 
 
-async def soak(seed: int, samples: int, *, most_runs: int) -> dict[str, Any]:
-    """Return what happened in runs with the seeds `seed`, `seed` + 1, ... until there were so many samples."""
+async def soak(seed: int, samples: int, *, most_runs: int, fault: tuple[str, str] | None) -> dict[str, Any]:
+    """Return what happened in runs with the seeds `seed`, `seed` + 1, ... until there were so many samples.
+
+    `fault`, a kind and a phase, is the only one that strikes, if it is given.
+    """
     tally, began, runs = Tally(), time.monotonic(), 0
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as built:
@@ -31,7 +34,8 @@ async def soak(seed: int, samples: int, *, most_runs: int) -> dict[str, Any]:
         while tally.samples < samples and runs < most_runs and not failures:
             with memory_folder() as folder:
                 try:
-                    await FaultRun(folder, clock, seed=seed + runs, steps=STEPS, tally=tally).run(FAULTS)
+                    run = FaultRun(folder, clock, seed=seed + runs, steps=STEPS, tally=tally, fault=fault)
+                    await run.run(FAULTS)
                 except (AssertionError, TimeoutError) as error:
                     failures.append(f"seed {seed + runs}: {error}")
             runs += 1
@@ -47,10 +51,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--runs", type=int, default=1000, help="most of them")
+    parser.add_argument("--fault", nargs=2, metavar=("KIND", "PHASE"), help="the only one that strikes")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     report.draw_curve = lambda path, *_, **__: path.write_bytes(b"")  # takes half a second
-    result = asyncio.run(soak(options.seed, options.samples, most_runs=options.runs))
+    fault = tuple(options.fault) if options.fault else None
+    result = asyncio.run(soak(options.seed, options.samples, most_runs=options.runs, fault=fault))
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

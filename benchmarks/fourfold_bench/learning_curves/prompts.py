@@ -15,7 +15,8 @@ from fourfold_coordinator.data.sources import read_rows
 
 def write_prompts(recipe: Path, path: Path) -> int:
     """Write the rows of `[data.train]`; return their number."""
-    rows = read_rows(configuration.load(recipe).data.train)
+    source = configuration.load(recipe).data.train
+    rows = read_rows(source) if source is not None else iter(())
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
     return len(lines)

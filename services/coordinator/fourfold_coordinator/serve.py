@@ -13,14 +13,19 @@ import asyncio
 import logging
 import os
 import sys
+import uuid
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import numpy as np
 
+from fourfold.arrays import Int32Array
 from fourfold.config import dump
-from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
+from fourfold.coordinator.v1 import experience_service_pb2, membership_service_pb2, run_service_pb2
+from fourfold.coordinator.v1.experience_service_pb2_grpc import add_ExperienceServiceServicer_to_server
+from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
@@ -38,7 +43,7 @@ from .reporting.exported import RunSource
 from .reporting.run_service import RunServicer
 from .reporting.run_totals import RunTotals
 from .routing.membership import CertificateMonitor, MembershipServicer
-from .routing.registry import Member, Registry
+from .routing.registry import Member, MemberChange, Registry
 from .routing.router import Router
 from .routing.trainer_session import TrainerSession
 from .state.experiences import FOLDER as EXPERIENCES_FOLDER
@@ -48,6 +53,8 @@ from .state.files import DiskWriter, replace_file
 from .state.ledger import Ledger
 from .state.run_board import RunBoard
 from .state.segments import SegmentFiles
+from .tasks.board import TaskBoard
+from .tasks.servicer import ExperienceServicer, TaskSource
 from .training.context import RunContext
 from .training.loop import TrainingLoop
 from .training.service_calls import ServiceCalls
@@ -59,6 +66,8 @@ log = logging.getLogger("fourfold.coordinator")
 _LEDGER_FILE: Final = "ledger.sqlite"
 _LOCK_FILE: Final = "coordinator.lock"
 _PROMPTS_KEY: Final = "prompts_sha256"
+_RUN_ID_KEY: Final = "run_id"
+_PROBE_TEXT: Final = "The quick brown fox jumps over the lazy dog."
 # Services load models at the start, and users start some of them by hand, so the first wait is longer than later ones.
 _START_SECONDS: Final = 900.0
 _TICK_SECONDS: Final = 0.25
@@ -124,6 +133,19 @@ class Coordinator:
             add_RunServiceServicer_to_server,
             RunServicer(self._board, lambda: self._weight_status.to_proto(self._router.replicas())),
         )
+        self._tasks = TaskBoard(config.agents, max_refusals=config.retry.data)
+        self._registry.add_listener(self._on_member)
+        self._experience_servicer = ExperienceServicer()
+        self._host.server.add(
+            experience_service_pb2.DESCRIPTOR.services_by_name["ExperienceService"],
+            add_ExperienceServiceServicer_to_server,
+            self._experience_servicer,
+        )
+
+    def _on_member(self, member: Member, change: MemberChange) -> None:
+        """Return the tasks of a gateway that left. A new process of the same name has the sessions of the old one."""
+        if member.role == Role.ROLE_GATEWAY and change in (MemberChange.LEFT, MemberChange.EXPIRED):
+            self._tasks.forget_gateway(member.member_id)
 
     def _open_channel(self, member: Member) -> grpc.aio.Channel:
         """Open a channel to a member; with certificates, only a server with the member's identity is accepted."""
@@ -175,6 +197,7 @@ class Coordinator:
             asyncio.create_task(totals.memory.run()),
             asyncio.create_task(self._certificates.run()),
             asyncio.create_task(totals.run()),
+            asyncio.create_task(self._tasks.run()),
         ]
         try:
             context = await self._assemble(ledger, experiences, totals)
@@ -193,6 +216,19 @@ class Coordinator:
         router = self._router
         session = TrainerSession(router, config, self._board)
         self._router.faults.load(ledger)
+        run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
+        await self._disk.write(ledger.put, {_RUN_ID_KEY: run_id})
+        self._experience_servicer.open(
+            TaskSource(
+                config=config,
+                run_id=run_id,
+                board=self._tasks,
+                experiences=experiences,
+                faults=self._router.faults,
+                vocabulary_size=lambda: max((r.vocabulary_size for r in router.replicas(Role.ROLE_ROLLOUT)), default=0),
+                newest_version=ledger.highest_version,
+            )
+        )
         return RunContext(
             config=config,
             recipe=self._recipe,
@@ -210,7 +246,7 @@ class Coordinator:
                 session,
                 ledger,
                 disk=self._disk,
-                probe_ids=prompts.train[0].token_ids,
+                probe_ids=self._probe_ids(prompts),
                 status=self._weight_status,
             ),
             service_calls=ServiceCalls(
@@ -220,10 +256,17 @@ class Coordinator:
                 newest_version=ledger.highest_version,
                 stop_token_ids=self._tokenizer.stop_token_ids,
             ),
+            tasks=self._tasks,
             certificates=self._certificates,
             totals=totals,
             start_seconds=self._start_seconds,
         )
+
+    def _probe_ids(self, prompts: PromptSet) -> Int32Array:
+        """Return the tokens that engines and trainer compare after an update: a prompt, or any text without one."""
+        if prompts.train:
+            return prompts.train[0].token_ids
+        return np.asarray(self._tokenizer.encode(_PROBE_TEXT), np.int32)
 
     async def _show_members(self) -> None:
         while True:

@@ -19,6 +19,7 @@ from fourfold_coordinator.state import files
 from fourfold_coordinator.state.files import DiskFull, DiskWriter, MetricsWriter, replace_file
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_coordinator.training.recovery import truncate_after
 from tests.fakes.clock import FakeClock
 
 
@@ -72,6 +73,36 @@ async def test_a_write_waits_for_room_and_says_where(
         assert [await task for task in tasks] == ["done", "done"] and subjects(board) == []
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.WARNING, logging.INFO], "one line at the beginning, one at the end"
+
+
+@pytest.mark.parametrize("cancels", [1, 2])
+async def test_a_cancelled_append_is_over_before_a_recovery_truncates_the_file(
+    disk: DiskWriter, tmp_path: Path, cancels: int
+) -> None:
+    path, running, go_on = tmp_path / "samples.jsonl", threading.Event(), threading.Event()
+    path.write_text('{"step": 1}\n')
+
+    def append() -> None:
+        running.set()
+        assert go_on.wait(30)
+        host_disk.append_lines(path, b'{"step": 2}\n')
+
+    async def recover(append: asyncio.Task[None]) -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await append
+        await disk.write_in_thread(truncate_after, path, 1)
+
+    appending = asyncio.ensure_future(disk.write_in_thread(append))
+    recovering = asyncio.ensure_future(recover(appending))
+    await asyncio.to_thread(running.wait, 30)
+    for _ in range(cancels):
+        appending.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert not appending.done()
+    go_on.set()
+    await recovering
+    assert path.read_text() == '{"step": 1}\n'
 
 
 async def test_a_wait_that_lasts_too_long_ends_with_the_remedy(

@@ -102,9 +102,35 @@ def test_services_of_a_recipe() -> None:
         ("rollout-0", 2), ("rollout-1", 2), ("trainer-0", 4), ("reward-0", 0),
     ]  # fmt: skip
     assert "reference-0" in [s.name for s in services_of(recipe(algorithm={"kl": {"coef": 0.1}}))]
+    agents = recipe(agents={"source": "tasks"}, environment={"replicas": 2, "source": "x.py:X"})
+    assert [s.name for s in services_of(agents)][-2:] == ["environment-0", "environment-1"]
     by_hand = recipe(rollout={"replicas": 0}, trainer={"replicas": 0})
     assert [s.name for s in services_of(by_hand)] == ["reward-0"]
     assert [s.name for s in services_of(by_hand, manual=True)] == ["rollout-0", "trainer-0"]
+
+
+def test_services_of_a_recipe_with_agents() -> None:
+    environment = {"replicas": 2, "source": "game.py:Game", "processes": 3}
+    config = recipe(agents={"source": "tasks"}, gateway={"replicas": 1}, environment=environment)
+    found = [(service.name, service.cpus) for service in services_of(config)]
+    assert found == [("rollout-0", 2), ("trainer-0", 1), ("gateway-0", 1), ("environment-0", 3), ("environment-1", 3)]
+    assert [service.name for service in services_of(recipe(agents={"source": "tasks"}), manual=True)] == ["gateway-0"]
+    scored = services_of(recipe(agents={"source": "tasks", "reward": "service"}))
+    assert [service.name for service in scored] == ["rollout-0", "trainer-0", "reward-0"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({"data": {}}, "data.train is missing"),
+        ({"agents": {"source": "groups"}}, "data.train is set"),
+        ({"agents": {"source": "groups"}, "data": {"eval": {"path": "x.jsonl"}}}, "data.eval needs scores"),
+        ({"agents": {"source": "groups"}, "data": {"holdout": {"groups": 1}}}, "`train`, which is missing"),
+    ],
+)
+def test_the_data_of_a_recipe_fits_to_its_agents(tables: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        recipe(**tables)
 
 
 def test_coordinator_starts_first_and_its_address_is_handed_on(tmp_path: Path, clock: FakeClock) -> None:

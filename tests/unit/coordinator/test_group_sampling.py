@@ -14,6 +14,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, FourfoldError, PeerFault, Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.client import Completion
+from fourfold.rollout.group_requests import GroupRequest
 from fourfold.rollout.stream_check import StreamCheck
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
@@ -22,7 +23,6 @@ from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import FatalRunError, GivenUp, Replica, RetryBudget
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.training import group_sampling
-from fourfold_coordinator.training.group_requests import GroupRequest
 from fourfold_coordinator.training.group_sampling import GroupSampler
 
 ABORTED, STOP, LENGTH = rollout.FINISH_REASON_ABORTED, rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH
@@ -125,7 +125,9 @@ class Bench:
             version=1,
         )
         async with asyncio.timeout(10):
-            return await self.sampler.sample(request, spend=self.budget.spend, on_try=self.on_try)
+            finished: list[Completion] = []
+            await self.sampler.sample(request, spend=self.budget.spend, on_try=self.on_try, on_finished=finished.append)
+            return sorted(finished, key=lambda completion: completion.sample_index)
 
 
 def plain(completions: list[Completion]) -> list[tuple[list[int], list[tuple[int, int]], int]]:

@@ -277,6 +277,7 @@ def test_a_ledger_of_version_0_is_migrated_and_keeps_its_rows(tmp_path: Path) ->
     for _ in range(2):
         ledger = Ledger(path)
         assert ledger.counts() == {SampleState.TRAINED: 1, SampleState.READY: 1}
+        assert [row for row in ledger._db.execute("PRAGMA index_list(samples)") if row[1] == "samples_by_step"] == []
         assert [row.metrics for row in ledger.steps()] == [{"reward/mean": 0.5}]
         assert ledger.recorded() == [], "its arrays were only in the memory of the process that wrote it"
         ledger.close()

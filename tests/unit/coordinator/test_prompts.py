@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-from fourfold_coordinator.data.prompts import Prompt, PromptSet, derive_seed, load_prompts
+from fourfold.seeds import derive_seed
+from fourfold_coordinator.data.prompts import Prompt, PromptSet, load_prompts
 from tests.fakes.toy import make_config
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"

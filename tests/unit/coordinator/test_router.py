@@ -12,8 +12,8 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded, PeerFault, PermissionDenied, Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.v1.rollout_service_pb2 import WatchLoadResponse
+from fourfold.rpc import circuit_breaker
 from fourfold.rpc.channel import open_channel
-from fourfold_coordinator.routing import circuit_breaker
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import (
     FatalRunError,

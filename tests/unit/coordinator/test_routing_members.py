@@ -14,8 +14,8 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.rollout.load import EngineLoad
 from fourfold_coordinator.routing import router
-from fourfold_coordinator.routing.load import EngineLoad
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import Replica
 from fourfold_coordinator.routing.router import Router

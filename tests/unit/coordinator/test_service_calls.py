@@ -15,10 +15,10 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.rollout.load import TokenCounts
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats, pack_ints
 from fourfold_coordinator.data.prompts import Prompt
-from fourfold_coordinator.routing.load import TokenCounts
 from fourfold_coordinator.routing.replica import GivenUp
 from fourfold_coordinator.routing.scheduling import Demand, prefix_keys
 from fourfold_coordinator.training.service_calls import ServiceCalls
@@ -39,7 +39,6 @@ class Router:
         self.length = 2
         self.token = 5
         self.failures = 0
-        self.missing = 0
         self.clock, self.tokens = SYSTEM_CLOCK, TokenCounts()
         self.replica = SimpleNamespace(
             member=SimpleNamespace(peer="rollout-0 at here", member_id="rollout-0"),
@@ -74,7 +73,7 @@ class Router:
 
     async def compute_logprobs(self, samples: Any, *, timeout: float) -> list[Any]:
         self.timeouts.append(timeout)
-        return [np.full(92, -0.25, np.float32) for _ in samples[self.missing :]]
+        return [np.full(92, -0.25, np.float32) for _ in samples]
 
 
 def decode(sequences: Sequence[Any]) -> list[str]:
@@ -126,7 +125,8 @@ async def test_every_try_is_a_request_with_an_id_of_its_own() -> None:
         entered.append(len(router.requests))
         yield
 
-    trajectories = await _ask(router, on_try=on_try)
+    finished: list[str] = []
+    samples = await _ask(router, on_try=on_try, on_finished=lambda sample: finished.append(sample.sample_id))
     assert [r.request_id for r in router.requests] == ["g-0", "g-1", "g-2"]
     assert entered == [0, 1, 2], "before each request"
     assert router.timeouts == [77.0] * 3
@@ -134,16 +134,16 @@ async def test_every_try_is_a_request_with_an_id_of_its_own() -> None:
         assert list(request.prompt_token_ids) == list(range(90))
         assert (request.sample_count, request.min_policy_version) == (3, 3)
         assert (request.sampling_params.temperature, request.sampling_params.seed) == (0.5, 40)
-    assert [t.sample.sample_id for t in trajectories] == ["s0", "s1", "s2"]
-    assert {(t.sample.group_id, t.sample.temperature) for t in trajectories} == {("g", 0.5)}
+    assert [s.sample_id for s in samples] == finished == ["s0", "s1", "s2"]
+    assert {(s.group_id, s.temperature) for s in samples} == {("g", 0.5)}
 
 
 async def test_a_greedy_answer_is_asked_for_at_0_and_counts_at_1() -> None:
     router = Router()
-    trajectories = await _ask(router, greedy=True)
+    samples = await _ask(router, greedy=True)
     assert [r.request_id for r in router.requests] == ["g-greedy-0"]
     assert router.requests[0].sampling_params.temperature == 0.0
-    assert {(t.sample.group_id, t.sample.temperature) for t in trajectories} == {("g", 1.0)}
+    assert {(s.group_id, s.temperature) for s in samples} == {("g", 1.0)}
 
 
 async def test_completions_that_cannot_be_are_refused() -> None:
@@ -156,13 +156,9 @@ async def test_completions_that_cannot_be_are_refused() -> None:
 
 async def test_a_reference_gives_each_sample_its_row_in_time() -> None:
     router = Router()
-    trajectories = await _ask(router)
+    samples = await _ask(router)
     asked: Any = router
     service_calls = ServiceCalls(_config(), asked, decode)
-    found = await service_calls.reference(trajectories, service_calls.budget())
+    rows = await service_calls.reference(samples, service_calls.budget())
     assert router.timeouts[-1] == 77.0
-    assert [t.sample.sample_id for t in found] == ["s0", "s1", "s2"]
-    assert all((t.sample.reference_logprobs == -0.25).all() and len(t.sample.reference_logprobs) == 92 for t in found)
-    router.missing = 1
-    with pytest.raises(ValueError, match="shorter"):
-        await service_calls.reference(trajectories, service_calls.budget())
+    assert len(rows) == 3 and all((row == -0.25).all() and len(row) == 92 for row in rows)

@@ -24,6 +24,7 @@ import numpy as np
 from fourfold.arrays import Int32Array
 from fourfold.config import Config, DataConfig, DataSourceConfig, HoldoutConfig
 from fourfold.errors import ConfigError
+from fourfold.seeds import derive_seed
 
 from .sources import Row, describe, read_rows
 
@@ -31,8 +32,6 @@ log = logging.getLogger("fourfold.coordinator")
 
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 _MAX_METADATA_BYTES: Final = 64 << 10
-# Sample i of a request uses seed + i, and seeds must stay below 2^53, where JSON numbers are exact.
-_SEED_BITS: Final = 52
 
 
 class PromptTokenizer(Protocol):
@@ -49,25 +48,30 @@ class Prompt:
 
     index: int  # of its row, from 0
     text: str  # with the chat template
+    messages_json: str = ""  # its chat messages for agents, a JSON array; empty: a plain text, or a run without agents
     token_ids: Int32Array  # [n], n >= 1
     answer: str  # reference answer; empty if the task has none
     metadata_json: str  # the other fields of the row, a JSON object
     group_key: str  # task group: held out as a whole, and a cluster in the confidence interval of the evaluation
 
 
-def derive_seed(seed: int, *parts: object) -> int:
-    """Return an int in [0, 2^52) that is a function of the arguments, the same on every machine."""
-    text = "/".join(str(part) for part in (seed, *parts))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _SEED_BITS)
+def own_prompt(text: str, *, answer: str, metadata_json: str) -> Prompt:
+    """Return the problem of a group of the agents' own: the run has no row and no tokens of it."""
+    return Prompt(
+        index=0,
+        text=text,
+        token_ids=np.empty(0, np.int32),
+        answer=answer,
+        metadata_json=metadata_json or "{}",
+        group_key="",
+    )
 
 
 class PromptSet:
     """Training prompts in an endless, reproducible order, and held-out prompts."""
 
     def __init__(self, *, train: Sequence[Prompt], held_out: Sequence[Prompt], seed: int) -> None:
-        """Shuffle the training prompts by `seed`, differently in every pass over them."""
-        if not train:
-            raise ConfigError("the holdout leaves no training prompt; add data, or lower data.holdout.groups")
+        """Shuffle the training prompts by `seed`, differently in every pass; own groups of agents need none."""
         self.train = tuple(train)
         self.held_out = tuple(held_out)
         self._seed = seed
@@ -95,12 +99,14 @@ class PromptSet:
 def load_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSet:
     """Read, tokenize and split the data of a recipe. Takes seconds: call it in a thread."""
     data = config.data
-    train = _load(data.train, data, config.model.max_context_tokens, tokenizer)
+    train: list[Prompt] = [] if data.train is None else _load(data.train, config, tokenizer)
     held_out: list[Prompt] = []
     if data.eval is not None:
-        held_out = _load(data.eval, data, config.model.max_context_tokens, tokenizer)
+        held_out = _load(data.eval, config, tokenizer)
     elif data.holdout is not None:
         train, held_out = split_holdout(train, data.holdout, seed=config.seed)
+        if not train:
+            raise ConfigError("the holdout leaves no training prompt; add data, or lower data.holdout.groups")
     if config.evaluation.max_prompts:
         held_out = held_out[: config.evaluation.max_prompts]
     return PromptSet(train=train, held_out=held_out, seed=config.seed)
@@ -131,13 +137,14 @@ def split_holdout(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: in
     return train, held_out
 
 
-def _load(source: DataSourceConfig, data: DataConfig, max_context: int, tokenizer: PromptTokenizer) -> list[Prompt]:
+def _load(source: DataSourceConfig, config: Config, tokenizer: PromptTokenizer) -> list[Prompt]:
+    max_context = config.model.max_context_tokens
     prompts: list[Prompt] = []
     too_long: list[int] = []
     count = 0
     for index, row in enumerate(read_rows(source)):
         count += 1
-        prompt = _make_prompt(index, row, data, tokenizer, f"{describe(source)}, row {index}")
+        prompt = _make_prompt(index, row, config, tokenizer, f"{describe(source)}, row {index}")
         if len(prompt.token_ids) < max_context:
             prompts.append(prompt)
         else:
@@ -154,12 +161,14 @@ def _load(source: DataSourceConfig, data: DataConfig, max_context: int, tokenize
     return prompts
 
 
-def _make_prompt(index: int, row: Row, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> Prompt:
+def _make_prompt(index: int, row: Row, config: Config, tokenizer: PromptTokenizer, where: str) -> Prompt:
+    data = config.data
     if data.prompt_field not in row:
         raise ConfigError(
             f"{where}: no column {data.prompt_field!r}; it has {', '.join(sorted(row))}; set data.prompt_field"
         )
-    text, ids = _tokenize(row[data.prompt_field], data, tokenizer, where)
+    messages = _messages(row[data.prompt_field], data, where) if data.chat else None
+    text, ids = _tokenize(row[data.prompt_field], messages, data, tokenizer, where)
     if not ids:
         raise ConfigError(f"{where}: an empty prompt; remove the row")
     answer = row.get(data.answer_field)
@@ -179,23 +188,31 @@ def _make_prompt(index: int, row: Row, data: DataConfig, tokenizer: PromptTokeni
         token_ids=np.asarray(ids, np.int32),
         answer="" if answer is None else str(answer),
         metadata_json=encoded,
+        messages_json=json.dumps(messages, ensure_ascii=False) if messages and config.agents.source == "tasks" else "",
         group_key=_group_key(index, metadata, data.holdout, where),
     )
 
 
-def _tokenize(value: Any, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> tuple[str, list[int]]:
-    if isinstance(value, str) and not data.chat:
-        text = f"{data.system_prompt}\n\n{value}" if data.system_prompt else value
-        return text, tokenizer.encode(text, add_special=True)
-    if not data.chat:
-        raise ConfigError(f"{where}: a {type(value).__name__} as prompt; data.chat = false needs a text")
+def _messages(value: Any, data: DataConfig, where: str) -> list[dict[str, Any]]:
+    """Return the chat messages of a prompt, with the recipe's system message before a text."""
     if isinstance(value, str):
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        value = [*system, {"role": "user", "content": value}]
+        return [*system, {"role": "user", "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in value):
         raise ConfigError(f"{where}: a prompt is a text, or a list of messages with `role` and `content`")
-    text = tokenizer.render_chat(value)
-    return text, tokenizer.encode(text)
+    return value
+
+
+def _tokenize(
+    value: Any, messages: list[dict[str, Any]] | None, data: DataConfig, tokenizer: PromptTokenizer, where: str
+) -> tuple[str, list[int]]:
+    if messages is not None:
+        text = tokenizer.render_chat(messages)
+        return text, tokenizer.encode(text)
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: a {type(value).__name__} as prompt; data.chat = false needs a text")
+    text = f"{data.system_prompt}\n\n{value}" if data.system_prompt else value
+    return text, tokenizer.encode(text, add_special=True)
 
 
 def _group_key(index: int, metadata: dict[str, Any], holdout: HoldoutConfig | None, where: str) -> str:

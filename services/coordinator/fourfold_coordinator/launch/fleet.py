@@ -1,6 +1,6 @@
 """Starts the processes of a run in order, watches them, and restarts those that die.
 
-    coordinator --(coordinator.address)--> rollout, trainer, reward, reference --READY--> the run trains
+    coordinator --(coordinator.address)--> rollout, trainer, reward, ..., gateway --READY--> the run trains
          |                                            | dies
          |- exit code 0: done, else: failed           '- restarted, at most retry.restarts times
          '- killed: restarted at the same address, so that the services find it; they keep running
@@ -62,10 +62,15 @@ def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
     roles = [
         ("rollout", config.rollout.replicas, 2),
         ("trainer", config.trainer.replicas, config.trainer_processes),
-        ("reward", config.reward.replicas, config.reward.processes),
     ]
+    if config.needs_scorer:
+        roles.append(("reward", config.reward.replicas, config.reward.processes))
     if config.needs_reference:
         roles.append(("reference", config.reference.replicas, 1))
+    if config.agents.source != "none":
+        roles.append(("gateway", config.gateway.replicas, 1))
+        if config.environment.replicas:  # agents need not be environments
+            roles.append(("environment", config.environment.replicas, config.environment.processes))
     places = gpu_places(config)
     return [
         ServiceSpec(role=role, name=name, place=places.get(name, ()), cpus=cpus)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from fourfold import metrics as m
 from fourfold.arrays import Sample
 
-from ..state.samples import StepBatch
+from ..state.samples import StepBatch, Trajectory
+
+AGENT_METRICS: Final = "agents/metrics/"  # prefix of the numbers that agents send with their trajectories
+_MAX_AGENT_METRICS: Final = 64  # agents choose the names, and one that sends ever new ones must not fill the files
 
 
 def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str, float]:
     """Return the metrics over all generated groups of a batch (at least one), before the filter."""
     groups = batch.generated()
     scores = [np.array([s.score for s in group.samples], np.float64) for group in groups]
-    samples = [sample for group in groups for sample in group.samples]
+    trajectories = [t for group in groups for t in group.trajectories if not t.dropped]
     every = np.concatenate(scores)
     highest, lowest = every.max(), every.min()
-    lengths = np.array([np.count_nonzero(sample.action_mask) for sample in samples])
-    spans = [_lag_span(sample) for sample in samples]
-    lags = np.array([policy_version - sample.oldest_version for sample in samples])
+    lengths = np.array([t.token_count for t in trajectories])
+    spans = [_lag_span(t) for t in trajectories]
+    lags = np.array([policy_version - min(s.oldest_version for s in t.segments) for t in trajectories])
     result = {
         m.REWARD_MEAN: float(every.mean()),
         m.REWARD_STD: float(every.std()),
@@ -33,14 +37,14 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
         m.RESPONSE_LENGTH: float(lengths.mean()),
         m.RESPONSE_LENGTH_P95: float(np.percentile(lengths, 95)),
         m.RESPONSE_LENGTH_MAX: float(lengths.max()),
-        m.TOTAL_LENGTH: float(np.mean([len(sample.token_ids) for sample in samples])),
-        m.TURNS: float(np.mean([_turns(sample) for sample in samples])),
+        m.TOTAL_LENGTH: float(np.mean([sum(len(s.token_ids) for s in t.segments) for t in trajectories])),
+        m.TURNS: float(np.mean([sum(map(_turns, t.segments)) for t in trajectories])),
         m.NO_ACTION_RATE: float((lengths == 0).mean()),
-        m.TRUNCATION_RATE: float(np.mean([sample.truncated for sample in samples])),
+        m.TRUNCATION_RATE: float(np.mean([t.segments[-1].truncated for t in trajectories])),
         m.POLICY_LAG_MEAN: float(lags.mean()),
         m.POLICY_LAG_MAX: float(lags.max()),
         m.LAG_SPAN: float(max(spans)),
-        **_token_lags([s for group in batch.groups for s in group.samples], policy_version),
+        **_token_lags([s for group in batch.groups for s in group.segments], policy_version),
     }
     if len(every) > len(groups):  # in groups of one sample no scores can differ
         result |= {
@@ -49,7 +53,17 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
             m.GROUPS_ALL_MIN: float(np.mean([s.max() == lowest for s in scores])),
             m.GROUPS_STD: float(np.mean([s.std() for s in scores])),
         }
-    return result | batch.measured
+    return result | _agent_metrics(trajectories) | batch.measured
+
+
+def _agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean of each number that agents sent, over those that have it; of the most frequent names."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items():
+            values[name].append(value)
+    frequent = sorted(values, key=lambda name: (-len(values[name]), name))[:_MAX_AGENT_METRICS]
+    return {f"{AGENT_METRICS}{name}": float(np.mean(values[name])) for name in frequent}
 
 
 def _token_lags(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
@@ -76,6 +90,6 @@ def _turns(sample: Sample) -> int:
     return int(np.count_nonzero(mask[1:] > mask[:-1])) + int(mask[0])
 
 
-def _lag_span(sample: Sample) -> int:
-    versions = [span.policy_version for span in sample.version_spans if span.policy_version >= 0]
+def _lag_span(trajectory: Trajectory) -> int:
+    versions = [v.policy_version for s in trajectory.segments for v in s.version_spans if v.policy_version >= 0]
     return max(versions) - min(versions) if versions else 0

@@ -16,10 +16,10 @@ report.json (times in seconds, sizes in bytes):
     evals                        all of them
     first_step                   SHA-256 of its prompts, request seeds and sampled tokens
     answers_before, answers_after  ten sampled answers to the same held-out prompts
-    asynchrony                   null if asynchrony.max_policy_lag is 0, else: max_policy_lag; lag_limit of the last
-                                 step; token_lag_mean, token_lag_max; trainer_wait_fraction, rollout_wait_fraction
-                                 of the time of all steps; stale_token_fraction, mean over the steps; length_bias of
-                                 the run; lag_changes: {"step", "text"} each, with their reasons
+    asynchrony                   null if asynchrony.max_policy_lag was always 0, else: max_policy_lag at the end;
+                                 lag_limit of the last step; token_lag_mean, token_lag_max; trainer_wait_fraction,
+                                 rollout_wait_fraction of the time of all steps; stale_token_fraction, mean over the
+                                 steps; length_bias of the run; lag_changes: {"step", "text"} each, with their reasons
     skipped_steps, dropped       steps that did not change the weights; dropped samples by reason
     faults                       errors of services: {"peer", "kind", "count", "first"} each: member, reason in
                                  UPPER_SNAKE_CASE, number of failed calls and samples, text of the first
@@ -212,11 +212,11 @@ def _eval(row: EvalRow | None) -> dict[str, Any] | None:
 
 
 def _asynchrony(config: Config, steps: Sequence[StepRow]) -> dict[str, Any] | None:
-    if not config.asynchrony.max_policy_lag:
-        return None
-
     def values(name: str) -> list[float]:
         return [value for step in steps if (value := step.metrics.get(name)) is not None]
+
+    if not config.asynchrony.max_policy_lag and not any(values(m.LAG_LIMIT)):
+        return None
 
     def share_of_time(name: str) -> float | None:
         found = [row.metrics for row in steps if row.metrics.get(name) is not None and row.metrics.get(m.TIME_STEP)]

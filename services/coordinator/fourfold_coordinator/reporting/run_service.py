@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from fourfold.contract import CONTRACT_VERSION
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1 import run_service_pb2_grpc as pb_grpc
 
@@ -24,7 +25,7 @@ class RunServicer(pb_grpc.RunServiceServicer):
         self._board, self._weight_plane = board, weight_plane
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        return pb.GetRunResponse(status=self._board.status)
+        return pb.GetRunResponse(status=self._board.status, contract_version=CONTRACT_VERSION)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         """Yield the status now and after every change."""

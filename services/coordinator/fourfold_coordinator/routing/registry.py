@@ -41,7 +41,12 @@ ROLE_NAMES: Final[dict[int, str]] = {
     Role.ROLE_TRAINER: "trainer",
     Role.ROLE_REWARD: "reward",
     Role.ROLE_REFERENCE: "reference",
+    Role.ROLE_GATEWAY: "gateway",
+    Role.ROLE_ENVIRONMENT: "environment",
 }
+
+
+_WITHOUT_TOKENIZER: Final = (Role.ROLE_REWARD, Role.ROLE_ENVIRONMENT)  # they may read texts only
 
 
 class MemberChange(Enum):
@@ -235,7 +240,7 @@ class Registry:
 
     def _check_tokenizer(self, member: Member) -> None:
         own = member.tokenizer_sha256
-        if own == self.tokenizer_sha256 or (not own and member.role == Role.ROLE_REWARD):
+        if own == self.tokenizer_sha256 or (not own and member.role in _WITHOUT_TOKENIZER):
             return
         raise WrongState(
             f"{member.member_id} has tokenizer {own.hex()[:12] or 'none'}, this run has "

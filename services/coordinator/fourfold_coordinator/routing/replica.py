@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -13,14 +13,14 @@ from typing import Final, TypeVar
 import grpc
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import FourfoldError, InvalidInput, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Unavailable, WrongState
 from fourfold.reference.client import AsyncReferenceClient
 from fourfold.reward.client import AsyncRewardClient
 from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
+from fourfold.rollout.load import STALL_SECONDS, EngineLoad
+from fourfold.rpc.circuit_breaker import CircuitBreaker
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 
-from .circuit_breaker import CircuitBreaker
-from .load import EngineLoad
 from .registry import Member
 from .scheduling import Demand
 
@@ -86,6 +86,7 @@ class Replica:
         self.load = EngineLoad()
         self._congested_at = 0  # outstanding samples at which it was overloaded, until a call succeeds; 0 if it was not
         self._calls: set[asyncio.Timeout] = set()
+        self._cut_error: Callable[[], FourfoldError] = self._lease_ended  # of the calls that were ended last
         # Answers of the service to GetInfo.
         self.capacity = 0  # most outstanding samples; 0 for no limit
         self.max_items = 0  # most samples in one call of a reward service; 0 for no limit
@@ -161,7 +162,10 @@ class Replica:
         self._congested_at = 0
 
     async def call(self, work: Awaitable[T]) -> T:
-        """Await `work` as long as the member's lease lasts; raise Unavailable when the lease ended."""
+        """Await `work` as long as the member's lease lasts; raise Unavailable when the lease ended.
+
+        Raises DeadlinePassed after `end_stalled_calls`.
+        """
         if self.gone:  # its channel may be closed, and gRPC would raise UsageError, which is no FourfoldError
             if inspect.iscoroutine(work):
                 work.close()
@@ -176,14 +180,30 @@ class Replica:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise self._lease_ended() from None
+            raise self._cut_error() from None
 
     def leave(self, reason: str, *, cut: bool) -> None:
         """Note that it is no member any more; with `cut`, end its calls in flight."""
         self.gone = self.unusable_reason = reason
         if cut:
-            for scope in list(self._calls):
-                scope.reschedule(0.0)
+            self._cut(self._lease_ended)
+
+    def end_stalled_calls(self, now: float) -> bool:
+        """End the calls in flight of an engine that has samples and samples no token; return whether it is one."""
+        if not self.outstanding or not self.load.stalled(now):
+            return False
+        self.load.restart_stall(now)
+        self._cut(self._stalled)
+        return True
+
+    def _cut(self, error: Callable[[], FourfoldError]) -> None:
+        self._cut_error = error
+        for scope in list(self._calls):
+            scope.reschedule(0.0)
+
+    def _stalled(self) -> DeadlinePassed:
+        text = f"the engine has samples and sampled no token for {STALL_SECONDS:g} s; look at its log, and restart it"
+        return DeadlinePassed(f"{self.member.peer}: {text}", reason="STALLED")
 
     def _lease_ended(self) -> Unavailable:
         return Unavailable(f"{self.member.peer}: {self.gone}", reason="LEASE_ENDED")

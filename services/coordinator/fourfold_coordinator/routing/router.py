@@ -26,10 +26,10 @@ import grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
+from fourfold.rollout.load import TokenCounts, summarize_loads, watch_load
 
 from ..state.faults import FaultLog
 from ..state.files import DiskFull
-from .load import TokenCounts, summarize_loads, watch_load
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
 from .replica import NOT_INSPECTED, FatalRunError, Interrupted, Replica, ReplicaKey, ServiceMissing
 from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
@@ -47,6 +47,17 @@ class WaitLimit(NamedTuple):
 
     seconds: float
     key: str = "retry.service_wait_seconds"  # recipe key that sets it, for messages
+
+
+class _Wanted(NamedTuple):
+    """What one try of a call needs of a replica; see `Router.call`."""
+
+    role: int
+    demand: Demand
+    version: int | None
+    pin: ReplicaKey | None
+    avoid: set[ReplicaKey]  # that failed it before
+    wait: WaitLimit
 
 
 class Router:
@@ -87,19 +98,19 @@ class Router:
         return sorted(found, key=lambda r: r.member.member_id)
 
     async def run(self) -> None:
-        """Expire leases, inspect new members and watch the engines' load, until cancelled."""
+        """Expire leases, inspect new members, watch the engines' load and end stalled calls, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     self._registry.expire()
-                    self._start_tasks(tasks)
+                    self._watch_members(tasks)
                     await self._close_channels()
                     await self.wait_for_change(timeout=_TICK_SECONDS)
         finally:
             for replica in (*self._leaving, *self._replicas.values()):
                 await replica.channel.close()
 
-    def _start_tasks(self, tasks: asyncio.TaskGroup) -> None:
+    def _watch_members(self, tasks: asyncio.TaskGroup) -> None:
         # A method of its own: a loop variable in `run` would keep the last replica alive after it has left.
         now = self.clock.monotonic()
         self._inspections = {key: task for key, task in self._inspections.items() if not task.done()}
@@ -110,6 +121,8 @@ class Router:
             if replica.member.role == Role.ROLE_ROLLOUT and replica.present and replica not in self._watches:
                 watch = watch_load(replica.rollout, replica.load, self.clock)
                 self._watches[replica] = tasks.create_task(watch)
+            if replica.end_stalled_calls(now):
+                log.warning("engine samples nothing, its calls go elsewhere: member=%s", replica.member.member_id)
 
     async def wait_for_change(self, *, timeout: float) -> None:
         """Wait until anything about the replicas changes, at most `timeout` seconds."""
@@ -161,8 +174,8 @@ class Router:
         avoid: set[ReplicaKey] = set()
         while True:
             size = demand if isinstance(demand, Demand) else demand()
-            choice = self._acquire(role, size, wait or self._wait, version=version, pin=pin, avoid=avoid)
-            async with choice as replica:
+            wanted = _Wanted(role, size, version, pin, avoid, wait or self._wait)
+            async with self._acquire(wanted) as replica:
                 try:
                     async with on_try():
                         result = await replica.call(work(replica))
@@ -264,44 +277,28 @@ class Router:
         return sum(replica.room(demand, now) for replica in usable)
 
     @asynccontextmanager
-    async def _acquire(
-        self,
-        role: int,
-        demand: Demand,
-        wait: WaitLimit,
-        *,
-        version: int | None,
-        pin: ReplicaKey | None,
-        avoid: set[ReplicaKey],
-    ) -> AsyncIterator[Replica]:
+    async def _acquire(self, wanted: _Wanted) -> AsyncIterator[Replica]:
         """Choose a replica, and count the call in its load within the block."""
         with ExitStack() as call:
-            async with self._turns[role] if pin is None else self._pinned_turn:
-                replica = await self._choose(role, demand, wait, version, pin, avoid)
+            async with self._turns[wanted.role] if wanted.pin is None else self._pinned_turn:
+                replica = await self._choose(wanted)
                 call.callback(self.notify)
-                call.enter_context(replica.in_flight(demand))
-                self._prefixes.add(demand.prefix, replica.cache_key)
+                call.enter_context(replica.in_flight(wanted.demand))
+                self._prefixes.add(wanted.demand.prefix, replica.cache_key)
             yield replica
 
-    async def _choose(
-        self,
-        role: int,
-        demand: Demand,
-        wait: WaitLimit,
-        version: int | None,
-        pin: ReplicaKey | None,
-        avoid: set[ReplicaKey],
-    ) -> Replica:
+    async def _choose(self, wanted: _Wanted) -> Replica:
         """Return the replica for a call; wait for one with room, and raise ServiceMissing when none came in time."""
-        end = self.clock.monotonic() + wait.seconds
+        role, demand, seconds = wanted.role, wanted.demand, wanted.wait.seconds
+        end = self.clock.monotonic() + seconds
         while True:
             now = self.clock.monotonic()
-            fitting = [r for r in self.replicas(role) if _fits(r, version)]
-            fitting = [r for r in fitting if r.key == pin and pin not in avoid] or fitting
+            fitting = [r for r in self.replicas(role) if _fits(r, wanted.version)]
+            fitting = [r for r in fitting if r.key == wanted.pin and r.key not in wanted.avoid] or fitting
             usable = [r for r in fitting if r.breaker.admits(now)]
             free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}
             if free:
-                chosen = free[choose_replica(self._candidates(free.values(), demand, avoid), demand.size).name]
+                chosen = free[choose_replica(self._candidates(free.values(), wanted), demand.size).name]
                 if not chosen.breaker.open:
                     self.on_wait("")
                 return chosen
@@ -309,15 +306,15 @@ class Router:
             if room_will_come:
                 # This wait has no end of its own: the deadlines of the calls in flight bound it, or, where replicas
                 # rest, the retries of the calls that try them.
-                end = now + wait.seconds
+                end = now + seconds
             elif now >= end:
-                raise self._missing(role, wait, samples=demand.samples if usable else 0)
+                raise self._missing(role, wanted.wait, samples=demand.samples if usable else 0)
             if not (room_will_come and usable):
                 self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             await self.wait_for_change(timeout=_TICK_SECONDS)
 
-    def _candidates(self, replicas: Iterable[Replica], demand: Demand, avoid: set[ReplicaKey]) -> list[Candidate]:
-        now, held = self.clock.monotonic(), self._prefixes.held(demand.prefix)
+    def _candidates(self, replicas: Iterable[Replica], wanted: _Wanted) -> list[Candidate]:
+        now, held = self.clock.monotonic(), self._prefixes.held(wanted.demand.prefix)
         return [
             Candidate(
                 name=replica.member.member_id,
@@ -325,7 +322,7 @@ class Router:
                 speed=replica.load.speed(now),
                 room=replica.load.room(now),
                 held=held.get(replica.cache_key, 0),
-                avoided=replica.key in avoid,
+                avoided=replica.key in wanted.avoid,
             )
             for replica in replicas
         ]

@@ -136,7 +136,7 @@ class TrainerSession:
                     await asyncio.wait(tasks)
                 watcher.cancel()
         except BaseExceptionGroup as errors:
-            found = list(_leaves(errors))
+            found = list(leaves(errors))
             raise next((e for e in found if isinstance(e, TrainerRestarted)), found[0]) from None
         return [task.result() for task in tasks]
 
@@ -189,10 +189,10 @@ class TrainerSession:
         return replica
 
 
-def _leaves(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+def leaves(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
     """Yield the errors of a group and of the groups in it."""
     for error in errors.exceptions:
         if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
+            yield from leaves(error)
         else:
             yield error

@@ -6,7 +6,9 @@
     restore, new coordinator -------------------> load ----> groups that are not trained yet, as they were
 
 A record is one byte of flags and the `Experience` that the trainer would get. The text of a sample is not stored: it is
-decoded again from the token ids.
+decoded again from the token ids. The record of an agent's attempt is the flags, the length of a `LeasedTask` with the
+problem (little-endian u32), that message, and the `Trajectory` with all segments. It is stored when the attempt
+arrives (`keep`), and once more with its score when its group is READY.
 """
 
 from __future__ import annotations
@@ -14,17 +16,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from fourfold.arrays import Sample
+from fourfold.coordinator.v1.experience_service_pb2 import LeasedTask
+from fourfold.coordinator.v1.experience_service_pb2 import Trajectory as TrajectoryMessage
 from fourfold.errors import FourfoldError
-from fourfold.rpc.codec import Buffer, decode, encode_parts
+from fourfold.rpc.codec import Buffer, decode, encode, encode_parts
 from fourfold.types.v1.experience_pb2 import Experience
 
+from ..data.prompts import Prompt, own_prompt
 from .files import DiskWriter
 from .ledger import Ledger, RecordedSample, RecordPlace
 from .samples import SampleGroup, Trajectory, shortest
@@ -34,6 +40,8 @@ log = logging.getLogger("fourfold.coordinator")
 
 FOLDER: Final = "experiences"
 _ABSTAINED: Final = 1  # flag: the scorer abstained
+_AGENT: Final = 2  # flag: the attempt of an agent
+_LENGTH: Final = struct.Struct("<I")
 _BATCH_GROUPS: Final = 256  # of one sync: the transaction for more of them would block the event loop for long
 
 
@@ -52,6 +60,9 @@ class StoredSample:
     sample: Sample
     dropped: str
     abstained: bool
+    more_segments: tuple[Sample, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    problem: Prompt | None = None  # of an agent's attempt
 
 
 class ExperienceStore:
@@ -83,6 +94,16 @@ class ExperienceStore:
             # A restore drops the samples of a cancelled call: with them, the batch could never become READY.
             batch.groups = [other for other in batch.groups if other is not group]
             raise
+
+    async def keep(self, trajectory: Trajectory) -> None:
+        """Make the attempt of an agent durable, before its group is READY; raise DiskFull, or WrongState if it is lost.
+
+        The sample becomes ROLLED. It needs the rest of its group: a new coordinator issues the whole group again.
+        """
+        async with self._lock:  # `release` must not delete a segment that has no row yet
+            places = await self._disk.write_in_thread(self._append, [trajectory])
+            await self._disk.write(self._ledger.keep, places)
+            await self._disk.write_in_thread(self._ledger.sync)
 
     async def _write(self, groups: Sequence[SampleGroup]) -> None:
         trajectories = [t for group in groups for t in group.all_trajectories()]
@@ -131,21 +152,57 @@ class ExperienceStore:
 
 def _to_record(trajectory: Trajectory) -> list[Buffer]:
     flags = _ABSTAINED if trajectory.abstained else 0
-    return [bytes([flags]), *encode_parts(trajectory.sample)]
+    if not trajectory.by_agent:
+        return [bytes([flags]), *encode_parts(trajectory.sample)]
+    prompt = trajectory.prompt
+    problem = LeasedTask(text=prompt.text, answer=prompt.answer, metadata_json=prompt.metadata_json).SerializeToString()
+    attempt = TrajectoryMessage(
+        task_id=trajectory.sample.sample_id,
+        segments=[encode(segment) for segment in trajectory.segments],
+        metrics=trajectory.metrics,
+    )
+    return [bytes([flags | _AGENT]), _LENGTH.pack(len(problem)), problem, attempt.SerializeToString()]
 
 
 def _from_record(row: RecordedSample, files: SegmentFiles, vocabulary_size: int, max_tokens: int) -> StoredSample:
     """Return the sample of a row of the ledger; raise BadRecord, or InvalidInput for a sample of another recipe."""
     body = files.read(row.segment, row.offset)
+    where = f"segment {row.segment}, record at byte {row.offset}"
+    problem: Prompt | None = None
     try:
-        message = Experience.FromString(body[1:])
-    except DecodeError as error:
-        raise BadRecord(f"segment {row.segment}, record at byte {row.offset}: {error}") from None
-    if (message.sample_id, message.group_id) != (row.sample_id, row.group_id):
-        raise BadRecord(f"segment {row.segment}, record at byte {row.offset}: it is of sample {message.sample_id!r}")
-    sample = decode(message, vocabulary_size=vocabulary_size, max_tokens=max_tokens)
+        if body[0] & _AGENT:
+            (size,) = _LENGTH.unpack_from(body, 1)
+            start = 1 + _LENGTH.size
+            problem = _to_prompt(LeasedTask.FromString(body[start : start + size]))
+            attempt = TrajectoryMessage.FromString(body[start + size :])
+        else:
+            attempt = TrajectoryMessage(segments=[Experience.FromString(body[1:])])
+    except (DecodeError, struct.error) as error:
+        raise BadRecord(f"{where}: {error}") from None
+    names = [(message.sample_id, message.group_id) for message in attempt.segments]
+    if (row.sample_id, row.group_id) not in names[:1]:
+        raise BadRecord(f"{where}: it is of sample {names[0][0] if names else 'none'!r}")
+    first, *more = (
+        _with_short_scores(decode(message, vocabulary_size=vocabulary_size, max_tokens=max_tokens))
+        for message in attempt.segments
+    )
+    return StoredSample(
+        sample=first,
+        dropped=row.dropped,
+        abstained=bool(body[0] & _ABSTAINED),
+        more_segments=tuple(more),
+        metrics=dict(attempt.metrics),
+        problem=problem,
+    )
+
+
+def _to_prompt(task: LeasedTask) -> Prompt:
+    return own_prompt(task.text, answer=task.answer, metadata_json=task.metadata_json)
+
+
+def _with_short_scores(sample: Sample) -> Sample:
     if sample.score is not None:
         sample = replace(sample, score=shortest(sample.score))
     if sample.baseline_score is not None:
         sample = replace(sample, baseline_score=shortest(sample.baseline_score))
-    return StoredSample(sample=sample, dropped=row.dropped, abstained=bool(body[0] & _ABSTAINED))
+    return sample

@@ -68,8 +68,23 @@ class DiskWriter:
         return await self._until_room(attempt)
 
     async def write_in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `work` in another thread until there is room: for writes of more than a few milliseconds."""
-        return await self._until_room(lambda: asyncio.to_thread(work, *args, **kwargs))
+        """Call `work` in another thread until there is room: for writes of more than a few milliseconds.
+
+        A cancelled call ends after its thread. Otherwise the thread could append to a file that a recovery truncates.
+        """
+
+        async def attempt() -> T:
+            thread = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+            try:
+                return await asyncio.shield(thread)
+            except asyncio.CancelledError:
+                while not thread.done():
+                    with contextlib.suppress(asyncio.CancelledError):  # the first one is raised below
+                        await asyncio.wait([thread])
+                thread.exception()  # asyncio logs an exception that no code retrieves
+                raise
+
+        return await self._until_room(attempt)
 
     async def _until_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
         end = math.inf  # until an attempt fails

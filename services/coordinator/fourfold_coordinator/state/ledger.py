@@ -65,12 +65,15 @@ LEGAL_TRANSITIONS: Final[Mapping[SampleState, frozenset[SampleState]]] = {
 _VERSION: Final = 1
 # Not a parameter: SQLite cannot use a partial index for one. It would also prefer another index.
 _LEASED: Final = "samples INDEXED BY samples_leased WHERE state = 'LEASED'"
+# No index has the state, but for leased samples: each of a sample's five moves would write the index, too. Earlier
+# releases had one, `samples_by_step`.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samples (
   sample_id TEXT PRIMARY KEY, group_id TEXT NOT NULL, position INTEGER NOT NULL, step INTEGER NOT NULL,
   state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '') WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS samples_by_step ON samples (step, state);
+DROP INDEX IF EXISTS samples_by_step;
+CREATE INDEX IF NOT EXISTS samples_of_step ON samples (step);
 CREATE INDEX IF NOT EXISTS samples_by_position ON samples (position);
 CREATE INDEX IF NOT EXISTS samples_leased ON samples (group_id) WHERE state = 'LEASED';
 CREATE TABLE IF NOT EXISTS records (
@@ -314,16 +317,24 @@ class Ledger:
             rolled = [name for name, state in self._states(sample_ids) if state is not SampleState.READY]
             self._move(db, rolled, SampleState.READY)
 
+    def keep(self, places: Sequence[RecordPlace]) -> None:
+        """Store the places of records of RUNNING samples, which become ROLLED: attempts of an unfinished group."""
+        with self._transaction() as db:
+            rows = [(place.sample_id, place.segment, place.offset) for place in places]
+            db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", rows)
+            self._move(db, [place.sample_id for place in places], SampleState.ROLLED)
+
     def recorded(self) -> list[RecordedSample]:
         """Return the samples of all groups that are READY or LEASED, in order of position and index.
 
-        Groups without a record of each sample are left out, such as those of a ledger of version 0.
+        Groups without a record of each live sample are left out, such as those of a ledger of version 0. Attempts that
+        were dropped because no trajectory came have none.
         """
         query = """
             WITH live AS (SELECT DISTINCT group_id FROM samples WHERE state IN (?, ?)),
             whole AS (
               SELECT group_id FROM samples LEFT JOIN records USING (sample_id) WHERE group_id IN live
-              GROUP BY group_id HAVING COUNT(segment) = COUNT(*))
+              GROUP BY group_id HAVING SUM(segment IS NULL AND state != 'DROPPED') = 0)
             SELECT sample_id, group_id, position, reason, segment, offset FROM samples JOIN records USING (sample_id)
             WHERE group_id IN whole"""
         samples = [RecordedSample(*row) for row in self._db.execute(query, (SampleState.READY, SampleState.LEASED))]

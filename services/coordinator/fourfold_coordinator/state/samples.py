@@ -8,7 +8,10 @@ Each trajectory of the steps done is a line of samples.jsonl:
      "dropped": ""}
 
 - `logprob_mean` is the mean log-probability of the sampled tokens, in nats, rounded to 6 decimals.
-- A span is [policy version, tokens]; -1 stands for the prompt.
+- A span is [policy version, tokens]; -1 stands for the prompt, and for what an agent observed.
+- A trajectory of an agent has its segments in one line: `completion_tokens`, `logprob_mean` and `version_spans` are of
+  all segments, one after the other. `completion` is the text of the last one after its first prompt, observations
+  included.
 - `dropped` is the reason of a trajectory that was not trained on. It has a score if it was scored before, as FILTERED
   and BASELINE always were. Samples that were dropped before they were sampled have no line.
 - If every group of a step was filtered out, the last of them go to the trainer, which skips the step. Their `dropped`
@@ -23,14 +26,14 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 
 from fourfold import metrics as m
-from fourfold.arrays import Sample, VersionSpan
+from fourfold.arrays import Float32Array, Sample, VersionSpan
 from fourfold.config import Config
 from fourfold.errors import PeerFault
 from fourfold.rollout.client import Completion
@@ -46,22 +49,41 @@ _JSON: Final = json.JSONEncoder(ensure_ascii=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """A sample with the texts that users and scorers read."""
+    """A sample with the texts that users and scorers read; a trajectory of an agent may have further segments."""
 
     prompt: Prompt
-    sample: Sample
+    sample: Sample  # segment 0
     completion: str  # without special tokens
     dropped: str = ""  # reason why it is not trained on; empty if it is
     abstained: bool = False  # whether the scorer abstained
+    more_segments: tuple[Sample, ...] = ()  # segments 1, 2, ...
+    by_agent: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers of the agent
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """Return all segments, in order; all are trained on, or none."""
+        return (self.sample, *self.more_segments)
 
     @property
     def token_count(self) -> int:
-        """Number of sampled tokens."""
-        return len(self.sample.token_ids) - len(self.prompt.token_ids)
+        """Number of sampled tokens, over all segments."""
+        return sum(int(np.count_nonzero(segment.action_mask)) for segment in self.segments)
+
+    def map_segments(self, change: Callable[[Sample], Sample]) -> Trajectory:
+        """Return a copy whose segments are changed."""
+        return replace(self, sample=change(self.sample), more_segments=tuple(map(change, self.more_segments)))
 
     def with_score(self, score: float, scorer: str) -> Trajectory:
-        """Return a copy with a score."""
-        return replace(self, sample=replace(self.sample, score=score, scorer=scorer))
+        """Return a copy with a score, the same for each segment."""
+        return self.map_segments(lambda segment: replace(segment, score=score, scorer=scorer))
+
+    def with_reference(self, logprobs: Sequence[Float32Array]) -> Trajectory:
+        """Return a copy with reference log-probabilities, float32 [n] for each segment, unless it is dropped."""
+        if self.dropped:
+            return self
+        rows = iter(logprobs)
+        return self.map_segments(lambda segment: replace(segment, reference_logprobs=next(rows)))
 
     def with_drop_reason(self, reason: str, *, abstained: bool = False) -> Trajectory:
         """Return a copy that is dropped; a trajectory that was dropped before keeps its first reason."""
@@ -79,8 +101,13 @@ class SampleGroup:
 
     @property
     def samples(self) -> list[Sample]:
-        """Return the samples to train on."""
+        """Return the samples to train on: segment 0 of each trajectory."""
         return [t.sample for t in self.trajectories if not t.dropped]
+
+    @property
+    def segments(self) -> list[Sample]:
+        """Return all segments to train on; those of one trajectory follow each other."""
+        return [segment for t in self.trajectories if not t.dropped for segment in t.segments]
 
     def all_trajectories(self) -> list[Trajectory]:
         """Return the trajectories and the greedy completion."""
@@ -106,12 +133,12 @@ class StepBatch:
     done: float = 0.0
 
     def sample_ids(self) -> list[str]:
-        """Return the ids of the samples to train on, in the order of `experiences`."""
-        return [sample.sample_id for sample in self.experiences()]
+        """Return the ids of the samples to train on, in the order of `experiences`, each once."""
+        return [sample.sample_id for group in self.groups for sample in group.samples]
 
     def experiences(self) -> Iterator[Sample]:
-        """Yield the samples for the trainer, in a fixed order. Its client encodes one while it sends others."""
-        return (sample for group in self.groups for sample in group.samples)
+        """Yield the segments for the trainer, in a fixed order. Its client encodes one while it sends others."""
+        return (segment for group in self.groups for segment in group.segments)
 
     def trajectories(self) -> list[Trajectory]:
         """Return all trajectories that were sampled, dropped ones included."""
@@ -201,8 +228,9 @@ def digest(trajectories: Iterable[Trajectory]) -> str:
     """Return a SHA-256 (hex) of the sampled tokens, in order of the sample ids: equal for equal samples."""
     result = hashlib.sha256()
     for trajectory in sorted(trajectories, key=lambda t: t.sample.sample_id):
-        ids = trajectory.sample.token_ids.astype("<i4").tobytes()
-        result.update(len(ids).to_bytes(8, "little") + ids)
+        for segment in trajectory.segments:
+            ids = segment.token_ids.astype("<i4").tobytes()
+            result.update(len(ids).to_bytes(8, "little") + ids)
     return result.hexdigest()
 
 
@@ -210,10 +238,10 @@ def to_lines(step: int, trajectories: Iterable[Trajectory]) -> bytearray:
     """Return the lines of samples.jsonl for one step. Slow for a large batch: call it in a thread."""
     lines = bytearray()
     for trajectory in trajectories:
-        before, after = _line(step, trajectory)
-        text = _quoted(trajectory.completion)
-        # The encoder of `json` takes 10 times as long for a long text as `_quoted`.
-        lines += b'%b, "completion": %b, %b\n' % (before[:-1].encode(), text, after[1:].encode())
+        # The encoder of `json` takes 10 times as long for a long text as `_quoted`. It escapes the quotes in texts, so
+        # that no text has the mark.
+        before, mark, after = _line(step, trajectory).encode().partition(b', "completion": "')
+        lines += b"%b%b%b%b\n" % (before, mark[:-1], _quoted(trajectory.completion), after[1:])
     return lines
 
 
@@ -225,25 +253,31 @@ def _quoted(text: str) -> bytes:
     return b'"%b"' % data.replace(b"\\", b"\\\\").replace(b'"', b'\\"').replace(b"\n", b"\\n")
 
 
-def _line(step: int, trajectory: Trajectory) -> tuple[str, str]:
-    """Return the objects before and after the completion, as JSON."""
+def prompt_length(sample: Sample) -> int:
+    """Return the number of tokens before the first sampled one, of which there is at least one."""
+    return int(np.argmax(sample.action_mask))
+
+
+def _line(step: int, trajectory: Trajectory) -> str:
+    """Return the line of a trajectory with an empty completion."""
     sample = trajectory.sample
-    logprobs = sample.behavior_logprobs[len(trajectory.prompt.token_ids) :]
-    before = {
+    logprobs = np.concatenate([segment.behavior_logprobs[segment.action_mask] for segment in trajectory.segments])
+    values = {
         "step": step,
         "sample_id": sample.sample_id,
         "group_id": sample.group_id,
         "prompt": trajectory.prompt.text,
-    }
-    after = {
+        "completion": "",
         "answer": trajectory.prompt.answer,
-        "prompt_tokens": len(trajectory.prompt.token_ids),
+        "prompt_tokens": prompt_length(sample),
         "completion_tokens": trajectory.token_count,
         "logprob_mean": round(float(logprobs.mean(dtype=np.float64)), 6),
-        "version_spans": [[s.policy_version, s.token_count] for s in sample.version_spans],
+        "version_spans": [
+            [s.policy_version, s.token_count] for part in trajectory.segments for s in part.version_spans
+        ],
         "truncated": sample.truncated,
         "score": sample.score,
         "scorer": sample.scorer,
         "dropped": trajectory.dropped,
     }
-    return _JSON.encode(before), _JSON.encode(after)
+    return _JSON.encode(values)

@@ -17,6 +17,7 @@ from ..state.experiences import ExperienceStore
 from ..state.files import DiskWriter
 from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
+from ..tasks.board import TaskBoard
 from ..weights.broker import WeightBroker
 from .service_calls import ServiceCalls
 
@@ -37,6 +38,7 @@ class RunContext:
     session: TrainerSession
     broker: WeightBroker
     service_calls: ServiceCalls
+    tasks: TaskBoard  # for agents; without groups if the recipe has none
     certificates: CertificateMonitor
     totals: RunTotals
     start_seconds: float  # longest wait for the services when the run starts
@@ -46,8 +48,13 @@ class RunContext:
         counts: dict[int, int] = {
             Role.ROLE_TRAINER: 1,
             Role.ROLE_ROLLOUT: max(self.config.rollout.replicas, 1),
-            Role.ROLE_REWARD: max(self.config.reward.replicas, 1),
         }
+        if self.config.needs_scorer:
+            counts[Role.ROLE_REWARD] = max(self.config.reward.replicas, 1)
+        if self.config.agents.source != "none":
+            counts[Role.ROLE_GATEWAY] = max(self.config.gateway.replicas, 1)
+        if self.config.environment.replicas:
+            counts[Role.ROLE_ENVIRONMENT] = self.config.environment.replicas
         if self.config.needs_reference:
             counts[Role.ROLE_REFERENCE] = max(self.config.reference.replicas, 1)
         return counts

@@ -9,15 +9,20 @@ from __future__ import annotations
 import logging
 import math
 import random
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Final
 
-from ..data.prompts import Prompt, derive_seed
-from ..routing.replica import GivenUp, ReplicaKey
+from fourfold.seeds import derive_seed
+
+from ..data.prompts import Prompt
+from ..routing.replica import GivenUp, ReplicaKey, RetryBudget
 from ..state.ledger import EvalRow
 from ..state.samples import Trajectory
+from ..tasks.board import TaskGroup
 from .context import RunContext
 
 log = logging.getLogger("fourfold.coordinator")
@@ -60,19 +65,30 @@ def student_t(degrees: int) -> float:
     return math.fsum(term / degrees**power for power, term in enumerate(terms))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The result of an evaluation, and the policy versions that sampled its answers."""
+
+    row: EvalRow
+    oldest_version: int
+    newest_version: int
+
+
 class Evaluator:
     """Evaluates the policy on the held-out prompts of a run."""
 
     def __init__(self, context: RunContext) -> None:
         self._config, self._prompts = context.config, context.prompts.held_out
         self._service_calls, self._session = context.service_calls, context.session
+        self._tasks, self._by_agents = context.tasks, context.config.agents.source == "tasks"
 
     async def run(
         self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[float], None]
-    ) -> EvalRow | None:
+    ) -> Evaluation | None:
         """Evaluate the weights of `version` after `step` steps.
 
         `engine` answers as long as it is usable; then, or if it is None, any engine with this version or a later one.
+        A warning in the log tells that later ones answered.
 
         Returns None without held-out prompts, or when no answer got a score. `on_progress` is called with the share
         that is done, in [0, 1].
@@ -97,7 +113,15 @@ class Evaluator:
         if not scored:
             return None
         mean, half_width = clustered_interval([score for _, score in scored], [a.prompt.group_key for a, _ in scored])
-        return EvalRow(
+        spans = [span for a, _ in scored for segment in a.segments for span in segment.version_spans]
+        used = [span.policy_version for span in spans if span.policy_version >= 0]
+        if max(used) > version:
+            log.warning(
+                "evaluation used newer weights, as no engine kept those of its step: step=%d policy_version=%d "
+                "used_versions=%d..%d",
+                step, version, min(used), max(used),
+            )  # fmt: skip
+        row = EvalRow(
             step=step,
             score=mean,
             half_width=half_width,
@@ -105,12 +129,15 @@ class Evaluator:
             missing_count=missing,
             answers=self._examples(answers),
         )
+        return Evaluation(row=row, oldest_version=min(used), newest_version=max(used))
 
     async def _answer(self, prompt: Prompt, *, step: int, version: int, engine: ReplicaKey | None) -> list[Trajectory]:
         """Return the answers to one prompt, those without a score as dropped; none when a service failed too often."""
         budget = self._service_calls.budget()
         name = f"eval{step}-{prompt.index}"
         try:
+            if self._by_agents:
+                return await self._attempt(prompt, name, budget)
             answers = await self._service_calls.generate(
                 prompt,
                 group_id=name,
@@ -120,10 +147,27 @@ class Evaluator:
                 engine=engine,
                 budget=budget,
             )
-            return await self._service_calls.score(answers, budget)
+            return await self._service_calls.score(await self._service_calls.with_texts(prompt, answers), budget)
         except GivenUp as error:
             log.warning("evaluation gave up a prompt: step=%d prompt=%d reason=%s", step, prompt.index, error)
             return []
+
+    async def _attempt(self, prompt: Prompt, name: str, budget: RetryBudget) -> list[Trajectory]:
+        """Return the attempts of agents at one prompt, those without a score as dropped; raise GivenUp."""
+        name = f"{name}-{secrets.token_hex(4)}"  # a Put for an evaluation that was interrupted must not fit this one
+        group = TaskGroup(
+            group_id=name,
+            prompt=prompt,
+            task_ids=[f"{name}-{index}" for index in range(self._config.evaluation.samples_per_prompt)],
+            seed=derive_seed(self._config.seed, "eval", prompt.index),
+            evaluation=True,
+        )
+        await self._tasks.collect(group)
+        arrived = [attempt.trajectory for attempt in group.attempts if attempt.trajectory is not None]
+        attempts = await self._service_calls.with_completions(arrived)
+        unscored = [attempt for attempt in attempts if attempt.sample.score is None]
+        scored = await self._service_calls.score(unscored, budget) if unscored else []
+        return [attempt for attempt in attempts if attempt.sample.score is not None] + scored
 
     def _examples(self, answers: Sequence[Trajectory]) -> list[dict[str, Any]]:
         """Return the first answer to each of a few prompts, the same prompts in every evaluation."""

@@ -11,31 +11,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 
-from ..routing.replica import ReplicaKey
+from ..routing.replica import Replica, ReplicaKey
 from ..routing.router import Router
 from ..weights.broker import WeightBroker
 from .step_report import StepRecord, StepReporter
 
 _TICK_SECONDS: Final = 0.25  # an engine dies without a notice
 
-Evaluate = Callable[[int, ReplicaKey | None], Awaitable[dict[str, float]]]
+Evaluate = Callable[[int, int, ReplicaKey | None], Awaitable[dict[str, float]]]
+
+
+class _Entry(NamedTuple):
+    """An evaluation that was put."""
+
+    record: StepRecord
+    version: int  # of the weights to evaluate
+    engine: ReplicaKey | None  # that keeps them; None: no engine has them
 
 
 class EvaluationQueue:
     """The evaluations that run while the trainer trains. `run` is a task of its own."""
 
     def __init__(self, evaluate: Evaluate, *, router: Router, broker: WeightBroker, reporter: StepReporter) -> None:
-        """Evaluate with `evaluate`, which takes the step and the engine to ask, and returns metrics."""
+        """Evaluate with `evaluate`, which takes step, policy version and the engine to ask, and returns metrics."""
         self._evaluate, self._router, self._broker, self._reporter = evaluate, router, broker, reporter
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, as when a run starts again."""
-        self._records: asyncio.Queue[tuple[StepRecord, ReplicaKey | None] | None] = asyncio.Queue()
+        self._records: asyncio.Queue[_Entry | None] = asyncio.Queue()
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -43,12 +51,11 @@ class EvaluationQueue:
 
     def put(self, record: StepRecord) -> None:
         """Evaluate the weights that the engines serve now; the metrics are added to the record of their step."""
-        engines = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.version == self._broker.version]
-        chosen = min(engines, key=lambda r: r.outstanding_size, default=None)
+        chosen = min(self._current_engines(), key=lambda r: r.outstanding_size, default=None)
         record.evaluating = True
         self._open += 1
         self._idle.clear()
-        self._records.put_nowait((record, None if chosen is None else chosen.key))
+        self._records.put_nowait(_Entry(record, self._broker.version, None if chosen is None else chosen.key))
 
     def close(self) -> None:
         """Let `run` end after the evaluations that were put."""
@@ -56,10 +63,9 @@ class EvaluationQueue:
 
     async def run(self) -> None:
         while (entry := await self._records.get()) is not None:
-            record, key = entry
-            self._broker.hold(key)
-            metrics = await self._evaluate(record.step, key)
-            await self._reporter.add_evaluation(record, metrics)
+            self._broker.hold(entry.engine)
+            metrics = await self._evaluate(entry.record.step, entry.version, entry.engine)
+            await self._reporter.add_evaluation(entry.record, metrics)
             self._broker.hold(None)
             self._open -= 1
             if not self._open:
@@ -80,8 +86,13 @@ class EvaluationQueue:
             others = [r for r in engines if r.key != self._broker.held]
             if self._open == 1 and others:  # a second evaluation has begun on no engine yet
                 return
-            if not any(r.version == self._broker.version and not r.unusable_reason for r in engines):
+            if not self._current_engines():
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_SECONDS):
                     await self.wait()
+
+    def _current_engines(self) -> list[Replica]:
+        """Return the engines that serve the weights that were published last."""
+        engines = self._router.replicas(Role.ROLE_ROLLOUT)
+        return [r for r in engines if r.version == self._broker.version and not r.unusable_reason]

@@ -26,13 +26,13 @@ from fourfold.arrays import Int32Array
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import FourfoldError, PeerFault, Unavailable
 from fourfold.rollout.client import Completion, CompletionDraft
+from fourfold.rollout.group_requests import GroupRequest, Parts, join_parts, token_count
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
 from ..routing.replica import GivenUp, Interrupted, Replica, ServiceMissing
 from ..routing.router import Router
 from ..routing.scheduling import CompletionLengths, Demand, SamplingPace, prefix_keys
 from ..state.samples import check_completions
-from .group_requests import GroupRequest, Parts, join_parts, token_count
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -87,25 +87,29 @@ class GroupSampler:
         self.lengths, self.pace = CompletionLengths(), SamplingPace()
 
     async def sample(
-        self, request: GroupRequest, *, spend: Callable[[FourfoldError], None], on_try: OnTry
-    ) -> list[Completion]:
-        """Return the completions of a group, finished and checked, in order of their index.
+        self,
+        request: GroupRequest,
+        *,
+        spend: Callable[[FourfoldError], None],
+        on_try: OnTry,
+        on_finished: Callable[[Completion], None],
+    ) -> None:
+        """Call `on_finished` with each completion of a group when it is finished and checked; return after the last.
 
         `spend` and `on_try` are those of `Router.call`. An interruption that brought new tokens costs no try, so that
-        frequent weight updates cannot use up the budget of a long sample.
+        frequent weight updates cannot use up the budget of a long sample. `on_finished` is called within a try.
 
         Raises:
             GivenUp: The budget is used up.
             ServiceMissing: No service came in time.
         """
-        group = _Group(self, request, spend, on_try)
+        group = _Group(self, request, spend, on_try, on_finished)
         try:
             await (group.race() if self.hedge_after else group.follow(group.new_leg()))
         finally:
             kept = token_count(group.completions.values())
             self.router.tokens.add(continued=group.continued, lost=group.received - kept)
         self.lengths.add(len(completion.token_ids) for completion in group.completions.values())
-        return [group.completions[index] for index in range(request.count)]
 
     def check(self, part: Completion, replica: Replica) -> None:
         """Raise PeerFault for tokens of an engine that cannot be trained on."""
@@ -141,10 +145,15 @@ class _Group:
     """One group while it is sampled."""
 
     def __init__(
-        self, sampler: GroupSampler, request: GroupRequest, spend: Callable[[FourfoldError], None], on_try: OnTry
+        self,
+        sampler: GroupSampler,
+        request: GroupRequest,
+        spend: Callable[[FourfoldError], None],
+        on_try: OnTry,
+        on_finished: Callable[[Completion], None],
     ) -> None:
         self._sampler, self._router, self._request = sampler, sampler.router, request
-        self._spend, self._on_try = spend, on_try
+        self._spend, self._on_try, self._on_finished = spend, on_try, on_finished
         self._legs: list[_Leg] = []
         self._tries = 0  # a new request id for every try: the request of a lost try may still run
         self.completions: dict[int, Completion] = {}  # the finished samples by index
@@ -257,7 +266,8 @@ class _Group:
         reason = self._request.finish_reason(parts, self._sampler.stop_token_ids)
         if reason == rollout.FINISH_REASON_UNSPECIFIED:
             return False
-        self.completions[index] = join_parts(index, parts, reason)
+        completion = self.completions[index] = join_parts(index, parts, reason)
+        self._on_finished(completion)
         return True
 
     def _log_interruption(self, replica: Replica, unfinished: int, kept: int) -> None:

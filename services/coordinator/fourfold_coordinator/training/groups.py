@@ -5,32 +5,52 @@
             +--> greedy ----> score --+      no: filtered out          every failure: DROPPED(reason), the group is lost
                  (remax)
 
-A READY group is durable.
+In a run of agents, `tasks/board.py` takes the place of `generate`: the samples are attempts that gateways lease. Those
+without a reward of their agent are scored when the group is closed; attempts that never came are DROPPED(reason).
+
+Samples are scored as they finish (`_FinishedSamples`), so that a group whose slowest sample ends waits for the score of
+that one only. Without a filter, reference log-probabilities are computed at the same time as the scores. A READY group
+is durable.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from math import fsum
+from statistics import median
+from typing import Final
 
 import numpy as np
 
+from fourfold.arrays import Sample
 from fourfold.config.algorithm import FilterConfig
 from fourfold.errors import FourfoldError
+from fourfold.seeds import derive_seed
 
-from ..data.prompts import Prompt, derive_seed
+from ..data.prompts import Prompt
 from ..routing.replica import GivenUp, RetryBudget
+from ..routing.trainer_session import leaves
 from ..state.group_commit import GroupCommit
 from ..state.ledger import BASELINE, IssuedGroup, SampleState
 from ..state.samples import SampleGroup, Trajectory
+from ..tasks.board import OwnProblem, TaskGroup
 from .context import RunContext
 
 log = logging.getLogger("fourfold.coordinator")
+
+# A Score call costs the coordinator 0.4 ms of CPU. If the scores of a group take less time than this, early calls would
+# save too little for it.
+_SLOW_SECONDS: Final = 0.1
+_GATHER_SECONDS: Final = 0.1  # an early call waits so long for samples that finish at almost the same time
+_PACE_WINDOW: Final = 32  # groups
 
 
 def keep_group(scores: Sequence[float], rule: FilterConfig) -> bool:
@@ -61,27 +81,76 @@ class GroupDraft:
     issued: IssuedGroup
     sample_ids: tuple[str, ...]  # to train on
     baseline_ids: tuple[str, ...]  # of the greedy completion, whose score is the baseline of ReMax: none or one
-    trajectories: dict[str, Trajectory] = field(default_factory=dict)  # those generated so far, by sample id
+    own: OwnProblem | None = None  # of a group of the agents' own
+    finished: dict[str, Sample] = field(default_factory=dict)  # without scores, by sample id
+    trajectories: dict[str, Trajectory] = field(default_factory=dict)  # those that are ROLLED or dropped
     dropped: Counter[str] = field(default_factory=Counter)  # its dropped samples by reason
     rolled: float = 0.0  # time of the last completion, in seconds of `time.monotonic`
+    missing: set[str] = field(default_factory=set)  # attempts of agents that ended without a trajectory
     scored: float = 0.0  # time of the last score
+    scoring_seconds: float = 0.0  # sum over the calls for scores
     group: SampleGroup | None = None  # all its samples are scored; None if the group is lost
     kept: bool = False  # READY; otherwise the filter did not keep the group
 
     @property
     def alive(self) -> list[str]:
         """Return the samples that are not dropped, generated or not."""
-        dropped = {name for name, trajectory in self.trajectories.items() if trajectory.dropped}
+        dropped = self.missing | {name for name, trajectory in self.trajectories.items() if trajectory.dropped}
         return [name for name in self.issued.sample_ids if name not in dropped]
 
     def finish(self) -> SampleGroup:
-        """Return the group; every sample has its completion."""
+        """Return the group; every sample that is not missing has its completion."""
         return SampleGroup(
             position=self.position,
             seed=self.seed,
-            trajectories=tuple(self.trajectories[name] for name in self.sample_ids),
+            trajectories=tuple(self.trajectories[name] for name in self.sample_ids if name not in self.missing),
             baseline=next((self.trajectories[name] for name in self.baseline_ids), None),
         )
+
+
+class _FinishedSamples:
+    """The finished samples of one request for which no scores are asked yet; asks for those of some of them early.
+
+    An early call is made as soon as the finished samples are at least half of those without a call, one at a time. So
+    n samples have at most log2(n) + 1 calls, and when they finish together one. The last call is the caller's: it
+    waits for no early one.
+    """
+
+    def __init__(
+        self, count: int, *, early: bool, tasks: asyncio.TaskGroup, score: Callable[[list[Sample]], Awaitable[None]]
+    ) -> None:
+        """Expect `count` samples. If `early` is set, `score` is called in `tasks` before all of them are finished."""
+        self._running, self._waiting = count, list[Sample]()
+        self._tasks, self._score = tasks, score
+        self._may_start = early  # False while an early call runs, and after one that failed
+        self._all_finished = asyncio.Event()
+
+    def add(self, sample: Sample) -> None:
+        """Add a sample that is finished."""
+        self._waiting.append(sample)
+        self._running -= 1
+        if not self._running:
+            self._all_finished.set()
+        if self._may_start and self._half_finished():
+            self._may_start = False
+            self._tasks.create_task(self._score_early())
+
+    def take(self) -> list[Sample]:
+        """Return the finished samples, and forget them."""
+        samples, self._waiting = self._waiting, []
+        return samples
+
+    def _half_finished(self) -> bool:
+        return len(self._waiting) >= self._running > 0
+
+    async def _score_early(self) -> None:
+        while self._half_finished():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GATHER_SECONDS):
+                    await self._all_finished.wait()
+            if self._running:
+                await self._score(self.take())
+        self._may_start = True
 
 
 class GroupMaker:
@@ -90,11 +159,18 @@ class GroupMaker:
     def __init__(self, context: RunContext) -> None:
         self._config, self._prompts, self._ledger = context.config, context.prompts, context.ledger
         self._service_calls, self._session = context.service_calls, context.session
+        self._source, self._tasks = context.config.agents.source, context.tasks
+        self._min_attempts = context.config.agents.min_attempts or context.config.batch.group_size
         self._changes, self._experiences = GroupCommit(context.ledger, context.disk), context.experiences
         algorithm = context.config.algorithm
         self._filter = algorithm.filter
         self._min_samples = 2 if algorithm.compares_samples else 1
         self._baselines = int(algorithm.advantage.needs_greedy_sample)
+        # A filter decides by the scores, and a group that it drops needs no reference log-probabilities.
+        self._reference_with_scores = (
+            context.config.needs_reference and self._filter.keep == "all" and self._source == "none"
+        )
+        self._scoring_seconds: deque[float] = deque(maxlen=_PACE_WINDOW)  # of the latest groups
 
     async def make(self, position: int, *, step: int, version: int, on_sent: Callable[[], None]) -> GroupDraft:
         """Make the group of the prompt at a position.
@@ -114,6 +190,9 @@ class GroupMaker:
         except GivenUp as error:
             log.warning("group lost: group=%s reason=%s: %s", draft.issued.group_id, error.reason, error)
             await self._drop(draft, draft.alive, error.reason)
+            late = [sample for name, sample in draft.finished.items() if name not in draft.trajectories]
+            for trajectory in await self._service_calls.with_texts(draft.prompt, late):
+                draft.trajectories[trajectory.sample.sample_id] = trajectory
             for name, trajectory in draft.trajectories.items():
                 draft.trajectories[name] = trajectory.with_drop_reason(error.reason)
             draft.group = None
@@ -126,14 +205,18 @@ class GroupMaker:
         # Not durable: after a restore the prompts are drawn again, and the filter decides as it did before.
         await self._changes.write(self._ledger.move, kept, SampleState.READY)
         muted = tuple(
-            t if t.dropped else replace(t, sample=replace(t.sample, loss_mask=np.zeros_like(t.sample.action_mask)))
+            t if t.dropped else t.map_segments(lambda s: replace(s, loss_mask=np.zeros_like(s.action_mask)))
             for t in group.trajectories
         )
         return replace(group, trajectories=muted)
 
     async def _issue(self, step: int, version: int, position: int, on_sent: Callable[[], None]) -> GroupDraft:
-        """Issue the samples of the prompt at a position; the greedy completion has the last id."""
-        prompt, size = self._prompts.at(position), self._config.batch.group_size
+        """Issue the samples of the prompt at a position; the greedy completion has the last id.
+
+        With own groups of agents, wait for an agent that brings the problem.
+        """
+        own = await self._tasks.offer() if self._source == "groups" else None
+        prompt, size = own.prompt if own else self._prompts.at(position), self._config.batch.group_size
         count = size + self._baselines
         issued = await self._changes.write(self._ledger.issue, step=step, position=position, count=count)
         return GroupDraft(
@@ -146,11 +229,14 @@ class GroupMaker:
             issued=issued,
             sample_ids=issued.sample_ids[:size],
             baseline_ids=issued.sample_ids[size:],
+            own=own,
         )
 
     async def _fill(self, draft: GroupDraft) -> None:
         """Generate, score and filter one group, and add reference log-probabilities."""
-        if draft.baseline_ids:
+        if self._source != "none":
+            await self._collect(draft)
+        elif draft.baseline_ids:
             sampled = self._generate_and_score(draft, draft.sample_ids)
             greedy = self._generate_and_score(draft, draft.baseline_ids, greedy=True)
             await self._session.run_all([sampled, greedy])
@@ -159,33 +245,101 @@ class GroupMaker:
             await self._generate_and_score(draft, draft.sample_ids)
         if len(draft.alive) < self._min_samples:
             raise GivenUp(f"{len(draft.alive)} of its samples have a score", reason="GROUP_TOO_SMALL")
+        self._scoring_seconds.append(draft.scoring_seconds)
         draft.group = draft.finish()
         draft.kept = keep_group([s.score for s in draft.group.samples if s.score is not None], self._filter)
         if draft.kept:
             draft.group = await self._add_reference(draft.group, draft.budget)
             await self._experiences.put(draft.group)
 
-    async def _generate_and_score(self, draft: GroupDraft, sample_ids: Sequence[str], *, greedy: bool = False) -> None:
-        """Add the completions of some samples to the draft; drop those without a score."""
-        trajectories = await self._service_calls.generate(
-            draft.prompt,
+    async def _collect(self, draft: GroupDraft) -> None:
+        """Let agents make the samples of the draft; drop those that do not come, and score those without a reward."""
+        await self._changes.write(self._ledger.move, draft.sample_ids, SampleState.RUNNING)
+        group = TaskGroup(
             group_id=draft.issued.group_id,
-            sample_ids=sample_ids,
+            prompt=draft.prompt,
+            task_ids=draft.sample_ids,
             seed=draft.seed,
-            version=draft.version,
-            budget=draft.budget,
-            greedy=greedy,
-            on_try=lambda: self._running(draft, sample_ids),
+            own=draft.own,
+            on_lease=draft.on_sent,
         )
+        await self._tasks.collect(group)
         draft.rolled = time.monotonic()
-        await self._changes.write(self._ledger.move, sample_ids, SampleState.ROLLED)
-        draft.trajectories |= zip(sample_ids, trajectories, strict=True)
-        trajectories = await self._service_calls.score(trajectories, draft.budget)
+        for attempt in group.attempts:
+            if attempt.trajectory is None:
+                draft.missing.add(attempt.task_id)
+                await self._drop(draft, [attempt.task_id], attempt.reason)
+        arrived = await self._service_calls.with_completions([a.trajectory for a in group.attempts if a.trajectory])
+        draft.trajectories |= {t.sample.sample_id: t for t in arrived}
+        if len(arrived) < max(self._min_attempts, self._min_samples):
+            reasons = ", ".join(sorted(draft.dropped))
+            text = f"{len(arrived)} of {len(group.attempts)} attempts arrived ({reasons})"
+            raise GivenUp(text, reason="GROUP_TOO_SMALL")
+        if unscored := [t for t in arrived if t.sample.score is None]:
+            await self._settle(draft, await self._service_calls.score(unscored, replace(draft.budget)))
+
+    async def _generate_and_score(self, draft: GroupDraft, sample_ids: Sequence[str], *, greedy: bool = False) -> None:
+        """Add the completions of some samples to the draft, and their scores as they finish."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                # Not before the first groups: the time of their scores is not known, and the errors of few samples
+                # could not be told from a failure of the scorer.
+                early = bool(self._scoring_seconds) and median(self._scoring_seconds) >= _SLOW_SECONDS
+                score = partial(self._score, draft)
+                finished = _FinishedSamples(len(sample_ids), early=early, tasks=tasks, score=score)
+
+                def on_finished(sample: Sample) -> None:
+                    draft.finished[sample.sample_id] = sample
+                    finished.add(sample)
+
+                await self._service_calls.generate(
+                    draft.prompt,
+                    group_id=draft.issued.group_id,
+                    sample_ids=sample_ids,
+                    seed=draft.seed,
+                    version=draft.version,
+                    budget=draft.budget,
+                    greedy=greedy,
+                    on_try=lambda: self._running(draft, sample_ids),
+                    on_finished=on_finished,
+                )
+                draft.rolled = time.monotonic()
+                await score(finished.take())
+        except BaseExceptionGroup as errors:
+            raise next(leaves(errors)) from None
+
+    async def _score(self, draft: GroupDraft, samples: Sequence[Sample]) -> None:
+        """Add finished samples to the draft, with their scores; drop those without one."""
+        samples = sorted(samples, key=lambda sample: draft.issued.sample_ids.index(sample.sample_id))
+        names = [sample.sample_id for sample in samples]
+        trajectories = await self._service_calls.with_texts(draft.prompt, samples)
+        await self._changes.write(self._ledger.move, names, SampleState.ROLLED)
+        draft.trajectories |= zip(names, trajectories, strict=True)
+        began = time.monotonic()
+        await self._settle(draft, await self._ask_scorer(draft, trajectories))
+        draft.scoring_seconds += draft.scored - began
+
+    async def _settle(self, draft: GroupDraft, trajectories: Sequence[Trajectory]) -> None:
+        """Put scored trajectories into the draft; drop those without a score."""
         draft.scored = time.monotonic()
-        for name, trajectory in zip(sample_ids, trajectories, strict=True):
-            draft.trajectories[name] = trajectory
+        for trajectory in trajectories:
+            name = trajectory.sample.sample_id
+            # The ledger first: a sample that only the draft has dropped would stay ROLLED if the group is given up now.
             if trajectory.dropped:
                 await self._drop(draft, [name], trajectory.dropped)
+            draft.trajectories[name] = trajectory
+
+    async def _ask_scorer(self, draft: GroupDraft, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return trajectories with their scores, and with reference log-probabilities if no filter can drop them."""
+        # Each call has the tries that the group has left: more calls must not make it lose its tries faster.
+        if not self._reference_with_scores or trajectories[0].sample.sample_id in draft.baseline_ids:
+            return await self._service_calls.score(trajectories, replace(draft.budget))
+        async with asyncio.TaskGroup() as tasks:
+            segments = [segment for t in trajectories for segment in t.segments]
+            rows = tasks.create_task(self._service_calls.reference(segments, replace(draft.budget)))
+            scored = await self._service_calls.score(trajectories, replace(draft.budget))
+        left = iter(rows.result())
+        return [t.with_reference(list(islice(left, len(t.segments)))) for t in scored]
 
     async def _drop(self, draft: GroupDraft, sample_ids: Sequence[str], reason: str) -> None:
         await self._changes.write(self._ledger.drop, sample_ids, reason)
@@ -193,14 +347,18 @@ class GroupMaker:
 
     @asynccontextmanager
     async def _running(self, draft: GroupDraft, sample_ids: Sequence[str]) -> AsyncIterator[None]:
-        """Mark samples RUNNING during one try, and ISSUED again when the try fails."""
-        # After a cancellation they stay RUNNING: the run ends or returns to a checkpoint, and a restore drops them.
-        await self._changes.write(self._ledger.move, sample_ids, SampleState.RUNNING)
+        """Mark the unfinished samples RUNNING during one try, and ISSUED again when the try fails."""
+
+        def unfinished() -> list[str]:
+            return [name for name in sample_ids if name not in draft.finished]
+
+        # After a cancellation they stay RUNNING: the group is lost, or the run returns to a checkpoint or ends.
+        await self._changes.write(self._ledger.move, unfinished(), SampleState.RUNNING)
         draft.on_sent()
         try:
             yield
         except FourfoldError:
-            await self._changes.write(self._ledger.move, sample_ids, SampleState.ISSUED)
+            await self._changes.write(self._ledger.move, unfinished(), SampleState.ISSUED)
             raise
 
     async def _apply_baseline(self, draft: GroupDraft) -> None:
@@ -213,12 +371,17 @@ class GroupMaker:
             trajectory = draft.trajectories[sample_id]
             sample = replace(trajectory.sample, baseline_score=baseline.sample.score)
             draft.trajectories[sample_id] = replace(trajectory, sample=sample)
-        draft.trajectories[name] = baseline.with_drop_reason(BASELINE)
         await self._drop(draft, [name], BASELINE)
+        draft.trajectories[name] = baseline.with_drop_reason(BASELINE)
 
     async def _add_reference(self, group: SampleGroup, budget: RetryBudget) -> SampleGroup:
         """Return the group with the reference log-probabilities of its samples, if the algorithm needs them."""
-        if not self._config.needs_reference:
+        if not self._config.needs_reference or self._reference_with_scores:
             return group
-        kept = iter(await self._service_calls.reference([t for t in group.trajectories if not t.dropped], budget))
-        return replace(group, trajectories=tuple(t if t.dropped else next(kept) for t in group.trajectories))
+        rows = iter(await self._service_calls.reference(group.segments, budget))
+        return replace(
+            group,
+            trajectories=tuple(
+                t if t.dropped else t.with_reference(list(islice(rows, len(t.segments)))) for t in group.trajectories
+            ),
+        )

@@ -79,6 +79,10 @@ class LagController:
         """Return the largest lag that new groups may reach, in policy versions, in [0, max_policy_lag]."""
         return self._limit
 
+    def follows(self, config: AsynchronyConfig) -> bool:
+        """Return whether a controller of this table would compute the same limits."""
+        return (self._target, self._max) == (config.target_mismatch, config.max_policy_lag)
+
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str:
         """Take the metrics of a step that is done; return the reason if the limit changes, else an empty text."""
         values = (metrics.get(name) for name in (m.MISMATCH_MEAN, m.EFFECTIVE_SAMPLE_SIZE, m.TOKEN_LAG_MAX))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fourfold import config as configuration
 from fourfold.config import Config
+from fourfold.config.rules import check_tables
 from fourfold.errors import ConfigError
 
 log = logging.getLogger("fourfold.coordinator")
@@ -32,10 +33,11 @@ class LiveRecipe:
         self._stamp = stamp
         try:
             found = await asyncio.to_thread(configuration.load, self._path)
-        except ConfigError as error:
+            new = self.config.model_copy(update={"asynchrony": found.asynchrony})
+            check_tables(new)  # the other tables of the file do not count, and may be those that allow the lag
+        except (ConfigError, ValueError) as error:
             log.warning("recipe changed and is ignored: %s", error)
             return False
-        new = self.config.model_copy(update={"asynchrony": found.asynchrony})
         if found != new:
             log.warning("%s: only [asynchrony] can change during a run; other keys count after --resume", self._path)
         changed, self.config = new != self.config, new

@@ -113,8 +113,8 @@ class TrainingLoop:
             await self.disk.write(totals.save)
             self.board.add_recovery(self.step, reason, trainer_kept=position.trainer_kept)
         self.reporter.resume()
-        await self.broker.resync(self.session.policy_version, step=self.step)
         self.evaluations.reset()
+        await self.broker.resync(self.session.policy_version, step=self.step)
         self.lag.replay(self.ledger.steps())
         self.producer.resume(
             position, version=self.broker.version, rule=self.config.asynchrony, lag_limit=self.lag.limit
@@ -184,8 +184,9 @@ class TrainingLoop:
     def _follow_recipe(self) -> str:
         """Use the new [asynchrony]; return what changed."""
         before, self.config = self.config.asynchrony, self.recipe.config
-        self.lag = LagController(self.config.asynchrony)
-        self.reporter.follow(self.config.asynchrony)
+        if not self.lag.follows(self.config.asynchrony):
+            self.lag = LagController(self.config.asynchrony)
+        self.reporter.follow(self.config)
         self.board.set_max_policy_lag(self.config.asynchrony.max_policy_lag)
         changes = [
             f"asynchrony.{key} {old} -> {new}"
@@ -247,8 +248,9 @@ class TrainingLoop:
     ) -> TrainStepResponse:
         timeout = self.config.trainer.step_timeout_seconds
         response = await replica.trainer.train_step(step, _notify_end(batch.experiences(), on_sent), timeout=timeout)
-        if response.policy_version > self.session.policy_version + 1:  # a step makes at most one version
-            text = f"TrainStep: policy_version {response.policy_version} after {self.session.policy_version}"
+        before = self.session.policy_version
+        if not before <= response.policy_version <= before + 1:  # a step makes at most one version
+            text = f"TrainStep: policy_version {response.policy_version} after {before}; it must be {before} or 1 more"
             raise PeerFault(replica.member.peer, "BAD_VERSION", text)
         return response
 
@@ -288,27 +290,32 @@ class TrainingLoop:
     async def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on the held-out prompts; return the metrics, empty without such prompts."""
         self.board.set_phase(run_pb.RUN_PHASE_EVALUATING)
-        return await self._evaluate(step, None, self.board.set_progress)
+        return await self._evaluate(step, self.broker.version, None, self.board.set_progress)
 
-    async def evaluate_beside(self, step: int, engine: ReplicaKey | None) -> dict[str, float]:
+    async def evaluate_beside(self, step: int, version: int, engine: ReplicaKey | None) -> dict[str, float]:
         """Evaluate beside the next steps; `engine` keeps the weights of this step until the answers are there."""
         self.board.set_evaluation_progress(0.0)
         try:
-            return await self._evaluate(step, engine, self.board.set_evaluation_progress)
+            return await self._evaluate(step, version, engine, self.board.set_evaluation_progress)
         finally:
             self.board.set_evaluation_progress(None)
 
     async def _evaluate(
-        self, step: int, engine: ReplicaKey | None, on_progress: Callable[[float], None]
+        self, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[float], None]
     ) -> dict[str, float]:
-        version = self.broker.version
-        row = await self.evaluator.run(step=step, version=version, engine=engine, on_progress=on_progress)
-        if row is None:
+        found = await self.evaluator.run(step=step, version=version, engine=engine, on_progress=on_progress)
+        if found is None:
             return {}
+        row = found.row
         await self.disk.write(self.ledger.add_eval, row)
         self.board.add_eval(row)
         half_width = math.nan if row.half_width is None else row.half_width
-        return {m.EVAL_SCORE: row.score, m.EVAL_HALF_WIDTH: half_width}
+        return {
+            m.EVAL_SCORE: row.score,
+            m.EVAL_HALF_WIDTH: half_width,
+            m.EVAL_VERSION_MIN: found.oldest_version,
+            m.EVAL_VERSION_MAX: found.newest_version,
+        }
 
     async def checkpoint(self, step: int) -> None:
         """Save the trainer's checkpoint; when it is durable, commit the ledger's."""

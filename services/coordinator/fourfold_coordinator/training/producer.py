@@ -40,6 +40,7 @@ from .recovery import RunPosition
 
 log = logging.getLogger("fourfold.coordinator")
 
+GROUPS_PER_TURN: Final = 32  # admitted in one turn of the event loop, which starts as many calls
 _TICK_SECONDS: Final = 0.25  # room in an engine comes without a notice
 
 
@@ -118,6 +119,8 @@ class GroupProducer:
                     place = _Place(position=self._draw(), max_lag=self.rule.max_policy_lag)
                     self._places.append(place)
                     tasks.create_task(self._fill(place))
+                    if len(self._places) % GROUPS_PER_TURN == 0:
+                        await asyncio.sleep(0)
                 self._meter.set_sampling(self.running)
                 self._meter.set_blocked(not self._may_admit() and self._engines_have_room())
                 self._show_queue()
@@ -134,12 +137,13 @@ class GroupProducer:
                 await self._changed.wait()
             head = self._places[: self._count]
             # A lag that is lowered during the run counts for groups that are admitted from then on.
-            stale = [p for p in head if self._is_stale(p.group, max(p.max_lag, self.rule.max_policy_lag))]
+            limits = [max(place.max_lag, self.rule.max_policy_lag) for place in head]
+            stale = [(p, g) for p, lag in zip(head, limits, strict=True) if (g := p.group) and self._is_stale(g, lag)]
             if not stale:
                 break
-            for place in stale:
+            for place, group in stale:
                 self._places.remove(place)
-                await self._drop_stale(place.group)
+                await self._drop_stale(group)
             self._notify()
         del self._places[: len(head)]
         batch = self._close_window(head)
@@ -168,10 +172,13 @@ class GroupProducer:
         return window.groups_lost <= places * rounds
 
     def _engines_have_room(self) -> bool:
-        """Return whether one more prompt would be sampled at once."""
+        """Return whether one more prompt would be sampled at once, or, by agents, soon."""
+        unsent = sum(not place.sent for place in self._places)
+        if self._config.agents.source != "none":  # their number is not known: keep tasks of one batch waiting for them
+            return unsent < self._count
         prompt = self._context.prompts.at(self.data_position)
         room = self._context.service_calls.room(prompt, self._config.batch.group_size, version=self._version)
-        return room > sum(not place.sent for place in self._places)
+        return room > unsent
 
     def _draw(self) -> int:
         self._window.prompts_drawn += 1
@@ -214,16 +221,14 @@ class GroupProducer:
             window.lost += trajectories
             window.groups_lost += 1
 
-    def _is_stale(self, group: SampleGroup | None, max_lag: int) -> bool:
+    def _is_stale(self, group: SampleGroup, max_lag: int) -> bool:
         """Return whether a token of a group is older than the recipe allows its step to train on."""
-        if group is None or self.rule.stale == "train":
+        if self.rule.stale == "train":
             return False
         version = self._context.session.policy_version
-        return any(version - sample.oldest_version > max_lag for sample in group.samples)
+        return any(version - sample.oldest_version > max_lag for sample in group.segments)
 
-    async def _drop_stale(self, group: SampleGroup | None) -> None:
-        if group is None:
-            return
+    async def _drop_stale(self, group: SampleGroup) -> None:
         names = [sample.sample_id for sample in group.samples]
         await self._context.disk.write(self._context.ledger.drop, names, STALE)
         self._window.dropped[STALE] += len(names)
@@ -252,6 +257,7 @@ class GroupProducer:
             m.GROUPS_READY: float(len(self._places) - running),
             **self._context.router.engine_metrics(),
             **self._meter.close_window(batch),
+            **(self._context.tasks.take_metrics() if self._config.agents.source != "none" else {}),
         }
         return batch
 

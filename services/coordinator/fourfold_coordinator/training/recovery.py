@@ -31,13 +31,13 @@ from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.host.disk import append_lines
+from fourfold.seeds import derive_seed
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
-from ..data.prompts import derive_seed
 from ..routing.router import INFO_SECONDS
 from ..state.experiences import StoredSample
 from ..state.files import replace_file
-from ..state.ledger import COORDINATOR_RESTARTED, Ledger, StepRow
+from ..state.ledger import COORDINATOR_RESTARTED, TRAINER_RESTORED, Ledger, StepRow
 from ..state.samples import SampleGroup, Trajectory, to_lines
 from .context import RunContext
 
@@ -51,7 +51,9 @@ _RECIPE_KEY: Final = "experiences_recipe_sha256"
 # Key in the ledger: [[version, raised version], ...], in order, of the restores. Stored samples keep their numbers.
 _RAISES_KEY: Final = "version_raises"
 # Keys of a recipe that decide nothing about a sample.
-_NOT_OF_SAMPLES: Final = frozenset({"name", "steps", "checkpoint", "evaluation", "metrics", "retry", "asynchrony"})
+_NOT_OF_SAMPLES: Final = frozenset(
+    {"name", "steps", "checkpoint", "evaluation", "metrics", "retry", "asynchrony", "gateway"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ async def take_over(context: RunContext) -> RunPosition | None:
         return None
     session.policy_version = status.policy_version
     groups = [group for group in groups if group not in batch]
-    dropped = await disk.write(ledger.restore, step, COORDINATOR_RESTARTED, keep=_names(groups))
+    dropped = await disk.write(_restore_ledger, context, step, COORDINATOR_RESTARTED, groups)
     last = next(reversed(ledger.steps()), None)
     if last is not None and not last.metrics and result.step == step:  # it died before it had reported the step
         texts = {"end_time": utc_text(SYSTEM_CLOCK.now()), "diagnosis": ""}
@@ -122,7 +124,7 @@ async def restore(context: RunContext) -> RunPosition:
     # A checkpoint has the number that its weights had before an earlier restore to it.
     version = _raised(context, status.policy_version)
     groups = await _load_groups(context, newest=version)
-    dropped = await disk.write(ledger.restore, step, keep=_names(groups))
+    dropped = await disk.write(_restore_ledger, context, step, TRAINER_RESTORED, groups)
     if step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
         await disk.write(
             ledger.commit_checkpoint, step=step, data_position=data_position, policy_version=status.policy_version
@@ -145,10 +147,12 @@ async def restore(context: RunContext) -> RunPosition:
 def _position(
     context: RunContext, step: int, groups: Sequence[SampleGroup], *, trainer_kept: bool = False
 ) -> RunPosition:
+    own, kept = context.config.agents.source == "groups", {group.position for group in groups}
     return RunPosition(
         step=step,
         next_position=context.ledger.next_position(),
-        open_positions=tuple(sorted({*context.ledger.open_positions(), *(group.position for group in groups)})),
+        # The owners of lost groups bring them again, or they do not.
+        open_positions=tuple(sorted({*(() if own else context.ledger.open_positions()), *kept})),
         groups=tuple(groups),
         trainer_kept=trainer_kept,
     )
@@ -156,6 +160,14 @@ def _position(
 
 def _names(groups: Sequence[SampleGroup]) -> set[str]:
     return {sample.group_id for group in groups for sample in group.samples}
+
+
+def _restore_ledger(context: RunContext, step: int, reason: str, groups: Sequence[SampleGroup]) -> int:
+    """Go back to the end of a step and keep these groups; return the number of samples that this dropped."""
+    # One transaction: with the new recipe's digest alone, a kill would leave samples of the old recipe to train on.
+    with context.ledger.together():
+        context.ledger.put({_RECIPE_KEY: _recipe_sha256(context.config)})
+        return context.ledger.restore(step, reason, keep=_names(groups))
 
 
 # -- READY groups -------------------------------------------------------------------------------------------------
@@ -166,9 +178,7 @@ async def _load_groups(context: RunContext, *, newest: int) -> list[SampleGroup]
 
     Groups of another recipe are left out, too.
     """
-    recipe = _recipe_sha256(context.config)
-    if context.ledger.get(_RECIPE_KEY) != recipe:
-        await context.disk.write(context.ledger.put, {_RECIPE_KEY: recipe})
+    if context.ledger.get(_RECIPE_KEY) != _recipe_sha256(context.config):
         return []
     stored = await context.experiences.load(
         vocabulary_size=MAX_NUMBER, max_tokens=context.config.model.max_context_tokens
@@ -176,22 +186,34 @@ async def _load_groups(context: RunContext, *, newest: int) -> list[SampleGroup]
     groups = [await _to_group(context, position, samples) for position, _, samples in stored]
     for raised_from, raised_to in _raises(context):
         groups = [_with_raised_versions(group, raised_from, raised_to) for group in groups]
-    return [g for g in groups if all(v.policy_version <= newest for s in g.samples for v in s.version_spans)]
+    return [g for g in groups if all(v.policy_version <= newest for s in g.segments for v in s.version_spans)]
 
 
 async def _to_group(context: RunContext, position: int, stored: Sequence[StoredSample]) -> SampleGroup:
-    prompt = context.prompts.at(position)
-    texts = await context.service_calls.with_texts(prompt, [s.sample for s in stored])
-    trajectories = [
-        replace(trajectory, dropped=s.dropped, abstained=s.abstained)
-        for trajectory, s in zip(texts, stored, strict=True)
-    ]
-    size = context.config.batch.group_size
+    own = context.config.agents.source == "groups"
+    prompt = stored[0].problem if own and stored[0].problem is not None else context.prompts.at(position)
+    trajectories = await context.service_calls.with_completions(
+        [
+            Trajectory(
+                prompt=prompt,
+                sample=s.sample,
+                completion="",
+                dropped=s.dropped,
+                abstained=s.abstained,
+                more_segments=s.more_segments,
+                by_agent=s.problem is not None,
+                metrics=s.metrics,
+            )
+            for s in stored
+        ]
+    )
+    # Attempts of agents that never came have no record, so that a place in the list is not an index.
+    size, indices = context.config.batch.group_size, [int(s.sample.sample_id.rpartition("-")[2]) for s in stored]
     return SampleGroup(
         position=position,
         seed=derive_seed(context.config.seed, "train", position, prompt.index),
-        trajectories=tuple(trajectories[:size]),
-        baseline=next(iter(trajectories[size:]), None),
+        trajectories=tuple(t for t, index in zip(trajectories, indices, strict=True) if index < size),
+        baseline=next((t for t, index in zip(trajectories, indices, strict=True) if index >= size), None),
     )
 
 
@@ -222,8 +244,7 @@ def _with_raised_versions(group: SampleGroup, version: int, raised: int) -> Samp
         return replace(old, policy_version=old.policy_version + raised - version) if moves else old
 
     def renumber(trajectory: Trajectory) -> Trajectory:
-        spans = tuple(span(old) for old in trajectory.sample.version_spans)
-        return replace(trajectory, sample=replace(trajectory.sample, version_spans=spans))
+        return trajectory.map_segments(lambda s: replace(s, version_spans=tuple(map(span, s.version_spans))))
 
     baseline = None if group.baseline is None else renumber(group.baseline)
     return replace(group, trajectories=tuple(map(renumber, group.trajectories)), baseline=baseline)

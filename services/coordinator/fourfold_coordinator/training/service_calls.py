@@ -6,18 +6,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
-from fourfold.arrays import Int32Array, Sample
+from fourfold.arrays import Float32Array, Int32Array, Sample
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.rollout.client import Completion
+from fourfold.rollout.group_requests import GroupRequest
 
 from ..data.prompts import Prompt
 from ..data.texts import TextDecoder
 from ..routing.replica import ReplicaKey, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
-from ..state.samples import Trajectory, build_sample, sampling_params
-from .group_requests import GroupRequest
+from ..state.samples import Trajectory, build_sample, prompt_length, sampling_params
 from .group_sampling import GroupSampler
 from .scoring import Scoring
 
@@ -65,7 +66,8 @@ class ServiceCalls:
         greedy: bool = False,
         engine: ReplicaKey | None = None,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-    ) -> list[Trajectory]:
+        on_finished: Callable[[Sample], None] = lambda _sample: None,
+    ) -> list[Sample]:
         """Sample the completions of one prompt; what a call leaves unfinished continues on another engine.
 
         Args:
@@ -75,6 +77,10 @@ class ServiceCalls:
             engine: The one to ask as long as it is usable; None for any.
             greedy: Take the likeliest token at each position.
             on_try: Returns the context that one try runs in.
+            on_finished: Called with each sample when it is finished, within a try.
+
+        Returns:
+            One sample for each id, in order.
 
         Raises:
             GivenUp: The budget is used up.
@@ -91,11 +97,18 @@ class ServiceCalls:
             version=version,
             engine=engine,
         )
-        completions = await self._sampler.sample(request, spend=budget.spend, on_try=on_try)
         temperature = 1.0 if greedy else self._config.sampling.temperature  # engines report greedy tokens at 1
-        named = zip(sample_ids, completions, strict=True)
-        samples = [build_sample(prompt, c, sample_id=i, group_id=group_id, temperature=temperature) for i, c in named]
-        return await self.with_texts(prompt, samples)
+        samples: dict[int, Sample] = {}
+
+        def finish(completion: Completion) -> None:
+            index = completion.sample_index
+            samples[index] = build_sample(
+                prompt, completion, sample_id=sample_ids[index], group_id=group_id, temperature=temperature
+            )
+            on_finished(samples[index])
+
+        await self._sampler.sample(request, spend=budget.spend, on_try=on_try, on_finished=finish)
+        return [samples[index] for index in range(len(sample_ids))]
 
     def room(self, prompt: Prompt, samples: int, *, version: int) -> float:
         """Return how many calls such as `samples` of a prompt the engines of this version or later would begin now."""
@@ -105,27 +118,28 @@ class ServiceCalls:
 
     async def with_texts(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Trajectory]:
         """Return the trajectories of samples of one prompt; the tokens are decoded in another thread."""
-        ids = [sample.token_ids[len(prompt.token_ids) :] for sample in samples]
+        ids = [sample.token_ids[prompt_length(sample) :] for sample in samples]
         texts = await self._texts.decode(ids)
         return [
             Trajectory(prompt=prompt, sample=sample, completion=text)
             for sample, text in zip(samples, texts, strict=True)
         ]
 
-    async def reference(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[Trajectory]:
-        """Return the trajectories with their log-probabilities under the frozen reference policy.
+    async def with_completions(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return trajectories of agents with their completions: the texts of their last segments."""
+        last = [trajectory.segments[-1] for trajectory in trajectories]
+        texts = await self._texts.decode([segment.token_ids[prompt_length(segment) :] for segment in last])
+        return [replace(t, completion=text) for t, text in zip(trajectories, texts, strict=True)]
+
+    async def reference(self, samples: Sequence[Sample], budget: RetryBudget) -> list[Float32Array]:
+        """Return the log-probabilities of samples under the frozen reference policy, float32 [n] each.
 
         Raises the errors of `generate`.
         """
-        samples = [t.sample for t in trajectories]
         timeout = self._config.trainer.step_timeout_seconds
-        rows = await self._router.call(
+        return await self._router.call(
             Role.ROLE_REFERENCE,
             lambda replica: replica.reference.compute_logprobs(samples, timeout=timeout),
             demand=Demand(samples=len(samples)),
             spend=budget.spend,
         )
-        return [
-            replace(t, sample=replace(t.sample, reference_logprobs=row))
-            for t, row in zip(trajectories, rows, strict=True)
-        ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fourfold import metrics as m
-from fourfold.config import AsynchronyConfig
+from fourfold.config import Config
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
@@ -48,10 +48,10 @@ class StepRecord:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Store the seconds that the block takes as a metric."""
+        """Add the seconds that the block takes to a metric."""
         began = time.monotonic()
         yield
-        self.metrics[name] = time.monotonic() - began
+        self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
 
 
 class StepReporter:
@@ -61,19 +61,21 @@ class StepReporter:
         self._context, self._ledger, self._disk = context, context.ledger, context.disk
         self._path = context.folder / METRICS_FILE
         self._metrics_file = MetricsWriter(self._path)
-        self._diagnosis = TrainingDiagnosis.from_config(context.config)
+        self._config = context.config
+        self._diagnosis = TrainingDiagnosis.from_config(self._config)
         self._unwritten: deque[StepRecord] = deque()  # steps that metrics.jsonl lacks, and whose metrics are shown
 
-    def follow(self, rule: AsynchronyConfig) -> None:
-        """Diagnose the next steps by another [asynchrony]."""
-        self._diagnosis.follow(rule)
+    def follow(self, config: Config) -> None:
+        """Diagnose the next steps by a recipe with another [asynchrony], and report that."""
+        self._config = config
+        self._diagnosis.follow(config.asynchrony)
 
     def resume(self) -> None:
         """Continue after the steps that the ledger has. Call `close` first."""
         rows = self._ledger.steps()
         self._unwritten.clear()
         self._metrics_file = MetricsWriter(self._path)
-        self._diagnosis = TrainingDiagnosis.from_config(self._context.config)
+        self._diagnosis = TrainingDiagnosis.from_config(self._config)
         self._diagnosis.replay(rows)
         self._context.board.set_history(((row.step, row.metrics) for row in rows), self._ledger.evals())
 
@@ -173,7 +175,7 @@ class StepReporter:
         if not await self.close():
             await self._disk.write_in_thread(rewrite_metrics, self._path, self._ledger.steps())
         faults = context.router.faults.rows()
-        facts = report.build(context.config, self._ledger, totals, model=model, model_ema=model_ema, faults=faults)
+        facts = report.build(self._config, self._ledger, totals, model=model, model_ema=model_ema, faults=faults)
         steps, evals = self._ledger.steps(), self._ledger.evals()
         await self._disk.write_in_thread(report.write, context.folder, facts, steps, evals)
         log.info("run finished: report=%s model=%s", context.folder / "report.json", model)

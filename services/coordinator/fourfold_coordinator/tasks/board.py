@@ -1,0 +1,365 @@
+"""Holds the groups whose attempts agents make, until they close.
+
+    collect --> WAITING --lease--> LEASED --> STORING --> TAKEN
+                   ^                 |            |
+                   |                 |            '-- refused: WAITING, or MISSING(BAD_TRAJECTORY) after its tries
+                   +--- expired, ----+
+                   |    again        '-- released: MISSING(reason of the agent)
+                   '-- the group's deadline: MISSING(EXPIRED)
+
+A group closes when no attempt is open any more, or at its deadline, which counts from its first lease. Then
+`collect` returns it. Groups of the agents' own begin with a place that the run offers (`offer`); the first agent that
+joins with a new key takes the oldest one.
+
+Leases live in memory: after a restart of the coordinator its tasks are unknown, and their prompts are issued again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from fourfold import metrics as m
+from fourfold.config import AgentsConfig
+from fourfold.errors import InvalidInput, NotFound, Overloaded, Unavailable
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
+from fourfold.seeds import derive_seed
+
+from ..data.prompts import Prompt
+from ..state.samples import Trajectory
+
+log = logging.getLogger("fourfold.coordinator")
+
+EXPIRED: Final = "EXPIRED"  # no trajectory came before the group's deadline
+BAD_TRAJECTORY: Final = "BAD_TRAJECTORY"  # what came breaks the contract
+_RETRY_SECONDS: Final = 2.0  # for agents that bring more groups than the run takes now
+_OPENING_SECONDS: Final = 10.0  # longest time from an offer that is taken to the issue of its samples
+_TICK_SECONDS: Final = 0.25
+_SETTLED: Final = 1 << 16  # tasks of closed groups that are remembered, so that a repeated Put gets the same answer
+
+
+class AttemptState(Enum):
+    """State of an attempt."""
+
+    WAITING = "waiting"
+    LEASED = "leased"
+    STORING = "storing"  # its trajectory is on its way to the disk
+    TAKEN = "taken"
+    MISSING = "missing"  # it ended without a trajectory
+
+
+_OPEN: Final = (AttemptState.WAITING, AttemptState.LEASED, AttemptState.STORING)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One task: a sample of the ledger, or an answer of an evaluation."""
+
+    task_id: str
+    index: int
+    seed: int
+    group: TaskGroup
+    state: AttemptState = AttemptState.WAITING
+    gateway: str = ""  # that has, or had, the lease
+    lease_end: float = 0.0  # monotonic
+    reason: str = ""  # why it is MISSING
+    refused: int = 0  # trajectories that broke the contract
+    digest: bytes = b""  # of the trajectory that was taken
+    trajectory: Trajectory | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by a Put
+
+    @property
+    def open(self) -> bool:
+        return self.state in _OPEN
+
+
+@dataclass(slots=True, eq=False)
+class TaskGroup:
+    """The attempts at one problem."""
+
+    group_id: str
+    prompt: Prompt
+    task_ids: Sequence[str]
+    seed: int
+    evaluation: bool = False
+    own: OwnProblem | None = None
+    on_lease: Callable[[], None] = lambda: None  # called at the first lease
+    attempts: list[Attempt] = field(init=False)
+    deadline: float | None = None  # monotonic; None until the first lease
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.attempts = [
+            Attempt(task_id=name, index=index, seed=derive_seed(self.seed, "attempt", index), group=self)
+            for index, name in enumerate(self.task_ids)
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class OwnProblem:
+    """A problem that agents brought, and the way to its group."""
+
+    owner: str
+    key: str
+    prompt: Prompt
+    opened: asyncio.Future[TaskGroup]
+    joined: dict[str, Attempt] = field(default_factory=dict)  # by attempt_id
+
+
+class TaskBoard:
+    """The open tasks of a run. Not thread-safe; `run` ends leases and groups in time."""
+
+    def __init__(self, config: AgentsConfig, *, max_refusals: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Start without groups. An attempt is MISSING after more than `max_refusals` malformed trajectories."""
+        self._lease_seconds, self._group_seconds = config.lease_seconds, config.group_seconds
+        self._max_refusals, self._clock = max_refusals, clock
+        self._groups: dict[str, TaskGroup] = {}  # open ones by id, in order of their opening
+        self._tasks: dict[str, Attempt] = {}  # of open groups
+        self._settled: OrderedDict[str, bytes] = OrderedDict()  # digest, or nothing, by task of closed groups
+        self._offers: deque[asyncio.Future[OwnProblem]] = deque()
+        self._own: dict[tuple[str, str], OwnProblem] = {}
+        self._ends: Counter[str] = Counter()  # attempts since the last `take_metrics`, by the name of a metric
+        self._changed = asyncio.Event()
+
+    # -- for the makers of groups -----------------------------------------------------------------------------------
+
+    async def collect(self, group: TaskGroup) -> None:
+        """Open a group, and return when it is closed: each attempt is TAKEN or MISSING then."""
+        self._groups[group.group_id] = group
+        self._tasks |= {attempt.task_id: attempt for attempt in group.attempts}
+        if group.own is not None:
+            group.own.opened.set_result(group)
+        self._notify()
+        try:
+            await group.closed.wait()
+        finally:  # also when the run goes back to a checkpoint
+            del self._groups[group.group_id]
+            for attempt in group.attempts:
+                del self._tasks[attempt.task_id]
+                self._settled[attempt.task_id] = attempt.digest
+            while len(self._settled) > _SETTLED:
+                self._settled.popitem(last=False)
+            if group.own is not None:
+                self._own.pop((group.own.owner, group.own.key), None)
+
+    async def offer(self) -> OwnProblem:
+        """Offer a place for a group of the agents' own; return the problem of the agent that takes it."""
+        place: asyncio.Future[OwnProblem] = asyncio.get_running_loop().create_future()
+        self._offers.append(place)
+        try:
+            return await place
+        finally:
+            if place in self._offers:
+                self._offers.remove(place)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the tasks: their number by state now, and how attempts ended since the last call."""
+        ends, self._ends = self._ends, Counter()
+        states = Counter(attempt.state for attempt in self._tasks.values())
+        return {
+            m.TASKS_WAITING: float(states[AttemptState.WAITING]),
+            m.TASKS_LEASED: float(states[AttemptState.LEASED] + states[AttemptState.STORING]),
+            **{name: float(ends[name]) for name in (m.TASKS_TAKEN, m.TASKS_RELEASED, m.TASKS_EXPIRED, m.TASKS_REFUSED)},
+        }
+
+    # -- for gateways -----------------------------------------------------------------------------------------------
+
+    async def lease(self, gateway: str, count: int, *, wait: float) -> list[Attempt]:
+        """Lease up to `count` waiting attempts of the run's own problems; wait for the first at most `wait` seconds."""
+        end = self._clock.monotonic() + wait
+        while True:
+            changed = self._changed
+            chosen = [attempt for attempt, _ in zip(self._waiting(), range(count), strict=False)]
+            for attempt in chosen:
+                self._grant(attempt, gateway)
+            left = end - self._clock.monotonic()
+            if chosen or left <= 0:
+                return chosen
+            await _wait(changed, left)
+
+    async def join(self, gateway: str, attempt_id: str, problem: OwnProblem) -> Attempt:
+        """Lease an attempt in the group of the agent's key; open the group if it is new.
+
+        Raises:
+            Overloaded: The run takes no further group now, or the group has all its attempts.
+            Unavailable: The group was not opened in time.
+        """
+        known = self._own.get((problem.owner, problem.key))
+        if known is None:
+            known = self._take_offer(problem)
+        try:
+            async with asyncio.timeout(_OPENING_SECONDS):
+                group = await asyncio.shield(known.opened)
+        except TimeoutError:
+            self._own.pop((known.owner, known.key), None)
+            raise Unavailable("the run did not open the group in time; try again", reason="GROUP_NOT_OPENED") from None
+        attempt = known.joined.get(attempt_id)
+        if attempt is None or not attempt.open:
+            attempt = next((a for a in group.attempts if a.state is AttemptState.WAITING), None)
+        if attempt is None:
+            raise Overloaded(
+                f"group {known.key!r} has its {len(group.attempts)} attempts; give further ones another key",
+                reason="GROUP_FULL",
+                retry_after=_RETRY_SECONDS,
+            )
+        known.joined[attempt_id] = attempt
+        self._grant(attempt, gateway)
+        return attempt
+
+    def renew(self, task_ids: Iterable[str]) -> list[str]:
+        """Extend leases; return the tasks that are gone."""
+        gone = []
+        for task_id in task_ids:
+            attempt = self._tasks.get(task_id)
+            if attempt is None or attempt.state not in (AttemptState.LEASED, AttemptState.STORING):
+                gone.append(task_id)
+            else:
+                attempt.lease_end = self._clock.monotonic() + self._lease_seconds
+        return gone
+
+    def release(self, task_id: str, reason: str, *, again: bool) -> None:
+        """End an attempt without a trajectory; do nothing when it is not leased."""
+        attempt = self._tasks.get(task_id)
+        if attempt is not None and attempt.state is AttemptState.LEASED:
+            self._ends[m.TASKS_RELEASED] += 1
+            self._return(attempt, "" if again else reason)
+
+    def find(self, task_id: str) -> Attempt | bytes:
+        """Return an attempt of an open group, or the digest of what was taken for a task of a closed one.
+
+        Raises NotFound for a task that this coordinator does not know, or that ended without a trajectory.
+        """
+        attempt = self._tasks.get(task_id)
+        if attempt is not None and attempt.state is not AttemptState.MISSING:
+            return attempt
+        if digest := self._settled.get(task_id):
+            return digest
+        raise NotFound(f"task {task_id[:140]!r} is not open: its group closed, or another coordinator issued it")
+
+    def begin_storing(self, attempt: Attempt) -> None:
+        """Note that a trajectory of an attempt is being stored: its group does not close meanwhile."""
+        attempt.state = AttemptState.STORING
+
+    def take(self, attempt: Attempt, trajectory: Trajectory, digest: bytes) -> None:
+        """Add a trajectory, which is durable, to its group."""
+        attempt.state, attempt.trajectory, attempt.digest = AttemptState.TAKEN, trajectory, digest
+        self._ends[m.TASKS_TAKEN] += 1
+        self._close_if_done(attempt.group)
+
+    def refuse(self, attempt: Attempt) -> None:
+        """Count a trajectory that breaks the contract: the attempt is made again, until it has no tries left."""
+        attempt.refused += 1
+        self._ends[m.TASKS_REFUSED] += 1
+        self._return(attempt, BAD_TRAJECTORY if attempt.refused > self._max_refusals else "")
+
+    def forget_gateway(self, gateway: str) -> None:
+        """Return the tasks of a gateway that left the run."""
+        for attempt in list(self._tasks.values()):
+            if attempt.gateway == gateway and attempt.state is AttemptState.LEASED:
+                self._expire(attempt)
+
+    def time_left(self, attempt: Attempt) -> float:
+        """Return the seconds until the group of a leased attempt closes."""
+        assert attempt.group.deadline is not None
+        return max(attempt.group.deadline - self._clock.monotonic(), 0.0)
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """End leases and groups whose time is up."""
+        while True:
+            self.tick()
+            await self._clock.sleep(_TICK_SECONDS)
+
+    def tick(self) -> None:
+        """End the leases and the groups whose time is up."""
+        now = self._clock.monotonic()
+        for attempt in list(self._tasks.values()):
+            if attempt.state is AttemptState.LEASED and attempt.lease_end <= now:
+                self._expire(attempt)
+        for group in list(self._groups.values()):
+            if group.deadline is not None and group.deadline <= now:
+                self._close_late(group)
+
+    def _expire(self, attempt: Attempt) -> None:
+        log.warning("lease of a task ended: task=%s gateway=%s", attempt.task_id, attempt.gateway or "unknown")
+        self._ends[m.TASKS_EXPIRED] += 1
+        self._return(attempt, "")
+
+    def _close_late(self, group: TaskGroup) -> None:
+        """End the attempts of a group at its deadline; one that is being stored is taken first."""
+        for attempt in group.attempts:
+            if attempt.state in (AttemptState.WAITING, AttemptState.LEASED):
+                if attempt.state is AttemptState.LEASED:
+                    self._ends[m.TASKS_EXPIRED] += 1
+                attempt.state, attempt.reason = AttemptState.MISSING, EXPIRED
+        self._close_if_done(group)
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _waiting(self) -> Iterator[Attempt]:
+        """Yield the attempts for any agent: those of evaluations, for which the run waits, before the others."""
+        groups = [group for group in self._groups.values() if group.own is None]
+        for group in sorted(groups, key=lambda group: not group.evaluation):
+            for attempt in group.attempts:
+                if attempt.state is AttemptState.WAITING:
+                    yield attempt
+
+    def _grant(self, attempt: Attempt, gateway: str) -> None:
+        group, now = attempt.group, self._clock.monotonic()
+        if attempt.state is AttemptState.WAITING:
+            attempt.state = AttemptState.LEASED
+        attempt.gateway, attempt.lease_end = gateway, now + self._lease_seconds
+        if group.deadline is None:
+            group.deadline = now + self._group_seconds
+            group.on_lease()
+
+    def _return(self, attempt: Attempt, reason: str) -> None:
+        """Let an attempt wait for another agent, or end it for a reason."""
+        attempt.state, attempt.reason = (AttemptState.MISSING if reason else AttemptState.WAITING), reason
+        group = attempt.group
+        if group.deadline is not None and group.deadline <= self._clock.monotonic():
+            self._close_late(group)
+        self._close_if_done(group)
+        self._notify()
+
+    def _close_if_done(self, group: TaskGroup) -> None:
+        if not any(attempt.open for attempt in group.attempts):
+            group.closed.set()
+
+    def _take_offer(self, problem: OwnProblem) -> OwnProblem:
+        while self._offers:
+            place = self._offers.popleft()
+            if not place.done():
+                place.set_result(problem)
+                self._own[problem.owner, problem.key] = problem
+                return problem
+        raise Overloaded(
+            "the run takes no further group now: as many as its policy lag allows are open or wait to be trained",
+            reason="NO_ROOM_FOR_GROUP",
+            retry_after=_RETRY_SECONDS,
+        )
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def check_reason(reason: str) -> str:
+    """Return the reason of a released task, or raise InvalidInput when it is not UPPER_SNAKE_CASE."""
+    if not reason or len(reason) > 63 or not reason.replace("_", "A").isalnum() or reason != reason.upper():
+        raise InvalidInput(f"reason is {reason[:80]!r}; it must be 1 to 63 characters in UPPER_SNAKE_CASE")
+    return reason
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

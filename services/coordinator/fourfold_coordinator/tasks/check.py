@@ -1,0 +1,102 @@
+"""Checks the trajectories of gateways, as hostile input: what passes can be trained on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from fourfold.arrays import Sample
+from fourfold.coordinator.v1 import experience_service_pb2 as pb
+from fourfold.errors import InvalidInput
+from fourfold.rpc.codec import decode
+from fourfold.types.v1.experience_pb2 import Experience
+
+MAX_BYTES: Final = 8 << 20
+_MAX_METRICS: Final = 64
+_MAX_REWARD: Final = float(np.finfo(np.float32).max)
+_METRIC: Final = re.compile(r"[A-Za-z0-9_./-]{1,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRules:
+    """What the run knows, and a trajectory must fit to."""
+
+    vocabulary_size: int
+    max_tokens: int
+    max_segments: int
+    newest_version: int  # highest policy version that an engine may have received
+    temperature: float
+    needs_reward: bool
+
+
+def check_trajectory(message: pb.Trajectory, *, group_id: str, rules: TrajectoryRules) -> list[Sample]:
+    """Return the segments of a trajectory; InvalidInput names the task, the value and the rule."""
+    task = message.task_id
+    count = len(message.segments)
+    if not 1 <= count <= rules.max_segments:
+        raise InvalidInput(f"task {task}: {count} segments; it must have 1 to {rules.max_segments}")
+    if message.ByteSize() > MAX_BYTES:
+        raise InvalidInput(f"task {task}: {message.ByteSize()} bytes; a trajectory has at most {MAX_BYTES}")
+    if message.turn_count < 1:
+        raise InvalidInput(f"task {task}: turn_count is {message.turn_count}; it must be at least 1")
+    if rules.needs_reward and not message.HasField("reward"):
+        raise InvalidInput(
+            f'task {task}: no reward, and the run has no scorer for agents; send one, or set agents.reward = "service"'
+        )
+    if not abs(message.reward) <= _MAX_REWARD:  # also for NaN
+        raise InvalidInput(f"task {task}: reward is {message.reward}; it must be a finite float32")
+    _check_metrics(message)
+    return [_check_segment(s, k, count, task, group_id, rules) for k, s in enumerate(message.segments)]
+
+
+def _check_metrics(message: pb.Trajectory) -> None:
+    if len(message.metrics) > _MAX_METRICS:
+        raise InvalidInput(f"task {message.task_id}: {len(message.metrics)} metrics; it may have {_MAX_METRICS}")
+    for name, value in message.metrics.items():
+        if not _METRIC.fullmatch(name) or not math.isfinite(value):
+            raise InvalidInput(
+                f"task {message.task_id}: metric {name[:80]!r} is {value}; names are 1 to 63 characters of "
+                f"[A-Za-z0-9_./-], and values are finite"
+            )
+
+
+def _check_segment(
+    message: Experience, index: int, count: int, task: str, group_id: str, rules: TrajectoryRules
+) -> Sample:
+    where = f"task {task}, segment {index}"
+    expected = task if index == 0 else f"{task}-seg{index}"
+    names: Sequence[tuple[str, object, object]] = (
+        ("sample_id", message.sample_id, expected),
+        ("group_id", message.group_id, group_id),
+        ("trajectory_id", message.trajectory_id or message.sample_id, task),
+        ("segment_index", message.segment_index, index),
+        ("segment_count", message.segment_count or 1, count),
+    )
+    for name, value, wanted in names:
+        if value != wanted:
+            raise InvalidInput(f"{where}: {name} is {str(value)[:140]!r}; it must be {wanted!r}")
+    sample = decode(message, vocabulary_size=rules.vocabulary_size, max_tokens=rules.max_tokens)
+    if not sample.action_mask.any():
+        raise InvalidInput(f"{where}: no sampled token; leave the segment out")
+    if np.isneginf(sample.behavior_logprobs[sample.loss_mask]).any():
+        raise InvalidInput(f"{where}: behavior_logprobs has -inf for a trained token, which cannot have been sampled")
+    if sample.oldest_version < 0:
+        raise InvalidInput(f"{where}: no version_spans of sampled tokens")
+    newest = max(span.policy_version for span in sample.version_spans)
+    if newest > rules.newest_version:
+        raise InvalidInput(
+            f"{where}: tokens of policy_version {newest}; {rules.newest_version} is the newest that was sent"
+        )
+    if abs(sample.temperature - rules.temperature) > 1e-6 or sample.top_p != 1.0 or sample.top_k:
+        raise InvalidInput(
+            f"{where}: sampled with temperature {sample.temperature:g}, top_p {sample.top_p:g}, top_k {sample.top_k}; "
+            f"trained turns need {rules.temperature:g}, 1 and 0"
+        )
+    if sample.score is not None or sample.scorer or sample.baseline_score is not None or sample.reference_logprobs.size:
+        raise InvalidInput(f"{where}: it has a score or reference_logprobs, which the run adds; leave them out")
+    return sample

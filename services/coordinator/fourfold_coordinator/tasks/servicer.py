@@ -1,0 +1,270 @@
+"""Serves `coordinator.v1.ExperienceService`: gives tasks to gateways, and takes trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import code_pb2
+
+from fourfold.config import Config
+from fourfold.coordinator.v1 import experience_service_pb2 as pb
+from fourfold.coordinator.v1 import experience_service_pb2_grpc as pb_grpc
+from fourfold.errors import (
+    AlreadyExists,
+    FourfoldError,
+    InvalidInput,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+    WrongState,
+)
+from fourfold.rpc.codec import check_id
+from fourfold.security import principal
+from fourfold.security.principal import LOCAL
+
+from ..data.prompts import own_prompt
+from ..state.experiences import ExperienceStore
+from ..state.faults import FaultLog
+from ..state.samples import Trajectory, shortest
+from .board import BAD_TRAJECTORY, Attempt, AttemptState, OwnProblem, TaskBoard, check_reason
+from .check import TrajectoryRules, check_trajectory
+
+log = logging.getLogger("fourfold.coordinator")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+AGENT_SCORER: Final = "agent"  # scorer of a reward that came with the trajectory
+_MAX_TASKS: Final = 1_000
+_MAX_WAIT_SECONDS: Final = 60.0
+_WAIT_SECONDS: Final = 10.0
+_MAX_RENEWALS: Final = 10_000
+_MAX_TEXT_BYTES: Final = 64 << 10
+_HEX: Final = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSource:
+    """What the servicer needs of a run that is assembled."""
+
+    config: Config
+    run_id: str
+    board: TaskBoard
+    experiences: ExperienceStore
+    faults: FaultLog
+    vocabulary_size: Callable[[], int]  # of the engines; 0 while there is none
+    newest_version: Callable[[], int]  # highest policy version that an engine may have received
+
+
+class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
+    """Translates between messages and the task board; UNAVAILABLE until the run is assembled."""
+
+    def __init__(self) -> None:
+        self._source: TaskSource | None = None
+
+    def open(self, source: TaskSource) -> None:
+        """Serve the tasks of a run from now on."""
+        self._source = source
+
+    @property
+    def _run(self) -> TaskSource:
+        if self._source is None:
+            raise Unavailable("the coordinator reads its data; try again", reason="STARTING", retry_after=1.0)
+        return self._source
+
+    async def GetRunInfo(self, request: pb.GetRunInfoRequest, context: Context) -> pb.GetRunInfoResponse:
+        """Describe the run."""
+        config, agents = self._run.config, self._run.config.agents
+        return pb.GetRunInfoResponse(
+            run_name=config.name,
+            run_id=self._run.run_id,
+            has_tasks=agents.source == "tasks",
+            has_own_groups=agents.source == "groups",
+            group_size=config.batch.group_size,
+            temperature=config.sampling.temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+            max_segment_count=agents.max_segments,
+            has_scorer=agents.reward == "service",
+        )
+
+    async def LeaseTasks(self, request: pb.LeaseTasksRequest, context: Context) -> pb.LeaseTasksResponse:
+        """Lease waiting tasks; wait for the first."""
+        run = self._with("tasks")
+        if not 1 <= request.max_task_count <= _MAX_TASKS:
+            raise InvalidInput(f"max_task_count is {request.max_task_count}; it must be in [1, {_MAX_TASKS}]")
+        wait = request.wait.ToTimedelta().total_seconds() if request.HasField("wait") else _WAIT_SECONDS
+        if not 0 <= wait <= _MAX_WAIT_SECONDS:
+            raise InvalidInput(f"wait is {wait:g} s; it must be in [0, {_MAX_WAIT_SECONDS:g}]")
+        attempts = await run.board.lease(_gateway(request.gateway), request.max_task_count, wait=wait)
+        return pb.LeaseTasksResponse(tasks=[self._to_task(attempt) for attempt in attempts])
+
+    async def JoinGroup(self, request: pb.JoinGroupRequest, context: Context) -> pb.JoinGroupResponse:
+        """Lease an attempt in a group of the agents' own."""
+        run = self._with("groups")
+        if len(request.attempt_id) != 32 or not set(request.attempt_id) <= _HEX:
+            raise InvalidInput(f"attempt_id is {request.attempt_id[:40]!r}; it must be 32 hexadecimal digits")
+        check_id(request.key, "key")
+        for name in ("owner", "description", "answer", "metadata_json"):
+            if (size := len(getattr(request, name).encode())) > _MAX_TEXT_BYTES:
+                raise InvalidInput(f"{name} has {size} bytes; the limit is {_MAX_TEXT_BYTES}")
+        prompt = own_prompt(
+            request.description, answer=request.answer, metadata_json=_check_object(request.metadata_json)
+        )
+        problem = OwnProblem(request.owner, request.key, prompt, asyncio.get_running_loop().create_future())
+        attempt = await run.board.join(_gateway(request.gateway), request.attempt_id, problem)
+        return pb.JoinGroupResponse(task=self._to_task(attempt))
+
+    async def RenewTasks(self, request: pb.RenewTasksRequest, context: Context) -> pb.RenewTasksResponse:
+        """Extend leases."""
+        if len(request.task_ids) > _MAX_RENEWALS:
+            raise InvalidInput(f"{len(request.task_ids)} task_ids; one call renews at most {_MAX_RENEWALS}")
+        gone = self._run.board.renew(request.task_ids)
+        return pb.RenewTasksResponse(ttl=_duration(self._run.config.agents.lease_seconds), gone_task_ids=gone)
+
+    async def ReleaseTasks(self, request: pb.ReleaseTasksRequest, context: Context) -> pb.ReleaseTasksResponse:
+        """End tasks without a trajectory."""
+        if not request.tasks:
+            raise InvalidInput("no tasks; name at least one")
+        reasons = [check_reason(task.reason) for task in request.tasks]
+        for task, reason in zip(request.tasks, reasons, strict=True):
+            self._run.board.release(task.task_id, reason, again=task.again)
+        return pb.ReleaseTasksResponse()
+
+    async def PutTrajectories(self, request: pb.PutTrajectoriesRequest, context: Context) -> pb.PutTrajectoriesResponse:
+        """Store trajectories, one after the other; one that is refused has its own result."""
+        if not request.trajectories:
+            raise InvalidInput("no trajectories; send at least one")
+        return pb.PutTrajectoriesResponse(results=[await self._put(message) for message in request.trajectories])
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _with(self, source: str) -> TaskSource:
+        """Return the run; raise WrongState when its groups come from another source."""
+        run = self._run
+        if run.config.agents.source != source:
+            raise WrongState(
+                f'this needs agents.source = "{source}", and the run has "{run.config.agents.source}"',
+                reason="OTHER_SOURCE",
+            )
+        return run
+
+    def _to_task(self, attempt: Attempt) -> pb.LeasedTask:
+        group, prompt = attempt.group, attempt.group.prompt
+        return pb.LeasedTask(
+            task_id=attempt.task_id,
+            group_id=group.group_id,
+            sample_index=attempt.index,
+            group_size=len(group.attempts),
+            messages_json=prompt.messages_json,
+            text="" if prompt.messages_json else prompt.text,
+            answer=prompt.answer,
+            metadata_json=prompt.metadata_json,
+            ttl=_duration(self._run.config.agents.lease_seconds),
+            time_left=_duration(self._run.board.time_left(attempt)),
+            evaluation=group.evaluation,
+            seed=attempt.seed,
+        )
+
+    async def _put(self, message: pb.Trajectory) -> pb.PutResult:
+        try:
+            found = self._run.board.find(message.task_id)
+            digest = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
+            if isinstance(found, bytes):
+                _check_same(message.task_id, found, digest)
+            else:
+                async with found.lock:  # the same trajectory may come twice at a time
+                    await self._take(found, message, digest)
+        except FourfoldError as error:
+            return pb.PutResult(
+                task_id=message.task_id,
+                code=code_pb2.Code.Value(error.code),
+                reason=error.reason,
+                message=error.message,
+            )
+        return pb.PutResult(task_id=message.task_id, code=code_pb2.OK)
+
+    async def _take(self, attempt: Attempt, message: pb.Trajectory, digest: bytes) -> None:
+        """Check and store the trajectory of an attempt."""
+        run = self._run
+        if attempt.state is AttemptState.TAKEN:
+            _check_same(attempt.task_id, attempt.digest, digest)
+            return
+        if not attempt.open or attempt.group.closed.is_set():
+            raise NotFound(f"task {attempt.task_id} has ended: {attempt.reason or 'its group closed'}")
+        try:
+            segments = check_trajectory(message, group_id=attempt.group.group_id, rules=self._rules())
+        except InvalidInput as error:
+            name = attempt.gateway or "gateway"
+            run.faults.record(name, BAD_TRAJECTORY, f"{name}: {error.message}")
+            log.warning("trajectory refused: gateway=%s: %s", name, error.message)
+            run.board.refuse(attempt)
+            raise
+        trajectory = Trajectory(
+            prompt=attempt.group.prompt,
+            sample=segments[0],
+            more_segments=tuple(segments[1:]),
+            completion="",  # decoded when the group is complete
+            by_agent=True,
+            metrics=dict(message.metrics),
+        )
+        if message.HasField("reward"):
+            trajectory = trajectory.with_score(shortest(message.reward), AGENT_SCORER)
+        run.board.begin_storing(attempt)
+        try:
+            if not attempt.group.evaluation:
+                await run.experiences.keep(trajectory)
+        except WrongState as error:  # the run went back to a checkpoint meanwhile
+            raise NotFound(f"task {attempt.task_id} has ended: {error.message}") from None
+        run.board.take(attempt, trajectory, digest)
+
+    def _rules(self) -> TrajectoryRules:
+        run, config = self._run, self._run.config
+        vocabulary_size = run.vocabulary_size()
+        if not vocabulary_size:
+            raise Unavailable("no engine has told its vocabulary yet; try again", retry_after=1.0)
+        return TrajectoryRules(
+            vocabulary_size=vocabulary_size,
+            max_tokens=config.model.max_context_tokens,
+            max_segments=config.agents.max_segments,
+            newest_version=run.newest_version(),
+            temperature=config.sampling.temperature,
+            needs_reward=config.agents.reward == "agent",
+        )
+
+
+def _gateway(name: str) -> str:
+    """Return the gateway of a call; raise PermissionDenied when its certificate has another name."""
+    caller = principal.current()
+    if caller == LOCAL:
+        return check_id(name, "gateway") if name else ""
+    if name not in ("", caller.name):
+        raise PermissionDenied(f"{caller} may not call as gateway {name[:140]!r}", reason="NOT_YOUR_MEMBER_ID")
+    return caller.name
+
+
+def _check_same(task_id: str, stored: bytes, digest: bytes) -> None:
+    if stored != digest:
+        raise AlreadyExists(f"task {task_id}: another trajectory is stored; a task has one", reason="OTHER_TRAJECTORY")
+
+
+def _check_object(text: str) -> str:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidInput("metadata_json is not a JSON object; send {} or leave it empty")
+    return text or "{}"
+
+
+def _duration(seconds: float) -> Duration:
+    value = Duration()
+    value.FromNanoseconds(max(int(seconds * 1e9), 1))
+    return value

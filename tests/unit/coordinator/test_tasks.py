@@ -1,0 +1,153 @@
+"""Tests of the task board on a fake clock, and of the checks of trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fourfold.config import AgentsConfig
+from fourfold.coordinator.v1 import experience_service_pb2 as pb
+from fourfold.errors import InvalidInput, NotFound, Overloaded
+from fourfold_coordinator.data.prompts import own_prompt
+from fourfold_coordinator.state.samples import Trajectory
+from fourfold_coordinator.tasks.board import AttemptState, OwnProblem, TaskBoard, TaskGroup, check_reason
+from fourfold_coordinator.tasks.check import TrajectoryRules, check_trajectory
+from tests.fakes.clock import FakeClock
+from tests.fakes.toy_gateway import trajectory
+
+PROMPT = own_prompt("3 * 4", answer="12", metadata_json="")
+RULES = TrajectoryRules(
+    vocabulary_size=258, max_tokens=64, max_segments=2, newest_version=3, temperature=1.0, needs_reward=True
+)
+TASK = pb.LeasedTask(task_id="t-0", group_id="t", text="3 * 4")
+
+
+def make_board(clock: FakeClock) -> TaskBoard:
+    return TaskBoard(AgentsConfig(source="tasks", lease_seconds=10, group_seconds=25), clock=clock)
+
+
+def make_group(name: str = "g", *, evaluation: bool = False) -> TaskGroup:
+    return TaskGroup(group_id=name, prompt=PROMPT, task_ids=[f"{name}-0", f"{name}-1"], seed=3, evaluation=evaluation)
+
+
+async def opened(board: TaskBoard, group: TaskGroup) -> asyncio.Task[None]:
+    task = asyncio.create_task(board.collect(group))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_a_lease_that_is_renewed_lives_and_another_one_returns_to_waiting() -> None:
+    clock = FakeClock()
+    board, group = make_board(clock), make_group()
+    collecting = await opened(board, group)
+    first, second = await board.lease("gateway-0", 5, wait=0)
+    await clock.advance(6)
+    assert board.renew(["g-0", "unknown"]) == ["unknown"]
+    await clock.advance(6)
+    board.tick()
+    assert (first.state, second.state) == (AttemptState.LEASED, AttemptState.WAITING)
+    assert [a.task_id for a in await board.lease("gateway-1", 5, wait=0)] == ["g-1"]
+    assert board.renew(["g-1"]) == []
+    await clock.advance(13)  # 25 s after the first lease
+    board.tick()
+    await collecting
+    assert [(a.state, a.reason) for a in group.attempts] == [(AttemptState.MISSING, "EXPIRED")] * 2
+    with pytest.raises(NotFound, match="its group closed"):
+        board.find("g-0")
+
+
+async def test_a_group_does_not_close_while_a_trajectory_is_stored() -> None:
+    clock = FakeClock()
+    board, group = make_board(clock), make_group()
+    collecting = await opened(board, group)
+    (attempt,) = await board.lease("gateway-0", 1, wait=0)
+    board.begin_storing(attempt)
+    await clock.advance(100)
+    board.tick()
+    assert not group.closed.is_set()
+    board.forget_gateway("gateway-0")
+    assert attempt.state is AttemptState.STORING
+    (segment,) = check_trajectory(trajectory(TASK), group_id="t", rules=RULES)
+    board.take(attempt, Trajectory(prompt=PROMPT, sample=segment, completion=""), b"digest")
+    await collecting
+    assert [a.state for a in group.attempts] == [AttemptState.TAKEN, AttemptState.MISSING]
+    assert board.find(attempt.task_id) == b"digest"
+
+
+async def test_tasks_of_an_evaluation_are_leased_first_and_released_ones_end_or_wait() -> None:
+    board, group, evaluation = make_board(FakeClock()), make_group(), make_group("e", evaluation=True)
+    for each in (group, evaluation):
+        await opened(board, each)
+    leased = await board.lease("gateway-0", 3, wait=0)
+    assert [a.task_id for a in leased] == ["e-0", "e-1", "g-0"]
+    board.release("e-0", "ABANDONED", again=False)
+    board.release("e-1", "ABANDONED", again=True)
+    board.release("e-0", "OTHER", again=True)
+    states = [(a.state, a.reason) for a in evaluation.attempts]
+    assert states == [(AttemptState.MISSING, "ABANDONED"), (AttemptState.WAITING, "")]
+    board.forget_gateway("gateway-0")
+    assert leased[2].state is AttemptState.WAITING
+
+
+async def test_a_key_without_an_offer_is_refused_with_a_retry_time() -> None:
+    board = make_board(FakeClock())
+    problem = OwnProblem("agent", "key", PROMPT, asyncio.get_running_loop().create_future())
+    with pytest.raises(Overloaded) as refused:
+        await board.join("gateway-0", "0" * 32, problem)
+    assert refused.value.retry_after
+
+
+@pytest.mark.parametrize("reason", ["", "lower", "A" * 64, "NO SPACE", "X;Y"])
+def test_reasons_are_checked(reason: str) -> None:
+    with pytest.raises(InvalidInput, match="UPPER_SNAKE_CASE"):
+        check_reason(reason)
+
+
+def test_a_trajectory_that_fits_passes_with_all_segments() -> None:
+    segments = check_trajectory(trajectory(TASK, version=3, segments=2), group_id="t", rules=RULES)
+    assert [s.sample_id for s in segments] == ["t-0", "t-0-seg1"]
+    assert np.array_equal(segments[0].token_ids, segments[1].token_ids)
+
+
+BAD: list[tuple[Callable[[pb.Trajectory], object], str]] = [
+    (lambda m: m.ClearField("segments"), "0 segments; it must have 1 to 2"),
+    (lambda m: m.segments.add(), "3 segments"),
+    (lambda m: m.ClearField("reward"), "no reward"),
+    (lambda m: setattr(m, "reward", float("nan")), "reward is nan"),
+    (lambda m: setattr(m, "reward", 1e300), "finite float32"),
+    (lambda m: setattr(m, "turn_count", 0), "turn_count is 0"),
+    (lambda m: m.metrics.update({"a b": 1.0}), "metric 'a b'"),
+    (lambda m: m.metrics.update({"x": float("inf")}), "metric 'x' is inf"),
+    (lambda m: m.metrics.update({str(i): 0.0 for i in range(99)}), "metrics; it may have 64"),
+    (lambda m: setattr(m.segments[1], "sample_id", "t-0"), "sample_id is 't-0'; it must be 't-0-seg1'"),
+    (lambda m: setattr(m.segments[0], "group_id", "u"), "group_id is 'u'"),
+    (lambda m: setattr(m.segments[1], "segment_index", 0), "segment_index is '0'"),
+    (lambda m: setattr(m.segments[0], "segment_count", 5), "segment_count is '5'"),
+    (lambda m: setattr(m.segments[0], "score", 1.0), "it has a score"),
+    (lambda m: setattr(m.segments[0], "temperature", 0.5), "temperature 0.5"),
+    (lambda m: setattr(m.segments[0], "top_k", 3), "top_k 3"),
+    (lambda m: setattr(m.segments[1].version_spans[1], "policy_version", 4), "3 is the newest that was sent"),
+    (lambda m: setattr(m.segments[0], "token_ids", b"\xff" * len(m.segments[0].token_ids)), "token id -1"),
+    (lambda m: setattr(m.segments[0], "behavior_logprobs", b""), "behavior_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("break_it", "text"), BAD)
+def test_what_cannot_be_trained_on_is_refused(break_it: Callable[[pb.Trajectory], object], text: str) -> None:
+    message = trajectory(TASK, version=3, segments=2)
+    break_it(message)
+    with pytest.raises(InvalidInput, match=text):
+        check_trajectory(message, group_id="t", rules=RULES)
+
+
+def test_a_token_that_cannot_have_been_sampled_is_refused() -> None:
+    message = trajectory(TASK, version=3)
+    values = np.frombuffer(message.segments[0].behavior_logprobs, "<f4").copy()
+    values[-1] = -np.inf
+    message.segments[0].behavior_logprobs = values.tobytes()
+    with pytest.raises(InvalidInput, match="-inf"):
+        check_trajectory(message, group_id="t", rules=replace(RULES, needs_reward=False))

@@ -86,6 +86,14 @@ class Rollout(rollout_grpc.RolloutServiceServicer):
         finally:
             self.closed.set()
 
+    async def ScoreTokens(self, request: rollout.ScoreTokensRequest, context: Context) -> rollout.ScoreTokensResponse:
+        raise errors.WrongState("scores no tokens")
+
+    async def ParseCompletion(
+        self, request: rollout.ParseCompletionRequest, context: Context
+    ) -> rollout.ParseCompletionResponse:
+        raise errors.WrongState("parses no completions")
+
     async def WatchLoad(
         self, request: rollout.WatchLoadRequest, context: Context
     ) -> AsyncIterator[rollout.WatchLoadResponse]:

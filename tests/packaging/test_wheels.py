@@ -93,7 +93,10 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = folder / "source"
     listed = _run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/results/")):
+        if (ROOT / name).is_symlink():  # fourfold/protos
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).symlink_to((ROOT / name).readlink())
+        elif (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/results/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
     for path in PROJECTS.values():
@@ -155,7 +158,7 @@ def test_only_its_own_wheel_has_the_benchmarks(wheels: Path) -> None:
     with_benchmarks = set()
     for wheel in wheels.glob("*.whl"):
         names = zipfile.ZipFile(wheel).namelist()
-        if any("bench" in name.lower() or "openrlhf" in name.lower() for name in names):
+        if any("bench" in name.lower() for name in names):
             with_benchmarks.add(wheel.name.partition("-")[0])
     assert with_benchmarks == {"fourfold_bench"}
 
@@ -164,6 +167,15 @@ def test_fourfold_tells_type_checkers_that_it_is_typed(install: Callable[..., Pa
     package = next((install("fourfold", "--no-deps").parents[1] / "lib").glob("python3.*/site-packages/fourfold"))
     assert (package / "py.typed").exists()
     assert (package / "rollout/v1/rollout_service_pb2.pyi").exists()
+
+
+def test_fourfold_alone_writes_the_protos(install: Callable[..., Path], tmp_path: Path) -> None:
+    fourfold = install("fourfold", "--constraints", ROOT / "constraints.txt").with_name("fourfold")
+    _run(fourfold, "proto", "written", cwd=tmp_path)
+    names = [path for path in ROOT.glob("proto/**/*.*") if path.suffix in (".proto", ".binpb")]
+    assert len(names) > 10
+    for path in names:
+        assert (tmp_path / "written" / path.relative_to(ROOT / "proto")).read_bytes() == path.read_bytes()
 
 
 def test_reward_alone_scores_without_torch(install: Callable[..., Path], tmp_path: Path) -> None:

@@ -139,8 +139,10 @@ class Fuzz:
 
     def _value(self, field: FieldDescriptor) -> Any:
         pick = self._random
-        hints = self._hints.get(field.name)
-        if hints is not None and pick.random() < 0.6:
+        # Fields of one name may have different types, such as `token_ids`: packed bytes, or repeated numbers.
+        is_bytes = field.type == FieldDescriptor.TYPE_BYTES
+        hints = [hint for hint in self._hints.get(field.name, ()) if isinstance(hint, bytes) == is_bytes]
+        if hints and pick.random() < 0.6:
             return pick.choice(hints)
         match field.cpp_type:
             case FieldDescriptor.CPPTYPE_BOOL:

@@ -12,13 +12,13 @@ import pytest
 
 from fourfold.errors import DeadlinePassed, FourfoldError, PeerFault
 from fourfold.reference.v1 import reference_service_pb2 as reference
+from fourfold.rollout import load
 from fourfold.rollout.client import AsyncRolloutClient
+from fourfold.rollout.load import EngineLoad
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
-from fourfold_coordinator.routing import load
-from fourfold_coordinator.routing.load import EngineLoad
 from tests.conftest import Serve
 from tests.contract import conftest
 from tests.fakes.clock import FakeClock
@@ -119,6 +119,7 @@ async def test_an_engine_that_claims_a_huge_version_is_left_out_and_moves_no_ver
         ({"step": 7}, "WRONG_STEP"),
         ({"policy_version": 2**63 - 1}, "BAD_VERSION"),
         ({"policy_version": 12}, "BAD_VERSION"),
+        ({"policy_version": 0}, "BAD_VERSION"),
         ({"skipped_reason": "no \x1b[31mreason"}, "BAD_RESPONSE"),
         ({"metrics": {"\x1b[2J": 1.0}}, "BAD_RESPONSE"),
     ],
@@ -133,13 +134,13 @@ async def test_an_impossible_answer_to_a_step_is_retried(
             self, request_iterator: AsyncIterator[trainer.TrainStepRequest], context: Context
         ) -> trainer.TrainStepResponse:
             answer = await super().TrainStep(request_iterator, context)
-            if not self.lies:
+            if not self.lies or answer.step < 2:
                 return answer
             self.lies -= 1
             fields = {"step": answer.step, "policy_version": answer.policy_version, **changes}
             return trainer.TrainStepResponse(**fields)
 
-    stage = make_stage(steps=1)
+    stage = make_stage(steps=2)
     stage.trainer = Lying("trainer-0", stage.config)
     await stage.start()
     assert await stage.finish() == 0

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fourfold_coordinator.routing import circuit_breaker, router
+from fourfold.rpc import circuit_breaker
+from fourfold_coordinator.routing import router
 from fourfold_coordinator.training import scoring
 from tests.contract import conftest
 from tests.fakes.hostile_reward import FAULTS, STEPS, HostileReward, check_names, check_scores

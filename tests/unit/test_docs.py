@@ -12,19 +12,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
+from fourfold.bounds import MAX_NUMBER
+from fourfold.config.agents import GatewayConfig
+from fourfold.config.rollout import AgentLimitsConfig
+from fourfold.contract import DESCRIPTOR_SET, PROTO_DIR
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
+from fourfold.errors import BY_CODE
 from fourfold.metrics import METRICS
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rpc.codec import pack_floats
+from fourfold.rpc import interceptors
+from fourfold.rpc.channel import MAX_MESSAGE_BYTES, PUBLIC_SERVER_OPTIONS, RETRIED_METHODS
+from fourfold.rpc.codec import ID_PATTERN, pack_floats
+from fourfold.rpc.limits import MAX_WATCHES, MAX_WATCHES_PER_AGENT, MAX_WATCHES_PER_PRINCIPAL, MEMBER_LIMITS, is_watch
 from fourfold.rpc.server import Server
+from fourfold.rpc.status import MAX_RETRY_SECONDS
+from fourfold.security.access import POLICY, PUBLIC_SERVICES
+from fourfold.security.tokens import SCOPES
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_reward.reference.servicer import MAX_REQUEST_BYTES as REFERENCE_BYTES
+from fourfold_reward.servicer import MAX_REQUEST_BYTES as SCORE_BYTES
+from fourfold_rollout.generate import admission
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Context, Reference, Reward, Rollout, Trainer, generated
 from tests.fakes.toy import write_model
@@ -33,6 +49,7 @@ from tests.support.scrape import EXPORTED_BY_SERVICE
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/clients").glob("*.md"))
 GLOSSARY = ROOT / "docs/glossary.md"
+CONTRACT = ROOT / "docs/contract.md"
 MONITORING = ROOT / "docs/monitoring.md"
 UPDATE = "FOURFOLD_UPDATE_SNAPSHOT"
 SNIPPET = re.compile(r"(<!-- not run by the tests.*?-->\n)?```python\n(.*?)```", re.DOTALL)
@@ -142,6 +159,88 @@ def test_the_monitoring_page_has_every_exported_metric() -> None:
         MONITORING.write_text(head + rule + rows)
     else:
         assert found == rows, f"an exported metric changed; write the table with {UPDATE}=1"
+
+
+def _rows(head: str) -> list[list[str]]:
+    """Return the cells of the table of the contract's page whose first line begins with `head`."""
+    _, found, rest = CONTRACT.read_text().partition(f"\n{head}")
+    assert found, f"{CONTRACT.name} has no table {head!r}"
+    lines = rest.splitlines()[2:]
+    end = next(i for i, line in enumerate(lines) if not line.startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:end]]
+
+
+def test_the_contract_page_has_every_service_and_its_callers() -> None:
+    services = {name: roles for name, roles in POLICY.items() if name.startswith("fourfold.")}
+    expected = [
+        [f"`{name}`", ", ".join(sorted(services[name])), "yes" if name in PUBLIC_SERVICES else "no"]
+        for name in sorted(services)
+    ]
+    assert _rows("| service |") == expected
+    text = CONTRACT.read_text()
+    for scope, methods in SCOPES.items():
+        (listed,) = re.findall(rf"`{scope}`: ([A-Za-z,\s]+)\.", text)
+        assert set(re.split(r",\s+", listed)) == methods
+
+
+def test_the_contract_page_has_every_method_that_other_programs_call() -> None:
+    files = FileDescriptorSet.FromString((PROTO_DIR / DESCRIPTOR_SET).read_bytes()).file
+    internal = {"RolloutControlService", "TrainerWeightService", "MembershipService", "ExperienceService"}
+    methods = {
+        f"`{file.package.removeprefix('fourfold.')}.{service.name}/{method.name}`": (file.package, service, method)
+        for file in files
+        for service in file.service
+        if service.name not in internal
+        for method in service.method
+    }
+    rows = {name: (deadline, again) for name, deadline, again in _rows("| method |")}
+    assert rows.keys() == methods.keys()
+    for name, (package, service, method) in methods.items():
+        deadline, again = rows[name]
+        assert (deadline == "none") == (again == "reopen") == is_watch(method.name), name
+        if method.name in RETRIED_METHODS.get(f"{package}.{service.name}", ()):
+            assert again == "yes", f"{name}: our client repeats it"
+
+
+def test_the_contract_page_has_every_error() -> None:
+    rows = _rows("| code |")
+    classes = [row[:2] for row in rows]
+    assert sorted(classes) == sorted([code, cls("").reason] for code, cls in BY_CODE.items())
+    listed = {row[0] for row in _rows("| reason |")}
+    paths = [
+        ROOT / "fourfold/rpc/interceptors.py",
+        ROOT / "fourfold/rpc/limits.py",
+        ROOT / "fourfold/security/tokens.py",
+    ]
+    paths += [ROOT / f"services/rollout/fourfold_rollout/generate/{name}.py" for name in ("admission", "servicer")]
+    raised = {reason for path in paths for reason in re.findall(r'"([A-Z]+_[A-Z_]+|DRAINING)"', path.read_text())}
+    grpc_codes = {code.name for code in grpc.StatusCode}
+    assert listed == raised - grpc_codes - {"NOT_SUPPORTED"}  # a parser or a score that the recipe does not have
+
+
+def test_the_contract_page_has_the_limits_of_the_code() -> None:
+    public = dict(PUBLIC_SERVER_OPTIONS)
+    agents, gateway = AgentLimitsConfig(), GatewayConfig()
+    assert SCORE_BYTES == REFERENCE_BYTES
+    expected = [
+        f"{public['grpc.max_receive_message_length']} bytes",
+        f"{MAX_MESSAGE_BYTES} bytes",
+        f"{interceptors._REQUEST_SECONDS:g} s",
+        f"{public['grpc.max_concurrent_streams']}",
+        f"{public['grpc.max_allowed_incoming_connections']}",
+        f"{int(public['grpc.max_connection_idle_ms']) // 1000} s",
+        *map(str, (MAX_WATCHES_PER_AGENT, MAX_WATCHES_PER_PRINCIPAL, MAX_WATCHES)),
+        f"{MEMBER_LIMITS.concurrent_calls}",
+        f"{agents.concurrent_calls}",
+        f"{agents.calls_per_second:g}",
+        f"{gateway.max_open_sessions_per_agent}",
+        *map(str, (admission.MAX_SAMPLES_PER_CALL, admission._MAX_STOP_TOKENS)),
+        f"`{ID_PATTERN.pattern}`",
+        f"{SCORE_BYTES} bytes",
+        f"{MAX_RETRY_SECONDS:g} s",
+        f"2^{MAX_NUMBER.bit_length() - 1}",
+    ]
+    assert [value for _, value in _rows("| limit |")] == expected
 
 
 def test_every_page_is_in_the_navigation() -> None:

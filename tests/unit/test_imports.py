@@ -71,6 +71,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fourfold_coordinator/state/ledger.py", "import fourfold_coordinator.serve", "Layers of the coordinator"),
         ("fourfold_trainer/step/train_step.py", "import deepspeed", "DeepSpeed is imported by its engine"),
         ("fourfold_rollout/engine.py", "import fourfold_rollout.warm_up", "Layers of the rollout service"),
+        ("fourfold_rollout/gateway/turns.py", "import fourfold_rollout.load", "The gateway runs without an engine"),
     ],
 )
 def test_a_violation_breaks_its_contract(copy: Path, module: str, line: str, contract: str) -> None:
@@ -110,6 +111,10 @@ def test_the_schema_of_recipes_loads_no_numpy() -> None:
 
 def test_the_coordinator_loads_nothing_heavy() -> None:
     assert not _loaded("fourfold_coordinator", "fourfold_coordinator.launch.ray") & HEAVY
+
+
+def test_the_gateway_loads_nothing_heavy() -> None:
+    assert not _loaded("fourfold_rollout.gateway") & HEAVY
 
 
 def test_rewards_load_nothing_heavy() -> None:

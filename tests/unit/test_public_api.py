@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import hashlib
 import inspect
 import os
 import re
@@ -16,15 +17,19 @@ import pytest
 from pydantic import BaseModel
 
 import fourfold
+from fourfold.contract import CONTRACT_VERSION, DESCRIPTOR_SET, PROTO_DIR
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
+CONTRACT_SNAPSHOT = Path(__file__).with_name("contract_version.txt")
 UPDATE = "FOURFOLD_UPDATE_SNAPSHOT"
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 # These two need torch, which is an extra of this distribution.
 HEAVY = {"DenseSource", "Publisher", "WeightSender"}
 # This example shows the contract without any library of ours.
 STUBS_ONLY = ROOT / "examples/reward_service.py"
+# They need no client of ours: environments run inside a service, and any OpenAI client can call a gateway.
+WITHOUT_CLIENTS = [ROOT / "examples/agent_openai.py", *ROOT.glob("examples/environments/*.py")]
 
 
 def _run(code: str) -> str:
@@ -141,5 +146,17 @@ def test_the_examples_use_the_public_api_alone(path: Path) -> None:
     ours = {name for name in imported if name.startswith("fourfold")}
     if path == STUBS_ONLY:
         assert all(".v1" in name for name in ours)
+    elif path in WITHOUT_CLIENTS:
+        assert ours <= {"fourfold_reward.environment"}
     else:
         assert ours == {"fourfold"}
+
+
+def test_a_change_of_the_contract_changes_its_version() -> None:
+    digest = hashlib.sha256((PROTO_DIR / DESCRIPTOR_SET).read_bytes()).hexdigest()
+    if os.environ.get(UPDATE) and not CONTRACT_SNAPSHOT.read_text().startswith(f"{CONTRACT_VERSION} "):
+        CONTRACT_SNAPSHOT.write_text(f"{CONTRACT_VERSION} {digest}\n")
+    assert CONTRACT_SNAPSHOT.read_text() == f"{CONTRACT_VERSION} {digest}\n", (
+        f"the contract changed: raise the minor version of CONTRACT_VERSION in fourfold/contract.py, then write "
+        f"{CONTRACT_SNAPSHOT.name} with {UPDATE}=1"
+    )

@@ -234,9 +234,11 @@ def test_prompts_from_a_file_are_the_generated_ones(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     assert write_prompts(Path(_RECIPE), path) == 4096
     config = curves.make_recipe(_curves("--prompts", str(path)), configuration.load(_RECIPE), 0, 17)
-    assert config.data.train.path == str(path) and not config.data.train.reasoning_gym
+    train, original = config.data.train, configuration.load(_RECIPE).data.train
+    assert train is not None and original is not None
+    assert train.path == str(path) and not train.reasoning_gym
     assert config.data.holdout is not None and config.data.holdout.groups == 11
-    rows, generated = read_rows(config.data.train), read_rows(configuration.load(_RECIPE).data.train)
+    rows, generated = read_rows(train), read_rows(original)
     first = [json.loads(json.dumps(next(generated), default=str)) for _ in range(3)]
     assert [next(rows) for _ in range(3)] == first
     assert "reasoning_gym" not in CURVES.packages(_curves("--prompts", str(path)))

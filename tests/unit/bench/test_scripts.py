@@ -28,7 +28,7 @@ def test_the_experience_path_moves_the_samples_of_a_step(tmp_path: Path) -> None
     sizes = ("--samples", "16", "--tokens", "160", "--runs", "2", "--warmup", "1")
     done = _run("fourfold_bench.experience_path", *sizes, "--json", str(out))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "generate   median" in done.stdout and "CPU per run: rollout" in done.stdout
+    assert "collect    median" in done.stdout and "CPU per run: rollout" in done.stdout
     document = json.loads(out.read_text())
     assert document["benchmark"] == "experience_path"
     assert document["command"].startswith("python -m fourfold_bench.experience_path --samples 16")

@@ -55,6 +55,12 @@ def test_every_recipe_of_the_repository_is_valid(recipe: Path) -> None:
     assert settings.batch.samples_per_step == settings.batch.prompts_per_step * settings.batch.group_size
 
 
+def test_tools_of_an_environment_need_a_parser(tmp_path: Path) -> None:
+    agents = '[agents]\nsource = "tasks"\n[environment]\nreplicas = 1\ntools = ["builtin:python"]\n'
+    assert "rollout.tool_parser" in refused(tmp_path, RECIPE + agents)
+    assert config.load(write(tmp_path, f'{RECIPE}{agents}[rollout]\ntool_parser = "hermes"\n')).environment.tools
+
+
 def test_a_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
     settings = config.load(write(tmp_path, RECIPE))
     assert settings.sampling.temperature == 1.0

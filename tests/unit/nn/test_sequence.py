@@ -61,15 +61,15 @@ def test_a_group_has_one_share_and_one_of_its_ranks_answers(monkeypatch: pytest.
     group._critic = ranks
     sent: list[Any] = []
 
-    def call(_self: RankProcesses, _name: str, *, fields: Any, arrays: Any) -> list[RankMessage]:
-        sent.extend(arrays)
+    def call(_self: RankProcesses, _name: str, *, fields: Any, shares: Any) -> list[RankMessage]:
+        sent.extend(shares)
         sums = [UpdateSums(token_count=10**rank, mismatches=np.ones(rank, np.float32)) for rank in range(4)]
         return [sums_answer(one) for one in sums]
 
     monkeypatch.setattr(RankProcesses, "call", call)
     shares = [[dummy_value_batch()], [dummy_value_batch(), dummy_value_batch()]]
     sums = group.update_critic(shares, UpdateSettings(learning_rate=1.0))
-    assert [len(part) for part in sent] == [8, 8, 16, 16]  # of 8 arrays each
+    assert [len(share) for share in sent] == [1, 1, 2, 2]
     assert sums.token_count == 101 and len(sums.mismatches) == 2
 
 

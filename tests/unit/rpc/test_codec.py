@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,10 @@ def read(message: pb.Experience) -> Sample:
     return decode(message, vocabulary_size=VOCABULARY, max_tokens=MAX_TOKENS)
 
 
+SEGMENT: Any = {"trajectory_id": "t-1", "segment_index": 2, "segment_count": 3}
+SEGMENTS: st.SearchStrategy[Any] = st.sampled_from([{}, SEGMENT])
+
+
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     prompt, sampled = draw(st.integers(1, 20)), draw(st.integers(1, 20))
@@ -66,6 +71,7 @@ def samples(draw: st.DrawFn) -> Sample:
         reference_logprobs=draw(st.sampled_from([reference, EMPTY_FLOATS])),
         token_rewards=draw(st.sampled_from([sample.action_mask.astype(np.float32), EMPTY_FLOATS])),
         baseline_score=draw(st.none() | st.floats(-1000, 1000, width=32)),
+        **draw(SEGMENTS),
     )
 
 
@@ -87,6 +93,9 @@ def test_a_sample_survives_a_round_trip_bit_by_bit(sample: Sample) -> None:
         "score",
         "scorer",
         "baseline_score",
+        "trajectory_id",
+        "segment_index",
+        "segment_count",
     ):
         assert getattr(sample, name) == getattr(back, name), name
     assert back.oldest_version == 7
@@ -170,6 +179,15 @@ BAD: list[tuple[str, Callable[[pb.Experience], object], str]] = [
         "finite after the first token",
     ),
     ("baseline", lambda m: setattr(m, "baseline_score", NAN), "baseline_score is nan; it must be finite"),
+    ("trajectory", lambda m: setattr(m, "trajectory_id", "a b"), "trajectory_id is 'a b'; it must be 1 to 128"),
+    (
+        "segment",
+        lambda m: setattr(m, "segment_index", 1),
+        "segment_index is 1 with segment_count = 1; it must be in [0",
+    ),
+    ("segment -1", lambda m: setattr(m, "segment_index", -1), "segment_index is -1"),
+    ("segments -1", lambda m: setattr(m, "segment_count", -1), "segment_count = -1"),
+    ("whose segment", lambda m: setattr(m, "segment_count", 2), "segment_count is 2 without a trajectory_id"),
     ("rewards length", lambda m: setattr(m, "token_rewards", b"\0" * 4), "token_rewards has 4 bytes"),
     ("prompt reward", lambda m: setattr(m, "token_rewards", floats(1, *[0] * 7)), "0 where action_mask is 0"),
     ("reward nan", lambda m: setattr(m, "token_rewards", floats(*[0] * 7, NAN)), "token_rewards must be finite"),

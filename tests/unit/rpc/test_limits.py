@@ -11,6 +11,7 @@ from fourfold.config import Config
 from fourfold.errors import Overloaded
 from fourfold.rpc import limits as limits_module
 from fourfold.rpc.limits import (
+    ENVIRONMENT_LIMITS,
     MAX_PROBES,
     MAX_WATCHES,
     MAX_WATCHES_PER_AGENT,
@@ -102,6 +103,7 @@ async def test_a_rate_below_one_call_per_second_lets_calls_through(clock: FakeCl
 def test_the_coordinator_and_local_callers_have_no_limits_and_members_have_theirs(clock: FakeClock) -> None:
     limits = limits_by_role(CallerLimits(concurrent_calls=1))
     assert limits(Principal("coordinator")) == limits(LOCAL) == UNLIMITED
+    assert limits(Principal("environment", "x-0")) == ENVIRONMENT_LIMITS  # a call for each of its episodes
     assert {limits(Principal(role, "x-0")) for role in ("rollout", "trainer", "reward", "reference")} == {MEMBER_LIMITS}
     limited = Quotas(limits, clock=clock)
     with ExitStack() as stack:

@@ -202,7 +202,7 @@ def test_without_the_authority_nothing_is_issued(folder: Path, capsys: pytest.Ca
 def test_a_malformed_line_of_issued_certificates_is_named(folder: Path, line: bytes) -> None:
     with (folder / "issued.txt").open("ab") as file:
         file.write(line)
-    with pytest.raises(ConfigError, match=r"issued\.txt:7: malformed; only `fourfold certs` may write this file"):
+    with pytest.raises(ConfigError, match=r"issued\.txt:9: malformed; only `fourfold certs` may write this file"):
         certs.current(folder)
 
 

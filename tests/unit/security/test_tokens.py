@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.agent.v1 import agent_service_pb2
 from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
 from fourfold.rollout.v1 import rollout_service_pb2
 from fourfold.security.access import PUBLIC_SERVICES
@@ -17,15 +18,19 @@ DIGEST = "0" * 64
 
 
 def test_every_public_method_is_in_one_scope() -> None:
-    methods = {m.name for m in rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].methods}
-    assert {"fourfold.rollout.v1.RolloutService"} == PUBLIC_SERVICES
+    services = (
+        rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"],
+        agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"],
+    )
+    methods = {method.name for service in services for method in service.methods}
+    assert {service.full_name for service in services} == PUBLIC_SERVICES
     assert sorted(method for scope in SCOPES.values() for method in scope) == sorted(methods)
 
 
 def test_a_line_without_options_allows_everything_for_ever() -> None:
     assert parse_grant(f"agent \t{DIGEST} ") == TokenGrant(name="agent", digest=bytes(32))
     grant = parse_grant(f"agent {DIGEST}")
-    assert (sorted(grant.scopes), grant.expires, dict(grant.limits)) == (["generate", "info"], None, {})
+    assert (sorted(grant.scopes), grant.expires, dict(grant.limits)) == (["generate", "info", "train"], None, {})
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,7 @@ def test_limits_and_expiry_are_read() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("scopes=train", "unknown scope; known are generate, info"),
+        ("scopes=admin", "unknown scope; known are generate, info, train"),
         ("scopes=", "unknown scope"),
         ("expires=0001-01-01T00:00:00+14:00", "is not a time; give for example"),
         ("expires=tomorrow", "expires='tomorrow' is not a time; give for example"),

@@ -36,6 +36,7 @@ class TextProcess:
         self.reasoning_parser = reasoning_parser
         self._process: subprocess.Popen[bytes] | None = None
         self._sockets: list[socket.socket] = []
+        self._writers: list[asyncio.StreamWriter] = []
         self._free: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
         self._starting: asyncio.Task[None] | None = None
         self._waiting = 0
@@ -113,6 +114,7 @@ class TextProcess:
             self.start()
         sockets, self._sockets = self._sockets, []
         streams = [await asyncio.open_unix_connection(sock=ours, limit=frames.MAX_FRAME_BYTES) for ours in sockets]
+        self._writers = [writer for _, writer in streams]
         try:
             async with asyncio.timeout(_START_SECONDS):
                 reply = await _receive(streams[0][0])
@@ -175,9 +177,11 @@ class TextProcess:
         self._process = self._starting = None
         for end in self._sockets:
             end.close()
-        self._sockets = []
+        for writer in self._writers:
+            writer.close()
+        self._sockets, self._writers = [], []
         while not self._free.empty():
-            self._free.get_nowait()[1].close()
+            self._free.get_nowait()
         if process is not None:
             process.kill()
             process.wait(_RETRY_SECONDS)

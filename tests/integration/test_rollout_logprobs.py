@@ -57,8 +57,10 @@ def answers(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> 
     model, folder = tiny_model("qwen2", dtype="float32"), tmp_path_factory.mktemp("logprobs")
     table = _start(model, folder / "table", worker="CountingWorker", blocks=40, batched=512, plain=False)
     vllm = _start(model, folder / "vllm", worker="UnableWorker", blocks=1000, batched=16384, plain=True)
-    mine, _ = _answer(*table)
-    theirs, log = _answer(*vllm)
+    try:
+        mine, _ = _answer(*table)
+    finally:
+        theirs, log = _answer(*vllm)
     return Answers(mine, theirs, log)
 
 

@@ -168,7 +168,7 @@ async def unwritten(engine: Any, vocabulary: int) -> list[str]:
 
     engine_module: Any = module
     real = engine_module.sampling_params
-    engine_module.sampling_params = lambda request, row: real(request, SimpleNamespace(slot=NO_SLOT))
+    engine_module.sampling_params = lambda request, _, table: real(request, SimpleNamespace(slot=NO_SLOT), table)
     sink = RecordingSink(2)
     samples = await engine.submit(requests(sink, vocabulary=vocabulary))
     engine_module.sampling_params = real

@@ -1,4 +1,4 @@
-"""The version of the contract in `proto/`, and its files as an installed wheel has them."""
+"""The version of the contract in `proto/`, and where its files are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Final
 
 CONTRACT_VERSION: Final = "1.1"
 """MAJOR.MINOR. MINOR grows with every additive change, MAJOR with a change that breaks older clients."""
-PROTO_DIR: Final = Path(__file__).with_name("protos")
-"""The import root of the .proto files, and DESCRIPTOR_SET."""
+_INSTALLED: Final = Path(__file__).with_name("protos")
+PROTO_DIR: Final = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1] / "proto"
+"""The import root of the .proto files, and DESCRIPTOR_SET: in a wheel and in a checkout."""
 DESCRIPTOR_SET: Final = "fourfold.binpb"
 """A `google.protobuf.FileDescriptorSet` with all imported files."""
 _VERSION: Final = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")

@@ -93,10 +93,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = folder / "source"
     listed = _run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_symlink():  # fourfold/protos
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).symlink_to((ROOT / name).readlink())
-        elif (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/results/")):
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/results/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
     for path in PROJECTS.values():

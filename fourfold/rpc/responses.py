@@ -1,6 +1,7 @@
 """Checks and cleans responses of other processes before any code uses them.
 
-`clean_response` removes control characters from every string; `fourfold.rpc.channel` applies it to each response.
+`clean_response` removes control characters from strings; `fourfold.rpc.channel` applies it to each response. Problems
+and conversations are data, which must come back as they were sent: they stay unchanged.
 `ResponseCheck` holds the rules that several clients share.
 """
 
@@ -29,8 +30,19 @@ Response = TypeVar("Response", bound=Message)
 MAX_ENGINE_VERSION: Final = 1 << 40
 MAX_DEVICES: Final = 4096  # devices, workers or ranks of one service
 MAX_OFFER_BYTES: Final = 4096
-# Messages whose strings are data, with line ends and of any length.
-_VERBATIM: Final = frozenset({"fourfold.rollout.v1.ParseCompletionResponse"})
+# Messages whose strings are data, with line ends and of any length. If an agent got a reply of the policy with another
+# character, and sent it back, the gateway would not find it in the session, and the turn would open a segment.
+_VERBATIM: Final = frozenset(
+    {
+        "fourfold.agent.v1.ApplyChatTemplateResponse",
+        "fourfold.agent.v1.DetokenizeResponse",
+        "fourfold.agent.v1.Message",
+        "fourfold.agent.v1.Task",
+        "fourfold.agent.v1.TurnChunk",
+        "fourfold.coordinator.v1.LeasedTask",
+        "fourfold.rollout.v1.ParseCompletionResponse",
+    }
+)
 _UUID_BYTES: Final = 16
 _SUM_BYTES: Final = 16
 # In nats. No softmax gives a larger magnitude, and sums of larger float32 values over a batch lose their meaning.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.agent.v1 import agent_service_pb2 as agent
+from fourfold.coordinator.v1 import experience_service_pb2 as experience
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.responses import clean_strings
@@ -62,3 +67,35 @@ def test_every_string_of_a_message_is_cleaned() -> None:
     score = reward.ScoreResponse(scores=[reward.SampleScore(error=reward.SampleError(code=2, message="\x1b[1mhi"))])
     clean_strings(score)
     assert score.scores[0].error.message == "hi"
+
+
+DATA = "def f():\n\treturn 1\x0c\x1b[1m" + "x" * 5000
+MESSAGE = agent.Message(role="assistant", content=DATA, tool_calls=[agent.ToolCall(arguments_json=DATA)])
+VERBATIM: list[tuple[Any, Callable[[Any], str]]] = [
+    (agent.NextTaskResponse(task=agent.Task(text=DATA)), lambda r: r.task.text),
+    (agent.NextTaskResponse(task=agent.Task(metadata_json=DATA)), lambda r: r.task.metadata_json),
+    (agent.NextTaskResponse(task=agent.Task(messages=[MESSAGE])), lambda r: r.task.messages[0].content),
+    (agent.GenerateResponse(chunks=[agent.TurnChunk(text=DATA)]), lambda r: r.chunks[0].text),
+    (
+        agent.GenerateResponse(chunks=[agent.TurnChunk(message=MESSAGE)]),
+        lambda r: r.chunks[0].message.tool_calls[0].arguments_json,
+    ),
+    (agent.DetokenizeResponse(text=DATA), lambda r: r.text),
+    (agent.ApplyChatTemplateResponse(text=DATA), lambda r: r.text),
+    (
+        experience.LeaseTasksResponse(tasks=[experience.LeasedTask(messages_json=DATA)]),
+        lambda r: r.tasks[0].messages_json,
+    ),
+]
+
+
+@pytest.mark.parametrize(("response", "text_of"), VERBATIM)
+def test_problems_and_conversations_stay_unchanged(response: Any, text_of: Callable[[Any], str]) -> None:
+    clean_strings(response)
+    assert text_of(response) == DATA
+
+
+def test_reasons_of_sessions_are_cleaned() -> None:
+    session = agent.Session(reason="A\x1b[1m\nB")
+    clean_strings(session)
+    assert session.reason == "A B"

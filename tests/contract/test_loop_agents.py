@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from fourfold.arrays import Sample
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
-from fourfold_coordinator.state.ledger import SampleState
+from fourfold_coordinator.state.ledger import Ledger, SampleState
 from tests.fakes.stage import Stage, check_books, hang_in_step, successor, until
 from tests.fakes.toy_gateway import FakeGateway, new_attempt_id, trajectory
 from tests.fakes.toy_rollout import FakeRollout
@@ -131,6 +132,33 @@ async def test_a_put_is_idempotent_and_a_bad_trajectory_costs_one_attempt(make_s
     faults = {(row["peer"], row["kind"]): row for row in stage.report()["faults"]}
     assert faults["gateway-0", "BAD_TRAJECTORY"]["count"] == 2
     assert "token id -1" in faults["gateway-0", "BAD_TRAJECTORY"]["first"]
+
+
+async def test_a_trajectory_whose_gateway_dies_while_it_is_stored_is_taken_once(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(steps=1, agents=AGENTS, data={"holdout": None})
+    gateway = await begin(stage, work=False)
+    stub = gateway.stub(stage.address)
+    first, *others = [trajectory(task) for task in await lease(stub, 12)]
+    in_ledger, go_on, real = threading.Event(), threading.Event(), Ledger.sync
+
+    def sync(ledger: Ledger) -> None:
+        in_ledger.set()
+        assert go_on.wait(10)
+        real(ledger)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "sync", sync)
+        putting = asyncio.create_task(put(stub, first))
+        await until(in_ledger.is_set)
+        putting.cancel()
+        await asyncio.gather(putting, return_exceptions=True)
+        await asyncio.sleep(0.1)  # the cancellation arrives
+    go_on.set()
+    assert await put(stub, first, *others) == [OK] * 12
+    assert await stage.finish() == 0
+    check_books(stage)
 
 
 async def test_tasks_of_an_earlier_coordinator_are_unknown(make_stage: Callable[..., Stage]) -> None:

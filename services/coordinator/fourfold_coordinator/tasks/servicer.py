@@ -217,12 +217,16 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         if message.HasField("reward"):
             trajectory = trajectory.with_score(shortest(message.reward), AGENT_SCORER)
         run.board.begin_storing(attempt)
+        storing = asyncio.ensure_future(_store(run, attempt, trajectory, digest))
         try:
-            if not attempt.group.evaluation:
-                await run.experiences.keep(trajectory)
-        except WrongState as error:  # the run went back to a checkpoint meanwhile
-            raise NotFound(f"task {attempt.task_id} has ended: {error.message}") from None
-        run.board.take(attempt, trajectory, digest)
+            await asyncio.shield(storing)
+        except asyncio.CancelledError:
+            # The gateway died, or left. A sample of which only the store knows would keep its group open for ever, and
+            # the same trajectory, which comes again, could not be stored twice.
+            await asyncio.wait([storing])
+            if not storing.cancelled():
+                storing.exception()  # asyncio logs an exception that no code retrieves
+            raise
 
     def _rules(self) -> TrajectoryRules:
         run, config = self._run, self._run.config
@@ -237,6 +241,16 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             temperature=config.sampling.temperature,
             needs_reward=config.agents.reward == "agent",
         )
+
+
+async def _store(run: TaskSource, attempt: Attempt, trajectory: Trajectory, digest: bytes) -> None:
+    """Make a trajectory durable, and add it to its group."""
+    try:
+        if not attempt.group.evaluation:
+            await run.experiences.keep(trajectory)
+    except WrongState as error:  # the run went back to a checkpoint meanwhile
+        raise NotFound(f"task {attempt.task_id} has ended: {error.message}") from None
+    run.board.take(attempt, trajectory, digest)
 
 
 def _gateway(name: str) -> str:

@@ -26,6 +26,7 @@ from fourfold.errors import (
     PermissionDenied,
     StaleEpoch,
     Unauthenticated,
+    Unavailable,
     WrongState,
 )
 from fourfold.model.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ from fourfold_rollout.gateway.coordinator_link import CoordinatorLink
 from fourfold_rollout.gateway.core import GatewayCore
 from fourfold_rollout.gateway.engines import EnginePool
 from fourfold_rollout.gateway.servicer import AgentServicer
-from fourfold_rollout.gateway.store import SessionStore
+from fourfold_rollout.gateway.store import SessionStore, StoredTurn, StoreFull
 from tests.fakes.stage import until
 from tests.fakes.toy import START, VOCABULARY, make_config
 from tests.fakes.toy_rollout import FakeRollout
@@ -360,6 +361,72 @@ async def test_a_cancelled_turn_does_not_belong_to_the_session(gateway: Gateway)
     (session,) = gateway.core.sessions.live
     await until(lambda: session.turns_in_flight == 0)
     assert (session.trajectory.turn_count, session.trajectory.pending_count) == (0, 0)
+
+
+async def test_a_repeated_turn_has_the_version_of_each_token(gateway: Gateway) -> None:
+    await gateway.open()
+
+    async def update() -> None:
+        gateway.engine.version += 1
+
+    gateway.engine.on_partial = update
+    first = await gateway.turn([USER], request_id="r")
+    again = await gateway.turn([USER], request_id="r")
+    given = [
+        [(token, c.policy_version) for c in chunks for token in read_ints(c.token_ids)] for chunks in (first, again)
+    ]
+    assert given[0] == given[1] and [version for _, version in given[0]] == [0, 1, 1]
+    assert (again[-1].message, again[-1].finish_reason) == (first[-1].message, first[-1].finish_reason)
+
+
+async def test_a_turn_whose_agent_leaves_while_it_is_stored_is_stored_whole(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await gateway.open()
+    began, go_on, real = asyncio.Event(), asyncio.Event(), gateway.store.add_turns
+
+    async def add_turns(session_id: str, turns: list[StoredTurn]) -> None:
+        began.set()
+        await go_on.wait()
+        await real(session_id, turns)
+
+    monkeypatch.setattr(gateway.store, "add_turns", add_turns)
+    task = asyncio.create_task(gateway.turn([USER], request_id="r", sample_count=2))
+    await asyncio.wait_for(began.wait(), 5)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    with pytest.raises(WrongState, match="in flight"):
+        await gateway.close(reward=1.0)
+    repeated = asyncio.create_task(gateway.turn([USER], request_id="r", sample_count=2))
+    go_on.set()
+    assert {chunk.sample_index for chunk in await repeated} == {0, 1} and len(gateway.engine.requests) == 1
+    assert len(await gateway.store.load_turns("s")) == 2
+
+
+async def test_a_turn_that_cannot_be_stored_does_not_belong_to_the_session(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await gateway.open()
+    (first,) = await gateway.turn([USER], request_id="1")
+    messages = [USER, first.message, USER]
+
+    async def fail(session_id: str, turns: list[StoredTurn]) -> None:
+        raise StoreFull("the disk is full", retry_after=1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway.store, "add_turns", fail)
+        with pytest.raises(Unavailable, match="full"):
+            await gateway.turn(messages, request_id="2")
+    (session,) = gateway.core.sessions.live
+    assert (session.trajectory.turn_count, session.trajectory.pending_count) == (1, 0)
+    (second,) = await gateway.turn(messages, request_id="2")
+    await gateway.turn([*messages, second.message, USER], request_id="3")
+    await gateway.stop()
+    await gateway.start()
+    await gateway.close(reward=1.0)
+    await until(lambda: "t0" in gateway.run.stored)
+    (segment,) = gateway.run.stored["t0"].segments
+    assert decode(segment, vocabulary_size=VOCABULARY, max_tokens=64).action_mask.sum() == 9
 
 
 async def test_a_stop_string_ends_the_turn_with_the_token_that_completes_it(gateway: Gateway) -> None:

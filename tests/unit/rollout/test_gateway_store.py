@@ -20,7 +20,7 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.arrays import VersionSpan
 from fourfold.errors import ConfigError, DeadlinePassed, Internal, Unavailable
 from fourfold_rollout.gateway import store as store_module
-from fourfold_rollout.gateway.store import SessionStore, StoredSession, StoreFull
+from fourfold_rollout.gateway.store import SessionStore, StoredSession, StoredTurn, StoreFull
 from fourfold_rollout.gateway.trajectory import Limits, SampledTokens, Sampling, Trajectory, TurnTokens
 
 LIMITS = Limits(max_segments=8, max_context_tokens=1000)
@@ -69,7 +69,7 @@ async def test_sessions_and_turns_come_back_as_they_were(store: SessionStore, tm
     await store.put_session(OPEN)
     turns = some_turns(3)
     for turn in turns:
-        await store.add_turn("a", turn, chat=b"\x00chat", reply=b"reply")
+        await store.add_turns("a", [StoredTurn(tokens=turn, chat=b"\x00chat", reply=b"reply")])
     await store.stop()
     again = SessionStore(tmp_path)
     assert await again.load_unsettled() == [OPEN]
@@ -120,7 +120,7 @@ async def test_settled_sessions_are_pruned_and_others_stay(store: SessionStore) 
         ("d", dataclasses.replace(STORED, settled_at=300.0)),
     ):
         await store.put_session(dataclasses.replace(session, session_id=name))
-        await store.add_turn(name, some_turns(1)[0])
+        await store.add_turns(name, [StoredTurn(tokens=some_turns(1)[0])])
     assert await store.prune(200.0, max_count=1) == 1
     assert await store.prune(200.0) == 1
     assert await store.prune(200.0) == 0
@@ -131,7 +131,7 @@ async def test_settled_sessions_are_pruned_and_others_stay(store: SessionStore) 
 async def test_a_change_that_fails_leaves_those_beside_it(store: SessionStore) -> None:
     turn = some_turns(1)[0]
     results = await asyncio.gather(
-        *(store.add_turn(name, turn) for name in ("a", "b", "a", "c")), return_exceptions=True
+        *(store.add_turns(name, [StoredTurn(tokens=turn)]) for name in ("a", "b", "a", "c")), return_exceptions=True
     )
     assert [type(result) for result in results] == [type(None), type(None), Internal, type(None)]
     assert "UNIQUE constraint failed" in str(results[2])
@@ -208,7 +208,7 @@ WRITER = """
 import asyncio, dataclasses, sys
 from pathlib import Path
 from tests.unit.rollout.test_gateway_store import CLOSED, OPEN, some_turns
-from fourfold_rollout.gateway.store import SessionStore
+from fourfold_rollout.gateway.store import SessionStore, StoredTurn
 
 async def agent(store, name):
     turns = some_turns(4)
@@ -216,7 +216,7 @@ async def agent(store, name):
         session = dataclasses.replace(OPEN, session_id=f"{name}-{number}")
         await store.put_session(session)
         for turn in turns:
-            await store.add_turn(session.session_id, turn)
+            await store.add_turns(session.session_id, [StoredTurn(tokens=turn)])
             print("turn", session.session_id, turn.turn.number, flush=True)
         await store.close_session(dataclasses.replace(CLOSED, session_id=session.session_id), b"t")
         print("closed", session.session_id, 0, flush=True)
@@ -263,7 +263,7 @@ FULL_DISK = """
 import asyncio, dataclasses, resource, sys
 from pathlib import Path
 from tests.unit.rollout.test_gateway_store import CLOSED, OPEN, some_turns
-from fourfold_rollout.gateway.store import SessionStore, StoreFull
+from fourfold_rollout.gateway.store import SessionStore, StoredTurn, StoreFull
 
 async def main():
     store = SessionStore(Path(sys.argv[1]))
@@ -308,7 +308,7 @@ async def test_ten_thousand_sessions_leave_memory_flat(store: SessionStore, tmp_
         name = f"s{number}"
         await store.put_session(dataclasses.replace(OPEN, session_id=name))
         for turn in turns:
-            await store.add_turn(name, turn, chat=bytes(200))
+            await store.add_turns(name, [StoredTurn(tokens=turn, chat=bytes(200))])
         await store.close_session(dataclasses.replace(CLOSED, session_id=name), bytes(500))
         await store.settle(dataclasses.replace(STORED, session_id=name))
 

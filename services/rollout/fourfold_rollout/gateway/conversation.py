@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -296,6 +296,15 @@ class Conversation:
         )
         self._add(prompt.thread, turn, reply)
         return _BASE.pack(base, count) + chat.SerializeToString(), reply.SerializeToString()
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that forgets what is recorded after this call."""
+        threads, replies = dict(self._threads), dict(self._replies)
+
+        def go_back() -> None:
+            self._threads, self._replies = threads, replies
+
+        return go_back
 
     def _entries(self, messages: Sequence[pb.Message]) -> tuple[_Entry, ...]:
         """Return the entries of a request; those of messages that the session has are not made again."""

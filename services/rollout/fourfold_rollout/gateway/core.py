@@ -114,14 +114,17 @@ class GatewayCore:
             now = time.monotonic()
             self._leased = {task_id: entry for task_id, entry in self._leased.items() if entry[2] > now}
             try:
-                for session in self.sessions.live:
-                    if session.stored.state == pb.SESSION_STATE_OPEN and session.expires_in() <= 0:
-                        await self._expire(session, "IDLE")
+                await self._expire_idle()
                 if now - pruned > _PRUNE_SECONDS:
                     pruned = now
                     await self.sessions.prune()
             except FourfoldError as error:  # such as a full disk, which the next tick may find mended
                 _log.warning("sessions could not be expired: %s", error)
+
+    async def _expire_idle(self) -> None:
+        for session in self.sessions.live:
+            if session.stored.state == pb.SESSION_STATE_OPEN and session.expires_in() <= 0:
+                await self._expire(session, "IDLE")
 
     async def on_delivered(self, session_id: str, reason: str) -> None:
         """Note that the run has a trajectory, or refused it with a reason."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.arrays import Int32Array
 from fourfold.coordinator.v1 import experience_service_pb2 as experience
-from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.group_requests import GroupRequest
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
@@ -29,7 +30,7 @@ from fourfold_rollout.gateway.conversation import ChatPrompt, ChatTemplate
 from fourfold_rollout.gateway.engines import EnginePool
 from fourfold_rollout.gateway.grammars import engine_grammar, tools_json
 from fourfold_rollout.gateway.sessions import Session
-from fourfold_rollout.gateway.store import SessionStore
+from fourfold_rollout.gateway.store import SessionStore, StoredTurn
 from fourfold_rollout.gateway.trajectory import PendingTurn, Sampling, Turn
 from fourfold_rollout.gateway.turns import TurnRequest, TurnSampler
 
@@ -103,8 +104,8 @@ class Generator:
                 while (running := session.running.get(request.request_id)) is not None:
                     await running.wait()
                 if turns := _stored_turns(session, request, digest):
-                    for turn in turns:
-                        yield self._replay(session, turn)
+                    for chunk in itertools.chain.from_iterable(self._replay(session, turn) for turn in turns):
+                        yield chunk
                     return
                 session.running[request.request_id] = asyncio.Event()
             plan = await self._plan(request, session)
@@ -220,8 +221,7 @@ class Generator:
                         last.append(chunk)
             session.check_open()
             last.sort(key=lambda chunk: chunk.sample_index)
-            writing = asyncio.ensure_future(self._commit(session, plan, pending, completions, last, digest))
-            await asyncio.shield(writing)
+            await _to_the_end(self._commit(session, plan, pending, completions, last, digest))
         finally:
             for turn in pending:
                 session.trajectory.cancel_turn(turn)
@@ -237,20 +237,32 @@ class Generator:
         last: list[pb.TurnChunk],
         digest: bytes,
     ) -> None:
+        """Add the samples of a turn to the session and to the store, all or none."""
         session.key = ""
-        for chunk, turn in zip(last, pending, strict=True):
-            tokens = session.trajectory.finish_turn(
-                turn,
-                completions[chunk.sample_index].tokens(),
-                finish_reason=chunk.finish_reason,
-                request_id=plan.request.request_id,
-                request_sha256=digest,
-                sample_index=chunk.sample_index,
-            )
-            chat, reply = b"", b""
-            if plan.chat is not None:
-                chat, reply = session.conversation.record(plan.chat, tokens.turn, chunk.message)
-            await self._store.add_turn(session.session_id, tokens, chat=chat, reply=reply)
+        turns: list[StoredTurn] = []
+        async with session.writing:
+            undo = session.trajectory.snapshot(), session.conversation.snapshot()
+            try:
+                for chunk, turn in zip(last, pending, strict=True):
+                    tokens = session.trajectory.finish_turn(
+                        turn,
+                        completions[chunk.sample_index].tokens(),
+                        finish_reason=chunk.finish_reason,
+                        request_id=plan.request.request_id,
+                        request_sha256=digest,
+                        sample_index=chunk.sample_index,
+                    )
+                    chat, reply = b"", b""
+                    if plan.chat is not None:
+                        chat, reply = session.conversation.record(plan.chat, tokens.turn, chunk.message)
+                    turns.append(StoredTurn(tokens=tokens, chat=chat, reply=reply))
+                await self._store.add_turns(session.session_id, turns)
+            except DeadlinePassed:
+                raise  # the store may still write the turns
+            except BaseException:
+                for go_back in undo:
+                    go_back()
+                raise
         session.set(session.stored)  # tells those who watch it
 
     async def _sample(self, plan: _Plan, timeout: float) -> AsyncGenerator[pb.TurnChunk, None]:
@@ -326,21 +338,44 @@ class Generator:
             message.tool_calls.add(id=name, name=call.name, arguments_json=call.arguments_json)
         return message
 
-    def _replay(self, session: Session, turn: Turn) -> pb.TurnChunk:
-        """Return a stored turn as one chunk. Its text is without stop strings only where it has a message."""
+    def _replay(self, session: Session, turn: Turn) -> list[pb.TurnChunk]:
+        """Return a stored turn, one chunk for each policy version.
+
+        Its text, in the last chunk, is without stop strings only where it has a message.
+        """
         tokens, reply = session.trajectory.completion_of(turn), session.conversation.reply_of(turn)
-        chunk = pb.TurnChunk(
-            sample_index=turn.sample_index,
-            token_ids=pack_ints(tokens.token_ids),
-            logprobs=pack_floats(tokens.logprobs),
-            policy_version=tokens.version_spans[-1].policy_version,
-            text=self._tokenizer.decode(tokens.token_ids.tolist()),
-            finish_reason=turn.finish_reason,
-            prompt_token_count=turn.prompt_token_count,
-        )
+        chunks, begin = list[pb.TurnChunk](), 0
+        for span in tokens.version_spans:
+            part = slice(begin, begin + span.token_count)
+            chunks.append(
+                pb.TurnChunk(
+                    sample_index=turn.sample_index,
+                    token_ids=pack_ints(tokens.token_ids[part]),
+                    logprobs=pack_floats(tokens.logprobs[part]),
+                    policy_version=span.policy_version,
+                )
+            )
+            begin += span.token_count
+        chunks[-1].text = self._tokenizer.decode(tokens.token_ids.tolist())
+        chunks[-1].finish_reason, chunks[-1].prompt_token_count = turn.finish_reason, turn.prompt_token_count
         if reply is not None:
-            chunk.message.CopyFrom(reply)
-        return chunk
+            chunks[-1].message.CopyFrom(reply)
+        return chunks
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`. When this call is cancelled, because its agent has left, it ends only after `work`.
+
+    Otherwise the session could close, or the same request could come again, before its turn is stored.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # asyncio logs an exception that no code retrieves
+        raise
 
 
 def _stored_turns(session: Session, request: pb.GenerateRequest, digest: bytes) -> list[Turn]:

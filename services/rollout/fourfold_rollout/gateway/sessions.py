@@ -50,6 +50,7 @@ class Session:
         self.turns_in_flight = 0
         self.running: dict[str, asyncio.Event] = {}  # by request_id; set when the turn has ended
         self.closing = asyncio.Lock()
+        self.writing = asyncio.Lock()  # held while finished turns are added and written
         self._changed = asyncio.Event()
 
     @property

@@ -1,6 +1,6 @@
 """Keeps the sessions of a gateway in a database: their state, their turns, and closed trajectories on their way.
 
-    add_turn, close_session ... --> queue --> writer thread: everything that waits, in one transaction --> callers
+    add_turns, close_session ... --> queue --> writer thread: everything that waits, in one transaction --> callers
 
 The database is SQLite in WAL mode, `sessions.sqlite` in the gateway's folder. A call returns when its transaction is
 committed, so that a killed process loses nothing that it reported. A machine that loses power may lose the turns of
@@ -105,9 +105,9 @@ class StoredTurn:
     """A turn, and what its conversation added."""
 
     tokens: TurnTokens
-    chat: bytes
+    chat: bytes = b""
     """From `Conversation.record`; empty for a prompt that was not a conversation."""
-    reply: bytes
+    reply: bytes = b""
     """The assistant's message, encoded; empty likewise."""
 
 
@@ -154,10 +154,10 @@ class SessionStore:
         row = _session_row(session)
         await self._do(lambda db: _put_session(db, row))
 
-    async def add_turn(self, session_id: str, tokens: TurnTokens, *, chat: bytes = b"", reply: bytes = b"") -> None:
-        """Add a finished turn. The turns of a session are added in the order in which they finished."""
-        row = _turn_row(session_id, tokens, chat, reply)
-        await self._do(lambda db: _ignore(db.execute(_PUT_TURN, row)))
+    async def add_turns(self, session_id: str, turns: Sequence[StoredTurn]) -> None:
+        """Add finished turns, all or none. The turns of a session are added in the order in which they finished."""
+        rows = [_turn_row(session_id, turn.tokens, turn.chat, turn.reply) for turn in turns]
+        await self._do(lambda db: _ignore(db.executemany(_PUT_TURN, rows)))
 
     async def close_session(self, session: StoredSession, trajectory: bytes) -> None:
         """Replace the row of a session and put its trajectory into the outbox; flush both to the disk."""

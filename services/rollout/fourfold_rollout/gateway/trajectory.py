@@ -10,7 +10,7 @@ the segment that their prompts continue, and each of the others opens a segment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -227,6 +227,15 @@ class Trajectory:
                 self._claims[number] = None  # its prompt lacks the tokens of this turn
         self._add(tokens)
         return tokens
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that takes the turns away that finish after this call; turns in flight stay."""
+        segments, turns = list(self._segments), dict(self._turns)
+
+        def go_back() -> None:
+            self._segments, self._turns = segments, turns
+
+        return go_back
 
     def completion_of(self, turn: Turn) -> SampledTokens:
         """Return the sampled tokens of a finished turn."""

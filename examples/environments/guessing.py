@@ -25,14 +25,15 @@ class Guessing:
         """Begin a game and return what the model sees first."""
         # Any answer gives a number of the game: the last digits of "42" give 2 of 1 to 10.
         self.number = int(re.sub(r"\D", "", task.answer) or "0") % self.highest + 1
-        return Observation(f"Guess my number. It is between 1 and {self.highest}. Reply with a number only.")
+        # The system prompt of the recipe comes before this text.
+        return Observation(f"Guess my number. It is between 1 and {self.highest}.")
 
     async def step(self, action: Action) -> Observation | Done:
         """Answer a guess."""
         self.guesses += 1
         found = re.search(r"\d+", action.text)
         if found is None:
-            return Observation("That is no number. Reply with a number only.")
+            return Observation("That is no number.")
         guess = int(found[0][:9])
         self.distance = min(float(abs(guess - self.number)), self.distance)
         if guess == self.number:

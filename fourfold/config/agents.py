@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from fourfold.config.table import Seconds
 from fourfold.table import Table
+
+CONSTRAINED_TOOL_PARSERS: Final = ("hermes", "longcat", "qwen", "qwen2_5")
+"""Values of `rollout.tool_parser` that read <tool_call>{"name": ..., "arguments": ...}</tool_call>: the form for which
+there is a grammar."""
 
 
 class AgentsConfig(Table):
@@ -65,6 +69,10 @@ class EnvironmentConfig(Table):
     """Arguments of the environment."""
     tools: list[str] = Field(default=[])
     """FILE.py:NAME of functions that the model may call, or "builtin:python" for a sandboxed interpreter."""
+    tool_calls: Literal["free", "valid", "required"] = "free"
+    """free: the model writes calls without help. valid: a grammar lets it write only calls that fit the tools.
+    required: valid, and each turn must have a call until one was made. The tokens that a grammar decides are not
+    trained on."""
     max_turns: int = Field(default=8, ge=1)
     """Turns of one episode; it is truncated after them."""
     processes: int = Field(default=1, ge=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fourfold.config.agents import CONSTRAINED_TOOL_PARSERS
+
 if TYPE_CHECKING:
     from fourfold.config.schema import Config
 
@@ -68,6 +70,8 @@ def _check_agents(config: Config) -> None:
             'environment.tools gives the model tools, and rollout.tool_parser = "" reads no calls of them; set it to '
             'the parser of the model, such as "hermes"'
         )
+    if config.environment.tool_calls != "free":
+        _check_tool_calls(config)
     if agents.min_attempts > group_size:
         raise ValueError(
             f"agents.min_attempts = {agents.min_attempts} is above batch.group_size = {group_size}; lower it, or set "
@@ -79,6 +83,22 @@ def _check_agents(config: Config) -> None:
             f"exclude each other: agents make no greedy attempt; choose another advantage"
         )
     _check_data(config)
+
+
+def _check_tool_calls(config: Config) -> None:
+    """Check that there are tools, and a grammar for their calls."""
+    environment, parser = config.environment, config.rollout.tool_parser
+    if not environment.tools:
+        raise ValueError(
+            f'environment.tool_calls = "{environment.tool_calls}" constrains calls of tools, and environment.tools is '
+            f'empty; name tools, or set tool_calls = "free"'
+        )
+    if parser not in CONSTRAINED_TOOL_PARSERS:
+        raise ValueError(
+            f'environment.tool_calls = "{environment.tool_calls}" needs a grammar for calls, and there is none for '
+            f'rollout.tool_parser = "{parser}"; use one of {", ".join(CONSTRAINED_TOOL_PARSERS)}, or set tool_calls = '
+            f'"free"'
+        )
 
 
 def _check_data(config: Config) -> None:

@@ -73,6 +73,11 @@ class Echo:
     def truncate(self):
         return Done(0.25) if self.task.answer != "no reward" else None
 
+class Text(Echo):
+    def reset(self, task):
+        super().reset(task)
+        return Observation("begin")
+
 class Threads(Echo):
     def step(self, action):
         if self.task.answer == "hang": time.sleep(1000)
@@ -128,7 +133,7 @@ async def stage(serve: Serve, tmp_path: Path) -> AsyncIterator[Make]:
             **environment: Any,
         ) -> Stage:
             values = {"source": f"{tmp_path}/envs.py:Echo", "step_seconds": 20, "concurrent_episodes": 4, **environment}
-            recipe = Config.model_validate({**RECIPE, "environment": values})
+            recipe = Config.model_validate({**RECIPE, "environment": values, "rollout": {"tool_parser": "hermes"}})
             config = recipe.environment
             gateway = FakeGateway(policy, context=context, http_url=http_url)
             channel = await serve(gateway.servicer())
@@ -146,6 +151,7 @@ async def stage(serve: Serve, tmp_path: Path) -> AsyncIterator[Make]:
                 max_new_tokens=64,
                 episode_seconds=config.episode_seconds,
                 scores=scores,
+                tool_calls=config.tool_calls,
             )
             python = PythonTool(seconds=20) if PYTHON_TOOL in config.tools else None
             runner = Runner(pool, limits, concurrent=config.concurrent_episodes, python=python)
@@ -337,6 +343,34 @@ async def test_tool_calls_are_answered_and_counted(stage: Make, tmp_path: Path) 
     assert [text.startswith("Error: ") for text in results] == [False, True, True, True, True, False, True]
     assert "unlucky" in results[3] and "no tool 'sub'" in results[4]
     assert [m.tool_call_id for m in second.chat.messages[2:]] == [f"call-{i}" for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("tool_calls", "required"),
+    [("free", [None, None, None]), ("valid", [False, False, False]), ("required", [True, True, False])],
+)
+async def test_a_grammar_makes_calls_valid_and_requires_the_first(
+    stage: Make, tmp_path: Path, tool_calls: str, required: list[bool | None]
+) -> None:
+    replies = iter([pb.Message(role="assistant", content="cut off"), calls(("add", '{"a": 1}')), "the end"])
+    s = await stage(
+        lambda request: next(replies),
+        options={"turns": 2},
+        tools=[f"{tmp_path}/envs.py:add"],
+        tool_calls=tool_calls,
+    )
+    assert (await s.outcome()).reward == 2
+    grammars = [turn.sampling_params.grammar for turn in s.gateway.turns]
+    assert [g.tool_calls.required if g.HasField("tool_calls") else None for g in grammars] == required
+
+
+async def test_a_text_as_first_observation_follows_the_system_prompt(stage: Make, tmp_path: Path) -> None:
+    s = await stage(source=f"{tmp_path}/envs.py:Text")
+    messages = [pb.Message(role="system", content="Be brief."), pb.Message(role="user", content="the task")]
+    await s.outcome(text="", messages=messages)
+    first, second = s.gateway.turns
+    assert [(m.role, m.content) for m in first.chat.messages] == [("system", "Be brief."), ("user", "begin")]
+    assert [m.role for m in second.chat.messages] == ["system", "user", "assistant", "user"]
 
 
 async def test_hostile_output_of_a_tool_is_cut_and_cleaned(stage: Make, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from fourfold.arrays import Sample
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
+from fourfold.reward.v1.reward_service_pb2 import ScoreItem
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from tests.fakes.stage import Stage, check_books, hang_in_step, successor, until
 from tests.fakes.toy_gateway import FakeGateway, new_attempt_id, trajectory
@@ -264,8 +265,26 @@ async def test_ready_groups_of_agents_survive_the_coordinator(make_stage: Callab
     assert stage.report()["dropped"] == {"ABANDONED": 2}
 
 
+async def test_lines_of_samples_have_the_prompt_of_the_agent(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1, agents=AGENTS)
+    gateway = await begin(stage)
+
+    def attempt(task: pb.LeasedTask) -> pb.Trajectory:
+        task.messages_json, task.text = "", "0123456789"  # the tokenizer of the toy decodes 33 characters further
+        return trajectory(task)
+
+    gateway.on_task = attempt
+    assert await stage.finish() == 0
+    assert {line["prompt"] for line in stage.lines("samples.jsonl")} == {"QRSTUVWXYZ"}
+
+
 async def test_the_reward_service_scores_what_agents_do_not(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, agents={**AGENTS, "reward": "service"})
+    stage, scored = make_stage(steps=1, agents={**AGENTS, "reward": "service"}), dict[str, str]()
+
+    def note(item: ScoreItem) -> None:
+        scored[item.experience.sample_id] = item.completion_text
+
+    stage.reward.outcome = note
     gateway = await begin(stage)
 
     def attempt(task: pb.LeasedTask) -> pb.Trajectory:
@@ -276,8 +295,13 @@ async def test_the_reward_service_scores_what_agents_do_not(make_stage: Callable
 
     gateway.on_task = attempt
     assert await stage.finish() == 0
-    scorers = [line["scorer"] for line in stage.lines("samples.jsonl")]
+    lines = stage.lines("samples.jsonl")
+    scorers = [line["scorer"] for line in lines]
     assert scorers.count("agent") == 3
     assert len(scorers) == 12 and all(scorers)
+    for line in lines:
+        if line["scorer"] != "agent":
+            turn = scored[line["sample_id"]]
+            assert line["completion"] == f"{turn}`{turn}", "the last turn is scored, not the conversation"
     ledger = stage.ledger()
     assert [row.missing_count for row in ledger.evals()] == [0, 0]

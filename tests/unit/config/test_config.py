@@ -61,6 +61,14 @@ def test_tools_of_an_environment_need_a_parser(tmp_path: Path) -> None:
     assert config.load(write(tmp_path, f'{RECIPE}{agents}[rollout]\ntool_parser = "hermes"\n')).environment.tools
 
 
+def test_constrained_tool_calls_need_tools_and_a_grammar(tmp_path: Path) -> None:
+    agents = '[agents]\nsource = "tasks"\n[environment]\nreplicas = 1\ntool_calls = "required"\n'
+    assert "environment.tools is empty" in refused(tmp_path, f'{RECIPE}{agents}source = "a.py:A"\n')
+    tools = f'{RECIPE}{agents}tools = ["builtin:python"]\n[rollout]\ntool_parser = '
+    assert '"mistral"; use one of hermes' in refused(tmp_path, f'{tools}"mistral"\n')
+    assert config.load(write(tmp_path, f'{tools}"hermes"\n')).environment.tool_calls == "required"
+
+
 def test_a_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
     settings = config.load(write(tmp_path, RECIPE))
     assert settings.sampling.temperature == 1.0

@@ -183,7 +183,7 @@ class Counting:
 
 def test_a_gymnasium_environment_adds_up_its_rewards() -> None:
     episode = GymnasiumEpisode(Counting())
-    assert episode.reset(TASK) == Observation((Message("system", "s"), Message("user", "say a")))
+    assert episode.reset(TASK) == Observation("say a")
     assert episode.step(action("b")) == Observation("again")
     assert episode.step(action("a")) == Done(1.0)
     episode.reset(TASK)
@@ -222,7 +222,7 @@ def seen(text: str, *, reward: float | None = None, done: bool = False) -> dict[
 async def test_an_openenv_episode_is_one_connection() -> None:
     socket = Socket(seen("hello"), seen("more", reward=0.5), seen("end", reward=1.0, done=True))
     episode = OpenEnvEpisode(lambda: socket, "ws://x/ws", observation_field="text", reset={"level": 3})
-    assert await episode.reset(TASK) == Observation((Message("system", "s"), Message("user", "hello")))
+    assert await episode.reset(TASK) == Observation("hello")
     assert await episode.step(action("go")) == Observation("more")
     assert episode.truncate() == Done(0.5, truncated=True)
     assert await episode.step(action("on")) == Done(1.5)

@@ -10,7 +10,8 @@ Each trajectory of the steps done is a line of samples.jsonl:
 - `logprob_mean` is the mean log-probability of the sampled tokens, in nats, rounded to 6 decimals.
 - A span is [policy version, tokens]; -1 stands for the prompt, and for what an agent observed.
 - A trajectory of an agent has its segments in one line: `completion_tokens`, `logprob_mean` and `version_spans` are of
-  all segments, one after the other. `completion` is the text of the last one after its first prompt, observations
+  all segments, one after the other. `prompt` is what the model read first, without special tokens, if that
+  is not the prompt of the task. `completion` is the text of the last segment after its first prompt, observations
   included.
 - `dropped` is the reason of a trajectory that was not trained on. It has a score if it was scored before, as FILTERED
   and BASELINE always were. Samples that were dropped before they were sampled have no line.
@@ -59,6 +60,13 @@ class Trajectory:
     more_segments: tuple[Sample, ...] = ()  # segments 1, 2, ...
     by_agent: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)  # numbers of the agent
+    first_prompt: str = ""  # of an agent, without special tokens; empty: the prompt of the task
+    last_turn: str | None = None  # text of the last sampled turn, for scorers; None: the completion
+
+    @property
+    def prompt_text(self) -> str:
+        """Return what the model read before its first sampled token."""
+        return self.first_prompt or self.prompt.text
 
     @property
     def segments(self) -> tuple[Sample, ...]:
@@ -258,6 +266,14 @@ def prompt_length(sample: Sample) -> int:
     return int(np.argmax(sample.action_mask))
 
 
+def last_turn(sample: Sample) -> slice:
+    """Return the place of the last span of sampled tokens."""
+    mask = sample.action_mask
+    end = len(mask) - int(np.argmax(mask[::-1]))
+    observed = np.flatnonzero(~mask[:end])
+    return slice(int(observed[-1]) + 1 if len(observed) else 0, end)
+
+
 def _line(step: int, trajectory: Trajectory) -> str:
     """Return the line of a trajectory with an empty completion."""
     sample = trajectory.sample
@@ -266,7 +282,7 @@ def _line(step: int, trajectory: Trajectory) -> str:
         "step": step,
         "sample_id": sample.sample_id,
         "group_id": sample.group_id,
-        "prompt": trajectory.prompt.text,
+        "prompt": trajectory.prompt_text,
         "completion": "",
         "answer": trajectory.prompt.answer,
         "prompt_tokens": prompt_length(sample),

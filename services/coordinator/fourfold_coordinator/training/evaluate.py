@@ -178,6 +178,6 @@ class Evaluator:
         random.Random(derive_seed(self._config.seed, "shown")).shuffle(order)
         examples = [first[index] for index in order if index in first][:EXAMPLE_COUNT]
         return [
-            {"prompt": a.prompt.text, "completion": a.completion, "answer": a.prompt.answer, "score": a.sample.score}
+            {"prompt": a.prompt_text, "completion": a.completion, "answer": a.prompt.answer, "score": a.sample.score}
             for a in examples
         ]

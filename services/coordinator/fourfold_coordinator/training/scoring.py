@@ -255,7 +255,8 @@ def score_item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem
     return reward.ScoreItem(
         experience=encode(sample) if with_tokens else ids_only,
         prompt_text=prompt.text,
-        completion_text=trajectory.completion,
+        # The last turn is the answer; a verifier must not find one in a result of a tool.
+        completion_text=trajectory.completion if trajectory.last_turn is None else trajectory.last_turn,
         answer=prompt.answer,
         metadata_json=prompt.metadata_json,
     )

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
+import numpy as np
+
 from fourfold.arrays import Float32Array, Int32Array, Sample
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config import Config
@@ -18,7 +20,7 @@ from ..data.texts import TextDecoder
 from ..routing.replica import ReplicaKey, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
-from ..state.samples import Trajectory, build_sample, prompt_length, sampling_params
+from ..state.samples import Trajectory, build_sample, last_turn, prompt_length, sampling_params
 from .group_sampling import GroupSampler
 from .scoring import Scoring
 
@@ -126,10 +128,19 @@ class ServiceCalls:
         ]
 
     async def with_completions(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return trajectories of agents with their completions: the texts of their last segments."""
-        last = [trajectory.segments[-1] for trajectory in trajectories]
-        texts = await self._texts.decode([segment.token_ids[prompt_length(segment) :] for segment in last])
-        return [replace(t, completion=text) for t, text in zip(trajectories, texts, strict=True)]
+        """Return trajectories of agents with their texts: the first prompt, the last segment and its last turn."""
+        sequences = list[Int32Array]()
+        for trajectory in trajectories:
+            last, first = trajectory.segments[-1], trajectory.sample.token_ids[: prompt_length(trajectory.sample)]
+            task = trajectory.prompt.token_ids  # empty: the agent described the problem itself
+            own = len(task) > 0 and not np.array_equal(first, task)
+            completion, turn = last.token_ids[prompt_length(last) :], last.token_ids[last_turn(last)]
+            sequences += (first if own else first[:0], completion, turn)
+        texts = iter(await self._texts.decode(sequences))
+        return [
+            replace(t, first_prompt=prompt, completion=completion, last_turn=turn)
+            for t, prompt, completion, turn in zip(trajectories, texts, texts, texts, strict=True)
+        ]
 
     async def reference(self, samples: Sequence[Sample], budget: RetryBudget) -> list[Float32Array]:
         """Return the log-probabilities of samples under the frozen reference policy, float32 [n] each.

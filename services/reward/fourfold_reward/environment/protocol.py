@@ -113,7 +113,8 @@ class Observation:
     """What the model sees next."""
 
     content: str | Sequence[Message] | RawText | TokenIds
-    """A text is one message of the user. Messages and raw text are added to those before."""
+    """A text is one message of the user; the first one follows the system prompt of the task. Messages and raw text are
+    added to those before."""
 
 
 @dataclass(frozen=True, slots=True)

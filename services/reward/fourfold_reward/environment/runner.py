@@ -54,6 +54,8 @@ class EpisodeLimits:
     episode_seconds: float
     scores: bool
     """Whether the run's reward service scores sessions (agents.reward)."""
+    tool_calls: str = "free"
+    """environment.tool_calls."""
 
 
 class _Truncated(Exception):
@@ -320,6 +322,9 @@ class Play:
         else:
             request.chat.messages.extend(prompt.messages)
             request.chat.tools.extend(self._tools())
+            if self._limits.tool_calls != "free":
+                grammar = request.sampling_params.grammar.tool_calls
+                grammar.required = self._limits.tool_calls == "required" and not self._calls
         try:
             turn = await self._gateway.generate(request, until=self._until)
         except InvalidInput as error:

@@ -57,6 +57,7 @@ async def serve(options: ServeOptions) -> int:
         max_new_tokens=config.sampling.max_new_tokens,
         episode_seconds=environment.episode_seconds,
         scores=config.agents.reward == "service",
+        tool_calls=environment.tool_calls,
     )
     python = None
     if PYTHON_TOOL in environment.tools:

@@ -139,7 +139,11 @@ class Worker:
         environment = episode.environment
         match request["op"]:
             case "reset":
-                return await self._call(episode, environment.reset, wire.task_from(request["task"]))
+                task = wire.task_from(request["task"])
+                result = await self._call(episode, environment.reset, task)
+                if isinstance(result, Observation) and isinstance(result.content, str):
+                    return Observation(adapters.first_prompt(task, result.content))
+                return result
             case "step":
                 return await self._call(episode, environment.step, wire.action_from(request["action"]))
             case "run":

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.config.agents import CONSTRAINED_TOOL_PARSERS
 from fourfold.errors import InvalidInput, WrongState
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-
-# Parsers of vLLM that read <tool_call>{"name": ..., "arguments": ...}</tool_call>.
-_HERMES_PARSERS: Final = frozenset({"hermes", "qwen", "qwen2_5", "longcat"})
 
 
 def engine_grammar(grammar: pb.Grammar, tools: Sequence[pb.Tool], tool_parser: str) -> rollout.Grammar:
@@ -36,10 +34,10 @@ def engine_grammar(grammar: pb.Grammar, tools: Sequence[pb.Tool], tool_parser: s
     if not callable_tools:
         names = ", ".join(tool.name for tool in tools) or "none"
         raise InvalidInput(f"the grammar allows calls of {wanted.name or 'tools'!r:.80}; tools of the request: {names}")
-    if tool_parser not in _HERMES_PARSERS:
+    if tool_parser not in CONSTRAINED_TOOL_PARSERS:
         raise WrongState(
             f"tool calls in the form of rollout.tool_parser = {tool_parser!r} cannot be constrained; supported are "
-            f"{', '.join(sorted(_HERMES_PARSERS))}: leave the grammar out",
+            f"{', '.join(CONSTRAINED_TOOL_PARSERS)}: leave the grammar out",
             reason="NOT_SUPPORTED",
         )
     return rollout.Grammar(structural_tag_json=json.dumps(_hermes_tag(callable_tools, required=wanted.required)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fourfold_reward.environment.adapters import Factory, first_prompt
+from fourfold_reward.environment.adapters import Factory
 from fourfold_reward.environment.protocol import Action, Done, Observation, Task
 from fourfold_reward.environment.spec import EnvironmentSpec, load_object
 
@@ -46,7 +46,7 @@ class GymnasiumEpisode:
         """Reset with the task's seed; the problem is in the options."""
         options = {"text": task.prompt[-1].content, "answer": task.answer, "metadata": dict(task.metadata)}
         observation, _ = self._environment.reset(seed=task.seed % (1 << 31), options=options)
-        return Observation(first_prompt(task, str(observation)))
+        return Observation(str(observation))
 
     def step(self, action: Action) -> Observation | Done:
         """Take the model's text as the action."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fourfold_reward.environment.adapters import Factory, first_prompt
+from fourfold_reward.environment.adapters import Factory
 from fourfold_reward.environment.protocol import Action, Done, Observation, Task
 from fourfold_reward.environment.spec import EnvironmentSpec
 from fourfold_reward.loader import VerifierError
@@ -65,9 +65,7 @@ class OpenEnvEpisode:
         self._session = self._open_session()
         self._socket = await self._session.ws_connect(self._url, max_msg_size=_MAX_BYTES)
         result = await self._ask("reset", {"seed": task.seed % (1 << 31), **self._reset})
-        if isinstance(result, Done):
-            return result
-        return Observation(first_prompt(task, result))
+        return result if isinstance(result, Done) else Observation(result)
 
     async def step(self, action: Action) -> Observation | Done:
         """Send the model's text as an action."""

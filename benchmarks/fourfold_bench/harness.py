@@ -218,6 +218,7 @@ def add_arguments(benchmark: Benchmark[Any], parser: argparse.ArgumentParser) ->
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="an empty or new folder for logs and other files")
     parser.add_argument("--name", default="", help="name of the result; default: from the settings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result to FILE")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the result to DIR/NAME-DATE.json")
     parser.add_argument("--save", action="store_true", help=f"write the result to {record.RESULTS}")
 
 
@@ -253,8 +254,8 @@ def run(benchmark: Benchmark[Any], args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         _plot(benchmark, document, args.json)
-    if args.save:
-        path = record.write(record.results_folder(), document)
+    for folder in [*([args.out] if args.out else []), *([record.results_folder()] if args.save else [])]:
+        path = record.write(folder, document)
         print(path)
         _plot(benchmark, document, path)
     print("\n".join(benchmark.table(document)))
@@ -302,7 +303,7 @@ def check_places(benchmark: Benchmark[Any], args: argparse.Namespace) -> None:
         record.results_folder()
     if args.json is not None and args.json.is_dir():
         raise ConfigError(f"--json {args.json}: this is a folder; give a file for the result")
-    for name in ("json", "keep", *(["profile"] if benchmark.profiled else [])):
+    for name in ("json", "keep", "out", *(["profile"] if benchmark.profiled else [])):
         if (place := getattr(args, name)) is not None:
             _make_folder(place.parent if name == "json" else place, f"--{name} {place}")
 

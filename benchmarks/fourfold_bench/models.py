@@ -66,9 +66,6 @@ def write_model(folder: Path, shape: str, *, context: int, dtype: str = "bfloat1
     """Write config.json, the weights and the tokenizer; the arguments are those of `write_config`."""
     import torch
     import transformers
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
 
     write_config(folder, shape, context=context)
     torch.manual_seed(_SEED)
@@ -78,6 +75,15 @@ def write_model(folder: Path, shape: str, *, context: int, dtype: str = "bfloat1
     # transformers writes its defaults into both files, among them ids that end a sample.
     (folder / "generation_config.json").unlink(missing_ok=True)
     write_config(folder, shape, context=context)
+    write_tokenizer(folder, shape)
+
+
+def write_tokenizer(folder: Path, shape: str) -> None:
+    """Write the tokenizer alone."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
     words = {f"w{index}": index for index in range(SHAPES[shape]["vocab_size"])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

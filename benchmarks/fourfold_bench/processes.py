@@ -17,6 +17,8 @@ from fourfold.host.scratch import Scratch
 _POLL_SECONDS: Final = 0.02
 _STOP_SECONDS: Final = 5.0
 _MODEL_SECONDS: Final = 600.0
+_MEET_SECONDS: Final = 600.0
+_MEET_POLL_SECONDS: Final = 0.001
 
 
 class BenchProcesses:
@@ -110,6 +112,20 @@ class BenchProcesses:
     def stop(self) -> None:
         """End all children and their descendants. None can be started afterwards."""
         self._supervisor.stop(_STOP_SECONDS)
+
+
+def meet(folder: Path, place: str, index: int, count: int) -> None:
+    """Return when `count` processes have come to this place; they meet by files in a folder.
+
+    Raises:
+        DeadlinePassed: another one did not come.
+    """
+    (folder / f"{place}.{index}").touch()
+    deadline = time.monotonic() + _MEET_SECONDS
+    while len(list(folder.glob(f"{place}.*"))) < count:
+        if time.monotonic() > deadline:
+            raise DeadlinePassed(f"another client did not come to {place} in {_MEET_SECONDS:.0f} s")
+        time.sleep(_MEET_POLL_SECONDS)
 
 
 @contextmanager

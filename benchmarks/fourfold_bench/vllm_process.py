@@ -45,6 +45,18 @@ def prepare(*, on_gpus: bool) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def server_environment(*, kv_cache_gib: int) -> dict[str, str]:
+    """Return the environment of `vllm serve`; `kv_cache_gib` is that of an engine on CPU, 0 on GPUs."""
+    found = _ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "WARNING"}
+    if kv_cache_gib:
+        cores = str(len(os.sched_getaffinity(0)))
+        return found | {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "OMP_NUM_THREADS": cores}
+    if importlib.util.find_spec("flashinfer") is None:
+        found["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM 0.26 imports it without a check
+    path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]  # of ninja, which builds kernels
+    return found | {"PATH": os.pathsep.join(path)}
+
+
 def meet_in(scratch: Path) -> None:
     """Let the engine's processes meet in a folder; before vLLM 0.32 they meet at a port that listens everywhere."""
     from vllm.v1.executor import multiproc_executor, uniproc_executor

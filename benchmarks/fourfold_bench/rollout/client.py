@@ -18,16 +18,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from fourfold.errors import DeadlinePassed
 from fourfold.host.process_tree import die_with_parent
 from fourfold.rollout.client import AsyncRolloutClient, Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
+from fourfold_bench.processes import meet
 from fourfold_bench.rollout.benchmark import GREEDY_TOKENS, RolloutSettings
 from fourfold_bench.streams import Streams, first_token_seconds, streaming_request
 
-_POLL_SECONDS: Final = 0.001
-_MEET_SECONDS: Final = 600.0
 # Numbers of rounds, so that no two rounds have the same prompts.
 _BESIDE: Final = 100_000
 _STREAMS: Final = 200_000
@@ -136,15 +134,7 @@ class RolloutCaller:
 
     async def _meet(self, place: str, *, count: int = 0) -> None:
         """Return when every client, or `count` processes, have come to this place."""
-        await asyncio.to_thread(self._wait_for_all, place, count or self._settings.clients)
-
-    def _wait_for_all(self, place: str, count: int) -> None:
-        (self._folder / f"{place}.{self._index}").touch()
-        deadline = time.monotonic() + _MEET_SECONDS
-        while len(list(self._folder.glob(f"{place}.*"))) < count:
-            if time.monotonic() > deadline:
-                raise DeadlinePassed(f"another client did not come to {place} in {_MEET_SECONDS:.0f} s")
-            time.sleep(_POLL_SECONDS)
+        await asyncio.to_thread(meet, self._folder, place, self._index, count or self._settings.clients)
 
 
 async def _measure(settings: RolloutSettings, index: int, target: str, folder: Path) -> dict[str, Any]:

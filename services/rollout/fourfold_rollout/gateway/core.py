@@ -49,6 +49,7 @@ _MAX_TEXT_BYTES: Final = 8 << 20
 _MAX_JSON_BYTES: Final = 64 << 10
 _IDLE_SECONDS: Final = (1.0, 600.0, 3600.0)  # least, default, most
 _WAIT_SECONDS: Final = (10.0, 60.0)  # default, most
+_FEW_TOKENS: Final = 64
 _SCORE_SECONDS: Final = 60.0
 _TICK_SECONDS: Final = 0.5
 _PRUNE_SECONDS: Final = 60.0
@@ -213,6 +214,8 @@ class GatewayCore:
         if (wrong := next((i for i in request.token_ids if not 0 <= i < size), None)) is not None:
             raise InvalidInput(f"token id {wrong} is outside the vocabulary [0, {size})")
         ids = list(request.token_ids)
+        if len(ids) <= _FEW_TOKENS:  # a thread would take longer
+            return pb.DetokenizeResponse(text=self._tokenizer.decode(ids))
         return pb.DetokenizeResponse(text=await asyncio.to_thread(self._tokenizer.decode, ids))
 
     async def apply_chat_template(

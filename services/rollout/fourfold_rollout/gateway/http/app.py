@@ -237,7 +237,8 @@ class _Exchange:
                 live = not info.separates_reasoning and not options.request.chat.tools
                 await self._stream(route.turns.Stream(turn, app._texts, live=live))
             else:
-                await self._reply(200, encode(await route.turns.respond(turn, app._texts)))
+                response: bytes | dict[str, Any] = await route.turns.respond(turn, app._texts)
+                await self._reply(200, response if isinstance(response, bytes) else encode(response))
         elif route.method == "GetInfo":
             model = {"id": (await app.info(caller)).model, "object": "model", "created": 0, "owned_by": "fourfold"}
             # The last three are Anthropic's names; both SDKs read this list.

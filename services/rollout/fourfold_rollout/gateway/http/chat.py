@@ -129,20 +129,21 @@ def _constrain(request: pb.GenerateRequest, fields: Fields) -> None:
         form.refuse("type", 'is not supported; send "text", "json_object" or "json_schema"')
 
 
-async def respond(turn: Turn, texts: TokenTexts) -> dict[str, Any]:
+async def respond(turn: Turn, texts: TokenTexts) -> bytes:
     """Run the turn, and return the response."""
     await turn.finish()
-    return {
+    choices = [await _choice(turn, sample, texts) for sample in turn.samples]
+    rest = {
         "id": f"chatcmpl-{turn.id}",
         "object": "chat.completion",
         "created": turn.created,
         "model": turn.model,
-        "choices": [await _choice(turn, sample, texts) for sample in turn.samples],
         "usage": turn.usage(),
     }
+    return b'%b,"choices":[%b]}' % (encode(rest)[:-1], b",".join(choices))
 
 
-async def _choice(turn: Turn, sample: Sample, texts: TokenTexts) -> dict[str, Any]:
+async def _choice(turn: Turn, sample: Sample, texts: TokenTexts) -> bytes:
     message: dict[str, Any] = {"role": "assistant", "content": sample.content, "refusal": None}
     calls = sample.message.tool_calls if sample.message is not None else ()
     if sample.message is not None and sample.message.reasoning:
@@ -153,27 +154,25 @@ async def _choice(turn: Turn, sample: Sample, texts: TokenTexts) -> dict[str, An
     choice: dict[str, Any] = {
         "index": sample.index,
         "message": message,
-        "logprobs": await _logprobs(turn, texts, sample.ids, sample.logprobs),
         "finish_reason": FINISH.get(sample.finish, "stop"),
     }
     if turn.options.token_ids:
         choice["fourfold"] = sample.extension()
-    return choice
+    logprobs = await _logprobs(turn, texts, sample.ids, sample.logprobs)
+    return b'%b,"logprobs":%b}' % (encode(choice)[:-1], logprobs)
 
 
 def _call(call: pb.ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
 
 
-async def _logprobs(turn: Turn, texts: TokenTexts, ids: list[int], values: list[float]) -> dict[str, Any] | None:
+async def _logprobs(turn: Turn, texts: TokenTexts, ids: list[int], values: list[float]) -> bytes:
     if not turn.options.logprobs:
-        return None
-    words = await texts.of(turn.caller, ids)
-    content = [
-        {"token": word, "logprob": finite(value), "bytes": list(word.encode()), "top_logprobs": []}
-        for word, value in zip(words, values, strict=True)
-    ]
-    return {"content": content, "refusal": None}
+        return b"null"
+    # Not by `encode`, which takes 1.4 ms for 512 tokens; this takes a quarter of it.
+    tokens = zip(await texts.json_of(turn.caller, ids), values, strict=True)
+    content = ",".join([f'{{{text},"top_logprobs":[],"logprob":{finite(value)!r}}}' for text, value in tokens])
+    return f'{{"content":[{content}],"refusal":null}}'.encode()
 
 
 class Stream:
@@ -215,7 +214,7 @@ class Stream:
         if not self._turn.options.logprobs:
             return b"null"
         begin, self._sent[sample.index] = self._sent[sample.index], len(sample.ids)
-        return encode(await _logprobs(self._turn, self._texts, sample.ids[begin:], sample.logprobs[begin:]))
+        return await _logprobs(self._turn, self._texts, sample.ids[begin:], sample.logprobs[begin:])
 
     async def _end(self, sample: Sample) -> bytes:
         out = b""

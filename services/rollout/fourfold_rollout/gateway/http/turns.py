@@ -138,13 +138,23 @@ class TokenTexts:
 
     def __init__(self, api: AgentApi) -> None:
         self._api = api
-        self._texts: dict[int, str] = {}  # at most one for each id of the vocabulary
+        # At most one for each id of the vocabulary.
+        self._texts: dict[int, str] = {}
+        self._json: dict[int, str] = {}
 
     async def of(self, caller: Caller, ids: list[int]) -> list[str]:
         """Return the text of each token; empty for a special token."""
         for token in set(ids).difference(self._texts):
             self._texts[token] = (await self._api.detokenize(caller, pb.DetokenizeRequest(token_ids=[token]))).text
         return [self._texts[token] for token in ids]
+
+    async def json_of(self, caller: Caller, ids: list[int]) -> list[str]:
+        """Return the fields "token" and "bytes" of each token, as JSON without the braces of an object."""
+        missing = list(set(ids).difference(self._json))
+        for token, text in zip(missing, await self.of(caller, missing), strict=True):
+            fields = {"token": text, "bytes": list(text.encode())}
+            self._json[token] = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1]
+        return [self._json[token] for token in ids]
 
 
 def finite(value: float) -> float:

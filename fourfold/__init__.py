@@ -22,6 +22,10 @@ __version__: Final = "0.1.0"
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
+    from fourfold.agent.client import AgentClient as AgentClient
+    from fourfold.agent.client import AsyncAgentClient as AsyncAgentClient
+    from fourfold.agent.v1.agent_service_pb2 import Message as Message
+    from fourfold.agent.v1.agent_service_pb2 import Tool as Tool
     from fourfold.algorithm.advantages import AdvantageEstimator as AdvantageEstimator
     from fourfold.algorithm.advantages import GroupEstimator as GroupEstimator
     from fourfold.algorithm.advantages import ScoredSamples as ScoredSamples
@@ -83,6 +87,8 @@ if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
     from fourfold_reward.serve import serve_reward as serve_reward
 
 _MODULES: Final[dict[str, tuple[str, ...]]] = {
+    "fourfold.agent.client": ("AgentClient", "AsyncAgentClient"),
+    "fourfold.agent.v1.agent_service_pb2": ("Message", "Tool"),
     "fourfold.rollout.client": ("RolloutClient", "AsyncRolloutClient", "Completion", "CompletionChunk"),
     "fourfold.rollout.v1.rollout_service_pb2": ("SamplingParams", "GenerateRequest", "FinishReason"),
     "fourfold.trainer.client": ("TrainerClient", "AsyncTrainerClient", "ForwardOutput", "ForwardBackwardOutput"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.agent.v1 import agent_service_pb2_grpc as pb_grpc
+from fourfold.errors import Overloaded, Unavailable, WrongState
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 
 _WAIT_MARGIN_SECONDS = 15.0
@@ -47,6 +49,27 @@ class AsyncAgentClient(AsyncClient):
         limit = wait + _WAIT_MARGIN_SECONDS if timeout is None else timeout
         response: pb.NextTaskResponse = await self._call(self._stub.NextTask, request, limit)
         return response.task if response.HasField("task") else None
+
+    async def tasks(self) -> AsyncGenerator[pb.Task, None]:
+        """Lease tasks one after the other, as they come; end when the run has trained its last step.
+
+        While the gateway names a time to try again, because the run starts or is overloaded, wait that long. Raise other
+        errors.
+        """
+        while True:
+            try:
+                task = await self.next_task()
+            except WrongState as error:
+                if error.reason != "RUN_ENDED":
+                    raise
+                return
+            except (Overloaded, Unavailable) as error:
+                if error.retry_after is None:
+                    raise
+                await asyncio.sleep(error.retry_after)
+                continue
+            if task is not None:
+                yield task
 
     async def open_session(
         self,
@@ -147,6 +170,7 @@ class AgentClient(SyncClient[AsyncAgentClient]):
     get_info = blocking(AsyncAgentClient.get_info)
     get_quota = blocking(AsyncAgentClient.get_quota)
     next_task = blocking(AsyncAgentClient.next_task)
+    tasks = blocking_stream(AsyncAgentClient.tasks)
     open_session = blocking(AsyncAgentClient.open_session)
     generate = blocking_stream(AsyncAgentClient.generate)
     chat = blocking(AsyncAgentClient.chat)

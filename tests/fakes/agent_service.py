@@ -45,7 +45,7 @@ class AgentGateway(pb_grpc.AgentServiceServicer):
         if self._fault("no task in time"):
             return pb.NextTaskResponse()
         if not self._waiting:
-            raise WrongState("the run has ended")
+            raise WrongState("the run has ended", reason="RUN_ENDED")
         task_id = self._waiting.pop(0)
         a, b = self.tasks[task_id]
         message = pb.Message(role="user", content=f"{a} * {b} =")

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
+from fourfold.agent.v1 import agent_service_pb2 as agent
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config.agents import GatewayConfig
 from fourfold.config.rollout import AgentLimitsConfig
 from fourfold.contract import DESCRIPTOR_SET, PROTO_DIR
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
-from fourfold.errors import BY_CODE
+from fourfold.errors import BY_CODE, WrongState
 from fourfold.metrics import METRICS
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
@@ -40,7 +41,9 @@ from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_reward.reference.servicer import MAX_REQUEST_BYTES as REFERENCE_BYTES
 from fourfold_reward.servicer import MAX_REQUEST_BYTES as SCORE_BYTES
+from fourfold_rollout.gateway.store import StoreFull
 from fourfold_rollout.generate import admission
+from tests.fakes.agent_service import AgentGateway
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Context, Reference, Reward, Rollout, Trainer, generated
 from tests.fakes.toy import write_model
@@ -91,6 +94,31 @@ class _Trainer(Trainer):
         return trainer.OptimStepResponse(step=request.step, policy_version=1)
 
 
+class _Agent(AgentGateway):
+    """Has one task, which the second turn answers."""
+
+    def __init__(self) -> None:
+        super().__init__(count=0)
+        self._left = [agent.Task(task_id="t", answer="12", messages=[agent.Message(role="user", content="3 * 4 =")])]
+
+    async def NextTask(self, request: agent.NextTaskRequest, context: Context) -> agent.NextTaskResponse:
+        if not self._left:
+            raise WrongState("the run has ended", reason="RUN_ENDED")
+        return agent.NextTaskResponse(task=self._left.pop())
+
+    async def OpenSession(self, request: agent.OpenSessionRequest, context: Context) -> agent.OpenSessionResponse:
+        return agent.OpenSessionResponse()
+
+    async def Generate(self, request: agent.GenerateRequest, context: Context) -> Any:
+        reply = agent.Message(role="assistant", content="11" if len(request.chat.messages) == 1 else "12")
+        chunk = agent.TurnChunk(message=reply, finish_reason=agent.FINISH_REASON_STOP)
+        yield agent.GenerateResponse(chunks=[chunk])
+
+    async def CloseSession(self, request: agent.CloseSessionRequest, context: Context) -> agent.CloseSessionResponse:
+        assert request.reward == 1
+        return agent.CloseSessionResponse()
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """Serve every service on one port, on a thread; return the target and a model folder."""
@@ -102,7 +130,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
         board.set_phase(run.RUN_PHASE_GENERATING)
         server = Server(listen="127.0.0.1:0", security=None)
         server.add(run.DESCRIPTOR.services_by_name["RunService"], add_RunServiceServicer_to_server, RunServicer(board))
-        for servicer in (_Rollout(tokenizer_sha256(folder)), _Trainer(), Reward(), Reference()):
+        for servicer in (_Rollout(tokenizer_sha256(folder)), _Trainer(), Reward(), Reference(), _Agent()):
             server.add(*servicer.servicer())
         target[0] = await server.start()
         server.set_ready(True)
@@ -206,7 +234,7 @@ def test_the_contract_page_has_every_error() -> None:
     rows = _rows("| code |")
     classes = [row[:2] for row in rows]
     assert sorted(classes) == sorted([code, cls("").reason] for code, cls in BY_CODE.items())
-    listed = {row[0] for row in _rows("| reason |")}
+    listed = {reason for row in _rows("| reason |") for reason in row[0].split(", ")}
     paths = [
         ROOT / "fourfold/rpc/interceptors.py",
         ROOT / "fourfold/rpc/limits.py",
@@ -214,6 +242,14 @@ def test_the_contract_page_has_every_error() -> None:
     ]
     paths += [ROOT / f"services/rollout/fourfold_rollout/generate/{name}.py" for name in ("admission", "servicer")]
     raised = {reason for path in paths for reason in re.findall(r'"([A-Z]+_[A-Z_]+|DRAINING)"', path.read_text())}
+    gateway = [*(ROOT / "services/rollout/fourfold_rollout/gateway").rglob("*.py")]
+    gateway += [ROOT / "services/coordinator/fourfold_coordinator/tasks/board.py"]
+    for path in gateway:
+        text = path.read_text()
+        names = dict(re.findall(r'^_?([A-Z_]+): Final = "([A-Z_]+)"', text, re.MULTILINE))
+        raised |= set(re.findall(r'reason="([A-Z_]+)"', text))
+        raised |= {names[name] for name in re.findall(r"reason=_?([A-Z_]+)\b", text) if name in names}
+    raised.add(StoreFull("").reason)  # named by its class
     grpc_codes = {code.name for code in grpc.StatusCode}
     assert listed == raised - grpc_codes - {"NOT_SUPPORTED"}  # a parser or a score that the recipe does not have
 

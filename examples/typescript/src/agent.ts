@@ -2,7 +2,7 @@
 //
 //     node dist/agent.js 127.0.0.1:50070
 //
-// The task is that of recipes/quickstart.toml: products of two numbers. The agent ends when the run has no more tasks.
+// It is for the tasks of recipes/agents_external.toml: products of two numbers. It ends when the run has no more tasks.
 import { randomUUID } from "node:crypto";
 import * as grpc from "@grpc/grpc-js";
 
@@ -15,7 +15,8 @@ import type { OpenSessionResponse__Output } from "./gen/fourfold/agent/v1/OpenSe
 import type { Task__Output } from "./gen/fourfold/agent/v1/Task.js";
 import { AgentService, checkContract, connection, details, isServiceError, retrying, unary, within } from "./client.js";
 
-const WORKERS = 8;
+// Tasks at a time. An engine samples many turns in little more time than one.
+const WORKERS = 32;
 const WAIT_SECONDS = 10;
 let played = 0;
 let rewarded = 0;

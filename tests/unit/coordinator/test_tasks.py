@@ -11,7 +11,7 @@ import pytest
 
 from fourfold.config import AgentsConfig
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
-from fourfold.errors import InvalidInput, NotFound, Overloaded
+from fourfold.errors import InvalidInput, NotFound, Overloaded, WrongState
 from fourfold_coordinator.data.prompts import own_prompt
 from fourfold_coordinator.state.samples import Trajectory
 from fourfold_coordinator.tasks.board import AttemptState, OwnProblem, TaskBoard, TaskGroup, check_reason
@@ -38,6 +38,23 @@ async def opened(board: TaskBoard, group: TaskGroup) -> asyncio.Task[None]:
     task = asyncio.create_task(board.collect(group))
     await asyncio.sleep(0)
     return task
+
+
+async def test_agents_hear_of_the_end_of_the_run_also_while_they_wait() -> None:
+    board = make_board(FakeClock())
+    waiting = asyncio.create_task(board.lease("gateway-0", 1, wait=60))
+    await asyncio.sleep(0)
+    board.end()
+    with pytest.raises(WrongState, match="no task follows") as error:
+        await waiting
+    assert error.value.reason == "RUN_ENDED"
+    own = OwnProblem("agent", "key", PROMPT, asyncio.get_running_loop().create_future())
+    with pytest.raises(WrongState, match="no task follows"):
+        await board.join("gateway-0", "0" * 32, own)
+    board.begin()  # the trainer restarted
+    collecting = await opened(board, make_group())
+    assert len(await board.lease("gateway-0", 5, wait=0)) == 2
+    collecting.cancel()
 
 
 async def test_a_lease_that_is_renewed_lives_and_another_one_returns_to_waiting() -> None:

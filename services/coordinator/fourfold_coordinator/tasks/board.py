@@ -26,7 +26,7 @@ from typing import Final
 
 from fourfold import metrics as m
 from fourfold.config import AgentsConfig
-from fourfold.errors import InvalidInput, NotFound, Overloaded, Unavailable
+from fourfold.errors import InvalidInput, NotFound, Overloaded, Unavailable, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.seeds import derive_seed
 
@@ -125,6 +125,7 @@ class TaskBoard:
         self._own: dict[tuple[str, str], OwnProblem] = {}
         self._ends: Counter[str] = Counter()  # attempts since the last `take_metrics`, by the name of a metric
         self._changed = asyncio.Event()
+        self._ended = False
 
     # -- for the makers of groups -----------------------------------------------------------------------------------
 
@@ -157,6 +158,15 @@ class TaskBoard:
             if place in self._offers:
                 self._offers.remove(place)
 
+    def begin(self) -> None:
+        """Let agents wait for tasks, also after `end`: a trainer that restarts takes the run back."""
+        self._ended = False
+
+    def end(self) -> None:
+        """Tell agents, also those that wait, that no task follows."""
+        self._ended = True
+        self._notify()
+
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the tasks: their number by state now, and how attempts ended since the last call."""
         ends, self._ends = self._ends, Counter()
@@ -170,7 +180,10 @@ class TaskBoard:
     # -- for gateways -----------------------------------------------------------------------------------------------
 
     async def lease(self, gateway: str, count: int, *, wait: float) -> list[Attempt]:
-        """Lease up to `count` waiting attempts of the run's own problems; wait for the first at most `wait` seconds."""
+        """Lease up to `count` waiting attempts of the run's own problems; wait for the first at most `wait` seconds.
+
+        Raises WrongState when the run has ended.
+        """
         end = self._clock.monotonic() + wait
         while True:
             changed = self._changed
@@ -178,6 +191,8 @@ class TaskBoard:
             for attempt in chosen:
                 self._grant(attempt, gateway)
             left = end - self._clock.monotonic()
+            if not chosen:
+                self._check_not_ended()
             if chosen or left <= 0:
                 return chosen
             await _wait(changed, left)
@@ -188,7 +203,9 @@ class TaskBoard:
         Raises:
             Overloaded: The run takes no further group now, or the group has all its attempts.
             Unavailable: The group was not opened in time.
+            WrongState: The run has ended.
         """
+        self._check_not_ended()
         known = self._own.get((problem.owner, problem.key))
         if known is None:
             known = self._take_offer(problem)
@@ -344,6 +361,10 @@ class TaskBoard:
             reason="NO_ROOM_FOR_GROUP",
             retry_after=_RETRY_SECONDS,
         )
+
+    def _check_not_ended(self) -> None:
+        if self._ended:
+            raise WrongState("the run has trained all its steps, and no task follows; end the agent", reason="RUN_ENDED")
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -114,6 +114,7 @@ class TrainingLoop:
             self.board.add_recovery(self.step, reason, trainer_kept=position.trainer_kept)
         self.reporter.resume()
         self.evaluations.reset()
+        self.context.tasks.begin()
         await self.broker.resync(self.session.policy_version, step=self.step)
         self.lag.replay(self.ledger.steps())
         self.producer.resume(
@@ -339,6 +340,7 @@ class TrainingLoop:
 
     async def finish(self) -> None:
         """Export the model, and its moving average if the trainer keeps one; write the report."""
+        self.context.tasks.end()
         self.board.set_phase(run_pb.RUN_PHASE_SAVING)
         model = await self.export(MODEL_FOLDER)
         model_ema = await self.export(EMA_FOLDER, ema=True) if self.config.trainer.ema_decay else None

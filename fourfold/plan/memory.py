@@ -46,6 +46,8 @@ _TRAINER_PROGRAM: Final = 700 * _MIB
 _ROLLOUT_PROGRAM: Final = 1300 * _MIB
 _REFERENCE_PROGRAM: Final = 600 * _MIB
 _REWARD_PROGRAM: Final = 60 * _MIB
+_GATEWAY_PROGRAM: Final = 140 * _MIB
+_ENVIRONMENT_PROGRAM: Final = 90 * _MIB  # each process; an environment may take more, up to environment.memory_gib
 _COORDINATOR_PROGRAM: Final = 240 * _MIB  # with the launcher and its guard
 
 
@@ -111,8 +113,15 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
         rows.append(_transfer(config, shape))
     if config.needs_reference:
         rows.append(_reference(config, shape))
-    workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)
-    rows.append(MemoryRow(role="reward", count=workers, on_gpu=False, programs=_REWARD_PROGRAM))
+    if config.needs_scorer:
+        workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)
+        rows.append(MemoryRow(role="reward", count=workers, on_gpu=False, programs=_REWARD_PROGRAM))
+    if config.agents.source != "none":
+        gateways = max(config.gateway.replicas, 1)
+        rows.append(MemoryRow(role="gateway", count=gateways, on_gpu=False, programs=_GATEWAY_PROGRAM))
+    if config.environment.replicas:
+        count = config.environment.replicas * (1 + config.environment.processes)
+        rows.append(MemoryRow(role="environment", count=count, on_gpu=False, programs=_ENVIRONMENT_PROGRAM))
     rows.append(MemoryRow(role="coordinator", count=1, on_gpu=False, programs=_COORDINATOR_PROGRAM))
     return rows
 

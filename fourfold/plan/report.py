@@ -13,6 +13,7 @@ from fourfold.config import Config, CriticConfig, DataSourceConfig, TrainerConfi
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import smallest_memory, visible_gpus
 from fourfold.model.folder import ModelShape
+from fourfold.plan.agents import agents_plan
 from fourfold.plan.algorithm import algorithm_plan
 from fourfold.plan.asynchrony import NO_RATES, lag_plan, rates_text, speed_table
 from fourfold.plan.batch import BatchPlan, batch_plan, engine_limits
@@ -75,6 +76,7 @@ def describe(config: Config, run: RunRates | None = None) -> str:
         ("trainer", _trainer(config, plan)),
         *zip_longest(["optimizer"], _optimizer(config), fillvalue=""),
         ("rollout", _rollout(config, shape)),
+        *zip_longest(["agents"] if config.agents.source != "none" else [], agents_plan(config), fillvalue=""),
         ("reward", _reward(config)),
         ("reference", _reference(config)),
         *zip_longest(["placement"] if on_gpus else [], on_gpus, fillvalue=""),
@@ -287,6 +289,8 @@ def _engine_limits(config: Config) -> str:
 
 def _reward(config: Config) -> str:
     reward = config.reward
+    if not config.needs_scorer:
+        return "none, because agents reward their sessions themselves."
     workers = "1 worker process" if reward.processes == 1 else f"{reward.processes} worker processes each"
     limit = f"{reward.timeout_seconds:g} s"
     return f"{_services(reward.replicas)}, {workers}: `{reward.verifier}`, at most {limit} per sample."

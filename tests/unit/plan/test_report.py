@@ -13,6 +13,8 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.model import folder
 from fourfold.plan import report
+from fourfold.plan.memory import memory_plan
+from fourfold.plan.models import model_sizes
 from fourfold.plan.placement import check_gpu_memory
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -299,3 +301,37 @@ def test_plan_lists_the_limits_of_an_engine() -> None:
     given = changed(rollout={"max_concurrent_samples": 40, "vllm": {"block_size": 64, "kv_cache_dtype": "fp8"}})
     assert "Each engine runs at most 40 samples at once and processes at most 8,192 tokens" in given
     assert "per engine step. vLLM's own options: block_size = 64, kv_cache_dtype = fp8. reward" in given
+
+
+@pytest.mark.parametrize(
+    ("recipe", "texts"),
+    [
+        (
+            "agents_external",
+            [
+                "at http://127.0.0.1:8000 (HTTP of OpenAI and Anthropic) and 127.0.0.1:50070 (gRPC)",
+                "the run waits for agents",
+                "reward none, because agents reward their sessions themselves.",
+            ],
+        ),
+        (
+            "agents_calculator",
+            [
+                "or ask the reward service for it",
+                "the tools `examples/environments/calculator.py:calculate`. Each plays at most 32 episodes of",
+                "reward 1 service, 1 worker process: `last_number`",
+            ],
+        ),
+        ("agents_guessing", ["`examples/environments/guessing.py:Guessing` (python). Each plays at most 48 episodes"]),
+    ],
+)
+def test_the_plan_has_the_part_of_agents(recipe: str, texts: list[str]) -> None:
+    config = configuration.load(RECIPES / f"{recipe}.toml")
+    plan = " ".join(report.describe(config).split())
+    for text in texts:
+        assert text in plan
+    roles = {row.role for row in memory_plan(config, model_sizes(config))}
+    assert {"gateway", "environment"} & roles == {"gateway"} | (
+        {"environment"} if config.environment.replicas else set()
+    )
+    assert ("reward" in roles) == config.needs_scorer

@@ -156,6 +156,7 @@ def _measure_way(
         found["cpu_ms_per_request"] = 1e3 * cpu / results[0]["calls"]
         return found
     found["tokens_per_second"] = len(latencies) * settings.new_tokens / settings.seconds
+    say(f"{name or way}: {found['tokens_per_second']:,.0f} tokens/s")
     if gateway is not None:
         share = settings.seconds / (settings.seconds + settings.warm_up)
         found["cpu_ms_per_request"] = 1e3 * cpu * share / max(len(latencies), 1)

@@ -25,6 +25,8 @@ _SIZES: Final = "small on CPU"
 _MOST_SAMPLES: Final = 1024
 # Trained tokens per second relative to lag 0, with the engine and the trainer on GPUs of their own.
 _GOALS: Final = {1: 1.6, 2: 2.0, 4: 2.8}
+_GOALS_OF_TURNS: Final = {2: 2.0}
+OBSERVATION_TOKENS: Final = 8
 _MOST_LENGTH_CHANGE: Final = 0.15
 _MOST_STALE: Final = 0.01
 
@@ -45,6 +47,8 @@ class LongTailSettings(BenchmarkSettings):
     prompt_tokens: int = option(_SIZES, least=1)
     new_tokens: int = option(f"most tokens of a completion; {_SIZES}", least=2)
     stop_ids: int = option("token ids that end a completion; the mean length is vocabulary / these", least=1)
+    turns: int = option("turns of an attempt; more than 1: an environment with a tool plays it", default=1, least=1)
+    tool_ms: tuple[str, ...] = option("least and longest time of the tool", default=("50", "500"), metavar="MS,MS")
     steps: int = option(
         "steps that are measured at each lag, in addition to the lag, rounded up to a multiple of lag + 1",
         default=4,
@@ -72,6 +76,9 @@ class LongTailSettings(BenchmarkSettings):
         if self.stop_ids >= words:
             raise ConfigError(f"--stop-ids {self.stop_ids}: it must be below the {words} ids of the model")
         self._limit("tokens_per_micro_batch", least=self.step.context)
+        least, most = self.tool_seconds
+        if not 0 <= least <= most:
+            raise ConfigError(f"--tool-ms {','.join(self.tool_ms)}: give two numbers from 0, the smaller one first")
 
     @property
     def policy_lags(self) -> list[int]:
@@ -79,6 +86,18 @@ class LongTailSettings(BenchmarkSettings):
         if not all(lag.isdecimal() for lag in self.lags):
             raise ConfigError(f"--lags {','.join(self.lags)}: they must be numbers from 0, such as 0,1,2,4")
         return [int(lag) for lag in self.lags]
+
+    @property
+    def tool_seconds(self) -> tuple[float, float]:
+        """Return the least and the longest time of the tool."""
+        if len(self.tool_ms) != 2 or not all(word.isdecimal() for word in self.tool_ms):
+            raise ConfigError(f"--tool-ms {','.join(self.tool_ms)}: give two numbers of milliseconds, such as 50,500")
+        return int(self.tool_ms[0]) / 1e3, int(self.tool_ms[1]) / 1e3
+
+    @property
+    def attempt_tokens(self) -> int:
+        """Return the tokens of the longest attempt, without its prompt."""
+        return self.turns * self.new_tokens + (self.turns - 1) * OBSERVATION_TOKENS
 
     def warm_up_steps(self, lag: int) -> int:
         """Return the steps at a lag that are not measured: until the pipeline is full."""
@@ -106,11 +125,11 @@ class LongTailSettings(BenchmarkSettings):
     @property
     def step(self) -> StepSettings:
         """Return the settings of the run."""
-        tokens = self.engine_samples * (self.prompt_tokens + round(self.mean_tokens))
+        tokens = self.engine_samples * (self.prompt_tokens + round(self.turns * self.mean_tokens))
         lags = self.policy_lags
         # Further steps keep the engine busy while the last ones are measured, and after a change of the lag.
         steps = sum(self.warm_up_steps(lag) + self.measured_steps(lag) + 2 for lag in lags) + lags[-1]
-        sizes = {name: getattr(self, name) for name in _GPU}
+        sizes = {name: getattr(self, name) for name in _GPU} | {"new_tokens": self.attempt_tokens}
         return StepSettings(
             **sizes,
             layout=self.layout,
@@ -139,7 +158,8 @@ class LongTailBenchmark(Benchmark[LongTailSettings]):
         return STEP.packages(settings.step)
 
     def label(self, settings: LongTailSettings) -> str:
-        return f"{settings.shape}-{settings.layout}-{settings.device}"
+        turns = f"{settings.turns}-turns-" if settings.turns > 1 else ""
+        return f"{settings.shape}-{turns}{settings.layout}-{settings.device}"
 
     def measure(self, settings: LongTailSettings, run: BenchmarkRun) -> dict[str, Any]:
         from fourfold_bench.long_tail.measure import measure
@@ -148,9 +168,11 @@ class LongTailBenchmark(Benchmark[LongTailSettings]):
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
         settings, results = LongTailSettings(**_tuples(document["parameters"])), document["results"]
+        least, most = settings.tool_ms
+        turns = f"{settings.turns} turns, a tool of {least} to {most} ms, each turn " if settings.turns > 1 else ""
         head = (
             f"{settings.shape} on {settings.device}, {settings.layout}: {settings.prompts} prompts x "
-            f"{settings.group_size}, {settings.prompt_tokens} + at most {settings.new_tokens} tokens, mean of "
+            f"{settings.group_size}, {settings.prompt_tokens} tokens + {turns}at most {settings.new_tokens}, mean of "
             f"{settings.mean_tokens:.0f}; {settings.preset}"
         )
         full = results["full_tokens_per_second"]
@@ -197,7 +219,8 @@ def check(settings: LongTailSettings, lags: Mapping[str, Any]) -> list[str]:
                 f"lag {lag}: trained completions are {change:+.0%} longer than at lag {settings.lags[0]}; at most "
                 f"{_MOST_LENGTH_CHANGE:.0%}"
             )
-        goal, gain = _GOALS.get(int(lag)), row["speed_up"]
+        goals = _GOALS if settings.turns == 1 else _GOALS_OF_TURNS
+        goal, gain = goals.get(int(lag)), row["speed_up"]
         if settings.device == "cuda" and settings.layout == "separate" and goal and gain and gain < goal:
             found.append(f"lag {lag}: {gain:.2f} times the trained tokens per second of lag 0; at least {goal}")
     return found

@@ -21,13 +21,36 @@ from fourfold.model.folder import folder_shape
 from fourfold.plan import cost, rates
 from fourfold_bench.gpus import GpuMemory
 from fourfold_bench.harness import BenchmarkRun
-from fourfold_bench.long_tail.benchmark import LongTailSettings
-from fourfold_bench.models import SHAPES
+from fourfold_bench.long_tail.benchmark import OBSERVATION_TOKENS, LongTailSettings
+from fourfold_bench.models import SHAPES, text_of
 from fourfold_bench.processes import BenchProcesses, say
 from fourfold_bench.step import recipe
 from fourfold_bench.step.measure import environment, explanation
 
 _RUN: Final = "run"
+_ENVIRONMENT_FILE: Final = "tool.py"
+_ENVIRONMENT: Final = '''"""Continues attempts after the time of a tool; their scores carry no information."""
+
+import asyncio
+import random
+
+from fourfold_reward.environment import Done, Observation, RawText
+
+
+class Tool:
+    def __init__(self, turns, seconds, observation):
+        self.turns, self.seconds, self.observation = turns, seconds, observation
+
+    async def reset(self, task):
+        self.random = random.Random(task.seed)
+        return Observation(RawText(task.text))
+
+    async def step(self, action):
+        await asyncio.sleep(self.random.uniform(*self.seconds))
+        if action.turn + 1 < self.turns:
+            return Observation(RawText(self.observation))
+        return Done(self.random.random())
+'''
 _SEED: Final = 23
 _MEMORY_SECONDS: Final = 0.05
 # Means over the measured steps.
@@ -73,13 +96,37 @@ def write_recipe(settings: LongTailSettings, folder: Path) -> Config:
     words = SHAPES[settings.shape]["vocab_size"]
     stops = np.random.default_rng(_SEED).choice(words, settings.stop_ids, replace=False).tolist()
     changes: dict[str, dict[str, Any]] = {
-        "sampling": {"stop_token_ids": sorted(stops)},
+        "sampling": {"stop_token_ids": sorted(stops), "max_new_tokens": settings.new_tokens},
         "asynchrony": {"max_policy_lag": settings.policy_lags[0]},
         "algorithm": {"preset": settings.preset},
         "rollout": {"max_concurrent_samples": settings.engine_samples},
         "retry": {"restarts": len(settings.lags) + 2},
     }
+    if settings.turns > 1:
+        changes |= _agents(settings, folder)
     return recipe.write(settings.step, folder, changes)
+
+
+def _agents(settings: LongTailSettings, folder: Path) -> dict[str, dict[str, Any]]:
+    """Write the environment; return the tables of a run whose attempts have several turns."""
+    path = folder / _ENVIRONMENT_FILE
+    path.write_text(_ENVIRONMENT, encoding="utf-8")
+    options = {
+        "turns": settings.turns,
+        "seconds": list(settings.tool_seconds),
+        "observation": " " + text_of(list(range(OBSERVATION_TOKENS))),
+    }
+    return {
+        "agents": {"source": "tasks"},
+        "gateway": {"replicas": 1, "http_listen": ""},
+        "environment": {
+            "replicas": 1,
+            "source": f"{path}:Tool",
+            "options": options,
+            "max_turns": settings.turns,
+            "concurrent_episodes": settings.engine_samples,
+        },
+    }
 
 
 class LagSeries:

@@ -25,7 +25,8 @@ from tests.fakes.agent_service import RUN, AgentGateway
 from tests.fakes.servicers import Rollout, generated
 from tests.support.rollout_process import Service, start
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+# Slow: `npm install`, and the build of gRPC for Go, take up to two minutes.
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[2]
 # Where Debian's packages put Go sources.
@@ -161,7 +162,6 @@ def service(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     running.close()
 
 
-@pytest.mark.slow
 async def test_tokens_of_a_real_engine_arrive_as_they_are_sampled(
     example: tuple[Path, Command], service: Service
 ) -> None:

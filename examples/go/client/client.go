@@ -77,7 +77,8 @@ func Details(err error) (string, time.Duration) {
 		case *errdetails.ErrorInfo:
 			reason = detail.GetReason()
 		case *errdetails.RetryInfo:
-			pause = detail.GetRetryDelay().AsDuration()
+			delay := detail.GetRetryDelay()
+			pause = time.Duration(delay.GetSeconds())*time.Second + time.Duration(delay.GetNanos())
 		}
 	}
 	return reason, pause
@@ -97,7 +98,10 @@ func Retrying(attempt func() error, mayRepeat func() bool) error {
 			return err
 		}
 		if pause == 0 {
-			pause = min(100*time.Millisecond<<number, 5*time.Second)
+			pause = 100 * time.Millisecond << number
+			if pause > 5*time.Second {
+				pause = 5 * time.Second
+			}
 		}
 		fmt.Fprintf(os.Stderr, "%s; attempt %d in %s\n", reason, number+1, pause)
 		time.Sleep(pause + time.Duration(rand.Float64()*float64(pause)/4))

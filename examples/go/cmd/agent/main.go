@@ -2,7 +2,7 @@
 //
 //	bin/agent 127.0.0.1:50070
 //
-// The task is that of recipes/quickstart.toml: products of two numbers. The agent ends when the run has no more tasks.
+// It is for the tasks of recipes/agents_external.toml: products of two numbers. It ends when the run has no more tasks.
 package main
 
 import (
@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"regexp"
 	"strings"
@@ -25,7 +26,7 @@ import (
 )
 
 const (
-	workers = 8
+	workers = 32 // tasks at a time: an engine samples many turns in little more time than one
 	wait    = 10 * time.Second
 )
 
@@ -107,8 +108,11 @@ func (a *agent) play(task *agentv1.Task) error {
 		_, err := a.service.CloseSession(ctx, end)
 		return err
 	})
-	if failure != nil || err != nil {
-		return errors.Join(failure, err)
+	if failure != nil {
+		return failure
+	}
+	if err != nil {
+		return err
 	}
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
@@ -166,14 +170,16 @@ func run(target string) error {
 	fmt.Printf("model %s, run %s\n", info.GetModel(), name)
 
 	failures := make(chan error, workers)
-	for range workers {
+	for i := 0; i < workers; i++ {
 		go func() { failures <- a.work() }()
 	}
-	for range workers {
-		err = errors.Join(err, <-failures)
+	for i := 0; i < workers; i++ {
+		if failure := <-failures; failure != nil {
+			err = failure
+		}
 	}
 	if err == nil {
-		fmt.Printf("%d tasks, mean reward %.3f\n", a.played, a.rewarded/max(float64(a.played), 1))
+		fmt.Printf("%d tasks, mean reward %.3f\n", a.played, a.rewarded/math.Max(float64(a.played), 1))
 	}
 	return err
 }

@@ -23,6 +23,7 @@ GROUPS_ALL_MIN: Final = "groups/all_min"
 GROUPS_STD: Final = "groups/std_mean"
 FILTER_ACCEPT_RATE: Final = "groups/filter_accept_rate"
 PROMPTS_CONSUMED: Final = "groups/prompts_consumed"
+PROMPTS_SKIPPED: Final = "groups/prompts_skipped"
 RESPONSE_LENGTH: Final = "length/response_mean"
 RESPONSE_LENGTH_P95: Final = "length/response_p95"
 RESPONSE_LENGTH_MAX: Final = "length/response_max"
@@ -151,12 +152,13 @@ METRICS: Final[dict[str, str]] = {
     REWARD_MAX: "score units: highest of these scores",
     SCORE_MEAN: "score units: mean score of the samples sent to the trainer, after the filter, before penalties",
     ABSTAIN_COUNT: "samples: number on which the scorer abstained",
-    USEFUL_GROUPS: "share in [0, 1]: groups with different scores, of all generated groups, before the filter",
+    USEFUL_GROUPS: "share in [0, 1]: groups whose scores, with rewards of turns, differ, of all before the filter",
     GROUPS_ALL_MAX: "share in [0, 1]: groups in which every sample has the step's highest score, before the filter",
     GROUPS_ALL_MIN: "share in [0, 1]: groups in which every sample has the step's lowest score, before the filter",
     GROUPS_STD: "score units: standard deviation of the scores within a group, mean over groups, before the filter",
     FILTER_ACCEPT_RATE: "share in [0, 1]: groups that the filter kept, of all generated groups; 1 without a filter",
     PROMPTS_CONSUMED: "prompts: number drawn for the step, including those of filtered and lost groups",
+    PROMPTS_SKIPPED: "prompts: number skipped by data.curriculum while those of the step were drawn",
     RESPONSE_LENGTH: "tokens: mean length of a completion, before the filter",
     RESPONSE_LENGTH_P95: "tokens: 95th percentile of the lengths of completions, before the filter",
     RESPONSE_LENGTH_MAX: "tokens: length of the longest completion, before the filter",

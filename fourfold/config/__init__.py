@@ -18,6 +18,7 @@ from fourfold.config.schema import AsynchronyConfig as AsynchronyConfig
 from fourfold.config.schema import BatchConfig as BatchConfig
 from fourfold.config.schema import CheckpointConfig as CheckpointConfig
 from fourfold.config.schema import Config as Config
+from fourfold.config.schema import CurriculumConfig as CurriculumConfig
 from fourfold.config.schema import DataConfig as DataConfig
 from fourfold.config.schema import DataSourceConfig as DataSourceConfig
 from fourfold.config.schema import EvaluationConfig as EvaluationConfig

@@ -44,9 +44,10 @@ class GatewayConfig(Table):
     public_listen: str = ""
     """host:port of AgentService for agents outside of the run (TLS and a token); empty: none."""
     max_open_sessions: int = Field(default=10_000, ge=1)
-    """Open sessions of all agents together; more are refused (RESOURCE_EXHAUSTED)."""
+    """Open sessions of all agents together with tasks or groups of the run, and as many without; more are refused
+    (RESOURCE_EXHAUSTED)."""
     max_open_sessions_per_agent: int = Field(default=2_000, ge=1)
-    """Open sessions of one token."""
+    """Open sessions of one token with tasks or groups of the run, and as many without."""
     max_connections: int = Field(default=1_024, ge=1)
     """HTTP connections in all; more are refused (503)."""
     max_body_mib: int = Field(default=8, ge=1, le=64)

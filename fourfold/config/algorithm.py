@@ -103,7 +103,8 @@ class FilterConfig(Table):
     """Dynamic sampling: groups without a learning signal are replaced by new ones, so that the batch keeps its size."""
 
     keep: Literal["all", "varied", "mean-inside"] = "all"
-    """varied: groups whose scores differ (DAPO). mean-inside: groups whose mean score is in (low, high)."""
+    """varied: groups whose scores differ (DAPO). mean-inside: groups whose mean score is in (low, high). Scores include
+    the rewards of turns."""
     low: float = 0.0
     high: float = 1.0
     max_rounds: int = Field(default=10, ge=1)

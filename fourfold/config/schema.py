@@ -78,6 +78,18 @@ class HoldoutConfig(Table):
     """Groups to hold out, drawn with the run's seed."""
 
 
+class CurriculumConfig(Table):
+    """Fewer prompts that the policy lately solved always, or never. Without this table, no prompt is skipped."""
+
+    window: int = Field(default=2, ge=1)
+    """Latest groups of a prompt from which its success rate is computed."""
+    success: float = 1.0
+    """An attempt with this score or a higher one is a success; the rewards of turns do not count."""
+    min_weight: float = Field(default=0.1, ge=0.01, le=1)
+    """Probability that a prompt is drawn when its turn comes, although its success rate is 0 or 1. It is 1 at a rate of
+    0.5, and for a prompt without a score."""
+
+
 class DataConfig(Table):
     """Prompts for training and evaluation."""
 
@@ -87,6 +99,8 @@ class DataConfig(Table):
     """Evaluation data from a source of its own; excludes `holdout`."""
     holdout: HoldoutConfig | None = None
     """Evaluation data that is held out of the training data."""
+    curriculum: CurriculumConfig | None = None
+    """Skip training prompts by their recent success rate."""
     prompt_field: str = "question"
     """Column with the prompt: a text, or a list of chat messages."""
     answer_field: str = "answer"
@@ -102,6 +116,8 @@ class DataConfig(Table):
             raise ValueError("`eval` and `holdout` are two sources of evaluation data; remove one")
         if self.holdout and self.train is None:
             raise ValueError("`holdout` takes groups of rows from `train`, which is missing; add it, or use `eval`")
+        if self.curriculum and self.train is None:
+            raise ValueError("`curriculum` skips prompts of `train`, which is missing; add it, or remove `curriculum`")
         return self
 
     @property

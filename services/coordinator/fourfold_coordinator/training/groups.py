@@ -56,8 +56,8 @@ _PACE_WINDOW: Final = 32  # groups
 def keep_group(scores: Sequence[float], rule: FilterConfig) -> bool:
     """Return whether dynamic sampling (DAPO, arXiv 2503.14476) keeps a group.
 
-    `scores` (at least one) are those of the scorer, before any penalty. `mean-inside` is OpenRLHF's rule: it keeps a
-    group in which every sample scored 0.5.
+    `scores` (at least one) are those of the scorer with the rewards of turns, before any penalty. `mean-inside` is
+    OpenRLHF's rule: it keeps a group in which every sample scored 0.5.
     """
     match rule.keep:
         case "varied":
@@ -247,7 +247,7 @@ class GroupMaker:
             raise GivenUp(f"{len(draft.alive)} of its samples have a score", reason="GROUP_TOO_SMALL")
         self._scoring_seconds.append(draft.scoring_seconds)
         draft.group = draft.finish()
-        draft.kept = keep_group([s.score for s in draft.group.samples if s.score is not None], self._filter)
+        draft.kept = keep_group(draft.group.rewards, self._filter)
         if draft.kept:
             draft.group = await self._add_reference(draft.group, draft.budget)
             await self._experiences.put(draft.group)

@@ -117,7 +117,7 @@ class TrainingLoop:
         self.context.tasks.begin()
         await self.broker.resync(self.session.policy_version, step=self.step)
         self.lag.replay(self.ledger.steps())
-        self.producer.resume(
+        await self.producer.resume(
             position, version=self.broker.version, rule=self.config.asynchrony, lag_limit=self.lag.limit
         )
         self.board.mark_started()

@@ -30,13 +30,14 @@ from fourfold import metrics as m
 from fourfold.config import AsynchronyConfig
 from fourfold.errors import WrongState
 
+from ..data.curriculum import Curriculum, ScoredAttempt
 from ..routing.replica import GivenUp
 from ..state.ledger import FILTERED, STALE
 from ..state.samples import SampleGroup, StepBatch
 from .context import RunContext
 from .groups import GroupDraft, GroupMaker
 from .queue_meter import QueueMeter
-from .recovery import RunPosition
+from .recovery import SAMPLES_FILE, RunPosition
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -68,6 +69,11 @@ class GroupProducer:
         self._maker = GroupMaker(context)
         self._config, self._context = context.config, context
         self._count, self._steps = context.config.batch.prompts_per_step, context.config.steps
+        self._curriculum: Curriculum | None = None
+        if (curriculum := context.config.data.curriculum) is not None:
+            self._curriculum = Curriculum(
+                curriculum, seed=context.config.seed, prompt_at=lambda position: context.prompts.at(position).index
+            )
         self._restart(step=0, version=0)
 
     def _restart(self, *, step: int, version: int) -> None:
@@ -78,11 +84,14 @@ class GroupProducer:
         self._places: list[_Place] = []  # in order of admission
         self._in_training = 0  # groups of the batch that was taken and is not published yet
         self._window = StepBatch()  # what happened since the last batch
+        self._skipped = 0  # prompts since then, by the curriculum
         self._meter = QueueMeter()
         self._changed = asyncio.Event()
 
-    def resume(self, position: RunPosition, *, version: int, rule: AsynchronyConfig, lag_limit: int) -> None:
+    async def resume(self, position: RunPosition, *, version: int, rule: AsynchronyConfig, lag_limit: int) -> None:
         """Continue at a position of the run; for the other arguments see `publish`."""
+        if self._curriculum is not None:  # samples.jsonl has the steps up to this position, and no others
+            await asyncio.to_thread(self._curriculum.restore, self._context.folder / SAMPLES_FILE)
         self.rule, self.lag_limit = rule, lag_limit
         self._restart(step=position.step, version=version)
         self._open, self._next = deque(position.open_positions), position.next_position
@@ -151,6 +160,9 @@ class GroupProducer:
         self._step, self._in_training = step, self._count
         self._notify()
         await self._complete(step, batch)
+        if self._curriculum is not None:  # not earlier: draws must not depend on the order in which groups end
+            found = ((t.sample.group_id, t.sample.score, t.dropped) for t in batch.trajectories())
+            self._curriculum.add_step(ScoredAttempt(*attempt) for attempt in found)
         return batch
 
     # -- admission --------------------------------------------------------------------------------------------------
@@ -184,6 +196,9 @@ class GroupProducer:
         self._window.prompts_drawn += 1
         if self._open:
             return self._open.popleft()
+        while self._curriculum is not None and not self._curriculum.accepts(self._next):
+            self._next += 1
+            self._skipped += 1
         self._next += 1
         return self._next - 1
 
@@ -259,6 +274,8 @@ class GroupProducer:
             **self._meter.close_window(batch),
             **(self._context.tasks.take_metrics() if self._config.agents.source != "none" else {}),
         }
+        if self._curriculum is not None:
+            batch.measured[m.PROMPTS_SKIPPED], self._skipped = float(self._skipped), 0
         return batch
 
     async def _complete(self, step: int, batch: StepBatch) -> None:

@@ -444,7 +444,7 @@ async def test_an_environment_that_cannot_be_loaded_is_refused_at_the_start(
 OPENRLHF = ROOT / "tests/support/openrlhf_agent.py"
 
 
-@pytest.mark.parametrize("name", ["AgentInstance", "AgentExecutor"])
+@pytest.mark.parametrize("name", ["AgentInstance", "AgentExecutor", "ReadmeInstance", "ReadmeExecutor"])
 async def test_an_openrlhf_file_runs_on_raw_text_without_changes(stage: Make, name: str) -> None:
     s = await stage(lambda request: f"answer {len(text_of(request))}", kind="openrlhf", source=f"{OPENRLHF}:{name}")
     outcome = await s.outcome(messages=[pb.Message(role="user", content="1+1=")], text="", answer="2")
@@ -459,3 +459,15 @@ async def test_an_openrlhf_executor_calls_the_model_itself(stage: Make) -> None:
     outcome = await s.outcome(text="xy", answer="2")
     assert outcome.reward == 6 and len(s.gateway.turns) == 2
     assert text_of(s.gateway.turns[1]) == "7abc"
+
+
+@pytest.mark.parametrize(
+    ("replies", "reward"), [(["It is 41, no, 42."], 1), (["41"], 0), (["?", "42"], 1), (["?", "?"], 0)]
+)
+async def test_the_openrlhf_example_asks_once_more_for_a_number(stage: Make, replies: list[str], reward: float) -> None:
+    pytest.importorskip("torch")
+    turns = iter(replies)
+    source = str(ROOT / "examples/environments/openrlhf_agent.py:AgentExecutor")
+    s = await stage(lambda _: next(turns), kind="openrlhf", source=source)
+    outcome = await s.outcome(text="6 * 7 =", answer="42")
+    assert outcome.reward == reward and outcome.metrics["turns"] == len(s.gateway.turns) == len(replies)

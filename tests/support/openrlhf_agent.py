@@ -36,6 +36,17 @@ class AgentExecutor(MultiTurnAgentExecutor):  # type: ignore[misc]
         super().__init__(AgentInstance)
 
 
+class ReadmeInstance(AgentInstance):
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+        """Do as the class in OpenRLHF's README, which Python alone refuses to call."""
+        self.turns = 0
+
+
+class ReadmeExecutor(MultiTurnAgentExecutor):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(ReadmeInstance)
+
+
 class OwnExecutor(AgentExecutorBase):  # type: ignore[misc]
     async def execute(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import subprocess
 import sys
 import types
@@ -250,11 +252,18 @@ def verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     class Environment:
         async def run_rollout(self, row: Any, client: Client, model: str, sampling: Any) -> dict[str, Any]:
             seen.update(row=row, model=model, url=str(client.connection.base_url), key=client.connection.api_key)
+            seen.setdefault("pools", set()).add(client.connection._client)
             error = "no" if row["answer"] == "fail" else None
             return {"reward": 0.5, "metrics": {"a": 1, "b": "x"}, "is_truncated": True, "error": error}
 
+    def load_environment(name: str, **options: Any) -> Environment:
+        # As the library does, which Python allows in the main thread alone.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        seen.update(name=name, **options)
+        return Environment()
+
     library, clients = types.ModuleType("verifiers"), types.ModuleType("verifiers.clients")
-    library.__dict__.update(load_environment=lambda name, **options: seen.update(name=name, **options) or Environment())
+    library.__dict__.update(load_environment=load_environment)
     library.__dict__.update(clients=clients)
     clients.__dict__.update(OpenAIChatCompletionsClient=Client)
     monkeypatch.setitem(sys.modules, "verifiers", library)
@@ -264,8 +273,9 @@ def verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 async def test_a_verifiers_environment_calls_the_session(verifiers: dict[str, Any]) -> None:
     pytest.importorskip("openai")
-    factory = load(EnvironmentSpec(kind="verifiers", source="wordle", options={"size": 3}))
-    assert factory.is_agent
+    # Workers load in a thread.
+    factory = await asyncio.to_thread(load, EnvironmentSpec(kind="verifiers", source="wordle", options={"size": 3}))
+    assert factory.is_agent and signal.signal.__module__ == "signal"
     endpoint = Endpoint(base_url="http://127.0.0.1:1/sessions/s/v1", api_key="key", model="toy")
     done = await factory.make().run(TASK, endpoint)
     assert done == Done(0.5, metrics={"a": 1}, truncated=True)
@@ -274,6 +284,14 @@ async def test_a_verifiers_environment_calls_the_session(verifiers: dict[str, An
     assert verifiers["row"]["prompt"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     with pytest.raises(RuntimeError, match="verifiers reports"):
         await factory.make().run(Task(task_id="t", group_id="g", text="x", answer="fail"), endpoint)
+    assert len(verifiers["pools"]) == 1  # a pool of connections for each session would take 40 ms of CPU
+
+
+def test_a_version_of_verifiers_without_the_classic_api_is_refused(verifiers: dict[str, Any]) -> None:
+    pytest.importorskip("openai")
+    del sys.modules["verifiers.clients"]
+    with pytest.raises(ImportError, match=r"verifiers below 0.4, .*fourfold-reward\[verifiers\]"):
+        load(EnvironmentSpec(kind="verifiers", source="wordle"))
 
 
 def test_a_missing_library_is_named_with_its_extra() -> None:

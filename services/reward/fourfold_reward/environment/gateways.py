@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
@@ -28,6 +29,10 @@ _FIRST_PAUSE_SECONDS: Final = 0.2
 _MAX_PAUSE_SECONDS: Final = 5.0
 _CALL_SECONDS: Final = 30.0
 _WAIT_SECONDS: Final = 10
+# CloseSession refuses other names of metrics, and more of them.
+_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_./-]")
+_MAX_NAME: Final = 63
+_MAX_METRICS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,10 @@ class Gateway:
 
     def __init__(self, channel: grpc.aio.Channel, peer: str) -> None:
         """Take an open channel, which the caller closes, and the name of the gateway for messages."""
+        self.move(channel, peer)
+
+    def move(self, channel: grpc.aio.Channel, peer: str) -> None:
+        """Call the gateway at another address from now on: its sessions survive a restart, its port need not."""
         self.peer = peer
         self._stub: pb_grpc.AgentServiceAsyncStub = pb_grpc.AgentServiceStub(channel)
 
@@ -92,21 +101,21 @@ class Gateway:
 
     async def open(self, request: pb.OpenSessionRequest, *, until: float) -> pb.OpenSessionResponse:
         """Open a session."""
-        return await self._unary(self._stub.OpenSession, request, until)
+        return await self._unary(lambda stub: stub.OpenSession, request, until)
 
     async def close_session(self, request: pb.CloseSessionRequest, *, until: float) -> pb.CloseSessionResponse:
         """End a session."""
-        return await self._unary(self._stub.CloseSession, request, until)
+        return await self._unary(lambda stub: stub.CloseSession, request, until)
 
     async def tokenize(self, text: str, *, until: float) -> tuple[int, ...]:
         """Return the token ids of a text, without special tokens of the tokenizer's own."""
-        response = await self._unary(self._stub.Tokenize, pb.TokenizeRequest(text=text), until)
+        response = await self._unary(lambda stub: stub.Tokenize, pb.TokenizeRequest(text=text), until)
         return tuple(response.token_ids)
 
     async def render(self, chat: pb.Chat, *, until: float) -> str:
         """Return messages as the text of the chat template."""
         request = pb.ApplyChatTemplateRequest(chat=chat)
-        return (await self._unary(self._stub.ApplyChatTemplate, request, until)).text
+        return (await self._unary(lambda stub: stub.ApplyChatTemplate, request, until)).text
 
     async def generate(self, request: pb.GenerateRequest, *, until: float) -> Turn:
         """Sample one turn; repeated calls with its request_id get the same turn."""
@@ -135,8 +144,14 @@ class Gateway:
                     )
         raise PeerFault(self.peer, "MALFORMED_RESPONSE", "Generate: the stream ended before the turn did")
 
-    async def _unary(self, method: Callable[..., Awaitable[Result]], request: ProtoMessage, until: float) -> Result:
+    async def _unary(
+        self,
+        method_of: Callable[[pb_grpc.AgentServiceAsyncStub], Callable[..., Awaitable[Result]]],
+        request: ProtoMessage,
+        until: float,
+    ) -> Result:
         def attempt(seconds: float) -> Awaitable[Result]:
+            method = method_of(self._stub)  # of the present address
             return call(method, request, timeout=seconds, peer=self.peer)  # type: ignore[type-var]
 
         return await _retry(attempt, self.peer, until, per_call=_CALL_SECONDS)
@@ -170,5 +185,5 @@ def session_url(info: pb.GetInfoResponse, session_id: str) -> str:
 
 
 def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
-    """Return at most as many metrics as a session takes."""
-    return dict(list(values.items())[:64])
+    """Return at most as many metrics as a session takes, with characters of names that it takes."""
+    return {_NOT_IN_NAMES.sub("_", name)[:_MAX_NAME]: value for name, value in list(values.items())[:_MAX_METRICS]}

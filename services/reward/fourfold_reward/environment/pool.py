@@ -25,7 +25,7 @@ from fourfold_reward.worker_sandbox import WorkerSandbox
 _log = logging.getLogger(__name__)
 
 _LOAD_SECONDS: Final = 120.0
-_CLOSE_SECONDS: Final = 3.0
+_ANSWER_SECONDS: Final = 3.0  # a process whose event loop does not answer for so long is blocked
 _MAX_BACKOFF_SECONDS: Final = 30.0
 
 
@@ -248,17 +248,30 @@ class Episode:
         if not self._open:
             return
         self._open = False
-        process = self._process
+        process, seconds = self._process, self._pool.step_seconds + _ANSWER_SECONDS
+        closing = asyncio.ensure_future(process.call({"op": "close", "episode": self._number}, timeout=seconds))
+        closing.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio logs unseen ones
         try:
-            reply = await process.call({"op": "close", "episode": self._number}, timeout=_CLOSE_SECONDS)
-            if reply.get("stuck"):
-                await self._pool.retire(process, "a call passed its deadline, and its thread still runs")
+            await asyncio.wait({closing}, timeout=_ANSWER_SECONDS)
+            if not closing.done():  # the environment's own `close` may take long; the other episodes go on meanwhile
+                await process.call({"op": "ping"}, timeout=_ANSWER_SECONDS)
+            await self._retire_if_stuck(closing, seconds)
         except (WorkerDied, EnvironmentRaised):
             pass
         except TimeoutError:
-            await process.end(f"it did not answer for {_CLOSE_SECONDS:g} s; an `async def` must not block")
+            await process.end(f"it did not answer for {_ANSWER_SECONDS:g} s; an `async def` must not block")
         finally:
+            closing.cancel()
             await self._pool.release(process)
+
+    async def _retire_if_stuck(self, closing: asyncio.Future[dict[str, Any]], seconds: float) -> None:
+        try:
+            stuck = (await closing).get("stuck")
+        except TimeoutError:
+            await self._pool.retire(self._process, f"`close` of an environment took longer than {seconds:g} s")
+            return
+        if stuck:
+            await self._pool.retire(self._process, "a call passed its deadline, and its thread still runs")
 
     async def _call(self, op: str, **values: Any) -> dict[str, Any]:
         seconds = self._pool.step_seconds

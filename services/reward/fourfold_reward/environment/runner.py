@@ -2,8 +2,8 @@
 
     NextTask -> OpenSession -> reset -> { Generate -> tools or step } ... -> CloseSession
 
-An environment service is an agent like any other. An episode that fails is abandoned with a reason, and the run leases
-its task again.
+An environment service is an agent like any other. An episode that fails is abandoned with a reason, and its group goes
+on without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.errors import FourfoldError, InvalidInput
+from fourfold.errors import FourfoldError, InvalidInput, NotFound, WrongState
 from fourfold.text import clean
 from fourfold_reward.environment.gateways import AgentGateway, Turn, metrics_of, session_url
 from fourfold_reward.environment.pool import EnvironmentPool, Episode, EpisodeFailed
@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 60.0
 _ERROR_PAUSE_SECONDS: Final = 2.0
+# Before the run closes the group of a task: for the reward of a truncated episode, and for its way to the run.
+_HAND_IN_SECONDS: Final = 10.0
 _IDLE_MARGIN_SECONDS: Final = 60
 _MAX_IDLE_SECONDS: Final = 3600
 _MAX_CALLS_PER_TURN: Final = 16
@@ -110,7 +112,7 @@ class Runner:
             except BaseException:
                 self._slots.release()
                 raise
-            if task is None:
+            if task is None or self.draining:  # the lease of a task that came too late ends by itself
                 self._slots.release()
                 continue
             episode = asyncio.create_task(self._run(gateway, info, task))
@@ -120,7 +122,7 @@ class Runner:
             episode.add_done_callback(self._on_end)
 
     async def drain(self) -> None:
-        """Abandon the running episodes, so that the run leases their tasks again at once."""
+        """Abandon the running episodes, so that the run does not wait for them."""
         self.draining = True
         episodes = list(self._running)
         for episode in episodes:
@@ -138,13 +140,15 @@ class Runner:
         """Run one episode and close its session, whatever happens."""
         seconds = self._limits.episode_seconds
         if leased.HasField("time_left"):
-            seconds = min(seconds, leased.time_left.ToTimedelta().total_seconds())
+            left = leased.time_left.ToTimedelta().total_seconds()
+            seconds = min(seconds, left - min(_HAND_IN_SECONDS, left / 10))
         loop = asyncio.get_running_loop()
         play = Play(self._pool, self._limits, self._python, gateway, info, leased, until=loop.time() + seconds)
-        outcome = pb.CloseSessionRequest(session_id=play.session_id, abandon_reason="ENVIRONMENT_DRAINED")
+        outcome = pb.CloseSessionRequest(session_id=play.session_id, abandon_reason="INTERNAL")
         try:
             outcome = await play.outcome()
         except asyncio.CancelledError:
+            outcome.abandon_reason = "ENVIRONMENT_DRAINED"
             if not self.draining:
                 raise
         finally:
@@ -157,7 +161,14 @@ class Runner:
         try:
             await gateway.close_session(outcome, until=until)
         except FourfoldError as error:  # the session expires, and the task is leased again
+            if outcome.abandon_reason and isinstance(error, NotFound):
+                return  # it was being opened, and is not
             _log.warning("session not closed: session=%s cause=%s", outcome.session_id, error.message)
+            if not outcome.abandon_reason and isinstance(error, InvalidInput | WrongState):
+                # Open, it would keep its task until it has been idle for longer than an episode.
+                refused = pb.CloseSessionRequest(session_id=outcome.session_id, abandon_reason="ENVIRONMENT_ERROR")
+                self.outcomes[refused.abandon_reason] += 1
+                await self._close(gateway, refused)
 
 
 @dataclass(slots=True)
@@ -215,8 +226,12 @@ class Play:
         request = pb.OpenSessionRequest(
             session_id=self.session_id, task_id=self._leased.task_id, idle_timeout=Duration(seconds=idle)
         )
-        self._key = (await self._gateway.open(request, until=self._until)).session_key
-        self.opened = True
+        self.opened = True  # it may be so if this call is cancelled
+        try:
+            self._key = (await self._gateway.open(request, until=self._until)).session_key
+        except FourfoldError:
+            self.opened = False
+            raise
 
     async def _play(self, episode: Episode) -> Done:
         """Run the episode to its end, or to a limit."""
@@ -362,6 +377,9 @@ class Play:
         return text
 
     def _close_with(self, done: Done) -> pb.CloseSessionRequest:
+        if not self._turns and not self._pool.loaded.agent:
+            reason = "TRUNCATED" if done.truncated else "ENVIRONMENT_ERROR"
+            raise EpisodeFailed(reason, "the episode ended before the first turn, so that there is nothing to train on")
         metrics: dict[str, float] = {"turns": float(self._turns)}
         if self._has_tools:
             metrics |= {"tool_calls": float(self._calls), "tool_calls_valid": float(self._valid_calls)}

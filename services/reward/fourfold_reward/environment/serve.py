@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 from typing import Final
-
-import grpc
 
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.rpc.channel import check_target, open_channel
 from fourfold.security.access import COORDINATOR
-from fourfold.security.principal import Principal
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_reward import worker_sandbox
 from fourfold_reward.environment.exported import environment_source
 from fourfold_reward.environment.gateways import Gateway
+from fourfold_reward.environment.members import RunGateways, open_gateway
 from fourfold_reward.environment.pool import EnvironmentPool
 from fourfold_reward.environment.python_tool import PythonTool
 from fourfold_reward.environment.runner import EpisodeLimits, Runner
@@ -28,7 +25,6 @@ from fourfold_reward.environment.spec import PYTHON_TOOL, EnvironmentSpec
 
 _log = logging.getLogger(__name__)
 
-_GATEWAY: Final = Principal("gateway")
 _RECONNECT_SECONDS: Final = 1.0
 
 
@@ -68,8 +64,8 @@ async def serve(options: ServeOptions) -> int:
 
     async def attend() -> int:
         if options.gateway:
-            async with _connected(host, options.gateway) as gateway:
-                await runner.serve(gateway)
+            async with open_gateway(options.gateway, host.security) as channel:
+                await runner.serve(Gateway(channel, f"gateway at {options.gateway}"))
         else:
             await _follow_gateways(host, options.coordinator, runner)
         return 0
@@ -102,24 +98,9 @@ def _check(options: ServeOptions) -> None:
         )
 
 
-@asynccontextmanager
-async def _connected(host: ServiceHost, target: str) -> AsyncIterator[Gateway]:
-    channel: grpc.aio.Channel = open_channel(target, host.security, server=_GATEWAY)
-    try:
-        yield Gateway(channel, f"gateway at {target}")
-    finally:
-        await channel.close()
-
-
 async def _follow_gateways(host: ServiceHost, coordinator: str, runner: Runner) -> None:
-    """Serve the gateways of the run as they come and go."""
-    serving: dict[str, asyncio.Task[None]] = {}
-    leaving: set[asyncio.Task[None]] = set()  # of gateways that are no longer members; their last episodes run
-
-    async def attend(target: str) -> None:
-        async with _connected(host, target) as gateway:
-            await runner.serve(gateway)
-
+    """Serve the gateways of the run as they come, move and go."""
+    gateways = RunGateways(runner, host.security)
     channel = open_channel(coordinator, host.security, server=COORDINATOR)
     client = AsyncCoordinatorClient(channel, peer=f"coordinator at {coordinator}")
     try:
@@ -127,26 +108,13 @@ async def _follow_gateways(host: ServiceHost, coordinator: str, runner: Runner) 
             try:
                 async with aclosing(client.watch_run()) as states:
                     async for state in states:
-                        targets = {m.target for m in state.members if m.role == "gateway" and _usable(host, m.target)}
-                        for target in targets - serving.keys():
-                            _log.info("gateway found: target=%s", target)
-                            serving[target] = asyncio.create_task(attend(target))
-                        for target in serving.keys() - targets:
-                            _log.info("gateway left: target=%s", target)
-                            left = serving.pop(target)
-                            left.cancel()
-                            leaving.add(left)
-                            left.add_done_callback(leaving.discard)
-                        for target in [t for t, task in serving.items() if task.done()]:
-                            serving.pop(target).result()  # raises its error
+                        members = [m for m in state.members if m.role == "gateway" and _usable(host, m.target)]
+                        gateways.update({m.member_id: m.target for m in members})
             except FourfoldError as error:
                 _log.warning("run not followed: cause=%s", error.message)
             await asyncio.sleep(_RECONNECT_SECONDS)
     finally:
-        tasks = [*serving.values(), *leaving]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await gateways.close()
         await channel.close()
 
 

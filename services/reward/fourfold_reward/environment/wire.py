@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Final
 
 from fourfold.text import is_metric_name
@@ -20,6 +20,7 @@ MAX_CHARACTERS: Final = 1 << 18
 MAX_MESSAGES: Final = 256
 MAX_METRICS: Final = 32
 _MAX_TOKEN_IDS: Final = 1 << 20
+_MAX_REWARD: Final = 3.4028234663852886e38  # the largest float32
 
 
 def message_from(data: object) -> Message:
@@ -93,8 +94,8 @@ def _check_size(characters: int) -> None:
 def done_to(done: Done) -> dict[str, Any]:
     """Convert the end of an episode; raise ValueError if a number is not finite."""
     return {
-        "reward": None if done.reward is None else number(done.reward, "the reward"),
-        "turn_rewards": {str(int(k)): number(v, f"the reward of turn {k}") for k, v in done.turn_rewards.items()},
+        "reward": None if done.reward is None else _reward(done.reward, "the reward"),
+        "turn_rewards": {str(int(k)): _reward(v, f"the reward of turn {k}") for k, v in done.turn_rewards.items()},
         "metrics": {str(k): number(v, f"metric {k!r:.100}") for k, v in done.metrics.items()},
         "truncated": bool(done.truncated),
     }
@@ -113,8 +114,8 @@ def done_from(data: Mapping[str, Any]) -> Done:
     if not all(str(turn).isdecimal() and len(str(turn)) < 10 for turn in turns):
         raise ValueError("turn_rewards: a key is not the index of a turn")
     return Done(
-        None if reward is None else number(reward, "the reward"),
-        {int(turn): number(value, f"the reward of turn {turn}") for turn, value in turns.items()},
+        None if reward is None else _reward(reward, "the reward"),
+        {int(turn): _reward(value, f"the reward of turn {turn}") for turn, value in turns.items()},
         {str(name): number(value, f"metric {name!r}") for name, value in metrics.items()},
         data.get("truncated") is True,
     )
@@ -133,9 +134,18 @@ def number(value: object, what: str) -> float:
     return result
 
 
+def _reward(value: object, what: str) -> float:
+    result = number(value, what)
+    if abs(result) > _MAX_REWARD:
+        raise ValueError(f"{what} is {result}; it must be finite in 32 bits")
+    return result
+
+
 def task_to(task: Task) -> dict[str, Any]:
     """Convert a task for the worker."""
-    return asdict(task)
+    # `asdict` would copy the metadata, with a recursion that ends at a third of the depth that JSON may have.
+    values = {field.name: getattr(task, field.name) for field in fields(task)}
+    return {**values, "messages": [asdict(message) for message in task.messages]}
 
 
 def task_from(data: Mapping[str, Any]) -> Task:

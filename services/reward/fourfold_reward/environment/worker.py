@@ -95,6 +95,8 @@ class Worker:
                     return {"ok": await self._load(EnvironmentSpec(**request["spec"]))}
                 case "close":
                     return {"ok": await self._close(request["episode"])}
+                case "ping":
+                    return {"ok": {}}
                 case "tool":
                     return {"ok": await self._call_tool(request)}
             return {"ok": await self._act(request)}
@@ -116,6 +118,8 @@ class Worker:
     async def _act(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Call the environment of an episode, and return the observation or the end."""
         episode = self._episodes.get(request["episode"])
+        if request["op"] == "truncate" and (episode is None or episode.environment is None):
+            return {}  # it was never made, or is being made
         if episode is None:
             episode = self._episodes[request["episode"]] = _Episode(None)
         task = asyncio.current_task()

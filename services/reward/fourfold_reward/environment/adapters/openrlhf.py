@@ -15,8 +15,8 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Mapping
-from types import SimpleNamespace
+from collections.abc import Awaitable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from fourfold.errors import FourfoldError
@@ -106,10 +106,10 @@ def load(spec: EnvironmentSpec) -> Factory:
         instance: Any = getattr(found(**spec.options), "agent_instance_cls", None)
         if instance is None:
             raise VerifierError(f"{spec.source} defines neither execute nor an AgentInstance")
-        return Factory(make=lambda: InstanceEpisode(instance()), wants_text=True)
+        return Factory(make=lambda: InstanceEpisode(instance), wants_text=True)
     if not hasattr(found, "step"):
         raise VerifierError(f"{spec.source} is {found!r:.100}; name the AgentInstance or the AgentExecutor of the file")
-    return Factory(make=lambda: InstanceEpisode(found(**spec.options)), wants_text=True)
+    return Factory(make=lambda: InstanceEpisode(found, spec.options), wants_text=True)
 
 
 def _provide_modules() -> None:
@@ -135,9 +135,14 @@ def _sampling_params() -> SimpleNamespace:
 class InstanceEpisode:
     """One episode of an `AgentInstance`."""
 
-    def __init__(self, instance: Any) -> None:
-        """Wrap the file's object."""
-        self._instance = instance
+    def __init__(self, cls: Any, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Make the file's object. `reset` finishes an `async def __init__`, as OpenRLHF's README has it."""
+        self._starting: Awaitable[None] | None = None
+        if inspect.iscoroutinefunction(getattr(cls, "__init__", None)):  # Python refuses to call such a class
+            self._instance = cls.__new__(cls)
+            self._starting = self._instance.__init__(**options)
+        else:
+            self._instance = cls(**options)
         self._label = ""
         self._text = ""
         self._reward = 0.0
@@ -145,6 +150,8 @@ class InstanceEpisode:
 
     async def reset(self, task: Task) -> Observation:
         """Return the observation of the instance as raw text."""
+        if self._starting is not None:
+            await self._starting
         self._label = task.answer
         states = {"observation": task.text, "label": task.answer}
         result = await _value(self._instance.reset(states))

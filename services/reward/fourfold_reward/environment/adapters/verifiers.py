@@ -6,7 +6,10 @@ the metadata of the task. The library's own rubric gives the reward.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from fourfold_reward.environment import wire
@@ -18,24 +21,42 @@ from fourfold_reward.environment.spec import EnvironmentSpec
 def load(spec: EnvironmentSpec) -> Factory:
     """Load the environment named `environment.source` once for the process.
 
-    Raises ImportError: verifiers is not installed, with the command that installs it.
+    Raises ImportError: verifiers is not installed or too new, with the command that installs it.
     """
     try:
         import openai
         import verifiers
-        import verifiers.clients
+        from verifiers.clients import OpenAIChatCompletionsClient
     except ImportError as error:
         raise ImportError(
-            f'environment.kind = "verifiers" needs the package verifiers ({error}): '
-            f"pip install 'fourfold-reward[verifiers]'"
+            f'environment.kind = "verifiers" needs the package verifiers below 0.4, which removed load_environment '
+            f"({error}): pip install 'fourfold-reward[verifiers]'"
         ) from None
-    environment: Any = verifiers.load_environment(spec.source, **spec.options)
+    with _no_signal_handlers():
+        environment: Any = verifiers.load_environment(spec.source, **spec.options)
+    # Copies share its connections. A new client reads the trusted certificates, which takes 40 ms of CPU.
+    shared = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=5)
 
     def client(endpoint: Endpoint) -> Any:
-        connection = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=5)
-        return verifiers.clients.OpenAIChatCompletionsClient(connection)
+        session = shared.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        return OpenAIChatCompletionsClient(session)
 
     return Factory(make=lambda: VerifiersAgent(environment, client), is_agent=True)
+
+
+@contextlib.contextmanager
+def _no_signal_handlers() -> Iterator[None]:
+    """Ignore calls of `signal.signal`.
+
+    Environments of verifiers set handlers in their constructor. Python refuses that in the threads in which workers
+    load, and the service ends a worker with SIGKILL.
+    """
+    set_handler = signal.signal
+    signal.signal = lambda signalnum, handler: signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.signal = set_handler
 
 
 class VerifiersAgent:

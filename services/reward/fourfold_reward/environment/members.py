@@ -1,0 +1,109 @@
+"""Serves the gateways of a run as they come, move and go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import grpc
+
+from fourfold.rpc.channel import open_channel
+from fourfold.security.access import Security
+from fourfold.security.principal import Principal
+from fourfold_reward.environment.gateways import Gateway
+from fourfold_reward.environment.runner import Runner
+
+_log = logging.getLogger(__name__)
+
+_GATEWAY: Final = Principal("gateway")
+
+
+def open_gateway(target: str, security: Security | None) -> grpc.aio.Channel:
+    """Return a channel to a gateway."""
+    channel: grpc.aio.Channel = open_channel(target, security, server=_GATEWAY)
+    return channel
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A gateway of the run at its present address."""
+
+    gateway: Gateway
+    target: str
+    channels: list[grpc.aio.Channel]  # to all addresses so far: the end of a channel would cancel the calls in flight
+    leasing: asyncio.Task[None] | None = None  # None: it left the run
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that one, and earlier ones whose last episodes run
+
+
+class RunGateways:
+    """The gateways of a run, by member id.
+
+    A gateway that is started again has the sessions of the one before, and in general another port. Its episodes go on
+    at the new address: at the old one, each of them would hold its place until its time is over.
+    """
+
+    def __init__(self, runner: Runner, security: Security | None) -> None:
+        """Start without gateways."""
+        self._runner, self._security = runner, security
+        self._members: dict[str, _Member] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+
+    def update(self, targets: Mapping[str, str]) -> None:
+        """Serve the gateways at these addresses, and no longer take tasks of others.
+
+        Raises the error of a gateway that is no longer served because of a bug.
+        """
+        if self._error is not None:
+            raise self._error
+        for name, target in targets.items():
+            member = self._members.get(name)
+            if member is None or member.target != target:
+                member = self._find(name, target, member)
+            if member.leasing is None:
+                member.leasing = asyncio.create_task(self._runner.serve(member.gateway))
+                member.tasks.add(member.leasing)
+                member.leasing.add_done_callback(partial(self._on_end, name, member))
+        for name in self._members.keys() - targets.keys():
+            if (leasing := self._members[name].leasing) is not None:
+                _log.info("gateway left: gateway=%s", name)
+                leasing.cancel()
+                self._members[name].leasing = None
+
+    async def close(self) -> None:
+        """End the episodes that still run."""
+        tasks = [task for member in self._members.values() for task in member.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._closing)
+
+    def _find(self, name: str, target: str, member: _Member | None) -> _Member:
+        _log.info("gateway found: gateway=%s target=%s", name, target)
+        channel, peer = open_gateway(target, self._security), f"gateway at {target}"
+        if member is None:
+            member = self._members[name] = _Member(Gateway(channel, peer), target, [channel])
+        else:
+            member.gateway.move(channel, peer)
+            member.target = target
+            member.channels.append(channel)
+        return member
+
+    def _on_end(self, name: str, member: _Member, task: asyncio.Task[None]) -> None:
+        member.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._error = self._error or task.exception()
+        if not member.tasks:
+            self._members.pop(name, None)
+            closing = asyncio.create_task(_close(member.channels))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+
+async def _close(channels: list[grpc.aio.Channel]) -> None:
+    for channel in channels:
+        await channel.close()

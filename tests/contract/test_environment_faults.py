@@ -1,0 +1,292 @@
+"""Faults around episodes: slow or hostile environments, sessions that do not close, drains, gateways that move."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from fourfold import errors
+from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.config import Config
+from fourfold.rpc.server import Server
+from fourfold_reward.environment.gateways import Gateway
+from fourfold_reward.environment.members import RunGateways
+from fourfold_reward.environment.pool import EnvironmentPool
+from fourfold_reward.environment.runner import EpisodeLimits, Runner
+from fourfold_reward.environment.spec import EnvironmentSpec
+from fourfold_reward.worker_sandbox import WorkerSandbox
+from tests.conftest import Serve
+from tests.fakes.agent import FakeGateway
+
+Context = grpc.aio.ServicerContext[Any, Any]
+RECIPE: dict[str, Any] = {
+    "name": "x",
+    "steps": 1,
+    "model": {"source": "none", "max_context_tokens": 4096},
+    "data": {"train": {"path": "none.jsonl"}},
+    "sampling": {"max_new_tokens": 64},
+    "batch": {"prompts_per_step": 1, "group_size": 2},
+}
+# The answer of the task selects the behaviour of the environment.
+ENVIRONMENTS = """
+import time
+from fourfold_reward.environment import Done, Observation
+
+class Odd:
+    def __init__(self):
+        self.begun = False
+
+    def reset(self, task):
+        self.task, self.begun = task, True
+        if task.answer == "done at once": return Done(1.0)
+        if task.answer == "slow reset": time.sleep(3)
+        return Observation("go")
+
+    def step(self, action):
+        match self.task.answer:
+            case "far turn": return Done(1.0, {7: 1.0})
+            case "huge": return Done(1e39)
+            case "huge turn": return Done(1.0, {0: 1e39})
+            case "names": return Done(1.0, metrics={"win rate": 1.0, "x" * 64: 2.0, "\\u00e4:b": 3.0})
+            case "again": return Observation("again")
+            case "wait": time.sleep(4)
+        return Done(2.0)
+
+    def truncate(self):
+        return Done(0.25 if self.begun else 0.75)
+
+    def close(self):
+        if self.task.answer == "slow close": time.sleep(5)
+        if self.task.answer == "endless close": time.sleep(1000)
+
+class Caller:
+    async def run(self, task, endpoint):
+        return Done(1.0, {7: 1.0})
+
+class SlowStart(Odd):
+    def __init__(self):
+        super().__init__()
+        time.sleep(4)
+"""
+
+
+class Strict(FakeGateway):
+    """A gateway that checks outcomes as the real one does, and can hold calls back."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: "hello", http_url="http://127.0.0.1:1")
+        self.refused: list[str] = []
+        self.open_seconds = self.task_seconds = 0.0
+        self.lengths: list[float] = []  # seconds from each OpenSession to the end of the session
+        self._began: dict[str, float] = {}
+
+    async def NextTask(self, request: pb.NextTaskRequest, context: Context) -> pb.NextTaskResponse:
+        response = await super().NextTask(request, context)
+        if response.HasField("task"):
+            await asyncio.sleep(self.task_seconds)
+        return response
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionResponse:
+        self._began[request.session_id] = time.monotonic()
+        response = await super().OpenSession(request, context)
+        await asyncio.sleep(self.open_seconds)
+        return response
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
+        turns = sum(turn.session_id == request.session_id for turn in self.turns)
+        if not request.abandon_reason:
+            if not turns:
+                raise self._refusal(errors.WrongState("no finished turn"))
+            if any(reward.turn_index >= turns for reward in request.turn_rewards):
+                raise self._refusal(errors.InvalidInput("turn_rewards names no turn"))
+            if any(not re.fullmatch("[A-Za-z0-9_./-]{1,63}", name) for name in request.metrics):
+                raise self._refusal(errors.InvalidInput("a name of a metric"))
+        self.lengths.append(time.monotonic() - self._began[request.session_id])
+        return await super().CloseSession(request, context)
+
+    def _refusal(self, error: errors.FourfoldError) -> errors.FourfoldError:
+        self.refused.append(error.message)
+        return error
+
+
+class Stage:
+    def __init__(self, gateway: Strict, pool: EnvironmentPool, runner: Runner) -> None:
+        self.gateway, self.pool, self.runner = gateway, pool, runner
+
+    async def outcome(self, **task: Any) -> pb.CloseSessionRequest:
+        before = len(self.gateway.closed)
+        self.gateway.add(**{"text": "problem", **task})
+        return (await self.gateway.wait(before + 1))[-1]
+
+    async def reached(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+Make = Callable[..., Awaitable[Stage]]
+
+
+@pytest.fixture
+async def stage(serve: Serve, tmp_path: Path) -> AsyncIterator[Make]:
+    (tmp_path / "odd.py").write_text(ENVIRONMENTS)
+    async with AsyncExitStack() as stack:
+
+        async def make(name: str = "Odd", **environment: Any) -> Stage:
+            values = {
+                "source": f"{tmp_path}/odd.py:{name}",
+                "step_seconds": 20,
+                "concurrent_episodes": 4,
+                **environment,
+            }
+            recipe = Config.model_validate({**RECIPE, "environment": values})
+            config, gateway = recipe.environment, Strict()
+            channel = await serve(gateway.servicer())
+            pool = EnvironmentPool(
+                EnvironmentSpec.from_config(recipe, directory=tmp_path),
+                processes=config.processes,
+                step_seconds=config.step_seconds,
+                sandbox=WorkerSandbox(network=False, memory_gib=config.memory_gib),
+                on_failure=pytest.fail,
+            )
+            stack.push_async_callback(pool.close)
+            await pool.start()
+            limits = EpisodeLimits(
+                max_turns=config.max_turns, max_new_tokens=64, episode_seconds=config.episode_seconds, scores=False
+            )
+            runner = Runner(pool, limits, concurrent=config.concurrent_episodes)
+            serving = asyncio.create_task(runner.serve(Gateway(channel, "gateway-0")))
+
+            async def stop() -> None:
+                serving.cancel()
+                await runner.drain()
+
+            stack.push_async_callback(stop)
+            return Stage(gateway, pool, runner)
+
+        yield make
+
+
+async def test_an_episode_without_a_turn_is_abandoned_at_once(stage: Make) -> None:
+    s = await stage()
+    outcome = await s.outcome(answer="done at once")
+    assert outcome.abandon_reason == "ENVIRONMENT_ERROR" and not s.gateway.refused
+
+
+@pytest.mark.parametrize("answer", ["huge", "huge turn"])
+async def test_a_reward_beyond_float32_is_an_error_of_the_environment(stage: Make, answer: str) -> None:
+    s = await stage()
+    assert (await s.outcome(answer=answer)).abandon_reason == "ENVIRONMENT_ERROR"
+
+
+async def test_deep_metadata_reaches_the_environment(stage: Make) -> None:
+    s = await stage()
+    assert (await s.outcome(metadata_json='{"a": ' * 600 + "1" + "}" * 600)).reward == 2
+
+
+async def test_metrics_get_names_that_the_run_takes(stage: Make) -> None:
+    s = await stage()
+    outcome = await s.outcome(answer="names")
+    assert outcome.reward == 1 and dict(outcome.metrics) == {"turns": 1, "win_rate": 1, "x" * 63: 2, "__b": 3}
+
+
+async def test_a_session_that_the_gateway_does_not_close_is_abandoned(stage: Make) -> None:
+    """The service does not see the turns of an agent that calls the model itself."""
+    s = await stage("Caller", network=True)
+    assert (await s.outcome()).abandon_reason == "ENVIRONMENT_ERROR" and len(s.gateway.refused) == 1
+
+
+async def test_the_end_of_a_group_leaves_time_to_hand_in_what_there_is(stage: Make) -> None:
+    s = await stage(max_turns=1000)
+    s.gateway.sample_seconds = 0.01
+    outcome = await s.outcome(answer="again", time_left=Duration(seconds=3))
+    assert outcome.truncated and outcome.reward == 0.25 and s.gateway.lengths[0] < 2.9
+
+
+async def test_a_slow_end_of_an_environment_costs_no_other_episode(stage: Make) -> None:
+    s = await stage()
+    pids = s.pool.pids()
+    s.gateway.add(text="x", answer="wait")
+    await s.reached(lambda: len(s.gateway.turns) == 1)
+    assert (await s.outcome(answer="slow close")).reward == 2
+    outcomes = await s.gateway.wait(2)
+    assert [o.abandon_reason for o in outcomes] == ["", ""] and s.pool.pids() == pids and not s.pool.deaths
+
+
+async def test_an_environment_whose_end_never_comes_loses_its_process_when_it_is_free(stage: Make) -> None:
+    s = await stage(step_seconds=5)
+    pids = s.pool.pids()
+    s.gateway.add(text="x", answer="endless close")
+    s.gateway.add(text="x", answer="wait")
+    outcomes = await s.gateway.wait(2)
+    assert [o.abandon_reason for o in outcomes] == ["", ""]
+    await s.reached(lambda: s.pool.pids() not in ([], pids))
+    assert (await s.outcome()).reward == 2
+
+
+async def test_an_environment_that_was_never_made_is_not_asked_for_a_reward(stage: Make) -> None:
+    s = await stage("SlowStart", episode_seconds=1)
+    outcome = await s.outcome()
+    assert outcome.abandon_reason == "TRUNCATED"
+
+
+async def test_a_drain_abandons_a_session_that_is_being_opened(stage: Make) -> None:
+    s = await stage()
+    s.gateway.open_seconds = 1000
+    s.gateway.add(text="x")
+    await s.reached(lambda: bool(s.gateway.opened))
+    await s.runner.drain()
+    (outcome,) = await s.gateway.wait()
+    assert outcome.abandon_reason == "ENVIRONMENT_DRAINED"
+
+
+async def test_a_drain_begins_no_episode(stage: Make) -> None:
+    s = await stage()
+    s.gateway.task_seconds = 0.5
+    s.gateway.add(text="x")
+    await s.reached(lambda: not s.gateway.tasks)
+    await s.runner.drain()
+    await asyncio.sleep(1)
+    assert not s.gateway.opened and not s.runner.running
+
+
+async def listen(gateway: FakeGateway) -> tuple[Server, str]:
+    server = Server(listen="127.0.0.1:0", security=None)
+    server.add(*gateway.servicer())
+    target = await server.start()
+    server.set_ready(True)
+    return server, target
+
+
+@pytest.mark.parametrize("gap", [False, True])
+async def test_an_episode_goes_on_with_a_gateway_that_was_started_again_at_another_port(stage: Make, gap: bool) -> None:
+    """With `gap`, the run forgets the gateway in between."""
+    s = await stage(concurrent_episodes=1)
+    gateway = Strict()
+    gateway.sample_seconds = 1000
+    gateways = RunGateways(s.runner, None)
+    server, target = await listen(gateway)
+    gateways.update({"gateway-0": target})
+    gateway.add(2, text="x")
+    await s.reached(lambda: len(gateway.turns) == 1)
+    await server.stop(0)
+    gateway.sample_seconds = 0.0
+    if gap:
+        gateways.update({})
+    server, target = await listen(gateway)
+    try:
+        gateways.update({"gateway-0": target})
+        outcomes = await gateway.wait(2)
+        assert [o.reward for o in outcomes] == [2, 2]
+    finally:
+        await gateways.close()
+        await server.stop(0)

@@ -24,6 +24,7 @@ def algorithm_plan(config: Config) -> list[str]:
         _routers(config),
         _correction(algorithm),
         _filter(config),
+        _curriculum(config),
         _updates(config),
         _critic(config),
     )
@@ -135,6 +136,17 @@ def _filter(config: Config) -> str:
         case "mean-inside":
             kept = f"whose mean score is not between {rule.low:g} and {rule.high:g}"
     return f"filter: a group {kept} is replaced by the next prompt, up to {most}."
+
+
+def _curriculum(config: Config) -> str:
+    rule = config.data.curriculum
+    if rule is None:
+        return ""
+    weight = f"{rule.min_weight:g} + {1 - rule.min_weight:g} * 4 r (1 - r)"
+    return (
+        f"curriculum: a prompt is drawn with the probability {weight} when its turn comes, r the share of scores from "
+        f"{rule.success:g} on in its latest {rule.window} groups."
+    )
 
 
 def _updates(config: Config) -> str:

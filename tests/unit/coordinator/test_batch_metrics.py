@@ -168,3 +168,27 @@ def test_the_numbers_of_a_batch_are_those_of_all_that_was_generated() -> None:
 def test_groups_of_one_have_nothing_to_differ_from() -> None:
     numbers = compute_batch_metrics(collected(group(1), group(1)), policy_version=2)
     assert not [name for name in numbers if name in ("groups/useful", "groups/all_max", "groups/all_min")]
+
+
+def with_turn_rewards(before: SampleGroup, *rewards: float) -> SampleGroup:
+    """Return a group whose trajectories have these rewards of their turn beside their scores."""
+    mask = before.trajectories[0].sample.action_mask
+    streams = [np.where(np.arange(len(mask)) == len(mask) - 1, reward, 0).astype(np.float32) for reward in rewards]
+    pairs = zip(before.trajectories, streams, strict=True)
+    changed = tuple(replace(t, sample=replace(t.sample, token_rewards=stream)) for t, stream in pairs)
+    return replace(before, trajectories=changed)
+
+
+def test_a_group_whose_turns_have_different_rewards_is_useful() -> None:
+    assert with_turn_rewards(group(0.0, 1.0), 0.5, -1.5).rewards == [0.5, -0.5]
+    equal, different = with_turn_rewards(group(0.0, 1.0), 1.0, 0.0), with_turn_rewards(group(0.0, 0.0), 1.0, 0.0)
+    numbers = compute_batch_metrics(collected(equal, different), policy_version=2)
+    assert numbers[m.USEFUL_GROUPS] == 0.5 and numbers[m.REWARD_MEAN] == 0.25, "the mean of the scores alone"
+
+
+def test_a_trajectory_is_truncated_if_one_of_its_segments_is() -> None:
+    one, two = group(0.0, 1.0).trajectories
+    cut = replace(one, more_segments=(replace(one.sample, truncated=True), one.sample))
+    assert cut.truncated and not two.truncated
+    batch = collected(SampleGroup(position=0, seed=1, trajectories=(cut, two)))
+    assert compute_batch_metrics(batch, policy_version=2)[m.TRUNCATION_RATE] == 0.5

@@ -124,6 +124,12 @@ def test_a_key_that_a_recipe_changes_is_read_in_its_text(algorithm: dict[str, An
     assert words not in said()
 
 
+def test_a_curriculum_is_told() -> None:
+    data = {"train": {"path": "x.jsonl"}, "curriculum": {"min_weight": 0.25}}
+    assert "curriculum: a prompt is drawn with the probability 0.25 + 0.75 * 4 r (1 - r) when" in said(data=data)
+    assert "curriculum" not in said()
+
+
 def test_the_critic_and_the_updates_are_told() -> None:
     ppo = {"preset": "ppo"}
     text = said(ppo, critic={"policy_starts_at_step": 5, "learning_rate": 1e-3})

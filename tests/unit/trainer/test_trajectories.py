@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fourfold import metrics as m
 from fourfold.algorithm import aggregation
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Sample
+from fourfold.arrays import EMPTY_FLOATS, Sample
 from fourfold.config import PRESETS, Config
 from fourfold.errors import InvalidInput
 from fourfold_trainer.service import metrics
@@ -187,6 +187,31 @@ def test_segments_are_split_only_where_a_loss_of_single_tokens_allows_it() -> No
             counts[kind, budget] = len(real)
             assert all(set(micro.trajectories.tolist()) == {0} for micro in real)
     assert counts == {("ppo", 64): 1, ("ppo", 24): 2, ("gspo", 64): 1}
+
+
+# ---- tokens that a grammar forced -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [0.0, 1e-3])
+def test_a_forced_token_is_in_no_kl_penalty_no_coefficient_and_no_metric_of_it(target: float) -> None:
+    """The policy did not choose it: one that is likelier under the reference would reward the tokens before it."""
+    kl = {"coef": 0.5, "placement": "reward", "estimator": "k1", "target": target, "horizon": 100}
+    config = recipe(algorithm={"advantage": {"kind": "reinforce"}, "kl": kl})
+    rng, found = np.random.default_rng(0), []
+    whole = replace(trajectory("s", "g", [(2, 4), (1, 3)], rng), token_rewards=EMPTY_FLOATS)
+    forced = np.flatnonzero(whole.action_mask)[[1, -1]]
+    loss_mask = whole.action_mask.copy()
+    loss_mask[forced] = False
+    for distance in (0.0, -0.5, -9.0):
+        reference = whole.reference_logprobs.copy()
+        reference[forced] += distance
+        _, result = run([replace(whole, loss_mask=loss_mask, reference_logprobs=reference)], config)
+        coef = result.algorithm_state.kl_coef
+        found.append((result.targets.advantages[0].tolist(), coef, metrics.summarise(result, config)[m.REWARD_KL]))
+    assert found[0] == found[1] == found[2]
+    free = loss_mask[whole.action_mask]
+    assert result.targets.kl is not None
+    assert found[0][2] == pytest.approx(result.targets.kl[0][free].mean()) and not result.targets.kl[0][~free].any()
 
 
 # ---- refused batches ---------------------------------------------------------------------------------------------

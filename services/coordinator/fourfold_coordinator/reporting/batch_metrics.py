@@ -40,15 +40,16 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
         m.TOTAL_LENGTH: float(np.mean([sum(len(s.token_ids) for s in t.segments) for t in trajectories])),
         m.TURNS: float(np.mean([sum(map(_turns, t.segments)) for t in trajectories])),
         m.NO_ACTION_RATE: float((lengths == 0).mean()),
-        m.TRUNCATION_RATE: float(np.mean([t.segments[-1].truncated for t in trajectories])),
+        m.TRUNCATION_RATE: float(np.mean([t.truncated for t in trajectories])),
         m.POLICY_LAG_MEAN: float(lags.mean()),
         m.POLICY_LAG_MAX: float(lags.max()),
         m.LAG_SPAN: float(max(spans)),
         **_token_lags([s for group in batch.groups for s in group.segments], policy_version),
     }
     if len(every) > len(groups):  # in groups of one sample no scores can differ
+        rewards = [group.rewards for group in groups]
         result |= {
-            m.USEFUL_GROUPS: float(np.mean([s.max() > s.min() for s in scores])),
+            m.USEFUL_GROUPS: float(np.mean([max(r) > min(r) for r in rewards])),
             m.GROUPS_ALL_MAX: float(np.mean([s.min() == highest for s in scores])),
             m.GROUPS_ALL_MIN: float(np.mean([s.max() == lowest for s in scores])),
             m.GROUPS_STD: float(np.mean([s.std() for s in scores])),

@@ -78,6 +78,17 @@ class Trajectory:
         """Number of sampled tokens, over all segments."""
         return sum(int(np.count_nonzero(segment.action_mask)) for segment in self.segments)
 
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended a segment, as the trainer counts it."""
+        return any(segment.truncated for segment in self.segments)
+
+    @property
+    def reward(self) -> float:
+        """Score and rewards of single turns together, which samples of a group are compared by; it has a score."""
+        assert self.sample.score is not None
+        return self.sample.score + sum(float(s.token_rewards.sum(dtype=np.float64)) for s in self.segments)
+
     def map_segments(self, change: Callable[[Sample], Sample]) -> Trajectory:
         """Return a copy whose segments are changed."""
         return replace(self, sample=change(self.sample), more_segments=tuple(map(change, self.more_segments)))
@@ -106,6 +117,11 @@ class SampleGroup:
     seed: int  # of the request
     trajectories: tuple[Trajectory, ...]
     baseline: Trajectory | None = None  # the greedy completion of the prompt, dropped
+
+    @property
+    def rewards(self) -> list[float]:
+        """Return `reward` of the trajectories that are trained on."""
+        return [t.reward for t in self.trajectories if not t.dropped]
 
     @property
     def samples(self) -> list[Sample]:
@@ -291,7 +307,7 @@ def _line(step: int, trajectory: Trajectory) -> str:
         "version_spans": [
             [s.policy_version, s.token_count] for part in trajectory.segments for s in part.version_spans
         ],
-        "truncated": sample.truncated,
+        "truncated": trajectory.truncated,
         "score": sample.score,
         "scorer": sample.scorer,
         "dropped": trajectory.dropped,

@@ -37,8 +37,9 @@ def summarise(result: StepResult, config: Config) -> dict[str, float]:
     """Return the metrics of a step, except those that the coordinator computes without the model."""
     found = _advantages(result) | _policy(result) | _mismatch(result)
     distance = result.targets.kl
-    if distance is not None and result.batch.lengths.any() and config.algorithm.kl.placement == "reward":
-        found[m.REWARD_KL] = float(np.concatenate(distance).mean())
+    free = int(result.batch.free_lengths.sum())
+    if distance is not None and free and config.algorithm.kl.placement == "reward":
+        found[m.REWARD_KL] = math.fsum(float(part.sum()) for part in distance) / free
     found[m.LEARNING_RATE] = learning_rate(config.trainer, result.step, config.steps)
     if config.algorithm.kl.coef:
         found[m.KL_COEF] = result.kl_coef

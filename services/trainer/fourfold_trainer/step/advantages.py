@@ -180,12 +180,12 @@ def next_kl_coef(
     """Return the KL coefficient of the next step, after `coef`; None when it never moves.
 
     `distance` is that of the old policy to the reference, for the action tokens of each sample. Every trajectory weighs
-    the same, by its mean.
+    the same, by its mean over the tokens that no grammar forced.
     """
     settings = config.algorithm.kl
     if not settings.target:
         return None
-    lengths = batch.trajectory_lengths
+    lengths = batch.total(batch.free_lengths)
     if distance is None or not lengths.any():
         return coef
     sums = batch.total(np.array([part.sum() for part in distance], np.float64))
@@ -209,11 +209,16 @@ def _token_rewards(batch: StepBatch, members: Iterable[int]) -> Float64Array:
 
 
 def _reference_kl(
-    batch: StepBatch, members: Iterable[int], old: Float32Array, algorithm: AlgorithmConfig
+    batch: StepBatch, members: Sequence[int], old: Float32Array, algorithm: AlgorithmConfig
 ) -> Float64Array | None:
-    """Return the distance of the old policy to the reference, packed, where something needs it."""
+    """Return the distance of the old policy to the reference, packed, where something needs it.
+
+    It is 0 for tokens that a grammar forced: the policy did not choose them, so that its log-probability estimates no
+    distance there. A forced token that is less likely than under the reference would even reward the tokens before it.
+    """
     if algorithm.kl.coef == 0:
         return None
+    free = [batch.free(i) for i in members]
     reference = torch.from_numpy(batch.pack("reference_logprobs", members))
     estimate = kl.estimate(torch.from_numpy(old), reference, algorithm.kl.estimator)
-    return estimate.numpy().astype(np.float64)
+    return np.where(np.concatenate(free), estimate.numpy().astype(np.float64), 0.0)

@@ -34,6 +34,7 @@ class StepBatch:
     bounds: Int64Array  # [B + 1]: trajectory j has the samples bounds[j] to bounds[j + 1] - 1
     left_out: BoolArray  # [S], samples whose tokens are not in the loss: those of truncated trajectories, if so asked
     lengths: Int64Array  # [S], action tokens of each sample
+    free_lengths: Int64Array  # [S], those of them that no grammar forced; 0 for a sample that is not trained on
     loss_lengths: Int64Array  # [S], action tokens that are in the loss
 
     @classmethod
@@ -45,13 +46,14 @@ class StepBatch:
         bounds = np.cumsum([0, *map(len, members)], dtype=np.int64)
         truncated = _any_truncated(samples, bounds)
         left_out = np.repeat(truncated & algorithm.shaping.mask_truncated, np.diff(bounds))
-        counts = [np.count_nonzero(s.loss_mask & s.action_mask) for s in samples]
+        free = np.array([np.count_nonzero(s.loss_mask & s.action_mask) for s in samples], np.int64)
         return cls(
             samples=samples,
             bounds=bounds,
             left_out=left_out,
             lengths=np.array([np.count_nonzero(s.action_mask) for s in samples], np.int64),
-            loss_lengths=np.where(left_out, 0, np.array(counts, np.int64)),
+            free_lengths=free,
+            loss_lengths=np.where(left_out, 0, free),
         )
 
     @property
@@ -89,12 +91,16 @@ class StepBatch:
         """Return the positions of a sample's action tokens."""
         return np.flatnonzero(self.samples[index].action_mask)
 
+    def free(self, index: int) -> BoolArray:
+        """Return which action tokens of a sample no grammar forced."""
+        sample = self.samples[index]
+        return sample.loss_mask[sample.action_mask]
+
     def selected(self, index: int) -> BoolArray:
         """Return which action tokens of a sample are in the loss."""
         if self.left_out[index]:
             return np.zeros(int(self.lengths[index]), np.bool_)
-        sample = self.samples[index]
-        return sample.loss_mask[sample.action_mask]
+        return self.free(index)
 
     def loss_positions(self, index: int) -> Int64Array:
         """Return the positions of a sample's loss tokens."""

@@ -53,8 +53,8 @@ class AsyncAgentClient(AsyncClient):
     async def tasks(self) -> AsyncGenerator[pb.Task, None]:
         """Lease tasks one after the other, as they come; end when the run has trained its last step.
 
-        While the gateway names a time to try again, because the run starts or is overloaded, wait that long. Raise other
-        errors.
+        While the gateway names a time to try again, because the run starts or is overloaded, wait that long. Other
+        errors are raised.
         """
         while True:
             try:

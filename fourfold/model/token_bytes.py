@@ -6,6 +6,7 @@ The library maps each token to its bytes, joins them and replaces what is not UT
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -27,6 +28,11 @@ class TokenBytes:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._table: _Table | None = None  # made when it is first needed: most processes never decode
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of one token; none for a special token and for an id without a token."""
+        token, added = self._tokenizer.id_to_token(token_id), self._tokenizer.get_added_tokens_decoder().get(token_id)
+        return b"" if token is None or (added is not None and added.special) else _bytes_of(token)
 
     def decode(self, ids: Int32Array) -> str:
         """Return the text of token ids, without special tokens and without ids without a token."""
@@ -57,18 +63,22 @@ def _bytes_of_tokens(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
     """Return the bytes of each id; none for special tokens and for ids without a token."""
     special = {added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special}
     token_ids = tokenizer.get_vocab(with_added_tokens=True).values()
-    byte_of, table = _byte_of_character(), [b""] * (max(token_ids, default=-1) + 1)
+    table = [b""] * (max(token_ids, default=-1) + 1)
     for token_id in token_ids:
         token = tokenizer.id_to_token(token_id)
         if token is None or token in special:
             continue
-        mapped = [byte_of.get(character) for character in token]
-        # A token with another character is no result of the byte mapping, and stands for itself.
-        data = bytes(b for b in mapped if b is not None) if None not in mapped else token.encode()
-        table[token_id] = data.replace(_FILLER, _NOT_UTF8)
+        table[token_id] = _bytes_of(token).replace(_FILLER, _NOT_UTF8)
     return table
 
 
+def _bytes_of(token: str) -> bytes:
+    mapped = [_byte_of_character().get(character) for character in token]
+    # A token with another character is no result of the byte mapping, and stands for itself.
+    return bytes(b for b in mapped if b is not None) if None not in mapped else token.encode()
+
+
+@cache
 def _byte_of_character() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`)."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]

@@ -199,6 +199,13 @@ class Tokenizer:
         """Return the text of token ids, without ids without a token and, by default, without special tokens."""
         return str(self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=skip_special))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text, perhaps a part of a character; none for a special token.
+
+        The tokens of a tokenizer without byte-level tokens have those of their text.
+        """
+        return self.decode([token_id]).encode() if self._token_bytes is None else self._token_bytes.of(token_id)
+
     def decode_batch(self, sequences: Sequence[Int32Array]) -> list[str]:
         """Return the text of each sequence, as `decode` does; int32 [n] each. May be called in any thread."""
         if self._token_bytes is None:

@@ -29,6 +29,8 @@ MAX_WATCHES_PER_AGENT: Final = 16
 MEMBER_LIMITS: Final = CallerLimits(concurrent_calls=32)
 # An environment service has one call in flight for each of its episodes.
 ENVIRONMENT_LIMITS: Final = CallerLimits(concurrent_calls=1024)
+# A gateway has one call in flight for each turn of its agents, and at the coordinator for agents that wait for tasks.
+GATEWAY_LIMITS: Final = CallerLimits(concurrent_calls=1024)
 
 _REFLECTION: Final = "ServerReflectionInfo"
 _WATCHES: Final = "watches"
@@ -129,6 +131,8 @@ def limits_by_role(
             return replace(agents, **own) if own else agents
         if principal.role == "environment":
             return ENVIRONMENT_LIMITS
+        if principal.role == "gateway":
+            return GATEWAY_LIMITS
         return MEMBER_LIMITS if principal.role in MEMBER_ROLES else UNLIMITED
 
     return limits

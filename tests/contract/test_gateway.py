@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,13 @@ class FakeRun(experience_grpc.ExperienceServiceServicer):
         self.tasks = [f"t{i}" for i in range(5)]
         self.stored: dict[str, experience.Trajectory] = {}
         self.released: list[tuple[str, str, bool]] = []
+        self.released_leases: list[str] = []
+        self.leases: dict[str, str] = {}  # the newest of each task
         self.gone: set[str] = set()
         self.refusal = ""
+        self.refuses_all = False  # takes no trajectory for now
         self.joined: list[experience.JoinGroupRequest] = []
+        self.on_lease: Callable[[float], Any] | None = None  # awaited with the wait before each lease
 
     async def GetRunInfo(self, request: Any, context: Any) -> experience.GetRunInfoResponse:
         return experience.GetRunInfoResponse(
@@ -67,18 +71,21 @@ class FakeRun(experience_grpc.ExperienceServiceServicer):
             has_own_groups=True,
             group_size=2,
             temperature=0.5,
+            stop_token_ids=[7],
             max_new_tokens=6,
             max_segment_count=8,
         )
 
     def _task(self, task_id: str) -> experience.LeasedTask:
         task = experience.LeasedTask(task_id=task_id, group_id="g", group_size=2, text="3 * 4 =", seed=1)
-        task.messages_json = '[{"role": "user", "content": "3 * 4 ="}]'
+        task.messages_json, task.lease = '[{"role": "user", "content": "3 * 4 ="}]', self.leases.get(task_id, "")
         task.ttl.FromSeconds(30)
         task.time_left.FromSeconds(60)
         return task
 
-    async def LeaseTasks(self, request: Any, context: Any) -> experience.LeaseTasksResponse:
+    async def LeaseTasks(self, request: experience.LeaseTasksRequest, context: Any) -> experience.LeaseTasksResponse:
+        if self.on_lease is not None and not await self.on_lease(request.wait.ToNanoseconds() / 1e9):
+            return experience.LeaseTasksResponse()
         return experience.LeaseTasksResponse(tasks=[self._task(self.tasks.pop(0))] if self.tasks else [])
 
     async def JoinGroup(self, request: experience.JoinGroupRequest, context: Any) -> experience.JoinGroupResponse:
@@ -86,15 +93,20 @@ class FakeRun(experience_grpc.ExperienceServiceServicer):
         return experience.JoinGroupResponse(task=self._task(f"own-{request.attempt_id}"))
 
     async def RenewTasks(self, request: experience.RenewTasksRequest, context: Any) -> experience.RenewTasksResponse:
-        response = experience.RenewTasksResponse(gone_task_ids=[i for i in request.task_ids if i in self.gone])
+        leases = zip(request.task_ids, request.leases, strict=True)
+        gone = [task for task, lease in leases if task in self.gone or lease != self.leases.get(task, "")]
+        response = experience.RenewTasksResponse(gone_task_ids=gone)
         response.ttl.FromSeconds(1)
         return response
 
     async def ReleaseTasks(self, request: experience.ReleaseTasksRequest, context: Any) -> Any:
         self.released += [(t.task_id, t.reason, t.again) for t in request.tasks]
+        self.released_leases += [t.lease for t in request.tasks]
         return experience.ReleaseTasksResponse()
 
     async def PutTrajectories(self, request: experience.PutTrajectoriesRequest, context: Any) -> Any:
+        if self.refuses_all:
+            raise Unavailable("not now")
         response = experience.PutTrajectoriesResponse()
         for trajectory in request.trajectories:
             if self.refusal:
@@ -229,7 +241,7 @@ async def test_three_turns_by_messages_are_one_segment_in_the_runs_store(gateway
     assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(prompts))
     assert sample.token_ids.tolist()[: len(prompts[-1])] == prompts[-1]
     params = gateway.engine.requests[0].sampling_params
-    assert (params.temperature, params.max_tokens) == (0.5, 6), "those of the run"
+    assert (params.temperature, params.max_tokens, params.stop_token_ids) == (0.5, 6, [7]), "those of the run"
     await until(lambda: not gateway.core.sessions.live)
     assert await gateway.state() == STORED
 
@@ -327,6 +339,8 @@ async def test_a_task_that_the_run_gave_up_ends_its_session(gateway: Gateway, mo
     await gateway.open()
     gateway.run.gone.add("t0")
     await until(lambda: gateway.core.sessions.ended["EXPIRED_TASK_GONE"] == 1, 15)
+    await gateway.call("NextTask", pb.NextTaskRequest())
+    assert gateway.run.released == []  # another agent may have the task by now
 
 
 @pytest.mark.parametrize("messages", ["[", "3", "[3]"])
@@ -495,6 +509,28 @@ async def test_open_sessions_are_limited_and_the_quota_tells(tmp_path: Path) -> 
         await gateway.close(abandon_reason="DONE")
         await gateway.open("other", own_group=pb.OwnGroup(key="k"))
         assert gateway.run.joined[0].key == "k"
+    finally:
+        await gateway.stop()
+        await gateway.run_server.stop(0)
+        await gateway.engine.kill()
+
+
+async def test_sessions_without_a_task_take_no_room_of_the_run(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, gateway={"max_open_sessions": 2, "max_open_sessions_per_agent": 2})
+    await gateway.start_run()
+    await gateway.engine.start()
+    await gateway.start()
+    try:
+        for name in ("a", "b"):
+            await gateway.call("OpenSession", pb.OpenSessionRequest(session_id=name))
+        with pytest.raises(Overloaded, match="2 sessions without a task"):
+            await gateway.call("OpenSession", pb.OpenSessionRequest(session_id="c"))
+        await gateway.open()
+        await gateway.open("s2")
+        with pytest.raises(Overloaded, match="2 sessions of the run's tasks and groups"):
+            await gateway.call("NextTask", pb.NextTaskRequest())
+        quota = await gateway.call("GetQuota", pb.GetQuotaRequest())
+        assert quota.open_session_count == 2
     finally:
         await gateway.stop()
         await gateway.run_server.stop(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -17,7 +18,7 @@ from fourfold.rollout.group_requests import GroupRequest
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats, pack_ints, read_ints
 from fourfold_rollout.gateway.engines import EnginePool
-from fourfold_rollout.gateway.turns import TurnRequest, TurnSampler
+from fourfold_rollout.gateway.turns import TurnRequest, TurnSampler, _Turn
 from tests.fakes.stage import until
 from tests.fakes.toy import END, START, VOCABULARY, make_config
 from tests.fakes.toy_rollout import FakeRollout
@@ -241,6 +242,89 @@ async def test_a_turn_ends_at_its_deadline_and_when_its_agent_leaves(pool: Engin
     await asyncio.gather(task, return_exceptions=True)
     await chunks.aclose()
     await asyncio.wait_for(cancelled.wait(), 5)
+
+
+async def test_a_long_turn_on_an_engine_that_recovers_holds_no_other_turn_up(pool: EnginePool, start: Start) -> None:
+    """After three failures one call at a time shows that the engine works: until its first token, not until its end."""
+    engine = await start("a")
+    breaker = pool.engines[0].breaker
+    breaker.open, breaker.failures = True, 3
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    async def hang() -> bool:
+        began.set()
+        await go_on.wait()
+        return False
+
+    engine.on_partial = hang
+    first = asyncio.create_task(sample(pool, turn(flush=0.0)))
+    await asyncio.wait_for(began.wait(), 5)
+    await until(lambda: pool.choose("s") is not None)
+    engine.on_partial = None
+    assert await sample(pool, turn(), timeout=5) == {0: ANSWER}
+    assert not breaker.open
+    go_on.set()
+    assert await first == {0: ANSWER}
+
+
+async def test_a_turn_that_its_reader_ended_shows_that_the_engine_works(pool: EnginePool, start: Start) -> None:
+    engine = await start("a")
+    breaker = pool.engines[0].breaker
+    breaker.open, breaker.failures = True, 3
+
+    async def hang() -> None:
+        await asyncio.sleep(30)
+
+    engine.on_partial = hang
+    request = turn(flush=0.0, separate=True)
+    async with aclosing(TurnSampler(pool, stop_token_ids=(END,)).sample(request, timeout=5)) as chunks:
+        async for chunk in chunks:
+            request.stopped.add(chunk.sample_index)  # it has its stop string
+    assert not breaker.open and breaker.failures == 0
+
+
+async def test_a_failure_keeps_no_turn_in_memory(pool: EnginePool, start: Start) -> None:
+    engines = [await start(name) for name in "ab"]
+    failed = False
+
+    async def fail() -> None:
+        nonlocal failed
+        if not failed:
+            failed = True
+            raise Unavailable("it drains")
+
+    for engine in engines:
+        engine.on_partial = fail
+    assert await sample(pool, turn(flush=0.0)) == {0: ANSWER} and pool.failures == 1
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is _Turn]
+
+
+async def test_a_call_that_is_refused_ends_the_others_of_its_turn(pool: EnginePool, start: Start) -> None:
+    """After an interruption each sample has a call of its own. Nobody would read what the others still sample."""
+    engine = await start("a")
+    calls, cancelled = 0, asyncio.Event()
+
+    async def interrupt() -> bool:
+        return True
+
+    async def answer() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            await until(lambda: calls == 3)
+            raise InvalidInput("the prompt is too long for this engine")
+        if calls == 3:
+            try:
+                await asyncio.sleep(30)
+            finally:
+                cancelled.set()
+
+    engine.on_partial, engine.on_generate = interrupt, answer
+    with pytest.raises(InvalidInput, match="too long"):
+        await sample(pool, turn(count=2, flush=0.0))
+    await asyncio.wait_for(cancelled.wait(), 5)
+    assert pool.engines[0].in_flight == 0
 
 
 async def test_an_engine_with_another_tokenizer_gets_no_calls(config: Config, pool: EnginePool) -> None:

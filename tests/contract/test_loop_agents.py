@@ -13,6 +13,7 @@ import pytest
 from fourfold.arrays import Sample
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2 import ScoreItem
+from fourfold.rpc.codec import pack_floats
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from tests.fakes.stage import Stage, check_books, hang_in_step, successor, until
 from tests.fakes.toy_gateway import FakeGateway, new_attempt_id, trajectory
@@ -305,3 +306,23 @@ async def test_the_reward_service_scores_what_agents_do_not(make_stage: Callable
             assert line["completion"] == f"{turn}`{turn}", "the last turn is scored, not the conversation"
     ledger = stage.ledger()
     assert [row.missing_count for row in ledger.evals()] == [0, 0]
+
+
+async def test_a_filter_keeps_groups_that_differ_in_the_rewards_of_their_turns(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=1, agents=AGENTS, data={"holdout": None}, algorithm={"filter": {"keep": "varied"}})
+    gateway = await begin(stage)
+
+    def attempt(task: pb.LeasedTask) -> pb.Trajectory:
+        message = trajectory(task, reward=1.0)
+        (segment,) = message.segments
+        tokens = len(segment.token_ids) // 4
+        segment.token_rewards = pack_floats([0.0] * (tokens - 1) + [float(task.sample_index)])
+        return message
+
+    gateway.on_task = attempt
+    assert await stage.finish() == 0
+    row = stage.lines("metrics.jsonl")[0]
+    assert (row["groups/filter_accept_rate"], row["groups/useful"], row["reward/mean"]) == (1, 1, 1)
+    assert stage.report()["dropped"] == {}

@@ -1,20 +1,25 @@
 """Every closed session is in the run's store once, with the tokens of its agent: agents and the gateway are killed.
 
-Engines are toys whose tokens show what they were sampled from; the gateway, the agents and the store are real.
+Engines are toys whose tokens show what they were sampled from; the gateway, the agents and the store are real. The soak
+test writes its numbers to the folder FOURFOLD_SESSION_RESULTS.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from fourfold.config import Config
+from fourfold_bench import record
 from tests.fakes.chain_rollout import ChainRollout, check_chain
 from tests.fakes.stage import until
 from tests.fakes.toy import VOCABULARY, make_config
@@ -22,6 +27,7 @@ from tests.support.agent_process import AgentPlan
 from tests.support.memory_folder import memory_folder
 from tests.support.session_run import Agents, Books, GatewayProcess, check, wait_for_gateway
 
+RESULTS: Final = os.environ.get("FOURFOLD_SESSION_RESULTS", "")
 _UPDATES = 5
 
 
@@ -110,11 +116,12 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     indirect=True,
 )
 async def test_sessions_are_stored_once_with_the_tokens_of_their_agents(world: World) -> None:
-    size = world.size
+    size, began = world.size, time.monotonic()
     world.books.issue(size.sessions)
     await world.agents.start(size.agents)
     disturbing = asyncio.create_task(world.disturb())
     stored = await world.books.finish(size.seconds)
+    seconds = time.monotonic() - began
     await disturbing
     await world.agents.stop()
     census = await wait_for_gateway(lambda: any(engine.running for engine in world.engines), world.gateway, seconds=20)
@@ -127,3 +134,24 @@ async def test_sessions_are_stored_once_with_the_tokens_of_their_agents(world: W
     assert world.gateway.starts == 2 and sum(engine.faults for engine in world.engines) > 0
     assert not [engine.running for engine in world.engines if engine.running]
     assert (census["sessions"], census["trajectories"], census["turns in flight"]) == (0, 0, 0)
+    if RESULTS and size is SOAK:
+        _save(world, seconds, checked, census)
+
+
+def _save(world: World, seconds: float, checked: Mapping[str, int], census: Mapping[str, int]) -> None:
+    result = record.document(
+        "agent-sessions-toy",
+        command="python -m pytest tests/contract/test_session_soak.py -m soak",
+        parameters=asdict(world.size) | {"updates": _UPDATES, "engines": len(world.engines)},
+        results={
+            "seconds": round(seconds, 1),
+            "checked": dict(checked),
+            "kills": dict(world.agents.kills),
+            "gateway_starts": world.gateway.starts,
+            "engine_calls": sum(engine.calls for engine in world.engines),
+            "engine_faults": sum(engine.faults for engine in world.engines),
+            "gateway_census": dict(census),
+        },
+        libraries=("grpcio", "protobuf", "numpy"),
+    )
+    record.write(Path(RESULTS), result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +30,7 @@ class FakeAgentApi:
     error: FourfoldError | None = None
     error_after: int = 0  # chunks before the error
     hang_after: int | None = None  # chunks, after which no further one comes
+    part_bytes: dict[int, bytes] = field(default_factory=dict)  # of tokens that are a part of a character
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     callers: list[Caller] = field(default_factory=list)
     closed: list[pb.CloseSessionRequest] = field(default_factory=list)
@@ -43,6 +45,9 @@ class FakeAgentApi:
             raise Unauthenticated("the token is unknown; use another one")
         return Caller(LOCAL_AGENT)
 
+    def admit(self, caller: Caller) -> AbstractContextManager[None]:
+        return nullcontext()
+
     async def get_info(self, caller: Caller) -> pb.GetInfoResponse:
         return pb.GetInfoResponse(model="toy", separates_reasoning=self.separates_reasoning)
 
@@ -54,6 +59,9 @@ class FakeAgentApi:
 
     async def detokenize(self, caller: Caller, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         return pb.DetokenizeResponse(text="".join(self.text[i - 10] for i in request.token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.part_bytes.get(token_id, b"")
 
     async def apply_chat_template(
         self, caller: Caller, request: pb.ApplyChatTemplateRequest

@@ -52,6 +52,7 @@ class GetRunInfoResponse(_message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     HAS_SCORER_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     run_name: _builtins.str
     """Name of the run; never empty."""
     run_id: _builtins.str
@@ -70,6 +71,10 @@ class GetRunInfoResponse(_message.Message):
     """Largest number of segments of one trajectory, at least 1."""
     has_scorer: _builtins.bool
     """True: trajectories without a reward are scored by the run's reward service."""
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that end a trained turn, in addition to the model's own and to those of the request; at most 64."""
+
     def __init__(
         self,
         *,
@@ -82,10 +87,11 @@ class GetRunInfoResponse(_message.Message):
         max_new_tokens: _builtins.int = ...,
         max_segment_count: _builtins.int = ...,
         has_scorer: _builtins.bool = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_size", b"group_size", "has_own_groups", b"has_own_groups", "has_scorer", b"has_scorer", "has_tasks", b"has_tasks", "max_new_tokens", b"max_new_tokens", "max_segment_count", b"max_segment_count", "run_id", b"run_id", "run_name", b"run_name", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_size", b"group_size", "has_own_groups", b"has_own_groups", "has_scorer", b"has_scorer", "has_tasks", b"has_tasks", "max_new_tokens", b"max_new_tokens", "max_segment_count", b"max_segment_count", "run_id", b"run_id", "run_name", b"run_name", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,6 +173,7 @@ class LeasedTask(_message.Message):
     TIME_LEFT_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Id of the sample in the run's ledger."""
     group_id: _builtins.str
@@ -187,6 +194,10 @@ class LeasedTask(_message.Message):
     """True: an attempt of a held-out evaluation."""
     seed: _builtins.int
     """Seed of the attempt, in [0, 2^53)."""
+    lease: _builtins.str
+    """Names this lease, in hexadecimal digits. A task that is leased again has another one, and so has a task of another
+    run with the same id. Send it with what is done under the lease.
+    """
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """Time until the lease ends unless it is renewed; above 0."""
@@ -210,10 +221,11 @@ class LeasedTask(_message.Message):
         time_left: _duration_pb2.Duration | None = ...,
         evaluation: _builtins.bool = ...,
         seed: _builtins.int = ...,
+        lease: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_left", b"time_left", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "evaluation", b"evaluation", "group_id", b"group_id", "group_size", b"group_size", "messages_json", b"messages_json", "metadata_json", b"metadata_json", "sample_index", b"sample_index", "seed", b"seed", "task_id", b"task_id", "text", b"text", "time_left", b"time_left", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "evaluation", b"evaluation", "group_id", b"group_id", "group_size", b"group_size", "lease", b"lease", "messages_json", b"messages_json", "metadata_json", b"metadata_json", "sample_index", b"sample_index", "seed", b"seed", "task_id", b"task_id", "text", b"text", "time_left", b"time_left", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -296,18 +308,24 @@ class RenewTasksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TASK_IDS_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At most 10,000."""
+
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The lease of each task, in the same order; empty: no lease is compared. A task that has another lease is gone."""
 
     def __init__(
         self,
         *,
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
+        leases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["task_ids", b"task_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "task_ids", b"task_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,22 +394,26 @@ class ReleasedTask(_message.Message):
     TASK_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     AGAIN_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """The task."""
     reason: _builtins.str
     """Why, in UPPER_SNAKE_CASE, at most 63 characters; counted by reason."""
     again: _builtins.bool
     """True: lease the task again, if the time allows it. False: the group goes on without this attempt."""
+    lease: _builtins.str
+    """Its lease; empty: not compared. Nothing is done to a task that has another lease."""
     def __init__(
         self,
         *,
         task_id: _builtins.str = ...,
         reason: _builtins.str = ...,
         again: _builtins.bool = ...,
+        lease: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "reason", b"reason", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "lease", b"lease", "reason", b"reason", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -469,12 +491,15 @@ class Trajectory(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     TURN_COUNT_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """The task; also the trajectory_id of every segment."""
     reward: _builtins.float
     """Reward of the agent, finite. Unset: the run's reward service scores it."""
     turn_count: _builtins.int
     """Turns of the trajectory, at least 1."""
+    lease: _builtins.str
+    """A lease of the task, which may have ended: the first trajectory that comes is taken. Empty: not compared."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
         """At least one, in order of segment_index, without scores."""
@@ -491,10 +516,11 @@ class Trajectory(_message.Message):
         reward: _builtins.float | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         turn_count: _builtins.int = ...,
+        lease: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "metrics", b"metrics", "reward", b"reward", "segments", b"segments", "task_id", b"task_id", "turn_count", b"turn_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "lease", b"lease", "metrics", b"metrics", "reward", b"reward", "segments", b"segments", "task_id", b"task_id", "turn_count", b"turn_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -539,7 +565,8 @@ class PutResult(_message.Message):
     task_id: _builtins.str
     """The task."""
     code: _builtins.int
-    """A google.rpc.Code: OK (0): stored, now or by an earlier call. NOT_FOUND: unknown here, or its group is closed.
+    """A google.rpc.Code: OK (0): stored, now or by an earlier call. NOT_FOUND: unknown here, or its group is closed, or
+    this coordinator never gave the lease.
     INVALID_ARGUMENT: it breaks the contract. ALREADY_EXISTS: another trajectory of the task is stored.
     """
     reason: _builtins.str

@@ -67,6 +67,7 @@ _LEDGER_FILE: Final = "ledger.sqlite"
 _LOCK_FILE: Final = "coordinator.lock"
 _PROMPTS_KEY: Final = "prompts_sha256"
 _RUN_ID_KEY: Final = "run_id"
+_RESTART_SECONDS: Final = 30.0  # of a gateway that was stopped, until it renews the leases of its sessions
 _PROBE_TEXT: Final = "The quick brown fox jumps over the lazy dog."
 # Services load models at the start, and users start some of them by hand, so the first wait is longer than later ones.
 _START_SECONDS: Final = 900.0
@@ -145,7 +146,8 @@ class Coordinator:
     def _on_member(self, member: Member, change: MemberChange) -> None:
         """Return the tasks of a gateway that left. A new process of the same name has the sessions of the old one."""
         if member.role == Role.ROLE_GATEWAY and change in (MemberChange.LEFT, MemberChange.EXPIRED):
-            self._tasks.forget_gateway(member.member_id)
+            restarts = change is MemberChange.LEFT  # perhaps: its sessions survive that
+            self._tasks.forget_gateway(member.member_id, after=_RESTART_SECONDS if restarts else 0.0)
 
     def _open_channel(self, member: Member) -> grpc.aio.Channel:
         """Open a channel to a member; with certificates, only a server with the member's identity is accepted."""

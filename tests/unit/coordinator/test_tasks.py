@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from google.rpc import code_pb2
 
 from fourfold.config import AgentsConfig
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
-from fourfold.errors import InvalidInput, NotFound, Overloaded, WrongState
+from fourfold.errors import InvalidInput, NotFound, Overloaded, Unavailable, WrongState
 from fourfold_coordinator.data.prompts import own_prompt
+from fourfold_coordinator.state.experiences import ExperienceStore
+from fourfold_coordinator.state.faults import FaultLog
 from fourfold_coordinator.state.samples import Trajectory
-from fourfold_coordinator.tasks.board import AttemptState, OwnProblem, TaskBoard, TaskGroup, check_reason
+from fourfold_coordinator.tasks import board as board_module
+from fourfold_coordinator.tasks.board import Attempt, AttemptState, OwnProblem, TaskBoard, TaskGroup, check_reason
 from fourfold_coordinator.tasks.check import TrajectoryRules, check_trajectory
+from fourfold_coordinator.tasks.servicer import ExperienceServicer, TaskSource
 from tests.fakes.clock import FakeClock
+from tests.fakes.toy import make_config
 from tests.fakes.toy_gateway import trajectory
 
 PROMPT = own_prompt("3 * 4", answer="12", metadata_json="")
@@ -118,6 +127,170 @@ async def test_a_key_without_an_offer_is_refused_with_a_retry_time() -> None:
     assert refused.value.retry_after
 
 
+async def test_a_lease_that_ended_neither_keeps_nor_ends_the_next_one() -> None:
+    """A gateway was cut off for longer than its lease, and the task went to another one."""
+    clock = FakeClock()
+    board = make_board(clock)
+    await opened(board, make_group())
+    (first,) = await board.lease("gateway-0", 1, wait=0)
+    old = first.lease
+    await clock.advance(11)
+    board.tick()
+    (again,) = await board.lease("gateway-1", 1, wait=0)
+    assert again is first and again.lease != old and again.leases == {old, again.lease}
+    await clock.advance(6)
+    assert board.renew(["g-0"], [old]) == ["g-0"]
+    board.release("g-0", "ABANDONED", again=False, lease=old)
+    assert {again.state} == {AttemptState.LEASED}
+    assert board.renew(["g-0"], [again.lease]) == [] == board.renew(["g-0"], [""])
+    board.release("g-0", "ABANDONED", again=False, lease=again.lease)
+    assert again.state is AttemptState.MISSING
+
+
+async def test_a_gateway_that_restarts_keeps_its_leases() -> None:
+    clock = FakeClock()
+    board = make_board(clock)
+    await opened(board, make_group())
+    attempts = await board.lease("gateway-0", 2, wait=0)
+    board.forget_gateway("gateway-0", after=5)
+    await clock.advance(4)
+    board.tick()
+    assert board.renew(["g-0"], [attempts[0].lease]) == []
+    await clock.advance(2)
+    board.tick()
+    assert [attempt.state for attempt in attempts] == [AttemptState.LEASED, AttemptState.WAITING]
+
+
+def make_servicer(
+    tmp_path: Path, board: TaskBoard, keep: Callable[[Trajectory], Awaitable[None]]
+) -> ExperienceServicer:
+    servicer = ExperienceServicer()
+    source = TaskSource(
+        config=make_config(tmp_path, agents={"source": "tasks"}),
+        run_id="0" * 32,
+        board=board,
+        experiences=cast(ExperienceStore, SimpleNamespace(keep=keep)),
+        faults=FaultLog(),
+        vocabulary_size=lambda: 258,
+        newest_version=lambda: 3,
+    )
+    servicer.open(source)
+    return servicer
+
+
+async def put(servicer: ExperienceServicer, message: pb.Trajectory) -> tuple[int, str]:
+    response = await servicer.PutTrajectories(pb.PutTrajectoriesRequest(trajectories=[message]), cast(Any, None))
+    return response.results[0].code, response.results[0].reason
+
+
+async def test_a_trajectory_of_another_run_with_the_same_task_id_is_not_taken(tmp_path: Path) -> None:
+    """Runs count their prompts from 0: a gateway that kept the sessions of an earlier one has tasks of equal ids."""
+
+    async def keep(trajectory: Trajectory) -> None:
+        return
+
+    clock = FakeClock()
+    board, group = make_board(clock), make_group()
+    collecting = await opened(board, group)
+    attempts = await board.lease("gateway-0", 2, wait=0)
+    servicer = make_servicer(tmp_path, board, keep)
+    messages = [trajectory(servicer._to_task(attempt)) for attempt in attempts]
+    messages[0].lease, messages[1].lease = "of another run", attempts[1].lease
+    assert await put(servicer, messages[0]) == (code_pb2.NOT_FOUND, "OTHER_LEASE")
+    assert [attempt.state for attempt in attempts] == [AttemptState.LEASED] * 2 and not attempts[0].refused
+    await clock.advance(11)
+    board.tick()
+    await board.lease("gateway-1", 2, wait=0)
+    assert await put(servicer, messages[1]) == (code_pb2.OK, ""), "the first one is taken, also after its lease"
+    messages[0].lease = attempts[0].lease
+    assert await put(servicer, messages[0]) == (code_pb2.OK, "")
+    await collecting
+
+
+async def test_an_attempt_that_cannot_be_stored_does_not_keep_its_group_open(tmp_path: Path) -> None:
+    async def keep(trajectory: Trajectory) -> None:
+        raise Unavailable("the disk is full")
+
+    clock = FakeClock()
+    board, group = make_board(clock), make_group()
+    collecting = await opened(board, group)
+    attempts = await board.lease("gateway-0", 2, wait=0)
+    servicer = make_servicer(tmp_path, board, keep)
+    message = trajectory(servicer._to_task(attempts[0]))
+    assert await put(servicer, message) == (code_pb2.UNAVAILABLE, "UNAVAILABLE")
+    assert attempts[0].state is AttemptState.LEASED, "its gateway may bring it again"
+    await clock.advance(26)  # but it died
+    board.tick()
+    await asyncio.wait_for(collecting, 1)
+
+
+async def join(board: TaskBoard, key: str = "k", attempt_id: str = "0" * 32) -> Attempt:
+    problem = OwnProblem("agent", key, PROMPT, asyncio.get_running_loop().create_future())
+    return await board.join("gateway-0", attempt_id, problem)
+
+
+async def test_an_own_group_whose_agents_left_before_it_opened_closes_at_its_deadline() -> None:
+    clock = FakeClock()
+    board = make_board(clock)
+    offer = asyncio.create_task(board.offer())
+    await asyncio.sleep(0)
+    joining = asyncio.create_task(join(board))
+    group = make_group()
+    group.own = await offer
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+    collecting = await opened(board, group)
+    await clock.advance(24)
+    board.tick()
+    assert not collecting.done()
+    assert (await join(board)).group is group, "an agent that returns finds it, and has the whole time"
+    await clock.advance(24)
+    board.renew(["g-0"])
+    board.tick()
+    assert not collecting.done()
+    await clock.advance(2)
+    board.tick()
+    await asyncio.wait_for(collecting, 1)
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_an_own_group_that_opens_too_late_is_found_or_ends(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    """With `again`, its agent has opened the key a second time by then."""
+    monkeypatch.setattr(board_module, "_OPENING_SECONDS", 0.01)
+    board, groups = make_board(FakeClock()), [make_group("g"), make_group("h")]
+    offers = [asyncio.create_task(board.offer()) for _ in groups]
+    await asyncio.sleep(0)
+    for offer, group in zip(offers[: 1 + again], groups, strict=False):
+        with pytest.raises(Unavailable, match="in time"):
+            await join(board)
+        group.own = await offer
+    late, second = groups
+    if again:
+        collecting = await opened(board, second)
+        assert (await join(board)).group is second
+        await asyncio.wait_for(await opened(board, late), 1)
+        assert {attempt.state for attempt in late.attempts} == {AttemptState.MISSING}
+        assert (await join(board, attempt_id="1" * 32)).group is second and not collecting.done()
+    else:
+        await opened(board, late)
+        assert (await join(board)).group is late
+
+
+async def test_agents_do_not_share_a_place_whose_lease_ended() -> None:
+    clock = FakeClock()
+    board, group = make_board(clock), make_group()
+    offer = asyncio.create_task(board.offer())
+    await asyncio.sleep(0)
+    joining = asyncio.create_task(join(board))
+    group.own = await offer
+    await opened(board, group)
+    first = await joining
+    await clock.advance(11)
+    board.tick()
+    assert await join(board, attempt_id="1" * 32) is first
+    assert await join(board) is not first
+
+
 @pytest.mark.parametrize("reason", ["", "lower", "A" * 64, "NO SPACE", "X;Y"])
 def test_reasons_are_checked(reason: str) -> None:
     with pytest.raises(InvalidInput, match="UPPER_SNAKE_CASE"):
@@ -128,6 +301,26 @@ def test_a_trajectory_that_fits_passes_with_all_segments() -> None:
     segments = check_trajectory(trajectory(TASK, version=3, segments=2), group_id="t", rules=RULES)
     assert [s.sample_id for s in segments] == ["t-0", "t-0-seg1"]
     assert np.array_equal(segments[0].token_ids, segments[1].token_ids)
+
+
+def test_a_trajectory_that_no_micro_batch_holds_is_refused_where_the_loss_needs_it_whole(tmp_path: Path) -> None:
+    """The trainer would refuse the whole batch, and a resumed run would send it again."""
+    message = trajectory(TASK, version=3, segments=2)
+    tokens = sum(len(segment.token_ids) // 4 for segment in message.segments)
+    assert check_trajectory(message, group_id="t", rules=replace(RULES, max_total_tokens=tokens))
+    with pytest.raises(InvalidInput, match=f"its 2 segments have {tokens} tokens, more than a micro-batch"):
+        check_trajectory(message, group_id="t", rules=replace(RULES, max_total_tokens=tokens - 1))
+
+    async def keep(trajectory: Trajectory) -> None:
+        return
+
+    servicer, limits = make_servicer(tmp_path, make_board(FakeClock()), keep), []
+    for kind in ("ppo", "gspo"):
+        servicer._source = replace(servicer._run, config=make_config(tmp_path, algorithm={"loss": {"kind": kind}}))
+        for evaluation in (False, True):
+            (attempt, _) = make_group(evaluation=evaluation).attempts
+            limits.append(servicer._rules(attempt).max_total_tokens)
+    assert limits == [0, 0, servicer._run.config.batch.tokens_per_micro_batch, 0]
 
 
 BAD: list[tuple[Callable[[pb.Trajectory], object], str]] = [

@@ -219,6 +219,14 @@ def test_a_batch_is_decoded_as_the_library_decodes_each_sequence(folder: Path) -
     assert any("\ufffd" in text for text in tokenizer.decode_batch(sequences))
 
 
+def test_the_bytes_of_tokens_join_to_the_text_also_within_a_character(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    ids = tokenizer.encode("x \u00e9\U0001f600")
+    assert any("\ufffd" in tokenizer.decode([token]) for token in ids)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "x \u00e9\U0001f600"
+    assert {tokenizer.token_bytes(token) for token in (*tokenizer.stop_token_ids, 100_000)} == {b""}
+
+
 def test_a_batch_may_have_tokens_of_any_length_and_any_bytes(folder: Path) -> None:
     library = Library.from_file(str(folder / "tokenizer.json"))
     mapped = pre_tokenizers.ByteLevel.alphabet()

@@ -245,8 +245,12 @@ def test_wrong_conversations_are_refused() -> None:
     call = pb.ToolCall(id="1", name="f", arguments_json="{}")
     with pytest.raises(InvalidInput, match="one call at a time"):
         template.encode(chat(user("x"), pb.Message(role="assistant", tool_calls=[call, call])))
-    deep = pb.ToolCall(id="1", name="f", arguments_json="[" * 100_000)
-    assert template.encode(chat(user("x"), pb.Message(role="assistant", tool_calls=[deep])))[1]
+    half = '{"a": "\\ud83d"}'  # half of a character, as a policy may write it
+    for arguments in ("[" * 100_000, half):
+        call = pb.ToolCall(id="1", name="f", arguments_json=arguments)
+        assert template.encode(chat(user("x"), pb.Message(role="assistant", tool_calls=[call])))[1]
+    with pytest.raises(InvalidInput, match="must be a JSON object"):
+        template.encode(chat(user("x"), tools=(pb.Tool(name="f", parameters_json=half),)))
 
 
 texts = st.text(alphabet=st.sampled_from('abthe \n\u00e9\U0001f600<>|{}"\\'), max_size=6) | st.sampled_from(

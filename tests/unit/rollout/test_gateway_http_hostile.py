@@ -6,7 +6,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import pytest
 from fourfold.config import SecurityConfig
 from fourfold.config.agents import GatewayConfig
 from fourfold.errors import ConfigError
+from fourfold.rpc.limits import Quotas
 from fourfold.security import certs
 from fourfold.security.access import Security
-from fourfold.security.principal import Principal
+from fourfold.security.principal import CallerLimits, Principal
+from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.http.server import HttpServer, serve_http
 from tests.fakes.agent_api import FakeAgentApi
 
@@ -26,8 +28,9 @@ GOOD = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
 
 
 @asynccontextmanager
-async def served(**config: Any) -> AsyncIterator[HttpServer]:
-    server = await serve_http(FakeAgentApi(), GatewayConfig(**{"max_body_mib": 1, "body_seconds": 0.5, **config}), None)
+async def served(*, api: FakeAgentApi | None = None, **config: Any) -> AsyncIterator[HttpServer]:
+    limits = GatewayConfig(**{"max_body_mib": 1, "body_seconds": 0.5, **config})
+    server = await serve_http(api or FakeAgentApi(), limits, None)
     try:
         yield server
         async with httpx.AsyncClient() as client:  # others are served still
@@ -150,6 +153,24 @@ async def test_connections_beyond_the_limit_get_503() -> None:
         for _, writer in held:
             writer.close()
             await writer.wait_closed()
+
+
+class LimitedApi(FakeAgentApi):
+    """Lets each caller have two calls in flight."""
+
+    quotas = Quotas(lambda _: CallerLimits(concurrent_calls=2))
+
+    def admit(self, caller: Caller) -> AbstractContextManager[None]:
+        return self.quotas.call(caller.principal)
+
+
+async def test_slow_bodies_count_for_the_limits_of_their_caller() -> None:
+    async with served(api=LimitedApi()) as server:
+        slow = [asyncio.create_task(exchange(server, post(b"{", length=100))) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        status, answer = await exchange(server, post(GOOD, "connection: close"))
+        assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_calls")
+        assert [status for status, _ in await asyncio.gather(*slow)] == [408, 408]
 
 
 @pytest.mark.parametrize(

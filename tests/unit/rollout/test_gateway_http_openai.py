@@ -175,6 +175,17 @@ async def test_logprobs_and_token_ids_are_those_of_the_sampled_tokens(stream: bo
     }
 
 
+async def test_logprobs_have_the_bytes_of_a_character_that_has_several_tokens() -> None:
+    api = FakeAgentApi(text=("\ufffd", "\ufffd"), part_bytes={10: b"\xc3", 11: b"\xb6"})
+    async with connected(api) as client:
+        chat = await client.chat.completions.create(model="m", messages=USER, logprobs=True)
+        response = await client.responses.create(model="m", input="x", include=["message.output_text.logprobs"])
+    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
+    output: Any = response.output[0]
+    for tokens in (chat.choices[0].logprobs.content, output.content[0].logprobs):
+        assert b"".join(bytes(token.bytes or ()) for token in tokens).decode() == "\u00f6"
+
+
 @pytest.mark.parametrize(
     ("options", "param", "text"),
     [

@@ -10,6 +10,7 @@ from fourfold.arrays import VersionSpan
 from fourfold.errors import InvalidInput, WrongState
 from fourfold.rpc import codec
 from fourfold.types.v1 import experience_pb2
+from fourfold_rollout.gateway import trajectory as trajectory_module
 from fourfold_rollout.gateway.trajectory import (
     CONTEXT_LENGTH,
     TOO_MANY_SEGMENTS,
@@ -130,6 +131,16 @@ def test_no_interleaving_makes_more_segments_than_allowed() -> None:
     turn(session, [7], sampled(8))
     assert len(session.segments) == 2
     assert session.pending_count == 1
+
+
+def test_a_trajectory_that_the_run_would_not_take_takes_no_further_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectory_module, "_MAX_TOKENS", 10)
+    session = trajectory()
+    turn(session, [1, 2, 3, 4, 5], sampled(6, 7))
+    session.cancel_turn(session.begin_turn([1, 2, 3, 4, 5, 6, 7, 8, 8, 8], SAMPLING))
+    for prompt in ([1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8], [9, 9, 9, 9]):
+        with pytest.raises(WrongState, match="at most 10"):
+            session.begin_turn(prompt, SAMPLING)
 
 
 def test_prompts_need_tokens_and_room() -> None:

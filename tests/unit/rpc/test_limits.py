@@ -12,6 +12,7 @@ from fourfold.errors import Overloaded
 from fourfold.rpc import limits as limits_module
 from fourfold.rpc.limits import (
     ENVIRONMENT_LIMITS,
+    GATEWAY_LIMITS,
     MAX_PROBES,
     MAX_WATCHES,
     MAX_WATCHES_PER_AGENT,
@@ -104,6 +105,7 @@ def test_the_coordinator_and_local_callers_have_no_limits_and_members_have_their
     limits = limits_by_role(CallerLimits(concurrent_calls=1))
     assert limits(Principal("coordinator")) == limits(LOCAL) == UNLIMITED
     assert limits(Principal("environment", "x-0")) == ENVIRONMENT_LIMITS  # a call for each of its episodes
+    assert limits(Principal("gateway", "x-0")) == GATEWAY_LIMITS  # a call for each turn of its agents
     assert {limits(Principal(role, "x-0")) for role in ("rollout", "trainer", "reward", "reference")} == {MEMBER_LIMITS}
     limited = Quotas(limits, clock=clock)
     with ExitStack() as stack:

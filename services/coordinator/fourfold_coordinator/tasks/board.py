@@ -12,14 +12,17 @@ A group closes when no attempt is open any more, or at its deadline, which count
 joins with a new key takes the oldest one.
 
 Leases live in memory: after a restart of the coordinator its tasks are unknown, and their prompts are issued again.
+Each lease has a random name. A gateway that was cut off, or that kept the sessions of another run with equal task ids,
+thus neither keeps nor ends the lease of another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -40,6 +43,7 @@ BAD_TRAJECTORY: Final = "BAD_TRAJECTORY"  # what came breaks the contract
 _RETRY_SECONDS: Final = 2.0  # for agents that bring more groups than the run takes now
 _OPENING_SECONDS: Final = 10.0  # longest time from an offer that is taken to the issue of its samples
 _TICK_SECONDS: Final = 0.25
+_LEASE_BYTES: Final = 8  # random bytes of the name of a lease
 _SETTLED: Final = 1 << 16  # tasks of closed groups that are remembered, so that a repeated Put gets the same answer
 
 
@@ -66,6 +70,8 @@ class Attempt:
     group: TaskGroup
     state: AttemptState = AttemptState.WAITING
     gateway: str = ""  # that has, or had, the lease
+    lease: str = ""  # name of the newest one
+    leases: set[str] = field(default_factory=set)  # names of all of them
     lease_end: float = 0.0  # monotonic
     reason: str = ""  # why it is MISSING
     refused: int = 0  # trajectories that broke the contract
@@ -90,6 +96,7 @@ class TaskGroup:
     own: OwnProblem | None = None
     on_lease: Callable[[], None] = lambda: None  # called at the first lease
     attempts: list[Attempt] = field(init=False)
+    leased: bool = False  # whether there was a lease
     deadline: float | None = None  # monotonic; None until the first lease
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -134,7 +141,7 @@ class TaskBoard:
         self._groups[group.group_id] = group
         self._tasks |= {attempt.task_id: attempt for attempt in group.attempts}
         if group.own is not None:
-            group.own.opened.set_result(group)
+            self._open_own(group, group.own)
         self._notify()
         try:
             await group.closed.wait()
@@ -146,7 +153,7 @@ class TaskBoard:
             while len(self._settled) > _SETTLED:
                 self._settled.popitem(last=False)
             if group.own is not None:
-                self._own.pop((group.own.owner, group.own.key), None)
+                self._forget_own(group.own)
 
     async def offer(self) -> OwnProblem:
         """Offer a place for a group of the agents' own; return the problem of the agent that takes it."""
@@ -213,7 +220,7 @@ class TaskBoard:
             async with asyncio.timeout(_OPENING_SECONDS):
                 group = await asyncio.shield(known.opened)
         except TimeoutError:
-            self._own.pop((known.owner, known.key), None)
+            self._forget_own(known)
             raise Unavailable("the run did not open the group in time; try again", reason="GROUP_NOT_OPENED") from None
         attempt = known.joined.get(attempt_id)
         if attempt is None or not attempt.open:
@@ -224,25 +231,28 @@ class TaskBoard:
                 reason="GROUP_FULL",
                 retry_after=_RETRY_SECONDS,
             )
+        # An attempt whose lease ended may have been another one's: a repeated call of that one must not share it.
+        known.joined = {name: other for name, other in known.joined.items() if other is not attempt}
         known.joined[attempt_id] = attempt
         self._grant(attempt, gateway)
         return attempt
 
-    def renew(self, task_ids: Iterable[str]) -> list[str]:
-        """Extend leases; return the tasks that are gone."""
+    def renew(self, task_ids: Sequence[str], leases: Sequence[str] = ()) -> list[str]:
+        """Extend leases; return the tasks that are gone, or that have another lease than the one in `leases`."""
         gone = []
-        for task_id in task_ids:
+        for task_id, lease in zip(task_ids, leases or ("",) * len(task_ids), strict=True):
             attempt = self._tasks.get(task_id)
-            if attempt is None or attempt.state not in (AttemptState.LEASED, AttemptState.STORING):
+            held = attempt is not None and attempt.state in (AttemptState.LEASED, AttemptState.STORING)
+            if attempt is None or not held or lease not in ("", attempt.lease):
                 gone.append(task_id)
             else:
                 attempt.lease_end = self._clock.monotonic() + self._lease_seconds
         return gone
 
-    def release(self, task_id: str, reason: str, *, again: bool) -> None:
-        """End an attempt without a trajectory; do nothing when it is not leased."""
+    def release(self, task_id: str, reason: str, *, again: bool, lease: str = "") -> None:
+        """End an attempt without a trajectory; do nothing when it is not leased, or has another lease."""
         attempt = self._tasks.get(task_id)
-        if attempt is not None and attempt.state is AttemptState.LEASED:
+        if attempt is not None and attempt.state is AttemptState.LEASED and lease in ("", attempt.lease):
             self._ends[m.TASKS_RELEASED] += 1
             self._return(attempt, "" if again else reason)
 
@@ -262,6 +272,11 @@ class TaskBoard:
         """Note that a trajectory of an attempt is being stored: its group does not close meanwhile."""
         attempt.state = AttemptState.STORING
 
+    def cancel_storing(self, attempt: Attempt) -> None:
+        """Note that a trajectory could not be stored: its gateway may bring it again, as long as the lease lives."""
+        attempt.state = AttemptState.LEASED
+        attempt.lease_end = self._clock.monotonic() + self._lease_seconds
+
     def take(self, attempt: Attempt, trajectory: Trajectory, digest: bytes) -> None:
         """Add a trajectory, which is durable, to its group."""
         attempt.state, attempt.trajectory, attempt.digest = AttemptState.TAKEN, trajectory, digest
@@ -274,11 +289,14 @@ class TaskBoard:
         self._ends[m.TASKS_REFUSED] += 1
         self._return(attempt, BAD_TRAJECTORY if attempt.refused > self._max_refusals else "")
 
-    def forget_gateway(self, gateway: str) -> None:
-        """Return the tasks of a gateway that left the run."""
+    def forget_gateway(self, gateway: str, *, after: float = 0.0) -> None:
+        """Return the tasks of a gateway that left the run, unless it renews their leases within `after` seconds."""
+        end = self._clock.monotonic() + after
         for attempt in list(self._tasks.values()):
             if attempt.gateway == gateway and attempt.state is AttemptState.LEASED:
-                self._expire(attempt)
+                attempt.lease_end = min(attempt.lease_end, end)
+                if not after:
+                    self._expire(attempt)
 
     def time_left(self, attempt: Attempt) -> float:
         """Return the seconds until the group of a leased attempt closes."""
@@ -330,10 +348,11 @@ class TaskBoard:
     def _grant(self, attempt: Attempt, gateway: str) -> None:
         group, now = attempt.group, self._clock.monotonic()
         if attempt.state is AttemptState.WAITING:
-            attempt.state = AttemptState.LEASED
+            attempt.state, attempt.lease = AttemptState.LEASED, secrets.token_hex(_LEASE_BYTES)
+            attempt.leases.add(attempt.lease)
         attempt.gateway, attempt.lease_end = gateway, now + self._lease_seconds
-        if group.deadline is None:
-            group.deadline = now + self._group_seconds
+        if not group.leased:
+            group.leased, group.deadline = True, now + self._group_seconds
             group.on_lease()
 
     def _return(self, attempt: Attempt, reason: str) -> None:
@@ -348,6 +367,18 @@ class TaskBoard:
     def _close_if_done(self, group: TaskGroup) -> None:
         if not any(attempt.open for attempt in group.attempts):
             group.closed.set()
+
+    def _open_own(self, group: TaskGroup, own: OwnProblem) -> None:
+        """Let the agents that wait for a group of their own take its places."""
+        # They may all have left by now: without a deadline, their group would never close.
+        group.deadline = self._clock.monotonic() + self._group_seconds
+        own.opened.set_result(group)
+        if self._own.setdefault((own.owner, own.key), own) is not own:  # opened a second time after the first was late
+            self._close_late(group)
+
+    def _forget_own(self, own: OwnProblem) -> None:
+        if self._own.get((own.owner, own.key)) is own:
+            del self._own[own.owner, own.key]
 
     def _take_offer(self, problem: OwnProblem) -> OwnProblem:
         while self._offers:
@@ -364,7 +395,9 @@ class TaskBoard:
 
     def _check_not_ended(self) -> None:
         if self._ended:
-            raise WrongState("the run has trained all its steps, and no task follows; end the agent", reason="RUN_ENDED")
+            raise WrongState(
+                "the run has trained all its steps, and no task follows; end the agent", reason="RUN_ENDED"
+            )
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

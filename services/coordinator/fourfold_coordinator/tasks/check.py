@@ -32,6 +32,9 @@ class TrajectoryRules:
     newest_version: int  # highest policy version that an engine may have received
     temperature: float
     needs_reward: bool
+    max_total_tokens: int = 0
+    """Of all segments together; 0: no limit. The trainer needs a whole trajectory in one micro-batch where the loss or
+    the correction has one ratio for it, and refuses the whole batch otherwise."""
 
 
 def check_trajectory(message: pb.Trajectory, *, group_id: str, rules: TrajectoryRules) -> list[Sample]:
@@ -51,7 +54,16 @@ def check_trajectory(message: pb.Trajectory, *, group_id: str, rules: Trajectory
     if not abs(message.reward) <= _MAX_REWARD:  # also for NaN
         raise InvalidInput(f"task {task}: reward is {message.reward}; it must be a finite float32")
     _check_metrics(message)
-    return [_check_segment(s, k, count, task, group_id, rules) for k, s in enumerate(message.segments)]
+    segments = [_check_segment(s, k, count, task, group_id, rules) for k, s in enumerate(message.segments)]
+    tokens = sum(len(segment.token_ids) for segment in segments)
+    if rules.max_total_tokens and tokens > rules.max_total_tokens:
+        raise InvalidInput(
+            f"task {task}: its {count} segments have {tokens} tokens, more than a micro-batch, and algorithm.loss or "
+            f"algorithm.correction has one ratio for the whole trajectory: raise batch.tokens_per_micro_batch above "
+            f"{rules.max_total_tokens}, lower agents.max_segments, or use a loss and a correction of single tokens, "
+            f"such as `ppo` and `tis`"
+        )
+    return segments
 
 
 def _check_metrics(message: pb.Trajectory) -> None:

@@ -92,6 +92,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             max_new_tokens=config.sampling.max_new_tokens,
             max_segment_count=agents.max_segments,
             has_scorer=agents.reward == "service",
+            stop_token_ids=config.sampling.stop_token_ids,
         )
 
     async def LeaseTasks(self, request: pb.LeaseTasksRequest, context: Context) -> pb.LeaseTasksResponse:
@@ -99,7 +100,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         run = self._with("tasks")
         if not 1 <= request.max_task_count <= _MAX_TASKS:
             raise InvalidInput(f"max_task_count is {request.max_task_count}; it must be in [1, {_MAX_TASKS}]")
-        wait = request.wait.ToTimedelta().total_seconds() if request.HasField("wait") else _WAIT_SECONDS
+        wait = request.wait.ToNanoseconds() / 1e9 if request.HasField("wait") else _WAIT_SECONDS
         if not 0 <= wait <= _MAX_WAIT_SECONDS:
             raise InvalidInput(f"wait is {wait:g} s; it must be in [0, {_MAX_WAIT_SECONDS:g}]")
         attempts = await run.board.lease(_gateway(request.gateway), request.max_task_count, wait=wait)
@@ -125,7 +126,11 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         """Extend leases."""
         if len(request.task_ids) > _MAX_RENEWALS:
             raise InvalidInput(f"{len(request.task_ids)} task_ids; one call renews at most {_MAX_RENEWALS}")
-        gone = self._run.board.renew(request.task_ids)
+        if len(request.leases) not in (0, len(request.task_ids)):
+            raise InvalidInput(
+                f"{len(request.leases)} leases of {len(request.task_ids)} tasks; send one for each, or none"
+            )
+        gone = self._run.board.renew(request.task_ids, request.leases)
         return pb.RenewTasksResponse(ttl=_duration(self._run.config.agents.lease_seconds), gone_task_ids=gone)
 
     async def ReleaseTasks(self, request: pb.ReleaseTasksRequest, context: Context) -> pb.ReleaseTasksResponse:
@@ -134,7 +139,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             raise InvalidInput("no tasks; name at least one")
         reasons = [check_reason(task.reason) for task in request.tasks]
         for task, reason in zip(request.tasks, reasons, strict=True):
-            self._run.board.release(task.task_id, reason, again=task.again)
+            self._run.board.release(task.task_id, reason, again=task.again, lease=task.lease)
         return pb.ReleaseTasksResponse()
 
     async def PutTrajectories(self, request: pb.PutTrajectoriesRequest, context: Context) -> pb.PutTrajectoriesResponse:
@@ -170,6 +175,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             time_left=_duration(self._run.board.time_left(attempt)),
             evaluation=group.evaluation,
             seed=attempt.seed,
+            lease=attempt.lease,
         )
 
     async def _put(self, message: pb.Trajectory) -> pb.PutResult:
@@ -198,8 +204,14 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             return
         if not attempt.open or attempt.group.closed.is_set():
             raise NotFound(f"task {attempt.task_id} has ended: {attempt.reason or 'its group closed'}")
+        if message.lease and message.lease not in attempt.leases:
+            raise NotFound(
+                f"task {attempt.task_id} was never given with the lease {message.lease[:40]!r}: another run has a task "
+                f"with the same id",
+                reason="OTHER_LEASE",
+            )
         try:
-            segments = check_trajectory(message, group_id=attempt.group.group_id, rules=self._rules())
+            segments = check_trajectory(message, group_id=attempt.group.group_id, rules=self._rules(attempt))
         except InvalidInput as error:
             name = attempt.gateway or "gateway"
             run.faults.record(name, BAD_TRAJECTORY, f"{name}: {error.message}")
@@ -228,9 +240,9 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
                 storing.exception()  # asyncio logs an exception that no code retrieves
             raise
 
-    def _rules(self) -> TrajectoryRules:
+    def _rules(self, attempt: Attempt) -> TrajectoryRules:
         run, config = self._run, self._run.config
-        vocabulary_size = run.vocabulary_size()
+        vocabulary_size, whole = run.vocabulary_size(), config.algorithm.needs_whole_trajectories
         if not vocabulary_size:
             raise Unavailable("no engine has told its vocabulary yet; try again", retry_after=1.0)
         return TrajectoryRules(
@@ -240,6 +252,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             newest_version=run.newest_version(),
             temperature=config.sampling.temperature,
             needs_reward=config.agents.reward == "agent",
+            max_total_tokens=config.batch.tokens_per_micro_batch if whole and not attempt.group.evaluation else 0,
         )
 
 
@@ -248,8 +261,11 @@ async def _store(run: TaskSource, attempt: Attempt, trajectory: Trajectory, dige
     try:
         if not attempt.group.evaluation:
             await run.experiences.keep(trajectory)
-    except WrongState as error:  # the run went back to a checkpoint meanwhile
-        raise NotFound(f"task {attempt.task_id} has ended: {error.message}") from None
+    except BaseException as error:
+        run.board.cancel_storing(attempt)  # otherwise its group would stay open for ever if the gateway is gone
+        if isinstance(error, WrongState):  # the run went back to a checkpoint meanwhile
+            raise NotFound(f"task {attempt.task_id} has ended: {error.message}") from None
+        raise
     run.board.take(attempt, trajectory, digest)
 
 

@@ -10,6 +10,7 @@ Both forms authenticate the caller and convert messages and errors; everything e
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,10 +43,22 @@ class AgentApi(Protocol):
         """
         ...
 
+    def admit(self, caller: Caller) -> AbstractContextManager[None]:
+        """Count a call over HTTP while the block runs; over gRPC the interceptor counts it.
+
+        Raises:
+            Overloaded: the caller has too many calls in flight, or made too many in the last second.
+        """
+        ...
+
     async def get_info(self, caller: Caller) -> pb.GetInfoResponse: ...
     async def get_quota(self, caller: Caller) -> pb.GetQuotaResponse: ...
     async def tokenize(self, caller: Caller, request: pb.TokenizeRequest) -> pb.TokenizeResponse: ...
     async def detokenize(self, caller: Caller, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse: ...
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text, perhaps a part of a character; none for a special token."""
+        ...
+
     async def apply_chat_template(
         self, caller: Caller, request: pb.ApplyChatTemplateRequest
     ) -> pb.ApplyChatTemplateResponse: ...

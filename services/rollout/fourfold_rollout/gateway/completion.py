@@ -98,10 +98,14 @@ class Completion:
         )
 
     def raw_text(self) -> str:
-        """Return the text with special tokens, for the parsers of tool calls and reasoning."""
+        """Return the text with special tokens, for the parsers of tool calls and reasoning.
+
+        The stop token at the end is left out, as in vLLM's own API: parsers would leave its text in the content.
+        """
         if self.stopped:
             return self.text
-        return self._tokenizer.decode(self.ids, skip_special=False)
+        ends = bool(self.ids) and self.ids[-1] in self._tokenizer.stop_token_ids
+        return self._tokenizer.decode(self.ids[:-1] if ends else self.ids, skip_special=False)
 
     def _count_until_stop(self, ids: Sequence[int], finished: bool) -> int:
         """Add the text of tokens one by one; return their number up to the one that completes a stop string."""

@@ -143,6 +143,9 @@ class ChatTemplate:
         """
         try:
             value = json.loads(text) if text.strip() else {}
+            json.dumps(
+                value, ensure_ascii=False
+            ).encode()  # fails for half of a surrogate pair, which no tokenizer takes
             return self.tokenizer.escape(value), json.dumps(value, sort_keys=True)
         except (ValueError, RecursionError):
             return self.tokenizer.escape(text), text

@@ -6,6 +6,9 @@
 
 The outbox is in the session store: a trajectory stays there until the run has it or refuses it, also while the
 coordinator or this gateway restarts.
+
+Each call names the lease of the task. The ids of tasks alone would not do: those of another run are equal, and the
+coordinator leases a task again when this gateway was cut off for too long.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
 from typing import Any, Final
 
 import grpc
@@ -26,6 +30,7 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rpc import channel as rpc
 from fourfold.rpc.responses import ResponseCheck
 from fourfold_rollout.gateway.store import OutboxEntry, SessionStore
+from fourfold_rollout.gateway.trajectory import TOO_LARGE
 
 _log = logging.getLogger("fourfold.gateway.coordinator")
 
@@ -33,10 +38,18 @@ _TIMEOUT_SECONDS: Final = 15.0
 _INFO_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 0.5
 _MAX_RETRY_SECONDS: Final = 10.0
-_FIRST_RENEWAL_SECONDS: Final = 5.0
+FIRST_RENEWAL_SECONDS: Final = 5.0
+"""Longest time between two renewals."""
 _PUT_COUNT: Final = 32
 # Encoded; a Put may have 8 MiB, and a trajectory alone may be larger than this.
 _PUT_BYTES: Final = 4 << 20
+MAX_TRAJECTORY_BYTES: Final = 8 << 20
+"""Of one trajectory, encoded; the run refuses larger ones."""
+_MAX_RENEWALS: Final = 10_000  # of one call
+_MAX_STOP_IDS: Final = 64
+# Agents that wait at the coordinator; further ones wait here. All together would take the calls that it allows, and
+# those that renew leases would be refused.
+_MAX_LEASE_CALLS: Final = 256
 # The run will not take the trajectory, however often it is sent.
 _FINAL: Final = frozenset(
     {code_pb2.NOT_FOUND, code_pb2.INVALID_ARGUMENT, code_pb2.ALREADY_EXISTS, code_pb2.FAILED_PRECONDITION}
@@ -56,16 +69,17 @@ class CoordinatorLink:
         *,
         peer: str,
         on_delivered: OnDelivered,
-        on_gone: Callable[[str], Awaitable[None]],
+        on_gone: Callable[[str, str], Awaitable[None]],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Prepare; nothing is called yet. `on_gone` takes the id of a tracked task that the run has given up."""
+        """Prepare; nothing is called yet. `on_gone` takes the id and the lease of a task that the run has given up."""
         self._stub: Any = ExperienceServiceStub(channel)
         self._store, self._peer, self._clock = store, peer, clock
         self._on_delivered, self._on_gone = on_delivered, on_gone
-        self._tracked: set[str] = set()  # tasks of open sessions and of trajectories in the outbox
-        self._ttl = 3 * _FIRST_RENEWAL_SECONDS
+        self._tracked: set[tuple[str, str]] = set()  # tasks, with leases, of open sessions and of the outbox
+        self._ttl = 3 * FIRST_RENEWAL_SECONDS
         self._wake = asyncio.Event()
+        self._lease_calls = asyncio.Semaphore(_MAX_LEASE_CALLS)
         self.info: pb.GetRunInfoResponse | None = None  # None: the coordinator has not answered yet
 
     async def run(self) -> None:
@@ -81,12 +95,12 @@ class CoordinatorLink:
             raise Unavailable("the coordinator of the run did not answer yet; try again", retry_after=1.0)
         return self.info
 
-    def track(self, task_id: str) -> None:
+    def track(self, task: pb.LeasedTask) -> None:
         """Renew the lease of a task from now on."""
-        self._tracked.add(task_id)
+        self._tracked.add((task.task_id, task.lease))
 
-    def untrack(self, task_id: str) -> None:
-        self._tracked.discard(task_id)
+    def untrack(self, task: pb.LeasedTask | pb.Trajectory) -> None:
+        self._tracked.discard((task.task_id, task.lease))
 
     def wake(self) -> None:
         """Deliver the outbox at once."""
@@ -94,9 +108,19 @@ class CoordinatorLink:
 
     async def lease(self, wait: float) -> pb.LeasedTask | None:
         """Lease one task; wait for it up to `wait` seconds."""
-        request = pb.LeaseTasksRequest(max_task_count=1)
-        request.wait.FromNanoseconds(int(wait * 1e9))
-        response: pb.LeaseTasksResponse = await self._call(self._stub.LeaseTasks, request, wait + _TIMEOUT_SECONDS)
+        end = self._clock.monotonic() + wait
+        try:
+            async with asyncio.timeout(max(wait, _RETRY_SECONDS)):
+                await self._lease_calls.acquire()
+        except TimeoutError:
+            return None
+        try:
+            left = max(end - self._clock.monotonic(), 0.0)
+            request = pb.LeaseTasksRequest(max_task_count=1)
+            request.wait.FromNanoseconds(int(left * 1e9))
+            response: pb.LeaseTasksResponse = await self._call(self._stub.LeaseTasks, request, left + _TIMEOUT_SECONDS)
+        finally:
+            self._lease_calls.release()
         if not response.tasks:
             return None
         self._check_count(response, len(response.tasks), 1)
@@ -107,14 +131,15 @@ class CoordinatorLink:
         response: pb.JoinGroupResponse = await self._call(self._stub.JoinGroup, request, _TIMEOUT_SECONDS)
         return self._leased(response.task)
 
-    async def release(self, task_id: str, reason: str, *, again: bool) -> None:
+    async def release(self, task: pb.LeasedTask, reason: str, *, again: bool) -> None:
         """End a task without a trajectory. A failure is only logged, because the lease ends anyway."""
-        self.untrack(task_id)
-        request = pb.ReleaseTasksRequest(tasks=[pb.ReleasedTask(task_id=task_id, reason=reason, again=again)])
+        self.untrack(task)
+        released = pb.ReleasedTask(task_id=task.task_id, reason=reason, again=again, lease=task.lease)
+        request = pb.ReleaseTasksRequest(tasks=[released])
         try:
             await self._call(self._stub.ReleaseTasks, request, _TIMEOUT_SECONDS)
         except FourfoldError as error:
-            _log.info("task could not be released, its lease will end: task=%s error=%s", task_id, error)
+            _log.info("task could not be released, its lease will end: task=%s error=%s", task.task_id, error)
 
     def _leased(self, task: pb.LeasedTask) -> pb.LeasedTask:
         check = ResponseCheck(self._peer, "LeaseTasks")
@@ -140,29 +165,49 @@ class CoordinatorLink:
     async def _refresh_info(self) -> None:
         while True:
             try:
-                self.info = await self._call(self._stub.GetRunInfo, pb.GetRunInfoRequest(), _TIMEOUT_SECONDS)
-                wait = _INFO_SECONDS
+                info = await self._call(self._stub.GetRunInfo, pb.GetRunInfoRequest(), _TIMEOUT_SECONDS)
+                self.info, wait = self._checked_info(info), _INFO_SECONDS
             except FourfoldError as error:
                 if self.info is None:
                     _log.info("the run is not known yet: %s", error)
                 wait = _RETRY_SECONDS
             await self._clock.sleep(wait)
 
+    def _checked_info(self, info: pb.GetRunInfoResponse) -> pb.GetRunInfoResponse:
+        check = ResponseCheck(self._peer, "GetRunInfo")
+        check.require(0 < info.temperature <= 2, f"temperature is {info.temperature}; it must be in (0, 2]")
+        check.require(info.max_new_tokens > 0, f"max_new_tokens is {info.max_new_tokens}; it must be at least 1")
+        stops = info.stop_token_ids
+        check.require(
+            len(stops) <= _MAX_STOP_IDS and min(stops, default=0) >= 0,
+            f"{len(stops)} stop_token_ids, the lowest {min(stops, default=0)}; at most {_MAX_STOP_IDS}, from 0",
+        )
+        return info
+
     async def _renew(self) -> None:
         while True:
-            await self._clock.sleep(min(self._ttl / 3, _FIRST_RENEWAL_SECONDS))
-            ids = sorted(self._tracked)[:10_000]
-            if not ids:
-                continue
-            try:
-                request = pb.RenewTasksRequest(task_ids=ids)
-                response: pb.RenewTasksResponse = await self._call(self._stub.RenewTasks, request, _TIMEOUT_SECONDS)
-                self._ttl = max(response.ttl.ToNanoseconds() / 1e9, 1.0)
-                for task_id in set(response.gone_task_ids) & self._tracked:
-                    await self._on_gone(task_id)
-                    self.untrack(task_id)
-            except FourfoldError as error:
-                _log.info("leases could not be renewed: tasks=%d error=%s", len(ids), error)
+            for leases in self._renewals():  # at once: the sessions of an earlier process may have little time left
+                try:
+                    await self._renew_some(leases)
+                except FourfoldError as error:
+                    _log.info("leases could not be renewed: tasks=%d error=%s", len(leases), error)
+            await self._clock.sleep(min(self._ttl / 3, FIRST_RENEWAL_SECONDS))
+
+    def _renewals(self) -> Iterator[dict[str, str]]:
+        """Yield the leases for each call, by task. Two leases of one task are in different calls."""
+        left = set(self._tracked)
+        while left:
+            leases = dict(islice(dict(sorted(left)).items(), _MAX_RENEWALS))
+            left.difference_update(leases.items())
+            yield leases
+
+    async def _renew_some(self, leases: dict[str, str]) -> None:
+        request = pb.RenewTasksRequest(task_ids=leases, leases=leases.values())
+        response: pb.RenewTasksResponse = await self._call(self._stub.RenewTasks, request, _TIMEOUT_SECONDS)
+        self._ttl = max(response.ttl.ToNanoseconds() / 1e9, 1.0)
+        for task_id in leases.keys() & set(response.gone_task_ids):
+            await self._on_gone(task_id, leases[task_id])
+            self._tracked.discard((task_id, leases[task_id]))
 
     async def _deliver(self) -> None:
         """Send the outbox, again and again, in the order in which sessions closed."""
@@ -189,6 +234,11 @@ class CoordinatorLink:
     async def _put(self, entries: list[OutboxEntry]) -> int:
         """Send trajectories; return how many of them were settled."""
         trajectories = [pb.Trajectory.FromString(entry.trajectory) for entry in entries]
+        # The store returns a large trajectory alone. gRPC does not send it, and all later ones would wait behind it.
+        if len(entries[0].trajectory) > MAX_TRAJECTORY_BYTES:
+            self.untrack(trajectories[0])
+            await self._on_delivered(entries[0].session_id, TOO_LARGE)
+            return 1
         request = pb.PutTrajectoriesRequest(trajectories=trajectories)
         try:
             response: pb.PutTrajectoriesResponse = await self._call(
@@ -206,7 +256,7 @@ class CoordinatorLink:
             ResponseCheck(self._peer, "PutTrajectories").require(result.task_id == trajectory.task_id, rule)
             if result.code != code_pb2.OK and result.code not in _FINAL:
                 continue
-            self.untrack(trajectory.task_id)
+            self.untrack(trajectory)
             await self._on_delivered(entry.session_id, (result.reason or "REFUSED") if result.code else "")
             settled += 1
         return settled

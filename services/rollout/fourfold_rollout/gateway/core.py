@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from fourfold.contract import CONTRACT_VERSION
 from fourfold.coordinator.v1 import experience_service_pb2 as experience
 from fourfold.errors import (
     AlreadyExists,
+    DeadlinePassed,
     FourfoldError,
     InvalidInput,
     NotFound,
@@ -36,12 +37,12 @@ from fourfold.security.principal import LOCAL_AGENT, Principal
 from fourfold.security.tokens import check_token
 from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.conversation import ChatTemplate
-from fourfold_rollout.gateway.coordinator_link import CoordinatorLink
+from fourfold_rollout.gateway.coordinator_link import FIRST_RENEWAL_SECONDS, MAX_TRAJECTORY_BYTES, CoordinatorLink
 from fourfold_rollout.gateway.engines import EnginePool
-from fourfold_rollout.gateway.generation import Generator
+from fourfold_rollout.gateway.generation import Generator, to_the_end
 from fourfold_rollout.gateway.sessions import KEY_PREFIX, Session, Sessions, owner_of
 from fourfold_rollout.gateway.store import SessionStore
-from fourfold_rollout.gateway.trajectory import Limits
+from fourfold_rollout.gateway.trajectory import TOO_LARGE, Limits
 
 _log = logging.getLogger("fourfold.gateway.core")
 
@@ -54,6 +55,9 @@ _SCORE_SECONDS: Final = 60.0
 _TICK_SECONDS: Final = 0.5
 _PRUNE_SECONDS: Final = 60.0
 _MAX_METRICS: Final = 64
+# The run refuses others, with the whole trajectory.
+_METRIC: Final = re.compile(r"[A-Za-z0-9_./-]{1,63}")
+_MAX_REWARD: Final = 3.4028234663852886e38
 _MAX_LEASED: Final = 10_000
 _REASON: Final = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 # Methods of AgentService that the key of a session allows.
@@ -104,8 +108,8 @@ class GatewayCore:
     async def start(self) -> None:
         """Read the sessions of an earlier process of this gateway."""
         for session in await self.sessions.restore():
-            if session.stored.task_id and self.link is not None:
-                self.link.track(session.stored.task_id)
+            if (task := session.task) is not None and self.link is not None:
+                self.link.track(task)
 
     async def run(self) -> None:
         """Expire idle sessions and forget old ones, until cancelled."""
@@ -134,21 +138,24 @@ class GatewayCore:
             state = pb.SESSION_STATE_REFUSED if reason else pb.SESSION_STATE_STORED
             await self.sessions.settle(session, state, reason)
 
-    async def on_gone(self, task_id: str) -> None:
-        """Note that the run gave up a task: its group closed, or another coordinator does not know it."""
+    async def on_gone(self, task_id: str, lease: str) -> None:
+        """Note that the run ended a lease: the group closed, another agent has the task, or it is of another run."""
         for session in self.sessions.live:
             if session.stored.task_id == task_id and session.stored.state == pb.SESSION_STATE_OPEN:
-                await self._expire(session, "TASK_GONE")
+                task = session.task
+                if task is not None and task.lease == lease:
+                    await self._expire(session, "TASK_GONE")
 
     async def _expire(self, session: Session, reason: str) -> None:
         async with session.closing:
             if session.stored.state == pb.SESSION_STATE_OPEN:
                 await self.sessions.settle(session, pb.SESSION_STATE_EXPIRED, reason)
-                await self._release(session, "SESSION_EXPIRED", again=reason == "IDLE")
+                if reason == "IDLE":  # a task that is gone may have been leased again: a release would end that attempt
+                    await self._release(session, "SESSION_EXPIRED", again=True)
 
     async def _release(self, session: Session, reason: str, *, again: bool) -> None:
-        if session.stored.task_id and self.link is not None:
-            await self.link.release(session.stored.task_id, reason, again=again)
+        if (task := session.task) is not None and self.link is not None:
+            await self.link.release(task, reason, again=again)
 
     def _run(self) -> CoordinatorLink:
         if self.link is None:
@@ -174,6 +181,10 @@ class GatewayCore:
         if self._security is None:  # on loopback; client libraries send some key
             return Caller(LOCAL_AGENT)
         return Caller(Principal("agent", check_token(f"Bearer {key}", method, self._security.tokens).name))
+
+    def admit(self, caller: Caller) -> AbstractContextManager[None]:
+        """Count a call over HTTP; see `AgentApi`. Programs of this machine have no limit, as on the internal port."""
+        return nullcontext() if self._security is None else self._quotas.call(caller.principal)
 
     async def get_info(self, caller: Caller) -> pb.GetInfoResponse:
         info = self.link.info if self.link is not None else None
@@ -218,6 +229,10 @@ class GatewayCore:
             return pb.DetokenizeResponse(text=self._tokenizer.decode(ids))
         return pb.DetokenizeResponse(text=await asyncio.to_thread(self._tokenizer.decode, ids))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token; see `AgentApi`."""
+        return self._tokenizer.token_bytes(token_id)
+
     async def apply_chat_template(
         self, caller: Caller, request: pb.ApplyChatTemplateRequest
     ) -> pb.ApplyChatTemplateResponse:
@@ -234,13 +249,15 @@ class GatewayCore:
         wait = request.wait.ToNanoseconds() / 1e9 if request.HasField("wait") else default
         if not 0 <= wait <= most:
             raise InvalidInput(f"wait is {wait:g} s; it must be in [0, {most:g}] s")
-        self.sessions.check_room(owner_of(caller.principal))
+        self.sessions.check_room(owner_of(caller.principal), trained=True)
         if len(self._leased) >= _MAX_LEASED:
             raise Overloaded("too many tasks wait for their sessions; open these first", retry_after=5.0)
         task = await link.lease(wait)
         if task is None:
             return pb.NextTaskResponse()
-        end = time.monotonic() + task.ttl.ToNanoseconds() / 1e9
+        ttl = task.ttl.ToNanoseconds() / 1e9
+        # A session that opens later could find its lease ended before the first renewal.
+        end = time.monotonic() + ttl - min(ttl / 3, FIRST_RENEWAL_SECONDS)
         self._leased[task.task_id] = (task, owner_of(caller.principal), end)
         return pb.NextTaskResponse(task=_agent_task(task))
 
@@ -257,13 +274,31 @@ class GatewayCore:
                     f"session {request.session_id} is another attempt or another caller's; choose a new id"
                 )
             return pb.OpenSessionResponse(session=session.message(), session_key=session.key)
-        self.sessions.check_room(owner)
+        self.sessions.check_room(owner, trained=request.WhichOneof("attempt") is not None)
         task = await self._take_task(caller, request)
-        session = await self.sessions.add(request.session_id, owner, attempt, task, idle)
-        if task is not None:
-            self._leased.pop(task.task_id, None)
-            self._run().track(task.task_id)
+        # Another call must not open a second session for the task.
+        leased = None if task is None else self._leased.pop(task.task_id, None)
+
+        async def add() -> Session:
+            try:
+                session = await self.sessions.add(request.session_id, owner, attempt, task, idle)
+            except DeadlinePassed:  # the session is open, and a repeated call finds it
+                self._track(task)
+                raise
+            except FourfoldError:
+                if leased is not None:
+                    self._leased[leased[0].task_id] = leased
+                raise
+            self._track(task)
+            return session
+
+        # To the end, also when the caller leaves: it repeats the call, and must find the session with its key.
+        session = await to_the_end(add())
         return pb.OpenSessionResponse(session=session.message(), session_key=session.key)
+
+    def _track(self, task: experience.LeasedTask | None) -> None:
+        if task is not None:
+            self._run().track(task)
 
     async def _take_task(self, caller: Caller, request: pb.OpenSessionRequest) -> experience.LeasedTask | None:
         """Return the task that a session attempts; None: none."""
@@ -322,20 +357,24 @@ class GatewayCore:
         session = await self.sessions.find(caller, request.session_id)
         digest = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
         kind = _check_outcome(request)
-        async with session.closing:
-            stored = session.stored
-            if stored.state != pb.SESSION_STATE_OPEN:
+
+        async def end() -> None:
+            async with session.closing:
+                stored = session.stored
                 if stored.state == pb.SESSION_STATE_EXPIRED:
                     session.check_open()
-                if stored.outcome_sha256 != digest:
-                    raise AlreadyExists(f"session {request.session_id} was closed with another outcome")
-                return pb.CloseSessionResponse(session=session.message())
-            if kind == "abandon_reason":
-                reason = request.abandon_reason
-                await self.sessions.settle(session, pb.SESSION_STATE_ABANDONED, reason, outcome_sha256=digest)
-                await self._release(session, reason, again=False)
-            else:
-                await self._close(session, request, digest)
+                if stored.state != pb.SESSION_STATE_OPEN:
+                    if stored.outcome_sha256 != digest:
+                        raise AlreadyExists(f"session {request.session_id} was closed with another outcome")
+                elif kind == "abandon_reason":
+                    reason = request.abandon_reason
+                    await self.sessions.settle(session, pb.SESSION_STATE_ABANDONED, reason, outcome_sha256=digest)
+                    await self._release(session, reason, again=False)
+                else:
+                    await self._close(session, request, digest)
+
+        # To the end, also when the caller leaves: the store would have a closed session that still takes turns here.
+        await to_the_end(end())
         return pb.CloseSessionResponse(session=session.message())
 
     async def _close(self, session: Session, request: pb.CloseSessionRequest, digest: bytes) -> None:
@@ -368,9 +407,16 @@ class GatewayCore:
             reward=None if scored else request.reward,
             metrics=request.metrics,
             turn_count=turns,
+            lease=task.lease,
         )
-        stored = replace(stored, state=pb.SESSION_STATE_CLOSED)
-        await self.sessions.close(session, stored, trajectory.SerializeToString())
+        data = trajectory.SerializeToString()
+        if len(data) > MAX_TRAJECTORY_BYTES:
+            raise WrongState(
+                f"the trajectory has {len(data)} bytes, and the run takes {MAX_TRAJECTORY_BYTES}; abandon the session, "
+                f"and close the next one after fewer tokens",
+                reason=TOO_LARGE,
+            )
+        await self.sessions.close(session, replace(stored, state=pb.SESSION_STATE_CLOSED), data)
         self._run().wake()
 
     async def export_session(self, caller: Caller, request: pb.ExportSessionRequest) -> pb.ExportSessionResponse:
@@ -411,8 +457,10 @@ def _check_outcome(request: pb.CloseSessionRequest) -> str:
     if kind is None or (kind == "score" and not request.score):
         raise InvalidInput("the outcome is missing; set reward, score = true, or abandon_reason")
     numbers = [request.reward, *request.metrics.values(), *(turn.reward for turn in request.turn_rewards)]
-    if not all(map(math.isfinite, numbers)):
-        raise InvalidInput("a reward or a metric is not finite")
+    if not all(map(math.isfinite, numbers)) or abs(request.reward) > _MAX_REWARD:
+        raise InvalidInput("a reward or a metric is not finite, or the reward is no float32")
+    if (wrong := next((name for name in request.metrics if not _METRIC.fullmatch(name)), None)) is not None:
+        raise InvalidInput(f"metric {wrong[:80]!r}: a name has 1 to 63 characters of [A-Za-z0-9_./-]")
     if kind == "abandon_reason" and not _REASON.fullmatch(request.abandon_reason):
         raise InvalidInput(f"abandon_reason is {request.abandon_reason[:80]!r}; give UPPER_SNAKE_CASE, at most 63")
     if len(request.metrics) > _MAX_METRICS:

@@ -23,11 +23,14 @@ import grpc
 
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.errors import (
+    AlreadyExists,
     DeadlinePassed,
     FourfoldError,
     Internal,
+    NotFound,
     Overloaded,
     PermissionDenied,
+    StaleEpoch,
     Unauthenticated,
     Unavailable,
     WrongState,
@@ -44,7 +47,8 @@ from fourfold.security.principal import Principal
 _log = logging.getLogger("fourfold.gateway.engines")
 T = TypeVar("T")
 
-# Errors of an engine or of the way to it: another engine may do the work. Others are those of the request.
+# Errors of an engine or of the way to it: another engine may do the work. Others are those of the request. An agent
+# would read NotFound, AlreadyExists and StaleEpoch as errors of its session.
 ENGINE_ERRORS: Final = (
     Unavailable,
     Internal,
@@ -53,6 +57,9 @@ ENGINE_ERRORS: Final = (
     PermissionDenied,
     Unauthenticated,
     WrongState,
+    NotFound,
+    AlreadyExists,
+    StaleEpoch,
 )
 _INSPECT_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 0.5
@@ -107,6 +114,10 @@ class Engine:
                 yield
         finally:
             self.in_flight -= samples
+
+    def end_probe(self) -> None:
+        """Let further calls in, because the one that is the probe brought tokens: its turn may take minutes."""
+        self.breaker.probing = False
 
     def healthy(self, now: float) -> bool:
         """Return whether its load reports let expect that a call makes progress soon."""
@@ -255,6 +266,7 @@ class EnginePool:
             return  # such as a policy that is too old: no failure
         self.failures += 1
         engine.breaker.record_failure(error, self.clock.monotonic())
+        engine.breaker.first = None  # its traceback would keep the turn in memory until the engine has a success
         if not isinstance(error, Overloaded):
             engine.inspect.set()
 
@@ -328,6 +340,8 @@ class EnginePool:
 def caller_error(error: FourfoldError) -> FourfoldError:
     """Return an engine's error as one for an agent: it names no faults of identities or answers inside the run."""
     if isinstance(error, Overloaded | WrongState | DeadlinePassed):
+        if isinstance(error, Overloaded) and error.retry_after is None:  # of an engine that breaks the contract
+            error.retry_after = 1.0
         return error
     return Unavailable(
         f"no engine finished the call; the last error was {error.reason}; try again later",

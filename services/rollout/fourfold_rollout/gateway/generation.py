@@ -11,7 +11,8 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from fourfold_rollout.gateway.trajectory import PendingTurn, Sampling, Turn
 from fourfold_rollout.gateway.turns import TurnRequest, TurnSampler
 
 _log = logging.getLogger("fourfold.gateway.generation")
+T = TypeVar("T")
 
 MAX_SAMPLES: Final = 256
 _MAX_STOPS: Final = 16
@@ -44,7 +46,7 @@ _MAX_SEED: Final = 1 << 53
 _MAX_FLUSH_SECONDS: Final = 10.0
 _STOP_FLUSH_SECONDS: Final = 0.05  # a stop string is found this late, and the tokens after it are lost work
 _PARSE_SECONDS: Final = 10.0
-_LARGE_CHAT_BYTES: Final = 1 << 15  # rendered and encoded in a thread
+_LARGE_PROMPT_BYTES: Final = 1 << 15  # rendered and encoded in a thread
 
 
 @dataclass(slots=True)
@@ -95,8 +97,13 @@ class Generator:
                     yield chunk
             return
         session.check_open()
+        if session.closing.locked():  # a turn that begins now would not be in the trajectory
+            raise WrongState(
+                f"session {session.session_id} is being closed; open another one", reason="SESSION_NOT_OPEN"
+            )
         session.touch()
         session.turns_in_flight += 1
+        own: asyncio.Event | None = None
         try:
             digest = _digest(request)
             if request.request_id:
@@ -104,10 +111,10 @@ class Generator:
                 while (running := session.running.get(request.request_id)) is not None:
                     await running.wait()
                 if turns := _stored_turns(session, request, digest):
-                    for chunk in itertools.chain.from_iterable(self._replay(session, turn) for turn in turns):
+                    for chunk in itertools.chain.from_iterable(self._replay(session, request, turn) for turn in turns):
                         yield chunk
                     return
-                session.running[request.request_id] = asyncio.Event()
+                own = session.running[request.request_id] = asyncio.Event()
             plan = await self._plan(request, session)
             with self._quotas.tokens(caller.principal, self._cost(plan)):
                 async with aclosing(self._sample_in_session(session, plan, digest, timeout)) as chunks:
@@ -116,8 +123,9 @@ class Generator:
         finally:
             session.turns_in_flight -= 1
             session.touch()
-            if (event := session.running.pop(request.request_id, None)) is not None:
-                event.set()
+            if own is not None:  # that of another call is not ours to end
+                del session.running[request.request_id]
+                own.set()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -154,12 +162,12 @@ class Generator:
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             return np.array(request.token_ids.ids, np.int32), None
+        large = request.ByteSize() > _LARGE_PROMPT_BYTES
         if kind == "text":
-            ids = self._tokenizer.encode(request.text, add_special=True)
-            return np.array(ids, np.int32), None
+            encode = partial(self._tokenizer.encode, request.text, add_special=True)
+            return np.array(await asyncio.to_thread(encode) if large else encode(), np.int32), None
         if kind is None:
             raise InvalidInput("the request has no prompt; set token_ids, chat or text")
-        large = request.ByteSize() > _LARGE_CHAT_BYTES
         if session is None:
             work = self._template.encode
             _, ids = await asyncio.to_thread(work, request.chat) if large else work(request.chat)
@@ -191,6 +199,7 @@ class Generator:
             run = self._run_info()
             params.temperature, params.top_p = run.temperature, 1.0
             params.ClearField("top_k")
+            params.stop_token_ids.extend(run.stop_token_ids)
             room = min(room, run.max_new_tokens)
         params.max_tokens = room
         if asked.HasField("grammar"):
@@ -221,7 +230,7 @@ class Generator:
                         last.append(chunk)
             session.check_open()
             last.sort(key=lambda chunk: chunk.sample_index)
-            await _to_the_end(self._commit(session, plan, pending, completions, last, digest))
+            await to_the_end(self._commit(session, plan, pending, completions, last, digest))
         finally:
             for turn in pending:
                 session.trajectory.cancel_turn(turn)
@@ -338,39 +347,38 @@ class Generator:
             message.tool_calls.add(id=name, name=call.name, arguments_json=call.arguments_json)
         return message
 
-    def _replay(self, session: Session, turn: Turn) -> list[pb.TurnChunk]:
-        """Return a stored turn, one chunk for each policy version.
-
-        Its text, in the last chunk, is without stop strings only where it has a message.
-        """
+    def _replay(self, session: Session, request: pb.GenerateRequest, turn: Turn) -> list[pb.TurnChunk]:
+        """Return a stored turn, one chunk for each policy version, with the text that it had."""
         tokens, reply = session.trajectory.completion_of(turn), session.conversation.reply_of(turn)
+        completion = Completion(turn.sample_index, self._tokenizer, request.sampling_params.stop)
         chunks, begin = list[pb.TurnChunk](), 0
         for span in tokens.version_spans:
             part = slice(begin, begin + span.token_count)
-            chunks.append(
-                pb.TurnChunk(
-                    sample_index=turn.sample_index,
-                    token_ids=pack_ints(tokens.token_ids[part]),
-                    logprobs=pack_floats(tokens.logprobs[part]),
-                    policy_version=span.policy_version,
-                )
-            )
             begin += span.token_count
-        chunks[-1].text = self._tokenizer.decode(tokens.token_ids.tolist())
-        chunks[-1].finish_reason, chunks[-1].prompt_token_count = turn.finish_reason, turn.prompt_token_count
+            sampled = rollout.SampleChunk(
+                token_ids=pack_ints(tokens.token_ids[part]),
+                logprobs=pack_floats(tokens.logprobs[part]),
+                policy_version=span.policy_version,
+            )
+            if begin == turn.completion_token_count:  # the reason is that of the turn, below
+                sampled.finish_reason = rollout.FINISH_REASON_STOP
+            chunks.append(completion.add(sampled))
+        chunks[-1].finish_reason = turn.finish_reason
+        if request.WhichOneof("prompt") != "token_ids":
+            chunks[-1].prompt_token_count = turn.prompt_token_count
         if reply is not None:
             chunks[-1].message.CopyFrom(reply)
         return chunks
 
 
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     """Await `work`. When this call is cancelled, because its agent has left, it ends only after `work`.
 
     Otherwise the session could close, or the same request could come again, before its turn is stored.
     """
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():

@@ -12,15 +12,18 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import struct
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.coordinator.v1 import experience_service_pb2 as experience
-from fourfold.errors import AlreadyExists, NotFound, Overloaded, PermissionDenied, WrongState
+from fourfold.errors import AlreadyExists, DeadlinePassed, NotFound, Overloaded, PermissionDenied, WrongState
 from fourfold.security.principal import Principal
 from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.conversation import ChatTemplate, Conversation
@@ -33,6 +36,8 @@ KEY_PREFIX: Final = "ffs_"
 _KEEP_SECONDS: Final = 3600.0
 _RETRY_SECONDS: Final = 2.0
 _DIGEST_BYTES: Final = 32
+_MAX_ENDINGS: Final = 64  # kinds that are counted; agents invent reasons
+_PRUNE_COUNT: Final = 200  # of one transaction, for which turns wait
 
 
 def owner_of(principal: Principal) -> str:
@@ -122,18 +127,33 @@ class Sessions:
     def __init__(
         self, store: SessionStore, template: ChatTemplate, limits: Limits, *, most: int, most_each: int
     ) -> None:
-        """Prepare; `most` sessions may be open in all, and `most_each` of one owner."""
+        """Prepare; `most` sessions may be open in all, and `most_each` of one owner.
+
+        Sessions that the run trains on have these numbers to themselves. Without TLS the environments of the run and
+        all other programs of the machine are one owner: sessions without a task must not take the room of theirs.
+        """
         self.store, self._template, self._limits = store, template, limits
         self._most, self.most_each = most, most_each
         self._live: dict[str, Session] = {}  # not settled
         self._by_key: dict[bytes, str] = {}
-        self._open: Counter[str] = Counter()  # by owner
+        self._open: Counter[tuple[str, bool]] = Counter()  # by owner, and whether the run trains on them
         self.ended: Counter[str] = Counter()  # settled sessions by state and reason
 
     async def restore(self) -> list[Session]:
-        """Read the sessions that were not settled when the last gateway ended; their idle time begins anew."""
+        """Read the sessions that were not settled when the last gateway ended; their idle time begins anew.
+
+        A session whose turns do not fit together, because the disk lost one, ends alone.
+        """
         for stored in await self.store.load_unsettled():
-            self._add(await self._build(stored, key=""))
+            try:
+                session, damaged = await self._build(stored, key=""), False
+            except (ValueError, LookupError, struct.error, DecodeError) as error:
+                _log.error("session cannot be restored: session=%s error=%r", stored.session_id, error)
+                trajectory = Trajectory(self._limits)
+                session, damaged = Session(stored, trajectory, Conversation(self._template, trajectory), key=""), True
+            self._add(session)
+            if damaged and stored.state == pb.SESSION_STATE_OPEN:  # a closed one has its trajectory in the outbox
+                await self.settle(session, pb.SESSION_STATE_EXPIRED, "DAMAGED")
         return list(self._live.values())
 
     @property
@@ -141,7 +161,8 @@ class Sessions:
         return list(self._live.values())
 
     def open_count(self, owner: str) -> int:
-        return self._open[owner]
+        """Return the number of an owner's open sessions, of the kind that has more."""
+        return max(self._open[owner, trained] for trained in (False, True))
 
     def caller_of_key(self, key: str) -> tuple[str, str] | None:
         """Return session id and owner of a session's key; None: no open session has it."""
@@ -149,15 +170,17 @@ class Sessions:
         session = self._live.get(session_id or "")
         return (session.session_id, session.stored.owner) if session else None
 
-    def check_room(self, owner: str) -> None:
-        """Raise Overloaded when the owner, or all owners together, have too many open sessions."""
+    def check_room(self, owner: str, *, trained: bool) -> None:
+        """Raise Overloaded when the owner, or all owners together, have too many open sessions of one kind."""
+        kind = "of the run's tasks and groups" if trained else "without a task"
+        total = sum(count for (_, each), count in self._open.items() if each == trained)
         for count, most, whose in (
-            (self._open[owner], self.most_each, f"of {owner} (gateway.max_open_sessions_per_agent)"),
-            (self._open.total(), self._most, "of all agents (gateway.max_open_sessions)"),
+            (self._open[owner, trained], self.most_each, f"of {owner} (gateway.max_open_sessions_per_agent)"),
+            (total, self._most, "of all agents (gateway.max_open_sessions)"),
         ):
             if count >= most:
                 raise Overloaded(
-                    f"{count} sessions {whose} are open, and {most} may be; close some, or try again later",
+                    f"{count} sessions {kind} {whose} are open, and {most} may be; close some, or try again later",
                     reason="TOO_MANY_SESSIONS",
                     retry_after=_RETRY_SECONDS,
                 )
@@ -186,8 +209,8 @@ class Sessions:
     async def add(
         self, session_id: str, owner: str, attempt: bytes, task: experience.LeasedTask | None, idle_seconds: float
     ) -> Session:
-        """Open a session with a new key."""
-        self.check_room(owner)
+        """Open a session with a new key. After DeadlinePassed it is open, and may not survive a restart."""
+        self.check_room(owner, trained=task is not None)
         if session_id in self._live:
             raise AlreadyExists(f"session {session_id} is being opened by another call")
         key, now = KEY_PREFIX + secrets.token_urlsafe(32), time.time()
@@ -208,6 +231,8 @@ class Sessions:
         self._add(session)
         try:
             await self.store.put_session(stored)
+        except DeadlinePassed:
+            raise  # the store may still write it
         except BaseException:
             self._remove(session)
             raise
@@ -229,11 +254,16 @@ class Sessions:
         session.set(stored)
         self._remove(session)
         name = pb.SessionState.Name(state).removeprefix("SESSION_STATE_")
-        self.ended[f"{name}_{reason}".rstrip("_")] += 1
+        ending = f"{name}_{reason}".rstrip("_")
+        if ending not in self.ended and len(self.ended) >= _MAX_ENDINGS:
+            ending = f"{name}_OTHER"
+        self.ended[ending] += 1
 
     async def prune(self) -> None:
         """Delete sessions that were settled long ago."""
-        await self.store.prune(time.time() - _KEEP_SECONDS)
+        more = True
+        while more:
+            more = await self.store.prune(time.time() - _KEEP_SECONDS, max_count=_PRUNE_COUNT) == _PRUNE_COUNT
 
     async def watch(self, session: Session) -> AsyncIterator[pb.Session]:
         """Yield the session now and after every change, until it is settled."""
@@ -257,16 +287,22 @@ class Sessions:
         self._live[session.session_id] = session
         self._by_key[session.stored.key_digest] = session.session_id
         if session.stored.state == pb.SESSION_STATE_OPEN:
-            self._open[session.stored.owner] += 1
+            self._open[_kind(session)] += 1
 
     def _stop_counting(self, session: Session) -> None:
         if session.session_id in self._live and session.stored.state == pb.SESSION_STATE_OPEN:
-            self._open[session.stored.owner] -= 1
-            if not self._open[session.stored.owner]:
-                del self._open[session.stored.owner]
+            kind = _kind(session)
+            self._open[kind] -= 1
+            if not self._open[kind]:
+                del self._open[kind]
 
     def _remove(self, session: Session) -> None:
         if session.stored.state == pb.SESSION_STATE_OPEN:
             self._stop_counting(session)
         self._live.pop(session.session_id, None)
         self._by_key.pop(session.stored.key_digest, None)
+
+
+def _kind(session: Session) -> tuple[str, bool]:
+    """Return what a session counts as: its owner, and whether the run trains on it."""
+    return session.stored.owner, bool(session.stored.task_id)

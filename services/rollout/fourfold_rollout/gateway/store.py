@@ -62,6 +62,11 @@ _PUT_SESSION: Final = (
     "reward = excluded.reward, metrics = excluded.metrics, outcome_sha256 = excluded.outcome_sha256"
 )
 _PUT_TURN: Final = f"INSERT INTO turns VALUES (NULL{', ?' * 18})"
+# A call whose time ended may have taken effect, and is repeated.
+_PUT_OUTBOX: Final = (
+    "INSERT INTO outbox (session_id, trajectory) VALUES (?, ?) "
+    "ON CONFLICT (session_id) DO UPDATE SET trajectory = excluded.trajectory"
+)
 _GET_TURNS: Final = "SELECT * FROM turns WHERE session_id = ? ORDER BY id"
 _SPAN: Final = np.dtype([("version", "<i8"), ("count", "<i4")])
 _BATCH_CHANGES: Final = 256  # of one transaction
@@ -165,7 +170,7 @@ class SessionStore:
 
         def change(db: sqlite3.Connection) -> None:
             _put_session(db, row)
-            db.execute("INSERT INTO outbox (session_id, trajectory) VALUES (?, ?)", (session.session_id, trajectory))
+            db.execute(_PUT_OUTBOX, (session.session_id, trajectory))
 
         await self._do(change, flush=True)
 

@@ -24,6 +24,9 @@ from fourfold.types.v1 import experience_pb2
 
 CONTEXT_LENGTH: Final = "CONTEXT_LENGTH"
 TOO_MANY_SEGMENTS: Final = "TOO_MANY_SEGMENTS"
+TOO_LARGE: Final = "TRAJECTORY_TOO_LARGE"
+# Of all segments: 9 bytes each, and the run takes no trajectory of more than 8 MiB.
+_MAX_TOKENS: Final = 900_000
 _NOT_SAMPLED: Final = -1
 _MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
 
@@ -160,7 +163,7 @@ class Trajectory:
 
         Raises:
             InvalidInput: the prompt is empty, or leaves no room in the context.
-            WrongState: the turn could open one segment too many.
+            WrongState: the turn could open one segment too many, or the trajectory would be too large for the run.
         """
         prompt = np.array(prompt_ids, np.int32)
         prompt.flags.writeable = False
@@ -177,6 +180,7 @@ class Trajectory:
             claim = None  # the other turn may finish first
         if claim is None:
             self._check_segment_limit()
+        self._check_token_count(prompt.size if claim is None else prompt.size - self._segments[claim].token_ids.size)
         pending = PendingTurn(number=self._next_number, prompt_ids=prompt, sampling=sampling)
         self._next_number += 1
         self._claims[pending.number] = claim
@@ -308,6 +312,14 @@ class Trajectory:
                 f"this prompt continues none of them: at most {most} (agents.max_segments); send a history that begins "
                 f"with that of an earlier turn unchanged, or close the session",
                 reason=TOO_MANY_SEGMENTS,
+            )
+
+    def _check_token_count(self, more: int) -> None:
+        if self.token_count + more > _MAX_TOKENS:
+            raise WrongState(
+                f"the segments of the session have {self.token_count} tokens, this prompt adds {more}, and a "
+                f"trajectory has at most {_MAX_TOKENS}; close the session",
+                reason=TOO_LARGE,
             )
 
     def _check_completion(self, pending: PendingTurn, completion: SampledTokens) -> None:

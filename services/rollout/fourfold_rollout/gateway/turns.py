@@ -141,7 +141,13 @@ class _Turn:
         self._tries += 1
         plan = self._turn.group.plan(dict(sorted(parts.items())), number=self._tries, flush_seconds=flush)
         with engine.call(len(parts)):
-            errors = await asyncio.gather(*(self._call(engine, *call, parts) for call in plan))
+            calls = [asyncio.create_task(self._call(engine, *call, parts)) for call in plan]
+            try:
+                errors = await asyncio.gather(*calls)
+            finally:  # an error of one must not leave the others in the engine, to which nobody listens
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
         return next(filter(None, errors), None)
 
     async def _call(
@@ -156,6 +162,7 @@ class _Turn:
                     index = indices[chunk.sample_index]
                     self._check(engine, chunk, bool(parts[index]) or drafts[index].token_count > 0)
                     drafts[index].add(chunk)
+                    engine.end_probe()
                     if chunk.finish_reason == rollout.FINISH_REASON_ABORTED:
                         chunk.finish_reason = _UNFINISHED
                     if chunk.finish_reason != _UNFINISHED:
@@ -163,6 +170,10 @@ class _Turn:
                     self._pass_on(index, chunk)
         except ENGINE_ERRORS as error:
             fault = error
+        except asyncio.CancelledError:  # the agent left, or has its stop string
+            if any(draft.token_count for draft in drafts.values()):
+                engine.breaker.record_success()
+            raise
         for index, draft in drafts.items():
             self._keep(index, draft, parts)
         return fault

@@ -1,7 +1,7 @@
 """The ASGI application: routes, keys, bodies, deadlines and errors of every endpoint.
 
-request --> route --> key --> body --> parse --> AgentApi.generate --> response or server-sent events
-                                                     ^
+request --> route --> key --> limits --> body --> parse --> AgentApi.generate --> response or server-sent events
+                                                                ^
 client disconnects: the task of the request is cancelled, which aborts the turn
 """
 
@@ -134,7 +134,10 @@ class _Exchange:
         caller = self._app._api.check_key(self._key(), route.method)
         if caller.session_id and session_id and caller.session_id != session_id:
             raise PermissionDenied("the key belongs to another session than the one of the URL; use its own key")
-        session_id = session_id or caller.session_id
+        with self._app._api.admit(caller):  # before the body: slow and large ones count, too
+            await self._serve_admitted(task, route, caller, session_id or caller.session_id)
+
+    async def _serve_admitted(self, task: asyncio.Task[Any], route: _Route, caller: Caller, session_id: str) -> None:
         body = parse_json(await self._body()) if route.verb == "POST" else {}
         self._answering = self._body_read
         watcher = asyncio.ensure_future(self._receive())  # the body is read: it returns when the client disconnects

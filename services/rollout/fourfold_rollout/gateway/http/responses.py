@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
@@ -193,10 +194,10 @@ async def _items(turn: Turn, texts: TokenTexts) -> list[dict[str, Any]]:
 async def _logprobs(turn: Turn, sample: Sample, texts: TokenTexts) -> list[dict[str, Any]]:
     if not turn.options.logprobs:
         return []
-    words = await texts.of(turn.caller, sample.ids)
+    tokens = await texts.json_of(turn.caller, sample.ids)
     return [
-        {"token": word, "logprob": finite(value), "bytes": list(word.encode()), "top_logprobs": []}
-        for word, value in zip(words, sample.logprobs, strict=True)
+        {**json.loads(f"{{{token}}}"), "logprob": finite(value), "top_logprobs": []}
+        for token, value in zip(tokens, sample.logprobs, strict=True)
     ]
 
 

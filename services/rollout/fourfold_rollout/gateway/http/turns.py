@@ -18,6 +18,7 @@ from fourfold_rollout.gateway.api import AgentApi, Caller
 TURN_SECONDS: Final = 600.0
 """Deadline of a turn; the SDKs of OpenAI and Anthropic give up after this time too."""
 _FLUSH_NANOSECONDS: Final = 20_000_000  # tokens of a stream wait at most this long
+_PART: Final = "\ufffd"  # in the text of a token that has a part of a character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,8 @@ class TokenTexts:
         """Return the fields "token" and "bytes" of each token, as JSON without the braces of an object."""
         missing = list(set(ids).difference(self._json))
         for token, text in zip(missing, await self.of(caller, missing), strict=True):
-            fields = {"token": text, "bytes": list(text.encode())}
+            # Those of a part of a character are not in its text.
+            fields = {"token": text, "bytes": list(self._api.token_bytes(token) if _PART in text else text.encode())}
             self._json[token] = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1]
         return [self._json[token] for token in ids]
 

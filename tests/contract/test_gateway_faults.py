@@ -1,0 +1,399 @@
+"""A gateway whose agents leave at bad moments, and whose run gives its tasks to others."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.coordinator.v1 import experience_service_pb2 as experience
+from fourfold.errors import (
+    AlreadyExists,
+    DeadlinePassed,
+    InvalidInput,
+    NotFound,
+    PeerFault,
+    StaleEpoch,
+    Unavailable,
+    WrongState,
+)
+from fourfold.model.tokenizer import Tokenizer
+from fourfold.security.principal import LOCAL_AGENT
+from fourfold_rollout.gateway import coordinator_link, core, sessions
+from fourfold_rollout.gateway.api import Caller
+from fourfold_rollout.gateway.store import StoredSession
+from tests.contract.test_gateway import USER, Gateway
+from tests.fakes.stage import until
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
+    gateway = Gateway(tmp_path)
+    await gateway.start_run()
+    await gateway.engine.start()
+    await gateway.start()
+    yield gateway
+    await gateway.stop()
+    await gateway.run_server.stop(0)
+    await gateway.engine.kill()
+
+
+async def lease(gateway: Gateway) -> pb.Task:
+    task: pb.Task = (await gateway.call("NextTask", pb.NextTaskRequest())).task
+    return task
+
+
+# -- agents that leave ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["agent leaves", "disk is late"])
+async def test_a_session_whose_opening_was_interrupted_is_found_with_its_key(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    request = pb.OpenSessionRequest(session_id="s", task_id=(await lease(gateway)).task_id)
+    began, go_on, real = asyncio.Event(), asyncio.Event(), gateway.store.put_session
+
+    async def put_session(stored: StoredSession) -> None:
+        began.set()
+        await go_on.wait()
+        await real(stored)
+        if fault == "disk is late":
+            raise DeadlinePassed("the store did not finish")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway.store, "put_session", put_session)
+        opening = asyncio.create_task(gateway.call("OpenSession", request))
+        await asyncio.wait_for(began.wait(), 5)
+        if fault == "agent leaves":
+            opening.cancel()
+        go_on.set()
+        await asyncio.gather(opening, return_exceptions=True)
+        await until(lambda: gateway.core.sessions.live)
+    again = await gateway.call("OpenSession", request)
+    assert gateway.core.check_key(again.session_key, "Generate").session_id == "s"
+    await gateway.turn([USER])
+    await gateway.close(reward=1.0)
+    await until(lambda: "t0" in gateway.run.stored)
+
+
+async def test_an_opening_that_failed_leaves_the_task_to_the_next(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = pb.OpenSessionRequest(session_id="s", task_id=(await lease(gateway)).task_id)
+
+    async def put_session(stored: StoredSession) -> None:
+        raise Unavailable("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway.store, "put_session", put_session)
+        with pytest.raises(Unavailable, match="full"):
+            await gateway.call("OpenSession", request)
+    assert gateway.core.sessions.live == []
+    assert (await gateway.call("OpenSession", request)).session_key
+
+
+async def test_one_session_opens_for_a_task(gateway: Gateway) -> None:
+    task = await lease(gateway)
+    calls = [
+        gateway.core.open_session(Caller(LOCAL_AGENT), pb.OpenSessionRequest(session_id=n, task_id=task.task_id))
+        for n in "ab"
+    ]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [isinstance(outcome, NotFound) for outcome in outcomes] == [False, True]
+
+
+async def test_a_repeated_turn_whose_agent_leaves_does_not_end_the_first_one(gateway: Gateway) -> None:
+    await gateway.open()
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    async def hang() -> None:
+        began.set()
+        await go_on.wait()
+
+    gateway.engine.on_generate = hang
+    first = asyncio.create_task(gateway.turn([USER], request_id="r"))
+    await asyncio.wait_for(began.wait(), 5)
+    (session,) = gateway.core.sessions.live
+    second = asyncio.create_task(gateway.turn([USER], request_id="r"))
+    await until(lambda: session.turns_in_flight == 2)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await until(lambda: session.turns_in_flight == 1)
+    third = asyncio.create_task(gateway.turn([USER], request_id="r"))
+    await until(lambda: session.turns_in_flight == 2)
+    go_on.set()
+    assert await first == await third
+    assert len(gateway.engine.requests) == 1 and session.trajectory.turn_count == 1
+    assert not session.running
+
+
+@pytest.mark.parametrize("fault", ["agent leaves", "disk is late"])
+@pytest.mark.parametrize("outcome", [{"reward": 1.0}, {"abandon_reason": "DONE"}])
+async def test_a_session_whose_closing_was_interrupted_is_closed_once(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, outcome: dict[str, Any], fault: str
+) -> None:
+    await gateway.open()
+    await gateway.turn([USER])
+    name = "close_session" if "reward" in outcome else "settle"
+    began, go_on, real = asyncio.Event(), asyncio.Event(), getattr(gateway.store, name)
+
+    async def change(*arguments: Any) -> None:
+        work = asyncio.ensure_future(real(*arguments))  # the store goes on
+        began.set()
+        await go_on.wait()
+        await work
+        if fault == "disk is late":
+            raise DeadlinePassed("the store did not finish")
+
+    monkeypatch.setattr(gateway.run, "refuses_all", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway.store, name, change)
+        ending = asyncio.create_task(gateway.close(**outcome))
+        await asyncio.wait_for(began.wait(), 5)
+        if fault == "agent leaves":
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
+        go_on.set()
+        await asyncio.gather(ending, return_exceptions=True)
+    again = await gateway.close(**outcome)
+    gateway.run.refuses_all = False
+    assert again.state == (2 if "reward" in outcome else 4)
+    if "reward" in outcome:
+        await until(lambda: "t0" in gateway.run.stored, 20)
+    await until(lambda: not gateway.core.sessions.live, 20)
+    assert gateway.core.sessions.open_count("local") == 0
+
+
+async def test_a_turn_that_begins_while_its_session_closes_is_refused(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be reported as a turn of the session, and be missing in the trajectory."""
+    await gateway.open()
+    await gateway.turn([USER])
+    began, go_on, real = asyncio.Event(), asyncio.Event(), gateway.store.close_session
+
+    async def close_session(stored: StoredSession, trajectory: bytes) -> None:
+        began.set()
+        await go_on.wait()
+        await real(stored, trajectory)
+
+    monkeypatch.setattr(gateway.store, "close_session", close_session)
+    closing = asyncio.create_task(gateway.close(reward=1.0))
+    await asyncio.wait_for(began.wait(), 5)
+    with pytest.raises(WrongState, match="being closed"):
+        await gateway.turn([USER])
+    go_on.set()
+    await closing
+    await until(lambda: "t0" in gateway.run.stored)
+
+
+@pytest.mark.parametrize("prompt", ["chat", "text"])
+async def test_a_repeated_turn_has_its_text_without_the_stop_string(gateway: Gateway, prompt: str) -> None:
+    await gateway.open()
+    fields: dict[str, Any] = {"chat": pb.Chat(messages=[USER])} if prompt == "chat" else {"text": "3 * 4 =<|start|>"}
+    params = pb.SamplingParams(stop=["2"])
+    request = pb.GenerateRequest(session_id="s", request_id="r", sampling_params=params, sample_count=2, **fields)
+    first = await gateway.generate(request)
+    assert await gateway.generate(request) == first and {chunk.text for chunk in first} == {"1"}
+
+
+async def test_a_large_text_is_encoded_beside_the_event_loop(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, tokenizer = set[bool](), gateway.core.generator._tokenizer
+    real = type(tokenizer).encode
+
+    def encode(self: Tokenizer, text: str, *, add_special: bool = False) -> list[int]:
+        threads.add(threading.current_thread() is threading.main_thread())
+        return real(self, text, add_special=add_special)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    with pytest.raises(InvalidInput, match="shorten the history"):
+        await gateway.generate(pb.GenerateRequest(text="3" * (1 << 16)))
+    assert threads == {False}
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_task_that_was_leased_again_belongs_to_its_newest_session(gateway: Gateway) -> None:
+    """The gateway was cut off for longer than a lease, and then got the same task for another agent."""
+    gateway.run.leases["t0"] = "old"
+    await gateway.open("a")
+    gateway.run.tasks.insert(0, "t0")
+    gateway.run.leases["t0"] = "new"
+    await gateway.open("b")
+    await until(lambda: gateway.core.sessions.ended["EXPIRED_TASK_GONE"] == 1, 15)
+    assert await gateway.state("a") == 5 and await gateway.state("b") == 1
+    await gateway.turn([USER], "b")
+    await gateway.close("b", reward=1.0)
+    await until(lambda: "t0" in gateway.run.stored)
+    assert gateway.run.stored["t0"].lease == "new" and gateway.run.released == []
+
+
+async def test_a_release_names_its_lease(gateway: Gateway) -> None:
+    gateway.run.leases["t0"] = "old"
+    await gateway.open("a")
+    await gateway.close("a", abandon_reason="TOOL_BROKE")
+    assert gateway.run.released == [("t0", "TOOL_BROKE", False)] and gateway.run.released_leases == ["old"]
+
+
+async def test_a_lease_survives_a_restart_of_the_gateway(gateway: Gateway) -> None:
+    gateway.run.leases["t0"] = "mine"
+    await gateway.open()
+    await gateway.turn([USER])
+    await gateway.stop()
+    await gateway.start()
+    await gateway.close(reward=1.0)
+    await until(lambda: "t0" in gateway.run.stored)
+    assert gateway.run.stored["t0"].lease == "mine"
+
+
+def test_renewals_have_every_lease_once_and_a_task_once_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_link, "_MAX_RENEWALS", 2)
+    link = coordinator_link.CoordinatorLink.__new__(coordinator_link.CoordinatorLink)
+    link._tracked = {("a", "1"), ("a", "2"), ("b", "1"), ("c", "1"), ("d", "")}
+    calls = list(link._renewals())
+    assert sorted(pair for call in calls for pair in call.items()) == sorted(link._tracked)
+    assert all(len(call) <= 2 for call in calls)
+
+
+async def test_agents_that_wait_for_tasks_leave_room_for_renewals(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator limits the calls of a gateway."""
+    link = gateway.core.link
+    assert link is not None
+    await gateway.open()
+    monkeypatch.setattr(link, "_lease_calls", asyncio.Semaphore(2))
+    waiting, most, give = 0, 0, asyncio.Event()
+
+    async def wait(seconds: float) -> bool:
+        nonlocal waiting, most
+        waiting, most = waiting + 1, max(most, waiting + 1)
+        try:
+            async with asyncio.timeout(seconds):
+                return await give.wait()
+        except TimeoutError:
+            return False
+        finally:
+            waiting -= 1
+
+    gateway.run.on_lease = wait
+    began = asyncio.get_running_loop().time()
+    assert await asyncio.gather(*(link.lease(0.3) for _ in range(20))) == [None] * 20
+    assert asyncio.get_running_loop().time() - began < 2 and most == 2
+    leasing = [asyncio.create_task(link.lease(5.0)) for _ in range(4)]
+    await until(lambda: waiting == 2)
+    give.set()
+    tasks = await asyncio.gather(*leasing)
+    assert {task.task_id for task in tasks if task} == {"t1", "t2", "t3", "t4"} and most == 2
+
+
+# -- what the run would refuse ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{"metrics": {"a b": 1.0}}, {"metrics": {"": 1.0}}, {"reward": 1e300}])
+async def test_an_outcome_that_the_run_would_refuse_is_refused_at_once(
+    gateway: Gateway, fields: dict[str, Any]
+) -> None:
+    """Otherwise the whole trajectory would be lost, as a fault of the gateway."""
+    await gateway.open()
+    await gateway.turn([USER])
+    with pytest.raises(InvalidInput):
+        await gateway.close(**{"reward": 1.0} | fields)
+    await gateway.close(reward=1.0, metrics={"tools/calls_1.2": 1.0})
+
+
+async def test_a_trajectory_that_is_too_large_is_refused_and_holds_nothing_up(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await gateway.open("a")
+    await gateway.turn([USER], "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "MAX_TRAJECTORY_BYTES", 100)
+        with pytest.raises(WrongState, match="abandon the session"):
+            await gateway.close("a", reward=1.0)
+    await gateway.close("a", reward=1.0)
+    await until(lambda: "t0" in gateway.run.stored)
+    await gateway.open("b")
+    await gateway.turn([USER], "b")
+    monkeypatch.setattr(coordinator_link, "MAX_TRAJECTORY_BYTES", 400)  # it is in the outbox already
+    await gateway.close("b", reward=1.0, metrics={f"m{i}": 1.0 for i in range(60)})
+    await gateway.open("c")
+    await gateway.turn([USER], "c")
+    await gateway.close("c", reward=1.0)
+    await until(lambda: "t2" in gateway.run.stored)
+    assert gateway.core.sessions.ended["REFUSED_TRAJECTORY_TOO_LARGE"] == 1 and "t1" not in gateway.run.stored
+
+
+# -- peers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [NotFound, StaleEpoch, AlreadyExists])
+async def test_an_odd_error_of_an_engine_is_none_of_the_session(gateway: Gateway, error: type[Exception]) -> None:
+    await gateway.open()
+
+    async def fail() -> None:
+        raise error("what?")
+
+    gateway.engine.on_generate = fail
+    with pytest.raises(Unavailable, match="no engine finished the call"):
+        await gateway.turn([USER], request_id="r")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": float("nan")}, {"temperature": 0.0}, {"max_new_tokens": -5}, {"stop_token_ids": [-1]}]
+)
+async def test_a_wrong_description_of_the_run_is_a_fault_of_the_coordinator(
+    gateway: Gateway, fields: dict[str, Any]
+) -> None:
+    link = gateway.core.link
+    assert link is not None
+    good: dict[str, Any] = {"run_name": "toy", "temperature": 0.5, "max_new_tokens": 6}
+    with pytest.raises(PeerFault, match="coordinator"):
+        link._checked_info(experience.GetRunInfoResponse(**good | fields))
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_session_whose_turns_are_damaged_ends_alone(gateway: Gateway) -> None:
+    for name in "ab":
+        await gateway.open(name)
+        (first,) = await gateway.turn([USER], name)
+        await gateway.turn([USER, first.message, USER], name)
+    await gateway.stop()
+    with closing(sqlite3.connect(gateway.root / "gateway" / "sessions.sqlite")) as db:
+        db.execute("DELETE FROM turns WHERE session_id = 'a' AND number = 0")
+        db.commit()
+    await gateway.start()
+    assert [session.session_id for session in gateway.core.sessions.live] == ["b"]
+    assert gateway.core.sessions.ended == {"EXPIRED_DAMAGED": 1}
+    await gateway.close("b", reward=1.0)
+    await until(lambda: "t1" in gateway.run.stored)
+
+
+async def test_reasons_that_agents_invent_are_counted_together(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "_MAX_ENDINGS", 2)
+    for number in range(4):
+        await gateway.call("OpenSession", pb.OpenSessionRequest(session_id=f"s{number}"))
+        await gateway.close(f"s{number}", abandon_reason=f"REASON_{number}")
+    assert gateway.core.sessions.ended == {"ABANDONED_REASON_0": 1, "ABANDONED_REASON_1": 1, "ABANDONED_OTHER": 2}
+
+
+async def test_all_old_sessions_are_pruned_at_once(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_PRUNE_COUNT", 2)
+    monkeypatch.setattr(sessions, "_KEEP_SECONDS", -1.0)
+    for number in range(5):
+        await gateway.call("OpenSession", pb.OpenSessionRequest(session_id=f"s{number}"))
+        await gateway.close(f"s{number}", abandon_reason="DONE")
+    await gateway.core.sessions.prune()
+    assert [await gateway.store.load_session(f"s{number}") for number in range(5)] == [None] * 5

@@ -152,7 +152,11 @@ class Agent:
             else:
                 await asyncio.sleep(self._random.random() * plan.think_seconds)
                 turn = await self._turn(record, number, chat, ids)
-                turn |= {"edited": edited, "prompt": ids if record.kind == "ids" else None}
+                turn |= {
+                    "edited": edited,
+                    "prompt": ids if record.kind == "ids" else None,
+                    "asked": chat[-1]["content"],
+                }
                 record.turns.append(turn)
                 self._write("turn", record, **turn)
             chat = [*chat, turn["message"], {"role": "user", "content": f"And {words[0]}?"}]

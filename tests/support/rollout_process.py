@@ -72,15 +72,17 @@ def start(
     *,
     dtype: str = "bfloat16",
     running: int | None = None,
+    text: str = "",
 ) -> Service:
     """Start a service and wait for its READY line.
 
-    Its temporary files go to `temporary`. In the slow program, at most `running` samples run at once.
+    Its recipe is `text`, or RECIPE for the model and `dtype`. Its temporary files go to `temporary`. In the slow
+    program, at most `running` samples run at once.
     """
     recipe, errors = folder / "tiny.toml", folder / "stderr.log"
     public = f"127.0.0.1:{_free_port()}"
     fields = {"model": model, "context": CONTEXT, "samples": SAMPLES, "public": public}
-    recipe.write_text(RECIPE.format(**fields, dtype=dtype))
+    recipe.write_text(text or RECIPE.format(**fields, dtype=dtype))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
     env |= {PARENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(sys.path)}
     env |= {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "1"}  # outputs are half processed as often as they can be
@@ -179,8 +181,10 @@ class Publisher:
 
     _epochs = itertools.count(100)
 
-    def __init__(self, control: RolloutControlClient, *, version: int, dtype: str = "bfloat16") -> None:
-        self._control, self._dtype = control, dtype
+    def __init__(
+        self, control: RolloutControlClient, *, version: int, dtype: str = "bfloat16", timeout: float = 10
+    ) -> None:
+        self._control, self._dtype, self._timeout = control, dtype, timeout
         self.epoch, self.version = -1, version
         self._sender: Any = None
 
@@ -196,21 +200,23 @@ class Publisher:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.epoch = next(self._epochs)
         self._sender = WeightSender(DenseSource(model, dtype=dtype), rank=0, rank_count=1)
-        offer = self._sender.make_offer(self.epoch, "shm", 1, timeout=10)
+        offer = self._sender.make_offer(self.epoch, "shm", 1, timeout=self._timeout)
         manifest = self._sender.manifest().to_bytes()
         await asyncio.gather(
             self._control.open(
                 epoch=self.epoch, backend="shm", manifest=manifest, offers=[offer],
-                receiver_count=1, first_receiver_index=0, timeout=10,
+                receiver_count=1, first_receiver_index=0, timeout=self._timeout,
             ),
-            asyncio.to_thread(self._sender.open, self.epoch, timeout=10),
+            asyncio.to_thread(self._sender.open, self.epoch, timeout=self._timeout),
         )  # fmt: skip
         return model
 
     async def begin(self, pause_mode: Any = control_pb.PAUSE_MODE_KEEP) -> None:
         """Begin an update to the next version."""
         version = self.version + 1
-        await self._control.begin(epoch=self.epoch, policy_version=version, pause_mode=pause_mode, timeout=10)
+        await self._control.begin(
+            epoch=self.epoch, policy_version=version, pause_mode=pause_mode, timeout=self._timeout
+        )
         self.version = version
 
     async def send(self) -> None:
@@ -218,16 +224,16 @@ class Publisher:
         from fourfold.weights.digest import combine_digest
 
         sent, digest = await asyncio.gather(
-            asyncio.to_thread(self._sender.send, self.epoch, self.version, timeout=10),
-            self._control.receive(epoch=self.epoch, policy_version=self.version, timeout=10),
+            asyncio.to_thread(self._sender.send, self.epoch, self.version, timeout=self._timeout),
+            self._control.receive(epoch=self.epoch, policy_version=self.version, timeout=self._timeout),
         )
         assert digest == combine_digest(self._sender.manifest(), [sent.partial_sums])
 
     async def commit(self, *, hold: bool = False) -> None:
-        await self._control.commit(epoch=self.epoch, policy_version=self.version, hold=hold, timeout=10)
+        await self._control.commit(epoch=self.epoch, policy_version=self.version, hold=hold, timeout=self._timeout)
 
     async def release(self) -> None:
-        await self._control.release(epoch=self.epoch, policy_version=self.version, timeout=10)
+        await self._control.release(epoch=self.epoch, policy_version=self.version, timeout=self._timeout)
 
     async def abort(self) -> Any:
-        return await self._control.abort(epoch=self.epoch, timeout=10)
+        return await self._control.abort(epoch=self.epoch, timeout=self._timeout)

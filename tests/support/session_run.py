@@ -233,8 +233,11 @@ class Agents:
         self._server.stdin.write(json.dumps(plan).encode() + b"\n")
         self.pids[int(await self._server.stdout.readline())] = journal
 
-    async def kill_one(self) -> None:
-        """SIGKILL an agent. In half of the cases the next one goes on with its sessions, else they stay open."""
+    async def kill_one(self) -> Path:
+        """SIGKILL an agent, and return its journal.
+
+        In half of the cases the next agent goes on with its sessions, else they stay open.
+        """
         self.check()
         pid, journal = self._random.choice(list(self.pids.items()))
         del self.pids[pid]
@@ -243,6 +246,7 @@ class Agents:
         self.kills[kind] += 1
         number = self.kills.total()
         await self._start_one(journal if kind == "resumed" else self._folder / f"late-{number}.jsonl")
+        return journal
 
     def journals(self) -> list[Record]:
         """Return the sessions of all journals; fail when an agent failed."""

@@ -241,7 +241,7 @@ async def test_three_turns_by_messages_are_one_segment_in_the_runs_store(gateway
     assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(prompts))
     assert sample.token_ids.tolist()[: len(prompts[-1])] == prompts[-1]
     params = gateway.engine.requests[0].sampling_params
-    assert (params.temperature, params.max_tokens, params.stop_token_ids) == (0.5, 6, [7]), "those of the run"
+    assert (params.temperature, params.max_tokens, [*params.stop_token_ids]) == (0.5, 6, [7]), "those of the run"
     await until(lambda: not gateway.core.sessions.live)
     assert await gateway.state() == STORED
 

@@ -216,10 +216,19 @@ async def test_a_prompt_that_does_not_fit_is_abandoned(stage: Make) -> None:
 
 
 async def test_an_episode_is_truncated_at_its_time_limit_while_the_model_samples(stage: Make) -> None:
+    def policy(_: pb.GenerateRequest) -> str:
+        s.gateway.sample_seconds = 1000  # of the second turn
+        return "hello"
+
+    s = await stage(policy, episode_seconds=2)
+    outcome = await s.outcome()
+    assert outcome.truncated and outcome.reward == 0.25 and outcome.metrics["turns"] == 1
+
+
+async def test_an_episode_whose_time_is_over_before_its_first_turn_is_abandoned(stage: Make) -> None:
     s = await stage(episode_seconds=1)
     s.gateway.sample_seconds = 1000
-    outcome = await s.outcome()
-    assert outcome.truncated and outcome.reward == 0.25
+    assert (await s.outcome()).abandon_reason == "TRUNCATED"
 
 
 @pytest.mark.parametrize(

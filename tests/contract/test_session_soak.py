@@ -7,6 +7,7 @@ test writes its numbers to the folder FOURFOLD_SESSION_RESULTS.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import time
@@ -29,6 +30,8 @@ from tests.support.session_run import Agents, Books, GatewayProcess, check, wait
 
 RESULTS: Final = os.environ.get("FOURFOLD_SESSION_RESULTS", "")
 _UPDATES = 5
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class World:
     async def stop(self) -> None:
         await self.agents.stop()
         await self.gateway.kill()
+        for line in self.gateway.errors():  # pytest shows them with a failure
+            log.error("%s", line)
         await self.books.stop()
         for engine in self.engines:
             await engine.kill()
@@ -134,6 +139,7 @@ async def test_sessions_are_stored_once_with_the_tokens_of_their_agents(world: W
     assert world.gateway.starts == 2 and sum(engine.faults for engine in world.engines) > 0
     assert not [engine.running for engine in world.engines if engine.running]
     assert (census["sessions"], census["trajectories"], census["turns in flight"]) == (0, 0, 0)
+    assert not world.gateway.errors()
     if RESULTS and size is SOAK:
         _save(world, seconds, checked, census)
 

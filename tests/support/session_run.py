@@ -184,6 +184,11 @@ class GatewayProcess:
         """Return the log of the last process."""
         return (self._folder / f"gateway-{self.starts - 1}.log").read_text()
 
+    def errors(self) -> list[str]:
+        """Return the errors that all processes logged: those that are neither the agents' nor the engines'."""
+        logs = [(self._folder / f"gateway-{number}.log").read_text() for number in range(self.starts)]
+        return [line for log in logs for line in log.splitlines() if '"level": "error"' in line]
+
     async def census(self) -> dict[str, int]:
         """Return what the process holds."""
         assert self.process is not None

@@ -188,6 +188,19 @@ def test_experiences_have_what_the_trainer_needs() -> None:
     assert not session.to_experiences("task", "group")[0].token_rewards
 
 
+def test_the_segment_with_the_last_turn_is_the_last_one() -> None:
+    """The main conversation, a sub-agent with a conversation of its own, and the main conversation again."""
+    session = trajectory()
+    turn(session, [1, 2], sampled(3))
+    turn(session, [8], sampled(9))
+    turn(session, [1, 2, 3, 4], sampled(5))
+    messages = session.to_experiences("task", "group", turn_rewards={2: 1.0})
+    found = [codec.decode(m, vocabulary_size=10, max_tokens=10).token_ids.tolist() for m in messages]
+    assert found == [[8, 9], [1, 2, 3, 4, 5]]
+    assert [m.segment_index for m in messages] == [0, 1]
+    assert [session.final_index(each) for each in session.turns] == [1, 0, 1]
+
+
 def test_a_budget_that_ended_the_trajectory_truncates_all_segments() -> None:
     session = trajectory()
     finish(session, session.begin_turn([1], SAMPLING), sampled(2), pb.FINISH_REASON_LENGTH)

@@ -428,7 +428,7 @@ class GatewayCore:
             response.segments.extend(session.trajectory.to_experiences(*names))
         for turn in session.trajectory.turns:
             response.turns.add(
-                segment_index=turn.segment_index,
+                segment_index=session.trajectory.final_index(turn),
                 prompt_token_count=turn.prompt_token_count,
                 completion_token_count=turn.completion_token_count,
                 request_id=turn.request_id,

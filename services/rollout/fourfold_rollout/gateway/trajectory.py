@@ -261,6 +261,8 @@ class Trajectory:
     ) -> list[experience_pb2.Experience]:
         """Return one experience for each segment, without scores; the same turns give the same messages.
 
+        Segments are in the order of their last turns, so that the last turn of the trajectory ends the last segment.
+
         Args:
             trajectory_id: id of the task, and of segment 0; segment k > 0 is f"{trajectory_id}-seg{k}".
             group_id: of the task.
@@ -279,7 +281,7 @@ class Trajectory:
         rewards = _rewards_by_number(turn_rewards or {}, turns)
         truncated = truncated or turns[-1].finish_reason == pb.FINISH_REASON_LENGTH
         experiences = []
-        for index, segment in enumerate(self._segments):
+        for index, segment in enumerate(self._segments[place] for place in self._final_order()):
             message = codec.encode(
                 _to_sample(segment, segment_id(trajectory_id, index), group_id, rewards, truncated=truncated)
             )
@@ -287,6 +289,14 @@ class Trajectory:
             message.segment_index, message.segment_count = index, len(self._segments)
             experiences.append(message)
         return experiences
+
+    def final_index(self, turn: Turn) -> int:
+        """Return the index of a turn's segment among the experiences of `to_experiences`."""
+        return self._final_order().index(turn.segment_index)
+
+    def _final_order(self) -> list[int]:
+        """Return the indices of the segments in the order of their last turns."""
+        return sorted(range(len(self._segments)), key=lambda index: max(n for n, _ in self._segments[index].turn_ends))
 
     def _continued_segment(self, prompt: Int32Array, sampling: Sampling) -> int | None:
         """Return the index of the longest segment whose tokens all begin the prompt; None: no segment's do."""

@@ -273,7 +273,8 @@ async def test_engines_are_idle_after_the_death_of_their_caller(make_stage: Call
         died = True
         await until(lambda: ended == 2, 5)  # the calls end with their connection
         seconds = await run.continue_run()
-    await check(stage, run, expected)
+    # Engines sample before the ledger notes their weights: a number is used up if the kill came in between.
+    await check(stage, run, expected, raised=(0, 1))
     sys.stdout.write(f"\nsampling: {seconds:.1f} s\n")
 
 

@@ -70,6 +70,7 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
     assert "Resumed 1 time." in output
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_killed_twice_costs_no_process_and_no_step(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=6)
     process = stage.start("toy.toml", delay=0.3)

@@ -156,6 +156,7 @@ def test_a_snippet_runs(code: str, runs: bool, toy: tuple[str, Path]) -> None:
         exec(program, {"__name__": "snippet"})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_snippets_are_typed(tmp_path: Path) -> None:
     for number, snippet in enumerate(_snippets()):

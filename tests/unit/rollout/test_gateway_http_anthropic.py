@@ -12,7 +12,7 @@ import pytest
 from fourfold.config.agents import GatewayConfig
 from fourfold.errors import Overloaded, Unavailable
 from fourfold_rollout.gateway.http.server import serve_http
-from tests.fakes.agent_api import LENGTH, SESSION_KEY, TOOL_CALLS, FakeAgentApi
+from tests.fakes.agent_api import LENGTH, SESSION_KEY, STOP, TOOL_CALLS, FakeAgentApi
 
 USER: Any = [{"role": "user", "content": "2+2?"}]
 ADD: Any = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
@@ -102,3 +102,37 @@ async def test_errors_have_anthropics_form() -> None:
         with pytest.raises(anthropic.APIStatusError, match="the engine died"):
             async with client.messages.stream(model="m", max_tokens=1, messages=USER) as events:
                 await events.get_final_message()
+
+
+async def test_the_sdks_tool_runner_runs_a_loop() -> None:
+    """Newer SDKs first ask for a conversation on the server (`thread`), and go on without it after this refusal."""
+    api = FakeAgentApi(finish=TOOL_CALLS, tool_calls=(("add", '{"a":1,"b":2}'),))
+    results = []
+
+    async def add(a: int, b: int) -> str:
+        results.append(a + b)
+        api.tool_calls, api.finish = (), STOP
+        return str(a + b)
+
+    async with connected(api) as client:
+        tools = [anthropic.beta_async_tool(add)]
+        runner: Any = client.beta.messages.tool_runner(model="m", max_tokens=9, messages=USER, tools=tools)
+        message = await runner.until_done()
+        with pytest.raises(anthropic.BadRequestError, match="send all messages") as refused:
+            create: Any = client.messages.create
+            await create(model="m", max_tokens=9, messages=USER, extra_body={"thread": {"type": "create"}})
+    assert (message.content[0].text, results) == ("Hello w\u00f6rld", [3])
+    assert [each.role for each in api.requests[1].chat.messages] == ["user", "assistant", "tool"]
+    body: Any = refused.value.body
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+async def test_without_parallel_use_a_message_has_one_call() -> None:
+    api = FakeAgentApi(finish=TOOL_CALLS, tool_calls=(("add", '{"a":1}'), ("add", '{"a":2}')))
+    async with connected(api) as client:
+        for disabled, inputs in ((True, [{"a": 1}]), (False, [{"a": 1}, {"a": 2}])):
+            choice: Any = {"type": "auto", "disable_parallel_tool_use": disabled}
+            message: Any = await client.messages.create(
+                model="m", max_tokens=9, messages=USER, tools=[ADD], tool_choice=choice
+            )
+            assert [block.input for block in message.content] == inputs

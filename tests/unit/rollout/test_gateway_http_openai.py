@@ -123,6 +123,26 @@ async def test_tool_choice_none_hides_the_tools_and_a_function_is_named() -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_without_parallel_calls_a_message_has_one(stream: bool) -> None:
+    """LangChain asks for it when a model answers in the form of a call."""
+    api = FakeAgentApi(finish=TOOL_CALLS, tool_calls=(("add", '{"a":1}'), ("add", '{"a":2}')))
+    chat: Any = {"model": "m", "messages": USER, "tools": [ADD]}
+    items: Any = {"model": "m", "input": "x", "tools": [{"type": "function", **ADD["function"]}]}
+    async with connected(api) as client:
+        create: Any = client.chat.completions.create
+        for parallel, count in ((False, 1), (True, 2), (None, 2)):
+            if stream:
+                choices = [c.choices[0] async for c in await create(**chat, parallel_tool_calls=parallel, stream=True)]
+                calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+            else:
+                calls = (await create(**chat, parallel_tool_calls=parallel)).choices[0].message.tool_calls
+            assert [call.function.arguments for call in calls] == ['{"a":1}', '{"a":2}'][:count]
+            response = await client.responses.create(**items, parallel_tool_calls=parallel)
+            assert [item.type for item in response.output] == ["function_call"] * count
+            assert response.parallel_tool_calls is (count == 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_apart_from_the_content(stream: bool) -> None:
     api = FakeAgentApi(text=("<think>hm</think>", "4"), reasoning="hm", separates_reasoning=True)
     async with connected(api) as client:
@@ -192,7 +212,7 @@ async def test_logprobs_have_the_bytes_of_a_character_that_has_several_tokens() 
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "send logprobs alone"),
         ({"presence_penalty": 0.5}, "presence_penalty", "leave it out"),
         ({"logit_bias": {"1": 2}}, "logit_bias", "leave it out"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "use the first call"),
+        ({"extra_body": {"parallel_tool_calls": "no"}}, "parallel_tool_calls", "true or false"),
         ({"temperature": 3}, "temperature", "from 0 to 2"),
         ({"n": 0}, "n", "from 1 to 256"),
         ({"max_tokens": 10**30}, "max_tokens", "from 1 to"),

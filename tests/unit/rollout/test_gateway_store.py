@@ -301,6 +301,7 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
+@pytest.mark.slow
 async def test_ten_thousand_sessions_leave_memory_flat(store: SessionStore, tmp_path: Path) -> None:
     turns = some_turns(2)
 

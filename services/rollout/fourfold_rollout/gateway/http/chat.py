@@ -14,6 +14,7 @@ from fourfold_rollout.gateway.http.sampling import (
     add_tool,
     join_texts,
     new_request,
+    refuses_parallel_calls,
     set_json_format,
     set_max_tokens,
     set_seed,
@@ -24,7 +25,7 @@ from fourfold_rollout.gateway.http.turns import Sample, TokenTexts, Turn, TurnOp
 
 USED: Final = EXTENSIONS | {
     "messages", "model", "stream", "stream_options", "tools", "tool_choice", "response_format", "n", "stop",
-    "logprobs", "seed", "max_tokens", "max_completion_tokens", "temperature", "top_p",
+    "logprobs", "seed", "max_tokens", "max_completion_tokens", "temperature", "top_p", "parallel_tool_calls",
 }  # fmt: skip
 IGNORED: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -36,7 +37,6 @@ REFUSED: Final = {
     "frequency_penalty": Refusal(f"would change the distribution: {_FULL}", (0,)),
     "presence_penalty": Refusal(f"would change the distribution: {_FULL}", (0,)),
     "logit_bias": Refusal(f"would change the distribution: {_FULL}", ({},)),
-    "parallel_tool_calls": Refusal("the gateway cannot enforce; leave it out and use the first call", (True,)),
     "modalities": Refusal('the model cannot produce; leave it out or send ["text"]', (["text"],)),
     "functions": Refusal("is the old form of tools; send tools"),
     "function_call": Refusal("is the old form of tool_choice; send tool_choice"),
@@ -79,6 +79,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         stream=fields.flag("stream"),
         include_usage=stream_options is not None and stream_options.flag("include_usage"),
         logprobs=fields.flag("logprobs"),
+        single_call=refuses_parallel_calls(fields),
         token_ids=fields.flag("return_token_ids"),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from fourfold.errors import FourfoldError, InvalidInput, Overloaded, Unavailable
@@ -37,9 +38,14 @@ _SECONDS: Final = 1.0  # Retry-After of an error that may be retried and has no 
 class RequestError(InvalidInput):
     """A request that HTTP alone refuses, with its own status code."""
 
-    def __init__(self, message: str, *, param: str = "", status: int = 400) -> None:
-        """Make an error. `param` is the path of the wrong parameter, such as "messages[0].role"."""
+    def __init__(
+        self, message: str, *, param: str = "", status: int = 400, details: Mapping[str, Any] | None = None
+    ) -> None:
+        """Make an error. `param` is the path of the wrong parameter, such as "messages[0].role"; `details` are those
+        that Anthropic's SDK reads.
+        """
         super().__init__(message)
+        self.details = details
         self.param = param
         self.status = status
 
@@ -54,7 +60,9 @@ def error_body(error: FourfoldError, dialect: Dialect) -> dict[str, Any]:
     status = status_of(error)
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if dialect == "anthropic":
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        details = error.details if isinstance(error, RequestError) else None
+        extra = {"details": dict(details)} if details else {}
+        return {"type": "error", "error": {"type": kind, "message": error.message, **extra}}
     param = error.param if isinstance(error, RequestError) else ""
     return {"error": {"message": error.message, "type": kind, "param": param or None, "code": error.reason.lower()}}
 

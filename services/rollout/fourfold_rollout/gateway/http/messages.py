@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold_rollout.gateway.http.errors import encode
+from fourfold_rollout.gateway.http.errors import RequestError, encode
 from fourfold_rollout.gateway.http.fields import Fields, Refusal
 from fourfold_rollout.gateway.http.sampling import (
     EXTENSIONS,
@@ -43,6 +43,13 @@ _TEXT: Final = frozenset({"text"})
 
 def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     """Return the turn that a request asks for; raise RequestError for a wrong parameter."""
+    if fields.has("thread"):
+        # The SDK's tool runner asks for it first, and after these details repeats the request without it.
+        raise RequestError(
+            "thread is not supported: the gateway keeps no conversation for it; leave it out and send all messages",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
     fields.check_known(USED, IGNORED, REFUSED)
     request = new_request(fields, session_id, request_id)
     if not fields.has("max_tokens"):
@@ -56,8 +63,6 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         kind = _CHOICES.get(choice.text("type"), "")
         if not kind:
             choice.refuse("type", 'is unknown; send "auto", "any", "tool" or "none"')
-        if choice.flag("disable_parallel_tool_use"):
-            choice.refuse("disable_parallel_tool_use", "cannot be enforced; leave it out and use the first call")
         set_tool_choice(request, fields, kind, choice.text("name") if kind == "function" else "")
     output = fields.table("output_config")
     form = None if output is None else output.table("format")
@@ -65,7 +70,12 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         if form.text("type") != "json_schema":
             form.refuse("type", 'is not supported; send "json_schema"')
         set_json_format(request, form, "schema", form.raw("schema"))
-    return TurnOptions(request=request, stream=fields.flag("stream"), token_ids=fields.flag("return_token_ids"))
+    return TurnOptions(
+        request=request,
+        stream=fields.flag("stream"),
+        single_call=choice is not None and choice.flag("disable_parallel_tool_use"),
+        token_ids=fields.flag("return_token_ids"),
+    )
 
 
 def set_prompt(request: pb.GenerateRequest, fields: Fields) -> None:

@@ -14,6 +14,7 @@ from fourfold_rollout.gateway.http.sampling import (
     add_tool,
     join_texts,
     new_request,
+    refuses_parallel_calls,
     set_json_format,
     set_max_tokens,
     set_seed,
@@ -23,7 +24,7 @@ from fourfold_rollout.gateway.http.turns import Sample, TokenTexts, Turn, TurnOp
 
 USED: Final = EXTENSIONS | {
     "input", "model", "stream", "instructions", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p",
-    "text", "include", "seed",
+    "text", "include", "seed", "parallel_tool_calls",
 }  # fmt: skip
 IGNORED: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -37,7 +38,6 @@ REFUSED: Final = {
     "prompt": Refusal("the gateway does not store; send instructions and input"),
     "top_logprobs": Refusal("the engine cannot return: it gives the sampled token's only; leave it out", (0,)),
     "truncation": Refusal("the gateway does not do; shorten the input yourself", ("disabled",)),
-    "parallel_tool_calls": Refusal("the gateway cannot enforce; leave it out and use the first call", (True,)),
     "max_tool_calls": Refusal("is for tools of OpenAI's servers; leave it out"),
     "context_management": Refusal("the gateway does not do; shorten the input yourself", ([],)),
 }
@@ -79,6 +79,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         request=request,
         stream=fields.flag("stream"),
         logprobs=_LOGPROBS in include,
+        single_call=refuses_parallel_calls(fields),
         token_ids=fields.flag("return_token_ids"),
     )
 
@@ -152,7 +153,7 @@ def _response(turn: Turn, output: list[dict[str, Any]] | None) -> dict[str, Any]
         "metadata": {},
         "model": turn.model,
         "output": output or [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": not turn.options.single_call,
         "temperature": None,
         "top_p": None,
         "tool_choice": "auto",

@@ -96,6 +96,11 @@ def set_tool_choice(request: pb.GenerateRequest, fields: Fields, kind: str, name
         request.sampling_params.grammar.tool_calls.name = name
 
 
+def refuses_parallel_calls(fields: Fields) -> bool:
+    """Return whether the client wants at most one tool call in a message."""
+    return fields.has("parallel_tool_calls") and not fields.flag("parallel_tool_calls")
+
+
 def set_json_format(request: pb.GenerateRequest, fields: Fields, where: str, schema: Any) -> None:
     """Constrain the text to JSON of a schema; {"type": "object"} is any object."""
     if request.sampling_params.HasField("grammar"):

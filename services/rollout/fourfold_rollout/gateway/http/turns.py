@@ -29,6 +29,8 @@ class TurnOptions:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    single_call: bool = False
+    """Return the first tool call of a message only."""
     token_ids: bool = False
     """Return token ids, log-probabilities and policy versions in the field `fourfold`."""
 
@@ -72,6 +74,13 @@ class Sample:
             if chunk.HasField("message"):
                 self.message = chunk.message
 
+    def drop_calls(self) -> None:
+        """Drop all tool calls of the message but the first."""
+        if self.message is not None and len(self.message.tool_calls) > 1:
+            whole, self.message = self.message, pb.Message()  # the gateway keeps the whole one
+            self.message.CopyFrom(whole)
+            del self.message.tool_calls[1:]
+
     def extension(self) -> dict[str, Any]:
         """Return the value of the field `fourfold`."""
         return {
@@ -106,6 +115,8 @@ class Turn:
             async for chunk in stream:
                 sample = self.samples[chunk.sample_index]
                 sample.add(chunk)
+                if self.options.single_call:
+                    sample.drop_calls()
                 self.prompt_tokens = chunk.prompt_token_count or self.prompt_tokens
                 yield sample, chunk
         finally:

@@ -32,7 +32,7 @@ from openai import APIError, AsyncOpenAI, BadRequestError
 
 # Tasks at a time. An engine samples many turns in little more time than one.
 _WORKERS: Final = 32
-_TURNS: Final = 3
+_TURNS: Final = 2
 # The chat template of SmolLM2 does not render tools, so an example of a call stands before each problem.
 _EXAMPLE: Final = (
     {

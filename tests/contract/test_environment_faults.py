@@ -58,6 +58,9 @@ class Odd:
             case "huge turn": return Done(1.0, {0: 1e39})
             case "names": return Done(1.0, metrics={"win rate": 1.0, "x" * 64: 2.0, "\\u00e4:b": 3.0})
             case "again": return Observation("again")
+            case "short wait":
+                time.sleep(0.4)
+                return Observation("again")
             case "wait": time.sleep(4)
         return Done(2.0)
 
@@ -210,6 +213,11 @@ async def test_the_end_of_a_group_leaves_time_to_hand_in_what_there_is(stage: Ma
     s.gateway.sample_seconds = 0.01
     outcome = await s.outcome(answer="again", time_left=Duration(seconds=3))
     assert outcome.truncated and outcome.reward == 0.25 and s.gateway.lengths[0] < 2.9
+
+
+async def test_a_call_that_soon_returns_keeps_the_reward_of_its_truncated_episode(stage: Make) -> None:
+    s = await stage(max_turns=1000, episode_seconds=2)
+    assert (await s.outcome(answer="short wait")).reward == 0.25
 
 
 async def test_a_slow_end_of_an_environment_costs_no_other_episode(stage: Make) -> None:

@@ -262,6 +262,19 @@ async def test_the_client_attempts_a_task(gateway: Gateway) -> None:
     assert (await client.abandon_session("d", "NO_IDEA")).state == ABANDONED
 
 
+async def test_a_slow_watcher_sees_the_settled_session(gateway: Gateway) -> None:
+    await gateway.open()
+    await gateway.turn([USER])
+    session = gateway.core.sessions.live[0]
+    states = []
+    async for message in gateway.core.sessions.watch(session):
+        states.append(message.state)
+        if message.state == OPEN:
+            await gateway.close(reward=1.0)
+            await until(lambda: session.stored.settled_at is not None)
+    assert states == [OPEN, STORED]
+
+
 async def test_turns_by_ids_continue_a_segment(gateway: Gateway) -> None:
     await gateway.open()
     ids = [*gateway.core._tokenizer.encode("3 * 4 ="), START]

@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import os
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from fourfold_reward.environment.spec import EnvironmentSpec
 from fourfold_reward.worker import place_of, take_pipes
 
 _THREADS: Final = 256
+_THREAD_SECONDS: Final = 1.0  # that a running call may still take when its episode is truncated
 _PACKAGE: Final = str(Path(__file__).parent)
 
 
@@ -157,7 +159,7 @@ class Worker:
                 await _cancel(episode)
                 method = getattr(environment, "truncate", None)
                 # `truncate` must not meet a thread that still runs the same object.
-                return None if method is None or episode.threads else await self._call(episode, method)
+                return None if method is None or await _has_threads(episode) else await self._call(episode, method)
         raise ValueError(f"unknown operation {request['op']!r:.50}")
 
     async def _call_tool(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,6 +228,14 @@ async def _cancel(episode: _Episode) -> None:
         for task in others:
             task.cancel()
         await asyncio.wait(others, timeout=1)
+
+
+async def _has_threads(episode: _Episode) -> bool:
+    """Tell whether calls still run in threads, which cannot be cancelled; give short calls time to return."""
+    until = time.monotonic() + _THREAD_SECONDS
+    while episode.threads and time.monotonic() < until:
+        await asyncio.sleep(0.01)
+    return episode.threads > 0
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:

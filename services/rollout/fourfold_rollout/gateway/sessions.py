@@ -83,9 +83,10 @@ class Session:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def changed(self) -> None:
-        """Wait for the next change."""
-        await self._changed.wait()
+    @property
+    def next_change(self) -> asyncio.Event:
+        """The event that the next change sets."""
+        return self._changed
 
     def check_open(self) -> None:
         """Raise WrongState unless the session takes turns."""
@@ -267,15 +268,13 @@ class Sessions:
 
     async def watch(self, session: Session) -> AsyncIterator[pb.Session]:
         """Yield the session now and after every change, until it is settled."""
-        while True:
-            change = asyncio.ensure_future(session.changed())
-            try:
-                yield session.message()
-                if session.stored.settled_at is not None:
-                    return
-                await change
-            finally:
-                change.cancel()
+        settled = False
+        while not settled:
+            # Read together, so that no change is missed while the reader of this iterator is busy.
+            change, message, settled = session.next_change, session.message(), session.stored.settled_at is not None
+            yield message
+            if not settled:
+                await change.wait()
 
     async def _build(self, stored: StoredSession, *, key: str) -> Session:
         turns = await self.store.load_turns(stored.session_id)

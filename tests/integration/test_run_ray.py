@@ -22,6 +22,7 @@ def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
         yield make
 
 
+@pytest.mark.slow
 def test_recipe_runs_through_ray_and_nothing_is_left(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=4)
     process = stage.start("toy.toml", "--launcher", "ray", delay=0.2)

@@ -40,7 +40,6 @@ FAMILIES: Final = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",  # last: the tests below go on with its engine
 }
-EVERY_DAY: Final = {"qwen3_moe"}
 # Families in which the test also breaks repacked or expert weights on purpose: the comparison must then fail.
 TIED: Final = {"qwen2", "gemma", "gemma3"}
 EXPERTS: Final = {"mixtral", "olmoe", "qwen3_moe"}  # where the engine pads them, it would fail instead
@@ -59,7 +58,8 @@ def test_every_verified_architecture_is_tested() -> None:
     assert set(FAMILIES.values()) == VERIFIED_ARCHITECTURES
 
 
-@pytest.mark.parametrize("family", [f if f in EVERY_DAY else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_updated_engine_equals_a_fresh_one(
     family: str, engine: Engine, tiny_model: TinyModel, tmp_path: Path
 ) -> None:

@@ -167,8 +167,9 @@ async def test_calls_that_wait_share_a_commit(store: SessionStore, monkeypatch: 
 
 async def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
     store = SessionStore(tmp_path, timeout=0.2)
-    release = threading.Event()
-    blocked = asyncio.ensure_future(store._do(lambda db: release.wait(30)))
+    started, release = threading.Event(), threading.Event()
+    blocked = asyncio.ensure_future(store._do(lambda db: started.set() or release.wait(30)))
+    assert await asyncio.to_thread(started.wait, 10)
     with pytest.raises(DeadlinePassed, match=r"did not finish within 0\.2 s; check the disk"):
         await store.put_session(OPEN)
     with pytest.raises(DeadlinePassed):
@@ -176,6 +177,7 @@ async def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
     release.set()
     with pytest.raises(DeadlinePassed):
         await blocked
+    store._timeout = 30  # a busy disk may take longer than the time limit of this test
     await store.stop()
     with pytest.raises(Unavailable, match="is closed"):
         await store.put_session(OPEN)

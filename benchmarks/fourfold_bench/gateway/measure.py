@@ -93,7 +93,8 @@ def _start_vllm(settings: GatewaySettings, processes: BenchProcesses, model: Pat
     port = _free_port()
     words = ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
     words += ["--served-model-name", "bench", "--dtype", "bfloat16", "--generation-config", "vllm"]
-    words += ["--max-model-len", str(settings.context), "--max-num-seqs", str(settings.concurrency)]
+    # vLLM refuses prompts by their characters; twice the context admits the longest words.
+    words += ["--max-model-len", str(2 * settings.context), "--max-num-seqs", str(settings.concurrency)]
     if settings.on_gpu:
         words += ["--gpu-memory-utilization", str(settings.engine_memory)]
     else:

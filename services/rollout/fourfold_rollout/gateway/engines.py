@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Final, Protocol, TypeVar
@@ -84,8 +85,11 @@ class RunWatcher(Protocol):
 class Engine:
     """One rollout service, as the gateway sees it."""
 
-    def __init__(self, member_id: str, target: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, member_id: str, target: str, channel: grpc.aio.Channel, on_freed: Callable[[int], None]
+    ) -> None:
         self.member_id, self.target, self.channel = member_id, target, channel
+        self._on_freed = on_freed  # gets the number of samples of a call that ended
         self.client = AsyncRolloutClient(channel, peer=f"{member_id} at {target}")
         self.load, self.breaker = EngineLoad(), CircuitBreaker()
         self.info: rollout.GetInfoResponse | None = None  # of an engine that fits; None: it gets no calls
@@ -114,6 +118,12 @@ class Engine:
                 yield
         finally:
             self.in_flight -= samples
+            self._on_freed(samples)
+
+    def has_room(self, samples: int) -> bool:
+        """Return whether the samples fit beside those of this gateway: more would only be refused."""
+        capacity = self.info.max_concurrent_samples if self.info else 0
+        return not capacity or not self.in_flight or self.in_flight + samples <= capacity
 
     def end_probe(self) -> None:
         """Let further calls in, because the one that is the probe brought tokens: its turn may take minutes."""
@@ -135,6 +145,7 @@ class EnginePool:
         self._security, self.clock = security, clock
         self._engines: dict[str, Engine] = {}
         self._watches: dict[str, list[asyncio.Task[None]]] = {}
+        self._waiting: deque[asyncio.Future[None]] = deque()  # calls that wait for room
         self._closing: set[asyncio.Task[None]] = set()
         self.failures = 0  # calls that failed for a reason of their engine
         self.continuations = 0  # samples that were continued on another engine, or on the same one later
@@ -200,12 +211,12 @@ class EnginePool:
 
         Args:
             key: calls with equal keys go to the same engine, as long as it has not too much work.
-            samples: of the call.
+            samples: of the call; engines without room for them get none.
             without: engines that already failed.
             min_version: engines that serve it are preferred; the others may have it by now.
         """
         now = self.clock.monotonic()
-        found = [e for e in self.usable if e not in without and e.breaker.admits(now)]
+        found = [e for e in self.usable if e not in without and e.breaker.admits(now) and e.has_room(samples)]
         found = [e for e in found if e.healthy(now)] or found
         found = [e for e in found if e.policy_version >= min_version] or found
         if not found:
@@ -227,6 +238,7 @@ class EnginePool:
 
         Raises:
             Unavailable: no engine came within `seconds`.
+            Overloaded: engines serve, and none had room within `seconds`.
         """
         end = self.clock.monotonic() + seconds
         while True:
@@ -235,8 +247,29 @@ class EnginePool:
                 if engine is not None:
                     return engine
             if self.clock.monotonic() >= end:
+                if self.usable and not any(e.has_room(samples) for e in self.usable):
+                    raise Overloaded(self._how_full(), reason="TOO_MANY_SAMPLES", retry_after=1.0)
                 raise Unavailable(self._why_none(), reason="NO_ENGINE", retry_after=1.0)
-            await self.clock.sleep(_WAIT_STEP_SECONDS)
+            await self._room_or_step()
+
+    async def _room_or_step(self) -> None:
+        """Wait until a call of this gateway ended, which may have made room; at most `_WAIT_STEP_SECONDS`."""
+        freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(freed)
+        step = asyncio.ensure_future(self.clock.sleep(_WAIT_STEP_SECONDS))
+        try:
+            await asyncio.wait({freed, step}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            step.cancel()
+            if freed.done():
+                freed.result()
+            else:
+                self._waiting.remove(freed)
+
+    def _wake(self, samples: int) -> None:
+        """Let as many waiting calls try again as samples ended, the oldest first."""
+        for _ in range(min(samples, len(self._waiting))):
+            self._waiting.popleft().set_result(None)
 
     async def call(self, key: str, work: Callable[[AsyncRolloutClient], Awaitable[T]], *, timeout: float) -> T:
         """Return the result of a unary call that any engine can answer; try others when one fails.
@@ -279,7 +312,7 @@ class EnginePool:
         except FourfoldError as error:  # a target that the coordinator reports, and that cannot be dialed
             _log.error("engine cannot be used: member=%s error=%s", member_id, error)
             return
-        engine = self._engines[member_id] = Engine(member_id, target, channel)
+        engine = self._engines[member_id] = Engine(member_id, target, channel, self._wake)
         self._watches[member_id] = [
             asyncio.create_task(self._inspect(engine)),
             asyncio.create_task(watch_load(engine.client, engine.load, self.clock)),
@@ -329,6 +362,10 @@ class EnginePool:
         if fault and fault != engine.fault:
             _log.error("engine cannot be used: member=%s reason=%s", engine.member_id, fault)
         engine.info, engine.fault = (None, fault) if fault else (info, "")
+
+    def _how_full(self) -> str:
+        held = ", ".join(f"{e.in_flight} samples in {e.member_id}" for e in self.usable[:3])
+        return f"all engines are full ({held}); try again later, or raise rollout.max_concurrent_samples"
 
     def _why_none(self) -> str:
         if not self._engines:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,25 @@ async def test_all_samples_of_a_turn_finish(pool: EnginePool, start: Start, sepa
     assert await sample(pool, turn(count=3, separate=separate)) == dict.fromkeys(range(3), ANSWER)
     seeds = sorted(r.sampling_params.seed + i for r in engine.requests for i in range(r.sample_count))
     assert seeds == [5, 6, 7]
+
+
+async def test_calls_wait_while_the_engine_is_full(
+    pool: EnginePool, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await start("a")
+    (engine,) = pool.usable
+    assert engine.info is not None and engine.info.max_concurrent_samples == 8
+    call, loads = engine.call, list[int]()
+
+    @contextmanager
+    def counted(samples: int) -> Iterator[None]:
+        with call(samples):
+            loads.append(engine.in_flight)
+            yield
+
+    monkeypatch.setattr(engine, "call", counted)
+    await asyncio.gather(*(sample(pool, turn(count=2, key=f"k{n}")) for n in range(20)))
+    assert max(loads) == 8 and len(loads) == 20 and pool.failures == 0
 
 
 async def test_calls_with_one_key_go_to_one_engine_and_many_keys_to_all(pool: EnginePool, start: Start) -> None:

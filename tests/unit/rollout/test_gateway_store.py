@@ -168,7 +168,12 @@ async def test_calls_that_wait_share_a_commit(store: SessionStore, monkeypatch: 
 async def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
     store = SessionStore(tmp_path, timeout=0.2)
     started, release = threading.Event(), threading.Event()
-    blocked = asyncio.ensure_future(store._do(lambda db: started.set() or release.wait(30)))
+
+    def block(_: object) -> bool:
+        started.set()
+        return release.wait(30)
+
+    blocked = asyncio.ensure_future(store._do(block))
     assert await asyncio.to_thread(started.wait, 10)
     with pytest.raises(DeadlinePassed, match=r"did not finish within 0\.2 s; check the disk"):
         await store.put_session(OPEN)

@@ -233,7 +233,7 @@ async def _cancel(episode: _Episode) -> None:
 async def _has_threads(episode: _Episode) -> bool:
     """Tell whether calls still run in threads, which cannot be cancelled; give short calls time to return."""
     until = time.monotonic() + _THREAD_SECONDS
-    while episode.threads and time.monotonic() < until:
+    while episode.threads and time.monotonic() < until:  # noqa: ASYNC110 - a thread cannot set an asyncio.Event
         await asyncio.sleep(0.01)
     return episode.threads > 0
 

@@ -85,9 +85,7 @@ class RunWatcher(Protocol):
 class Engine:
     """One rollout service, as the gateway sees it."""
 
-    def __init__(
-        self, member_id: str, target: str, channel: grpc.aio.Channel, on_freed: Callable[[int], None]
-    ) -> None:
+    def __init__(self, member_id: str, target: str, channel: grpc.aio.Channel, on_freed: Callable[[int], None]) -> None:
         self.member_id, self.target, self.channel = member_id, target, channel
         self._on_freed = on_freed  # gets the number of samples of a call that ended
         self.client = AsyncRolloutClient(channel, peer=f"{member_id} at {target}")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fourfold.config import Config
-from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable
+from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded, Unavailable
 from fourfold.rollout.group_requests import GroupRequest
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats, pack_ints, read_ints
@@ -118,6 +118,18 @@ async def test_calls_wait_while_the_engine_is_full(
     monkeypatch.setattr(engine, "call", counted)
     await asyncio.gather(*(sample(pool, turn(count=2, key=f"k{n}")) for n in range(20)))
     assert max(loads) == 8 and len(loads) == 20 and pool.failures == 0
+
+
+async def test_a_call_without_samples_does_not_wait_for_room(pool: EnginePool, start: Start) -> None:
+    await start("a")
+    (engine,) = pool.usable
+    with engine.call(8):
+        assert not engine.has_room(1)
+        info = await pool.call("k", lambda client: client.get_info(timeout=5), timeout=2)
+        assert info.max_concurrent_samples == 8
+        with pytest.raises(Overloaded, match="8 of 8 samples in a") as caught:
+            await pool.wait("k", seconds=0.2)
+    assert (caught.value.reason, caught.value.retry_after) == ("TOO_MANY_SAMPLES", 1.0)
 
 
 async def test_calls_with_one_key_go_to_one_engine_and_many_keys_to_all(pool: EnginePool, start: Start) -> None:

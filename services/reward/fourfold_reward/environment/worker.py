@@ -159,7 +159,7 @@ class Worker:
                 await _cancel(episode)
                 method = getattr(environment, "truncate", None)
                 # `truncate` must not meet a thread that still runs the same object.
-                return None if method is None or await _has_threads(episode) else await self._call(episode, method)
+                return None if method is None or await _threads_remain(episode) else await self._call(episode, method)
         raise ValueError(f"unknown operation {request['op']!r:.50}")
 
     async def _call_tool(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,8 +230,8 @@ async def _cancel(episode: _Episode) -> None:
         await asyncio.wait(others, timeout=1)
 
 
-async def _has_threads(episode: _Episode) -> bool:
-    """Tell whether calls still run in threads, which cannot be cancelled; give short calls time to return."""
+async def _threads_remain(episode: _Episode) -> bool:
+    """Wait up to `_THREAD_SECONDS` for the calls in threads, which cannot be cancelled; return whether some still run."""
     until = time.monotonic() + _THREAD_SECONDS
     while episode.threads and time.monotonic() < until:  # noqa: ASYNC110 - a thread cannot set an asyncio.Event
         await asyncio.sleep(0.01)

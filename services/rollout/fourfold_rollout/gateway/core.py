@@ -393,7 +393,7 @@ class GatewayCore:
         if task is None:
             if scored:
                 raise WrongState("only a session of a task or of a group can be scored by the run", reason="NO_TASK")
-            # Nobody fetches it but its agent: ExportSession.
+            # The run does not take it. Only its agent can read it, with ExportSession.
             changes: dict[str, Any] = {"reward": stored.reward, "metrics": stored.metrics, "outcome_sha256": digest}
             return await self.sessions.settle(session, pb.SESSION_STATE_CLOSED, **changes)
         if scored and not self._run().run_info().has_scorer:

@@ -7,6 +7,7 @@
 A usable engine has the tokenizer of the gateway and answered GetInfo lately. A call that fails starts a rest of its
 engine (`CircuitBreaker`); an engine that drains refuses its next call, which has the same effect. An engine that the
 coordinator no longer lists loses its calls after `_ABSENT_SECONDS`, because a coordinator that restarts lists none.
+Calls wait here while all engines are full: an engine would refuse them, and rest.
 """
 
 from __future__ import annotations
@@ -119,9 +120,12 @@ class Engine:
             self._on_freed(samples)
 
     def has_room(self, samples: int) -> bool:
-        """Return whether the samples fit beside those of this gateway: more would only be refused."""
+        """Return whether the engine takes the samples of a call, beside those of this gateway.
+
+        One call alone always goes to the engine, whose error says why it does not fit.
+        """
         capacity = self.info.max_concurrent_samples if self.info else 0
-        return not capacity or not self.in_flight or self.in_flight + samples <= capacity
+        return not samples or not capacity or not self.in_flight or self.in_flight + samples <= capacity
 
     def end_probe(self) -> None:
         """Let further calls in, because the one that is the probe brought tokens: its turn may take minutes."""
@@ -259,9 +263,7 @@ class EnginePool:
             await asyncio.wait({freed, step}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             step.cancel()
-            if freed.done():
-                freed.result()
-            else:
+            if not freed.done():
                 self._waiting.remove(freed)
 
     def _wake(self, samples: int) -> None:
@@ -278,7 +280,7 @@ class EnginePool:
         tried: list[Engine] = []
         end = self.clock.monotonic() + timeout
         while True:
-            engine = await self.wait(key, seconds=min(timeout, 5.0), without=tried)
+            engine = await self.wait(key, seconds=min(timeout, 5.0), samples=0, without=tried)
             try:
                 with engine.call(0):
                     result = await work(engine.client)
@@ -362,7 +364,11 @@ class EnginePool:
         engine.info, engine.fault = (None, fault) if fault else (info, "")
 
     def _how_full(self) -> str:
-        held = ", ".join(f"{e.in_flight} samples in {e.member_id}" for e in self.usable[:3])
+        held = ", ".join(
+            f"{e.in_flight} of {e.info.max_concurrent_samples} samples in {e.member_id}"
+            for e in self.usable[:3]
+            if e.info
+        )
         return f"all engines are full ({held}); try again later, or raise rollout.max_concurrent_samples"
 
     def _why_none(self) -> str:

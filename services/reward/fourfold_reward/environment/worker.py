@@ -231,7 +231,7 @@ async def _cancel(episode: _Episode) -> None:
 
 
 async def _threads_remain(episode: _Episode) -> bool:
-    """Wait up to `_THREAD_SECONDS` for the calls in threads, which cannot be cancelled; return whether some still run."""
+    """Wait a moment for the calls in threads, which cannot be cancelled; return whether some still run."""
     until = time.monotonic() + _THREAD_SECONDS
     while episode.threads and time.monotonic() < until:  # noqa: ASYNC110 - a thread cannot set an asyncio.Event
         await asyncio.sleep(0.01)

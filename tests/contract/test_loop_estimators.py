@@ -141,7 +141,9 @@ async def test_remax_and_the_filter_together_survive_a_kill(make_stage: Callable
     check_books(stage)
     rows = stage.lines("metrics.jsonl")
     assert [row["groups/prompts_consumed"] for row in rows] == [5, 6, 6, 6]
-    assert [row["samples/dropped"] for row in rows] == [5 + 8, 6 + 12, 6 + 12, 6 + 12]
+    dropped = [row["samples/dropped"] for row in rows]
+    assert dropped[:2] == [5 + 8, 6 + 12] and dropped[3] == 6 + 12
+    assert 12 <= dropped[2] <= 6 + 12, "what was dropped before the kill is in the ledger, and in no row"
 
 
 async def test_an_estimator_that_compares_samples_needs_no_greedy_answer(make_stage: Callable[..., Stage]) -> None:

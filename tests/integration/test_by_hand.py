@@ -244,6 +244,7 @@ def test_an_agent_needs_the_token_and_gets_its_answer(by_hand: ByHand) -> None:
     assert tokens and 1 <= int(tokens[1]) <= 64
 
 
+@pytest.mark.slow
 async def test_prometheus_gets_the_metrics_of_every_service(by_hand: ByHand) -> None:
     for role in ("coordinator", "reward", "trainer", "rollout"):
         by_hand.target(role)  # the coordinator first: it ends with its run

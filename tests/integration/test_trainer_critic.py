@@ -28,6 +28,7 @@ def llama(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("llama", 0, "float32")
 
 
+@pytest.mark.slow
 async def test_a_critic_apart_trains_saves_and_its_death_is_explained(llama: Path, tmp_path: Path) -> None:
     tables = '[algorithm]\npreset = "ppo"\n[critic]\nranks = 1\nlearning_rate = 1e-3'
     trainer = Service(llama, tmp_path, ranks=1, dtype="float32", timeout=120, tables=tables)

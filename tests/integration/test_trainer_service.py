@@ -232,6 +232,7 @@ async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     assert "trainer-0: trainer-0-rank-1 died: killed by SIGKILL" in last, "it was ready"
 
 
+@pytest.mark.slow
 def test_the_example_trains_with_a_loss_of_its_own(service: Callable[..., Service], llama: Path) -> None:
     trainer = service(llama, ranks=1, dtype="float32", stage=1)
     example = REPOSITORY / "examples" / "custom_loss.py"

@@ -23,7 +23,7 @@ from fourfold.weights.source.dense import DenseSource
 from tests.support.weight_engine import Engine, running_engine
 from tests.support.weight_trainer import TIMEOUT, Trainer, check_updates, next_version
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(240)]
 
 FAMILIES: Final = {
     "qwen2": "Qwen2ForCausalLM",  # tied, biases, and a vocabulary that the engine pads
@@ -58,7 +58,6 @@ def test_every_verified_architecture_is_tested() -> None:
     assert set(FAMILIES.values()) == VERIFIED_ARCHITECTURES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_updated_engine_equals_a_fresh_one(
     family: str, engine: Engine, tiny_model: TinyModel, tmp_path: Path
@@ -221,14 +220,12 @@ def test_an_unverified_architecture_is_refused_by_name(engine: Engine, tiny_mode
     assert engine.generate() == before
 
 
-@pytest.mark.slow
 def test_a_model_that_runs_by_another_implementation_is_refused_by_name(engine: Engine, tiny_model: TinyModel) -> None:
     engine.load(tiny_model("gpt_neox", 1))
     with pytest.raises(WrongState, match=r"GPTNeoXForCausalLM .* are not verified"):
         Trainer(tiny_model("gpt_neox", 1)).open(engine)
 
 
-@pytest.mark.slow
 def test_an_engine_that_quantises_to_fp8_takes_new_weights(engine: Engine, tiny_model: TinyModel) -> None:
     engine.quantise_in_python()  # all else is vLLM's own; tests/gpu/test_fp8_update.py has the real one
     # A model without biases: vLLM's product for fp8 weights on AMX takes none in bfloat16.

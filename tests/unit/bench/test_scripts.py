@@ -23,6 +23,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_experience_path_moves_the_samples_of_a_step(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     sizes = ("--samples", "16", "--tokens", "160", "--runs", "2", "--warmup", "1")

@@ -180,6 +180,22 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., 
             process.wait(10)
 
 
+@pytest.mark.slow
+async def test_prometheus_gets_the_metrics_of_every_service(by_hand: ByHand) -> None:
+    """Comes first, and asks the coordinator first: a run cannot end before its rollout service has started."""
+    for role in ("coordinator", "reward", "trainer", "rollout"):
+        by_hand.target(role)
+        (target,) = re.findall(r"metrics endpoint started: http://(\S+)/metrics", by_hand.output(role))
+        code, _, page = await http(target)
+        families = parse(page)
+        check_exported(families, role)
+        ready = value(families, "fourfold_ready")
+        assert (code, ready) == (200, 1)
+        if role == "rollout":  # its engine is a process of its own
+            assert value(families, "fourfold_child_processes") >= 1
+            assert value(families, "fourfold_children_resident_memory_bytes") > 1 << 26
+
+
 async def test_who_has_no_certificate_of_this_ca_is_refused_and_both_sides_say_so(by_hand: ByHand) -> None:
     certs, other = by_hand.root / "certs", by_hand.root / "other"
     assert by_hand.run(f"fourfold certs {other} --member reward-1").returncode == 0
@@ -242,21 +258,6 @@ def test_an_agent_needs_the_token_and_gets_its_answer(by_hand: ByHand) -> None:
     assert done.returncode == 0, done.stderr
     tokens = re.search(r"^\[(\d+) tokens, sampled by policy version \d+\]$", done.stdout, re.MULTILINE)
     assert tokens and 1 <= int(tokens[1]) <= 64
-
-
-@pytest.mark.slow
-async def test_prometheus_gets_the_metrics_of_every_service(by_hand: ByHand) -> None:
-    for role in ("coordinator", "reward", "trainer", "rollout"):
-        by_hand.target(role)  # the coordinator first: it ends with its run
-        (target,) = re.findall(r"metrics endpoint started: http://(\S+)/metrics", by_hand.output(role))
-        code, _, page = await http(target)
-        families = parse(page)
-        check_exported(families, role)
-        ready = value(families, "fourfold_ready")
-        assert (code, ready) == (200, 1)
-        if role == "rollout":  # its engine is a process of its own
-            assert value(families, "fourfold_child_processes") >= 1
-            assert value(families, "fourfold_children_resident_memory_bytes") > 1 << 26
 
 
 def test_the_run_is_watched_and_finished(by_hand: ByHand) -> None:

@@ -186,7 +186,7 @@ MOMENTS: Final = {
     "exporting": ("ExportModel", False),
 }
 # The others are for `make soak` and CI's slow tests.
-_QUICK: Final = ("collecting", "answered", "transfer", "release", "evaluating", "saved")
+_QUICK: Final = ("collecting", "transfer", "saved")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +247,7 @@ async def test_a_step_in_flight_is_kept_if_the_trainer_received_it(
     sys.stdout.write(f"\nin flight, received={received}: {seconds:.1f} s, dropped {dropped}\n")
 
 
+@pytest.mark.slow
 async def test_engines_are_idle_after_the_death_of_their_caller(make_stage: Callable[..., Stage]) -> None:
     expected = await undisturbed(make_stage)
     stage = make_stage(steps=STEPS)
@@ -295,6 +296,7 @@ async def test_a_coordinator_that_is_killed_while_it_waits_for_services(make_sta
     sys.stdout.write(f"\nwaiting for services: {seconds:.1f} s\n")
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_dies_with_the_coordinator_is_restored(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=STEPS)
     async with restarted(stage) as run:

@@ -115,7 +115,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 @pytest.mark.parametrize(
     "world",
     [
-        pytest.param(EVERYDAY, id="everyday"),
+        pytest.param(EVERYDAY, id="everyday", marks=pytest.mark.slow),
         pytest.param(SOAK, id="soak", marks=[pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(SOAK.seconds)]),
     ],
     indirect=True,

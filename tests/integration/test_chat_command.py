@@ -62,6 +62,7 @@ def test_chat_with_a_service_that_is_not_there_is_one_clear_error(
     assert re.match(rf"fourfold: rollout service at 127.0.0.1:{unused_port}, GetInfo: ", errors), errors
 
 
+@pytest.mark.slow
 def test_watch_shows_a_run_that_goes_on(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=4)
     early = stage.start("runs/toy", command="watch")

@@ -223,7 +223,8 @@ class TestWeights:
 class TestInFlight:
     """Updates that do not wait for running samples (PAUSE_MODE_KEEP), with and without a hold."""
 
-    @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("streaming", [False, True])
     async def test_samples_go_on_and_every_token_has_the_version_that_sampled_it(
         self, client: AsyncRolloutClient, publisher: Publisher, tiny_model: TinyModel, streaming: bool
     ) -> None:

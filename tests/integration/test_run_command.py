@@ -110,6 +110,7 @@ def trained(run_dir: Path) -> list[tuple[int, str, float]]:
     return sorted((row["step"], row["completion"], row["score"]) for row in rows if not row["dropped"])
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_cannot_come_back_ends_the_run_with_its_cause(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=50, retry={"restarts": 2})
     process = stage.start("toy.toml", delay=0.3)
@@ -126,6 +127,7 @@ def test_a_coordinator_that_cannot_come_back_ends_the_run_with_its_cause(make_st
     assert "config.toml" in errors and "It was restarted 2 times already (retry.restarts = 2)." in errors
 
 
+@pytest.mark.slow
 def test_interrupt_while_the_coordinator_restarts_ends_everything(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=50)
     process = stage.start("toy.toml", delay=0.3)

@@ -112,9 +112,10 @@ def resumed_seldom(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return resumed(llama, tmp_path_factory.mktemp("resumed"), (1, 2))
 
 
-STAGES = [0, 3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+STAGES = range(4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 2", "stage 3", "whole", "gradient checkpointing"])
 def test_every_stage_and_split_learns_what_plain_pytorch_learns(
     one_rank: dict[str, Arrays], truth: dict[float, Arrays], name: str
@@ -129,6 +130,7 @@ def check_parts(found: Arrays, wanted: Arrays) -> None:
     check(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_of_parts_learns_what_plain_pytorch_learns(
     one_rank: dict[str, Arrays], truth_of_parts: Arrays, stage: int
@@ -136,11 +138,13 @@ def test_a_step_of_parts_learns_what_plain_pytorch_learns(
     check_parts(one_rank[f"parts {stage}"], truth_of_parts)
 
 
+@pytest.mark.slow
 def test_the_kl_loss_learns_what_plain_pytorch_learns(one_rank: dict[str, Arrays], truth: dict[float, Arrays]) -> None:
     check(one_rank["kl"], truth[0.1])
     assert abs(one_rank["kl"]["norms"][0] - one_rank["whole"]["norms"][0]) > 0.1
 
 
+@pytest.mark.slow
 def test_ppo_with_a_critic_in_two_updates_learns_what_plain_pytorch_learns(
     one_rank: dict[str, Arrays], llama: Path
 ) -> None:
@@ -150,6 +154,7 @@ def test_ppo_with_a_critic_in_two_updates_learns_what_plain_pytorch_learns(
     assert np.abs(one_rank["ppo"]["values"]).max() > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "critic"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_restored_checkpoint_goes_on_bit_for_bit(request: pytest.FixtureRequest, stage: int, kind: str) -> None:
@@ -162,6 +167,7 @@ def test_a_restored_checkpoint_goes_on_bit_for_bit(request: pytest.FixtureReques
     assert bool(len(seen["values"])) == (kind == "critic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_gradient_that_is_not_finite_changes_nothing(one_rank: dict[str, Arrays], stage: int) -> None:
     seen = one_rank[f"poison {stage}"]
@@ -171,6 +177,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(one_rank: dict[str, Array
     np.testing.assert_allclose(seen["after"], one_rank["kl"]["after"], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_changes_nothing_in_bfloat16(one_rank: dict[str, Arrays]) -> None:
     seen = one_rank["poison bfloat16"]
     assert not np.isfinite(seen["poisoned_norm"])

@@ -24,7 +24,7 @@ from tests.support.plain_lora import by_hand, plain_lora, read_pairs
 from tests.support.plain_trainer import Arrays, lookup, plain
 from tests.support.trainer_driver import REPOSITORY, Case, trainer_environment, write_cases
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 peft = pytest.importorskip("peft")
 
 LORA: Final = {"rank": 4, "alpha": 24.0, "target_modules": ["all-linear"]}
@@ -151,7 +151,6 @@ def test_a_checkpoint_holds_the_adapters_alone(two: tuple[Path, Arrays], llama: 
     assert sum(names.values()) == sum(4 * sum(w.shape) for w in matrices)
 
 
-@pytest.mark.slow
 def test_two_ranks_go_on_bit_for_bit(two: tuple[Path, Arrays], llama: Path) -> None:
     folder, seen = two
     again = case(folder, llama, "again", ranks=2, budget=64, does="resume", source=str(folder / "saved run"))
@@ -162,7 +161,6 @@ def test_two_ranks_go_on_bit_for_bit(two: tuple[Path, Arrays], llama: Path) -> N
     check_same(folder, "run 3", "again 3")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_pair_of_ranks_learns_the_same_at_the_other_stages(llama: Path, tmp_path: Path, stage: int) -> None:
     seen = run([case(tmp_path, llama, "pair", stage=stage, ranks=2, budget=64)], tmp_path)["pair"]
@@ -173,7 +171,6 @@ def test_a_pair_of_ranks_learns_the_same_at_the_other_stages(llama: Path, tmp_pa
 # ---- one rank, every stage ---------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 2", "stage 3", "checkpointing"])
 def test_every_stage_learns_what_plain_pytorch_learns(
     every_stage: tuple[Path, dict[str, Arrays]], llama: Path, name: str
@@ -184,7 +181,6 @@ def test_every_stage_learns_what_plain_pytorch_learns(
         check_weights(folder, name, moment, llama)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_every_stage_goes_on_bit_for_bit(every_stage: tuple[Path, dict[str, Arrays]], stage: int) -> None:
     folder, seen = every_stage
@@ -194,20 +190,17 @@ def test_every_stage_goes_on_bit_for_bit(every_stage: tuple[Path, dict[str, Arra
     check_same(folder, f"stage {stage} 3", f"resumed {stage} 3")
 
 
-@pytest.mark.slow
 def test_adapters_above_deepspeeds_limit_stay_whole_too(every_stage: tuple[Path, dict[str, Arrays]]) -> None:
     folder, seen = every_stage  # the driver looks at their state before each send
     assert max(a.numel() for a, _ in read_pairs(folder / "large 0" / "adapter").values()) > 100_000
     assert np.abs(seen["large"]["after"] - seen["large"]["before"]).max() > 0.05
 
 
-@pytest.mark.slow
 def test_another_stage_goes_on(every_stage: tuple[Path, dict[str, Arrays]]) -> None:
     _, seen = every_stage
     np.testing.assert_allclose(seen["of stage 3"]["after"], seen["stage 3"]["after"], atol=2e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_the_average_of_the_adapters_is_exported(
     every_stage: tuple[Path, dict[str, Arrays]], llama: Path, stage: int
@@ -224,7 +217,6 @@ def test_the_average_of_the_adapters_is_exported(
     np.testing.assert_array_equal(seen[name]["after average"], seen[name]["after"])  # all is back in its place
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_bfloat16_is_rounded_once(every_stage: tuple[Path, dict[str, Arrays]], llama: Path, stage: int) -> None:
     folder, seen = every_stage
@@ -249,7 +241,6 @@ def test_bfloat16_is_rounded_once(every_stage: tuple[Path, dict[str, Arrays]], l
 # ---- what is refused ---------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_something_else_is_refused(llama: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
     makers: dict[str, dict[str, Any]] = {
         "full": {},

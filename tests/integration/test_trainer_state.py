@@ -19,7 +19,7 @@ from tests.integration.test_trainer_deepspeed import PPO, run
 from tests.support.plain_trainer import Arrays, lookup, plain
 from tests.support.trainer_driver import Case
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 DECAY = 0.6
 
@@ -116,14 +116,12 @@ def copies(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Copies:
     return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_what_two_ranks_saved_one_goes_on_with_at_any_stage(copies: Copies, stage: int) -> None:
     copies.check(f"one at {stage}", "two")
     np.testing.assert_array_equal(copies.random(f"one at {stage}", 0), copies.random("two", 0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stage"), [(3, 3), *((2, n) for n in range(4))])
 def test_what_one_rank_saved_several_go_on_with(copies: Copies, ranks: int, stage: int) -> None:
     name = f"{ranks} at {stage}"
@@ -135,7 +133,6 @@ def test_what_one_rank_saved_several_go_on_with(copies: Copies, ranks: int, stag
         np.testing.assert_array_equal(copies.random(name, rank), torch.Generator().manual_seed(seed).get_state())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_bfloat16_keeps_its_masters_at_any_stage(llama: Path, tmp_path: Path, stage: int) -> None:
     made = Copies(llama, tmp_path)
@@ -190,7 +187,6 @@ def test_the_average_is_what_plain_pytorch_averages(
     check_average(folder, name, seen[name], llama)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_two_ranks_average_as_one(llama: Path, tmp_path: Path, stage: int) -> None:
     case = average_case(llama, tmp_path, ranks=2, stage=stage)

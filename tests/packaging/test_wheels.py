@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECTS = {
@@ -190,7 +190,6 @@ def test_coordinator_alone_imports_without_torch(install: Callable[..., Path], t
     assert "--launcher" in _run(python.with_name("fourfold"), "run", "--help", cwd=tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("protobuf", ["5.29.6", "6.33.6", "7.36.2"])
 def test_stubs_load_on_every_protobuf_that_an_engine_may_bring(
     protobuf: str, install: Callable[..., Path], tmp_path: Path
@@ -212,7 +211,6 @@ def pinned() -> list[str | Path]:
     return ["--constraints", ROOT / "constraints.txt", "--overrides", ROOT / "overrides.txt", *links]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rollout_alone_imports_without_deepspeed_and_ray(
     install: Callable[..., Path], pinned: list[str | Path], tmp_path: Path
@@ -228,7 +226,6 @@ def test_rollout_alone_imports_without_deepspeed_and_ray(
     assert not (outside.modules | inside.modules) & {"deepspeed", "ray", "fourfold_trainer", "fourfold_coordinator"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trainer_alone_imports_without_vllm_and_ray(
     install: Callable[..., Path], pinned: list[str | Path], tmp_path: Path
@@ -242,7 +239,6 @@ def test_trainer_alone_imports_without_vllm_and_ray(
     assert not (outside.modules | inside.modules) & {"vllm", "ray", "fourfold_rollout", "fourfold_coordinator"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_reference_alone_imports_without_deepspeed_and_vllm(
     install: Callable[..., Path], pinned: list[str | Path], tmp_path: Path

@@ -15,8 +15,10 @@ from fourfold_bench.models import SHAPE_NAMES, SHAPES, kv_cache_gib
 from fourfold_bench.tables import aligned
 
 DIRECT: Final = "direct"
+BARE_PROXY: Final = "bare-proxy"
 WAYS: Final[Mapping[str, str]] = {
     DIRECT: "rollout service, gRPC",
+    BARE_PROXY: "a gRPC proxy without any work, for comparison",
     "grpc": "gateway, gRPC",
     "http": "gateway, HTTP chat",
     "http-logprobs": "gateway, HTTP chat with logprobs",
@@ -28,7 +30,7 @@ _FIRST_WORD: Final = 3
 _GPU: Final = {"shape": "0.43b", "concurrency": 256, "new_tokens": 512, "seconds": 12.0, "warm_up": 8.0, "clients": 4}
 _CPU: Final = {"shape": "tiny", "concurrency": 8, "new_tokens": 32, "seconds": 4.0, "warm_up": 2.0, "clients": 1}
 _CLOSED_WAYS: Final = (DIRECT, "grpc", "http-logprobs", "vllm")
-_OPEN_WAYS: Final = (DIRECT, "grpc", "http", "http-logprobs")
+_OPEN_WAYS: Final = (DIRECT, BARE_PROXY, "grpc", "http", "http-logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

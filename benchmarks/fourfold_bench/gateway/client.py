@@ -26,7 +26,7 @@ from fourfold.host.process_tree import die_with_parent
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
-from fourfold_bench.gateway.benchmark import DIRECT, GatewaySettings
+from fourfold_bench.gateway.benchmark import BARE_PROXY, DIRECT, GatewaySettings
 from fourfold_bench.models import text_of
 from fourfold_bench.processes import meet
 
@@ -117,7 +117,7 @@ class HttpCaller:
 
 def make_caller(way: str, targets: Mapping[str, str]) -> Caller:
     """Return the caller of a way."""
-    if way == DIRECT:
+    if way in (DIRECT, BARE_PROXY):
         return DirectCaller(targets[way])
     if way == "grpc":
         return GatewayCaller(targets[way])

@@ -15,7 +15,7 @@ import psutil
 
 from fourfold.config import Config, from_tables
 from fourfold.errors import DeadlinePassed
-from fourfold_bench.gateway.benchmark import DIRECT, GatewaySettings
+from fourfold_bench.gateway.benchmark import BARE_PROXY, DIRECT, GatewaySettings
 from fourfold_bench.gateway.client import percentiles
 from fourfold_bench.gpus import visible
 from fourfold_bench.harness import BenchmarkRun
@@ -50,6 +50,9 @@ def measure(settings: GatewaySettings, run: BenchmarkRun) -> dict[str, Any]:
         (gateway,) = processes.ready(_GATEWAY, timeout=_START_SECONDS)
         http_target = config.gateway.http_listen
         targets = {DIRECT: engine, "grpc": gateway, "http": http_target, "http-logprobs": http_target}
+        if BARE_PROXY in settings.ways:
+            processes.start(BARE_PROXY, "-m", "fourfold_bench.gateway.bare_proxy", engine, env=visible("cpu"))
+            (targets[BARE_PROXY],) = processes.ready(BARE_PROXY, timeout=_START_SECONDS)
         measured = [way for way in settings.ways if way != _VLLM and not (settings.rate and way == DIRECT)]
         ways = {way: _measure_way(settings, processes, given, way, targets) for way in measured}
         if run.profile is not None:
@@ -140,7 +143,7 @@ def _measure_way(
     say(f"measuring {name or way}")
     names = [f"client-{name or way}-{index}" for index in range(settings.clients)]
     outs = [processes.folder / f"{each}.json" for each in names]
-    gateway = None if way in (DIRECT, _VLLM) else psutil.Process(processes.pid(_GATEWAY))
+    gateway = None if way in (DIRECT, _VLLM) else psutil.Process(processes.pid(_served_by(way)))
     before = _cpu_seconds(gateway)
     for index, (each, out) in enumerate(zip(names, outs, strict=True)):
         words = ("-m", "fourfold_bench.gateway.client", str(given), str(index), way, json.dumps(targets), str(out))
@@ -162,6 +165,11 @@ def _measure_way(
         share = settings.seconds / (settings.seconds + settings.warm_up)
         found["cpu_ms_per_request"] = 1e3 * cpu * share / max(len(latencies), 1)
     return found
+
+
+def _served_by(way: str) -> str:
+    """Return the name of the process between the clients of a way and the engine."""
+    return BARE_PROXY if way == BARE_PROXY else _GATEWAY
 
 
 def _cpu_seconds(process: psutil.Process | None) -> float:

@@ -92,6 +92,7 @@ def test_failed_conversion_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.
     assert [p.suffix for p in (tmp_path / "fourfold" / "models").iterdir()] == [".lock"]
 
 
+@pytest.mark.slow
 def test_two_processes_convert_once_and_the_table_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     partial = model_folder.cache_folder(model_folder.BUILTINS[NAME]).with_name("left.partial")

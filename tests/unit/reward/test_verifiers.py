@@ -84,6 +84,7 @@ def test_math_verify_compares_mathematics(completion: str, answer: str, score: f
 
 
 # The library leaves a data file open.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_every_reasoning_gym_task_scores_its_own_answer_after_json() -> None:
     from reasoning_gym.factory import DATASETS, create_dataset

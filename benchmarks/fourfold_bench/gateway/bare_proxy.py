@@ -13,27 +13,22 @@ from typing import Any, Final
 import grpc
 
 from fourfold.host.process_tree import die_with_parent
-from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 
-Context = grpc.aio.ServicerContext[Any, Any]
+_SERVICE: Final = "fourfold.rollout.v1.RolloutService"
 _TIMEOUT_SECONDS: Final = 60.0
 
 
-class BareProxy(pb_grpc.RolloutServiceServicer):
-    """Neither checks a call nor reads its messages; only `Generate` is implemented."""
+async def _serve(engine: str) -> None:
+    channel = grpc.aio.insecure_channel(engine)
+    call: Any = channel.unary_stream(f"/{_SERVICE}/Generate")  # without serializers: messages stay bytes
 
-    def __init__(self, engine: str) -> None:
-        self._engine = pb_grpc.RolloutServiceStub(grpc.aio.insecure_channel(engine))
-
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        async for response in self._engine.Generate(request, timeout=_TIMEOUT_SECONDS):
+    async def generate(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        async for response in call(request, timeout=_TIMEOUT_SECONDS):
             yield response
 
-
-async def _serve(engine: str) -> None:
     server = grpc.aio.server()
-    pb_grpc.add_RolloutServiceServicer_to_server(BareProxy(engine), server)
+    handlers: Any = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     sys.stdout.write(f"READY 127.0.0.1:{port}\n")

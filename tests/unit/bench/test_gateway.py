@@ -25,7 +25,8 @@ def settings(*words: str) -> GatewaySettings:
 def test_ways_follow_from_engine_and_load() -> None:
     assert settings().ways == ("direct", "grpc", "http-logprobs", "vllm")
     assert settings("--engine", "echo").ways == ("direct", "grpc", "http-logprobs")
-    assert settings("--engine", "echo", "--rate", "200").ways == ("direct", "bare-proxy", "grpc", "http", "http-logprobs")
+    open_loop = settings("--engine", "echo", "--rate", "200").ways
+    assert open_loop == ("direct", "bare-proxy", "grpc", "http", "http-logprobs")
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ from fourfold_bench.record import medians
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.data.texts import TextDecoder
 from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
+from fourfold_coordinator.routing.replica import ScorerInputs
 from fourfold_coordinator.state.experiences import ExperienceStore
 from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.group_commit import GroupCommit
@@ -326,7 +327,7 @@ class _Coordinator:
         return SampleGroup(position=position, seed=0, trajectories=tuple(trajectories))
 
     async def _score(self, group: SampleGroup) -> SampleGroup:
-        items = [score_item(t, with_tokens=False) for t in group.trajectories]
+        items = [score_item(t, ScorerInputs()) for t in group.trajectories]
         scores = await self._reward.score(items, timeout=_TIMEOUT)
         scored = [t.with_score(s.score, "ready@1") for t, s in zip(group.trajectories, scores, strict=True)]
         return replace(group, trajectories=tuple(scored))

@@ -1,9 +1,9 @@
 """Runs the command `fourfold`. Imports a command's module only when that command is called.
 
 A command is a module or an object with `add_arguments(parser)` and `main(args) -> int`, and perhaps `complete(words)`,
-which returns the words of a short form in full. `plan`, `doctor`, `certs`, `proto` and `serve` are here. The
-distributions of the coordinator, the benchmarks and the services register theirs by entry points: in the groups
-`fourfold.commands` and `fourfold.services`.
+which returns the words of a short form in full. `plan`, `doctor`, `certs`, `conformance`, `proto` and `serve` are
+here. The distributions of the coordinator, the benchmarks and the services register theirs by entry points: in the
+groups `fourfold.commands` and `fourfold.services`.
 
 Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted.
 """
@@ -28,6 +28,7 @@ _MODULES: Final = {
     "doctor": "fourfold.cli.doctor",
     "certs": "fourfold.cli.certs",
     "proto": "fourfold.cli.proto",
+    "conformance": "fourfold.cli.conformance",
 }
 _COORDINATOR: Final = "fourfold-coordinator"
 _DISTRIBUTIONS: Final = {"bench": "fourfold-bench"}
@@ -53,6 +54,7 @@ _HELP: Final = {
     "chat": "chat with a model folder through a rollout service",
     "bench": "measure weight updates, sampling or whole steps on this machine",
     "certs": "make a private CA, certificates of members and tokens of agents, for [security]",
+    "conformance": "check a reward service of your own against the contract",
     "proto": "write the .proto files and the descriptor set, for clients in other languages",
 }
 
@@ -126,7 +128,7 @@ def parse(name: str, words: list[str]) -> tuple[CommandModule, argparse.Namespac
 
 
 def _overview() -> str:
-    commands = "\n".join(f"  {name:8}  {text}" for name, text in _HELP.items())
+    commands = "\n".join(f"  {name:11}  {text}" for name, text in _HELP.items())
     return f"""\
 usage: fourfold COMMAND ...   (fourfold COMMAND --help shows its arguments)
 

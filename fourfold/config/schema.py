@@ -180,7 +180,8 @@ class RewardConfig(Table):
     replicas: int = Field(default=1, ge=0)
     """Services that the launcher starts; 0: they are started by hand."""
     verifier: str = "exact_match"
-    """A built-in name (`fourfold serve reward --list`), `package.module:function`, or `file.py:function`."""
+    """A built-in name (`fourfold serve reward --list`), `package.module:function`, or `file.py:function`; a function
+    may have the signature of Fourfold, OpenRLHF or TRL (docs/rewards.md)."""
     timeout_seconds: Seconds = 10.0
     """Longest time to score one sample; then its outcome is an error."""
     processes: int = Field(default=1, ge=1)

@@ -1,4 +1,4 @@
-"""Provides the reward service under test: `--target HOST:PORT`, or each service of this repository in turn."""
+"""Starts the reward services of this repository, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 30.0
-CONNECT_SECONDS = 5.0
 
 # Has the bugs of real reward functions, which the service must turn into errors.
 FUNCTION = """
@@ -54,43 +52,13 @@ COMMANDS = {
 }
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option --target."""
-    parser.addoption("--target", default="", metavar="HOST:PORT", help="reward service to check (plain text)")
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the suite once for each service."""
-    if "target" in metafunc.fixturenames:
-        given = metafunc.config.getoption("--target", default="")
-        metafunc.parametrize("target", [given] if given else list(COMMANDS), indirect=True, scope="module")
-
-
-@pytest.fixture(scope="module")
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the address of the service under test."""
-    if request.param not in COMMANDS:
-        _require_service(request.param)
-        yield request.param
-        return
-    folder = tmp_path_factory.mktemp(request.param)
-    (folder / "function.py").write_text(FUNCTION)
-    (folder / "recipe.toml").write_text(RECIPE)
-    with _started(COMMANDS[request.param], folder) as address:
+@pytest.fixture(params=list(COMMANDS))
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Return the address of a service."""
+    (tmp_path / "function.py").write_text(FUNCTION)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    with _started(COMMANDS[request.param], tmp_path) as address:
         yield address
-
-
-def _require_service(address: str) -> None:
-    """End the whole run when nothing listens at an address: otherwise every test fails with the same stack trace."""
-    with grpc.insecure_channel(address) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
-        except grpc.FutureTimeoutError:
-            pytest.exit(
-                f"--target {address}: no connection within {CONNECT_SECONDS:.0f} s; start the reward service, which "
-                f"must serve plain text, and give its HOST:PORT",
-                returncode=1,
-            )
 
 
 @contextlib.contextmanager
@@ -110,11 +78,3 @@ def _started(command: list[str], folder: Path) -> Iterator[str]:
         finally:
             watchdog.cancel()
             process.kill()
-
-
-@pytest.fixture
-def channel(target: str) -> Iterator[grpc.Channel]:
-    """Return a channel without retries, so that the suite sees every response."""
-    options = [("grpc.enable_retries", 0), ("grpc.max_send_message_length", 16 << 20)]
-    with grpc.insecure_channel(target, options=options) as opened:
-        yield opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -323,3 +324,19 @@ async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tr
     assert budget.infrastructure == 0
     with pytest.raises(GivenUp):
         calls.record_failure(Unavailable("again"), budget)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_scorer_gets_the_messages_of_prompts_if_it_reads_them(
+    make_stage: Callable[..., Stage], reads: bool
+) -> None:
+    stage = make_stage(steps=1)
+    stage.reward.reads_messages = reads
+    seen = set[str]()
+    stage.reward.outcome = lambda item: seen.add(item.prompt_messages_json)
+    await stage.start()
+    assert await stage.finish() == 0
+    assert ("" in seen) is not reads
+    if reads:
+        messages = [json.loads(text) for text in seen]
+        assert messages and all(m["role"] == "user" and m["content"] for (m,) in messages)

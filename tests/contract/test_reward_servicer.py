@@ -21,6 +21,7 @@ from fourfold.errors import DeadlinePassed, Overloaded, Unavailable
 from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
+from fourfold.rpc.codec import pack_ints
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward import loader
 from fourfold_reward import servicer as servicer_module
@@ -42,6 +43,17 @@ def reward(sample: ScoreInput) -> object:
         case "text": return "x"
         case "parts": return {"score": 2, "components": {"format": 0.5}}
     return float(len(sample.completion))
+
+def of_trl(prompts, completions, completion_ids, level, answer, **columns):
+    if isinstance(prompts[0], str):
+        return [None]
+    (message,), (turn,), (ids,) = prompts[0], completions[0], completion_ids
+    return [sum(ids) + 100.0 * (message["content"] == "2 + 2?") + 1000.0 * (turn["content"] == answer[0]) + level[0]]
+
+def of_openrlhf(queries, prompts, labels, **kwargs):
+    import torch
+    right = torch.tensor([float(q == p + l) for q, p, l in zip(queries, prompts, labels)])
+    return {"rewards": right, "scores": right, "extra_logs": {"mean": right.mean()}}
 """
 
 Connect = Callable[..., Awaitable[AsyncRewardClient]]
@@ -64,9 +76,11 @@ async def connect(serve: Serve, tmp_path: Path) -> AsyncIterator[Connect]:
     pools: list[WorkerPool] = []
     (tmp_path / "mine.py").write_text(FUNCTION)
 
-    async def start(*, ready: bool = True, timeout: float = 1.2, waiting: int = 5000) -> AsyncRewardClient:
+    async def start(
+        *, ready: bool = True, timeout: float = 1.2, waiting: int = 5000, function: str = "reward", hashed: bytes = b""
+    ) -> AsyncRewardClient:
         pool = WorkerPool(
-            verifier=loader.find("mine.py:reward", directory=tmp_path),
+            verifier=loader.find(f"mine.py:{function}", directory=tmp_path),
             options={},
             processes=1,
             timeout_seconds=timeout,
@@ -81,7 +95,7 @@ async def connect(serve: Serve, tmp_path: Path) -> AsyncIterator[Connect]:
         )
         if ready:
             await pool.start()
-            servicer.set_ready()
+            servicer.set_ready(hashed)
         return AsyncRewardClient(channel, peer="reward-0")
 
     yield start
@@ -97,6 +111,30 @@ async def test_info_names_function_and_version(connect: Connect) -> None:
     assert info.max_sample_count == MAX_SAMPLES
     assert info.contract_version == CONTRACT_VERSION
     assert info.tokenizer_sha256 == b""
+
+
+async def test_a_function_of_trl_gets_messages_tokens_and_columns(connect: Connect) -> None:
+    client = await connect(function="of_trl", hashed=b"h" * 32)
+    info = await client.get_info(timeout=5)
+    assert info.reads_messages and info.tokenizer_sha256 == b"h" * 32
+    chat, plain = (item(name, "4", answer="4", metadata='{"level": 3}') for name in ("chat", "plain"))
+    chat.prompt_messages_json = '[{"role": "user", "content": "2 + 2?"}]'
+    chat.experience.token_ids = pack_ints([1, 2, 30, 40])
+    chat.experience.action_mask = bytes([0, 0, 1, 1])
+    bad, lost = item("bad", "4"), item("lost", "4", metadata='{"level": 3}')
+    bad.prompt_messages_json, lost.prompt_messages_json = '["x"]', '{"role": "user"'
+    scores = await client.score([chat, plain, bad, lost], timeout=20)
+    assert scores[0].score == 70 + 100 + 1000 + 3
+    assert scores[1].abstain_reason == "NO_SCORE"
+    assert [score.error.reason for score in scores[2:]] == ["BAD_METADATA", "BAD_METADATA"]
+
+
+async def test_a_function_of_openrlhf_returns_tensors(connect: Connect) -> None:
+    client = await connect(function="of_openrlhf", timeout=60)
+    assert not (await client.get_info(timeout=5)).reads_messages
+    right, wrong = await client.score([item("a", "4", answer="4"), item("b", "5", answer="4")], timeout=60)
+    assert (right.score, wrong.score) == (1.0, 0.0)
+    assert dict(right.components) == {"scores": 1.0, "mean": 1.0}
 
 
 async def test_every_outcome_reaches_the_caller_in_order(connect: Connect) -> None:

@@ -25,6 +25,7 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
     def __init__(self, member_id: str, config: Config) -> None:
         super().__init__(member_id, config)
         self.tokenizer_sha256 = b""  # a scorer of texts needs no tokenizer
+        self.reads_messages = False
         self.outcome: Callable[[reward.ScoreItem], reward.SampleScore | None] = lambda item: None
         self.calls = 0
         self.on_score: Callable[[], Any] | None = None
@@ -35,7 +36,12 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
         return [(service, reward_grpc.add_RewardServiceServicer_to_server)]
 
     async def GetInfo(self, request: reward.GetInfoRequest, context: Context) -> reward.GetInfoResponse:
-        return reward.GetInfoResponse(name="toy@1", max_sample_count=3, tokenizer_sha256=self.tokenizer_sha256)
+        return reward.GetInfoResponse(
+            name="toy@1",
+            max_sample_count=3,
+            tokenizer_sha256=self.tokenizer_sha256,
+            reads_messages=self.reads_messages,
+        )
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
         self.calls += 1

@@ -46,6 +46,7 @@ class GetInfoResponse(_message.Message):
     MAX_SAMPLE_COUNT_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
+    READS_MESSAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name and version as "name@version", for logs and for the record of the run; the caller cuts it
     to 200 characters. Empty: none is shown.
@@ -58,6 +59,8 @@ class GetInfoResponse(_message.Message):
     """
     contract_version: _builtins.str
     """Version of the contract as MAJOR.MINOR; a client needs the same MAJOR. Empty: the service is older than this field."""
+    reads_messages: _builtins.bool
+    """Whether it reads prompt_messages_json, which the items then have."""
     def __init__(
         self,
         *,
@@ -65,10 +68,11 @@ class GetInfoResponse(_message.Message):
         max_sample_count: _builtins.int = ...,
         tokenizer_sha256: _builtins.bytes = ...,
         contract_version: _builtins.str = ...,
+        reads_messages: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "max_sample_count", b"max_sample_count", "name", b"name", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "max_sample_count", b"max_sample_count", "name", b"name", "reads_messages", b"reads_messages", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -110,6 +114,7 @@ class ScoreItem(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     VERIFIER_FIELD_NUMBER: _builtins.int
+    PROMPT_MESSAGES_JSON_FIELD_NUMBER: _builtins.int
     prompt_text: _builtins.str
     """Prompt as text, chat template applied."""
     completion_text: _builtins.str
@@ -121,6 +126,10 @@ class ScoreItem(_message.Message):
     verifier: _builtins.str
     """Name of the verifier to use; empty: the configured one. For an unknown name the outcome of the
     sample is the error NOT_FOUND.
+    """
+    prompt_messages_json: _builtins.str
+    """Chat messages of the prompt, without the template: a JSON array of objects with role and
+    content. Empty: the prompt is a plain text, or the scorer has reads_messages = false.
     """
     @_builtins.property
     def experience(self) -> _experience_pb2.Experience:
@@ -137,10 +146,11 @@ class ScoreItem(_message.Message):
         answer: _builtins.str = ...,
         metadata_json: _builtins.str = ...,
         verifier: _builtins.str = ...,
+        prompt_messages_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "completion_text", b"completion_text", "experience", b"experience", "metadata_json", b"metadata_json", "prompt_text", b"prompt_text", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "completion_text", b"completion_text", "experience", b"experience", "metadata_json", b"metadata_json", "prompt_messages_json", b"prompt_messages_json", "prompt_text", b"prompt_text", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
 import re
 import sys
 import types
@@ -16,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from fourfold_reward import __version__, verifiers
+from fourfold_reward import __version__, openrlhf_modules, verifiers
 from fourfold_reward.sample import RewardFunction
+from fourfold_reward.signatures import Reads, adapt
 from fourfold_reward.verifiers import GymOptions, did_you_mean
 
 _MODULE: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -38,6 +38,7 @@ class Verifier:
     module: str = ""  # for `package.module:function`
     function: str = ""  # name in the file or module; empty for a built-in verifier
     version: str = ""  # of the package, or start of the SHA-256 of the source, which for a module is known after `load`
+    answer_field: str = "answer"  # column of the reference answer, for functions that take columns by name
 
     @property
     def builtin(self) -> bool:
@@ -72,16 +73,18 @@ def find(name: str, *, directory: Path) -> Verifier:
     return Verifier(name=name, module=place, function=function)
 
 
-def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verifier]:
-    """Import a function; return it and the verifier with its version. User code runs and may raise any exception.
+def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verifier, Reads]:
+    """Import a function; return it, the verifier with its version, and what the function reads besides the texts.
+
+    User code runs and may raise any exception.
 
     Raises:
-        VerifierError: the function is missing, does not take one argument, or its module changed since the service
-            started.
+        VerifierError: the function is missing, has none of the known signatures, or its module changed since the
+            service started.
     """
     if verifier.builtin:
         try:
-            return verifiers.load(verifier.name, options), verifier
+            return verifiers.load(verifier.name, options), verifier, Reads()
         except (LookupError, ImportError) as error:
             raise VerifierError(f"{verifier.name!r}: {error.args[0]}") from None
     module = run_file(verifier) if verifier.file else importlib.import_module(verifier.module)
@@ -94,17 +97,17 @@ def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verif
             f"{verifier.name!r} is {function!r:.100}; it must be a function of one argument, the sample"
         )
     try:
-        inspect.signature(function).bind(object())
-    except ValueError:
-        pass  # C code without a signature
+        adapted, reads = adapt(function, answer_field=verifier.answer_field)
     except TypeError as error:
-        raise VerifierError(f"{verifier.name!r} is called with one argument, the sample: {error}") from None
-    return function, verifier if verifier.file else _with_version(verifier, module)
+        raise VerifierError(f"{verifier.name!r}: {error}") from None
+    return adapted, verifier if verifier.file else _with_version(verifier, module), reads
 
 
 def run_file(verifier: Verifier) -> types.ModuleType:
     """Run the text of a file as a module; it may raise any exception."""
     path = Path(verifier.file)
+    if openrlhf_modules.PACKAGE in verifier.source:
+        openrlhf_modules.provide()
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # the file can import its neighbours, which hide no installed package
     module = types.ModuleType(f"reward_file_{verifier.version}")

@@ -28,6 +28,7 @@ from fourfold.errors import ConfigError, Overloaded
 from fourfold.host.timing import Histogram
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import Outcome
+from fourfold_reward.signatures import Reads
 from fourfold_reward.verifiers import GymOptions
 from fourfold_reward.worker_process import WorkerDied, WorkerProcess
 from fourfold_reward.worker_sandbox import WorkerSandbox
@@ -51,14 +52,18 @@ class Job:
     prompt: str
     completion: str
     answer: str
-    metadata_json: str  # parsed in the worker only, because it comes from callers
+    # Parsed in the worker only, because they come from callers.
+    metadata_json: str
+    messages_json: str = ""
+    completion_ids: Sequence[int] = ()
     verifier: Verifier
     size_bytes: int
 
     def request(self) -> dict[str, Any]:
         """Return the request for the worker."""
-        sample = {name: getattr(self, name) for name in ("sample_id", "prompt", "completion", "answer")}
-        return {"score": sample, "metadata_json": self.metadata_json, "verifier": self.verifier.name}
+        names = ("sample_id", "prompt", "completion", "answer", "completion_ids")
+        texts = {"metadata_json": self.metadata_json, "messages_json": self.messages_json}
+        return {"score": {name: getattr(self, name) for name in names}, "verifier": self.verifier.name, **texts}
 
 
 @dataclass(slots=True)
@@ -89,6 +94,7 @@ class WorkerPool:
             on_failure: called with a message if a slot ends because of a bug.
         """
         self.verifier = verifier
+        self.reads = Reads()  # of the default verifier; known after `start`
         self._options = {task: dict(values) for task, values in options.items()}
         self._processes = processes
         self._timeout = timeout_seconds
@@ -259,6 +265,8 @@ class WorkerPool:
         if "error" in reply:
             raise VerifierError(str(reply["error"]))
         worker.loaded.add(verifier.name)
+        if verifier.name == self.verifier.name:
+            self.reads = Reads(tokens=bool(reply["reads_tokens"]), messages=bool(reply["reads_messages"]))
         return replace(verifier, version=str(reply["version"]))
 
     async def _discard(self, worker: WorkerProcess) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -22,6 +22,10 @@ class ScoreInput:
     """Reference answer; empty if the task has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Additional fields of the data set's row."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Chat messages of the prompt, for functions of TRL; empty: the prompt is a plain text."""
+    completion_ids: Sequence[int] = ()
+    """Tokens that the policy sampled, for functions of TRL that read them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
+from fourfold.model.folder import resolve
+from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
@@ -59,7 +61,8 @@ async def serve(options: ServeOptions) -> int:
 
     async def start() -> None:
         await pool.start()
-        servicer.set_ready()
+        tokens = pool.reads.tokens
+        servicer.set_ready(await asyncio.to_thread(_tokenizer_sha256, options.config) if tokens else b"")
 
     try:
         return await host.run(start=start)
@@ -160,8 +163,8 @@ class AllowedVerifiers:
         """
         reward = config.reward
         allowed = cls(
-            default=_find(reward.verifier, "reward.verifier"),
-            others={name: _find(name, "reward.allowed_verifiers") for name in reward.allowed_verifiers},
+            default=_find(reward.verifier, "reward.verifier", config),
+            others={name: _find(name, "reward.allowed_verifiers", config) for name in reward.allowed_verifiers},
             tasks=_gym_options(config),
         )
         if allowed.evaluating and not reward.evaluate_text:
@@ -190,11 +193,22 @@ class AllowedVerifiers:
         return verifier
 
 
-def _find(name: str, key: str) -> Verifier:
+def _find(name: str, key: str, config: Config) -> Verifier:
     try:
-        return loader.find(name, directory=Path.cwd())
+        return replace(loader.find(name, directory=Path.cwd()), answer_field=config.data.answer_field)
     except VerifierError as error:
         raise ConfigError(f"{key} = {error}") from None
+
+
+def _tokenizer_sha256(config: Config) -> bytes:
+    """Return the hash of the run's tokenizer, for a function that reads tokens; it may convert a built-in model."""
+    try:
+        return tokenizer_sha256(resolve(config.model.source))
+    except ConfigError as error:
+        raise ConfigError(
+            f"reward.verifier = {config.reward.verifier!r} takes completion_ids, and the tokenizer that made them "
+            f"cannot be read here: {error}; start it with `fourfold serve reward RECIPE` on a machine with the model"
+        ) from None
 
 
 def _gym_options(config: Config) -> GymOptions:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
+import numpy as np
 from google.rpc.code_pb2 import Code
 
 from fourfold.contract import CONTRACT_VERSION
@@ -14,6 +15,7 @@ from fourfold.errors import InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from fourfold.rpc.codec import check_id, check_unique
+from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.pool import Job, WorkerPool
 from fourfold_reward.protocol import Outcome
@@ -34,20 +36,26 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         self._pool = pool
         self._find = find
         self._ready = False
+        self._tokenizer_sha256 = b""
         self.outcomes: Counter[str] = Counter()  # of all samples so far, by `outcome_name`
 
-    def set_ready(self) -> None:
-        """Accept calls, because the pool has started."""
+    def set_ready(self, tokenizer_sha256: bytes = b"") -> None:
+        """Accept calls, because the pool has started; with the tokenizer's hash if the verifier reads tokens."""
+        self._tokenizer_sha256 = tokenizer_sha256
         self._ready = True
 
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetInfoResponse:
-        """Return name and version of the default verifier."""
+        """Return name and version of the default verifier, and what it reads."""
         self._check_ready()
-        verifier = self._pool.verifier
+        verifier, reads = self._pool.verifier, self._pool.reads
         return pb.GetInfoResponse(
-            name=f"{verifier.name}@{verifier.version}", max_sample_count=MAX_SAMPLES, contract_version=CONTRACT_VERSION
+            name=f"{verifier.name}@{verifier.version}",
+            max_sample_count=MAX_SAMPLES,
+            contract_version=CONTRACT_VERSION,
+            tokenizer_sha256=self._tokenizer_sha256,
+            reads_messages=reads.messages,
         )
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ScoreResponse:
@@ -89,9 +97,18 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             completion=item.completion_text,
             answer=item.answer,
             metadata_json=item.metadata_json,
+            messages_json=item.prompt_messages_json,
+            completion_ids=sampled_ids(item.experience),
             verifier=verifier,
             size_bytes=item.ByteSize(),
         )
+
+
+def sampled_ids(experience: Experience) -> list[int]:
+    """Return the tokens that the policy sampled; none if the item has no arrays, or they do not fit each other."""
+    mask = np.frombuffer(experience.action_mask, np.bool_)
+    ids = np.frombuffer(experience.token_ids[: len(mask) * 4], "<i4")
+    return [int(token) for token in ids[mask]] if len(ids) == len(mask) else []
 
 
 def _check(request: pb.ScoreRequest) -> None:

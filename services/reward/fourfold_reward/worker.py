@@ -90,15 +90,19 @@ class Worker:
             return {"error": text} if loading else asdict(Outcome.error("RAISED", text))
 
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        function, verifier = loader.load(Verifier(**request["load"]), request["options"])
+        function, verifier, reads = loader.load(Verifier(**request["load"]), request["options"])
         self._functions[verifier.name] = function
         self._files[verifier.name] = _file_of(function)
         if verifiers.find_evaluating(verifier.name, request["options"]):
             self._evaluating.add(verifier.name)
-        return {"version": verifier.version}
+        return {"version": verifier.version, "reads_tokens": reads.tokens, "reads_messages": reads.messages}
 
     def _score(self, request: Mapping[str, Any]) -> Outcome:
-        sample = ScoreInput(**request["score"], metadata=_parse_metadata(request["metadata_json"]))
+        sample = ScoreInput(
+            **request["score"],
+            metadata=_parse_metadata(request["metadata_json"]),
+            messages=_parse_messages(request["messages_json"]),
+        )
         result = self._functions[request["verifier"]](sample)
         if inspect.isawaitable(result):
             result = self._runner.run(_wait_for(result))
@@ -177,6 +181,16 @@ def _parse_metadata(text: str) -> dict[str, Any]:
         raise InvalidSample("BAD_METADATA", f"metadata_json is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidSample("BAD_METADATA", f"metadata_json holds a {type(value).__name__}; it must hold an object")
+    return value
+
+
+def _parse_messages(text: str) -> list[dict[str, Any]]:
+    try:
+        value = json.loads(text or "[]")
+    except (ValueError, RecursionError) as error:
+        raise InvalidSample("BAD_METADATA", f"prompt_messages_json is not JSON: {error}") from None
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise InvalidSample("BAD_METADATA", "prompt_messages_json must hold an array of objects")
     return value
 
 

@@ -236,9 +236,10 @@ def test_invalid_result_is_an_error(completion: str, reason: str, text: str, fil
 
     worker = Worker()
     verifier = loader.find(f"{file}:reward", directory=Path.cwd())
-    assert worker.answer({"load": asdict(verifier), "options": {}}) == {"version": verifier.version}
+    assert worker.answer({"load": asdict(verifier), "options": {}})["version"] == verifier.version
     sample = {"sample_id": "s", "prompt": "", "completion": completion, "answer": ""}
-    outcome = Outcome.from_json(worker.answer({"score": sample, "metadata_json": "", "verifier": verifier.name}))
+    request = {"score": sample, "metadata_json": "", "messages_json": "", "verifier": verifier.name}
+    outcome = Outcome.from_json(worker.answer(request))
     assert (outcome.score, outcome.error_reason) == (None, reason)
     assert text in outcome.message
     assert len(outcome.message) <= 1000
@@ -339,7 +340,7 @@ async def test_edited_module_is_refused_by_a_new_worker(tmp_path: Path, monkeypa
         ("def rewards(s): return 1\n", "reward", "did you mean 'rewards'"),
         ("import no_such_package\n", "reward", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("def reward(s) return 1\n", "reward", "SyntaxError"),
-        ("def reward(s, t): return 1\n", "reward", "is called with one argument, the sample: missing"),
+        ("def reward(s, t): return 1\n", "reward", r"it takes \(s, t\), and missing a required argument"),
         ("reward = 3\n", "reward", "must be a function"),
         ("import os; os._exit(9)\n", "reward", "exit code 9"),
         ("import sys; sys.exit(9)\n", "reward", "SystemExit"),

@@ -166,7 +166,7 @@ def test_package_needs_no_torch_and_functions_no_grpc() -> None:
 
 def test_the_example_that_users_copy_scores() -> None:
     example = Path(__file__).resolve().parents[3] / "examples" / "rewards" / "final_answer.py"
-    function, verifier = loader.load(loader.find(f"{example}:reward", directory=Path("/")), {})
+    function, verifier, _ = loader.load(loader.find(f"{example}:reward", directory=Path("/")), {})
     assert len(verifier.version) == 12
     assert function(sample("6 * 2 = 12\nAnswer: 12", "12")) == Score(1.0, {"right": 1.0, "marked": 1.0})
     assert function(sample("Answer: 13", "12")) == Score(0.1, {"right": 0.0, "marked": 1.0})

@@ -48,7 +48,7 @@ class Prompt:
 
     index: int  # of its row, from 0
     text: str  # with the chat template
-    messages_json: str = ""  # its chat messages for agents, a JSON array; empty: a plain text, or a run without agents
+    messages_json: str = ""  # its chat messages, a JSON array; empty: a plain text
     token_ids: Int32Array  # [n], n >= 1
     answer: str  # reference answer; empty if the task has none
     metadata_json: str  # the other fields of the row, a JSON object
@@ -188,7 +188,7 @@ def _make_prompt(index: int, row: Row, config: Config, tokenizer: PromptTokenize
         token_ids=np.asarray(ids, np.int32),
         answer="" if answer is None else str(answer),
         metadata_json=encoded,
-        messages_json=json.dumps(messages, ensure_ascii=False) if messages and config.agents.source == "tasks" else "",
+        messages_json=json.dumps(messages, ensure_ascii=False) if messages else "",
         group_key=_group_key(index, metadata, data.holdout, where),
     )
 

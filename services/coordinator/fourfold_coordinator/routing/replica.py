@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import grpc
 
@@ -66,6 +66,13 @@ class RetryBudget:
             self.infrastructure -= 1
 
 
+class ScorerInputs(NamedTuple):
+    """What a reward service reads of a sample besides its texts."""
+
+    tokens: bool = False  # the arrays
+    messages: bool = False  # the chat messages of the prompt
+
+
 class Replica:
     """One member: its clients, its load, and why it gets no calls."""
 
@@ -91,7 +98,7 @@ class Replica:
         self.capacity = 0  # most outstanding samples; 0 for no limit
         self.max_items = 0  # most samples in one call of a reward service; 0 for no limit
         self.vocabulary_size = 0  # of an engine that fits the run; 0 otherwise
-        self.reads_tokens = False  # a reward service reads the arrays of a sample, besides its texts
+        self.reads = ScorerInputs()  # of a reward service
         self.scorer = ""  # of a reward service, as name@version
         self.version = -1  # policy version that the broker has verified; -1 for none
 

@@ -31,7 +31,7 @@ from fourfold.rollout.load import TokenCounts, summarize_loads, watch_load
 from ..state.faults import FaultLog
 from ..state.files import DiskFull
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
-from .replica import NOT_INSPECTED, FatalRunError, Interrupted, Replica, ReplicaKey, ServiceMissing
+from .replica import NOT_INSPECTED, FatalRunError, Interrupted, Replica, ReplicaKey, ScorerInputs, ServiceMissing
 from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
 
 log = logging.getLogger("fourfold.coordinator")
@@ -380,7 +380,7 @@ class Router:
             case Role.ROLE_REWARD:
                 reward = await replica.reward.get_info(timeout=INFO_SECONDS)
                 tokenizer = reward.tokenizer_sha256 or tokenizer
-                replica.reads_tokens = bool(reward.tokenizer_sha256)
+                replica.reads = ScorerInputs(tokens=bool(reward.tokenizer_sha256), messages=reward.reads_messages)
                 replica.max_items, replica.scorer = reward.max_sample_count, reward.name
             case Role.ROLE_REFERENCE:
                 reference = await replica.reference.get_info(timeout=INFO_SECONDS)

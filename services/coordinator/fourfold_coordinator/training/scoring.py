@@ -32,7 +32,7 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.codec import encode
 from fourfold.types.v1.experience_pb2 import Experience
 
-from ..routing.replica import FatalRunError, GivenUp, Replica, RetryBudget
+from ..routing.replica import FatalRunError, GivenUp, Replica, RetryBudget, ScorerInputs
 from ..routing.router import Router, WaitLimit
 from ..routing.scheduling import Demand
 from ..state.samples import Trajectory, shortest
@@ -72,8 +72,8 @@ class Scoring:
     def __init__(self, config: Config, router: Router) -> None:
         self._config, self._router = config.reward, router
         self._samples_per_step, self._tries = config.batch.samples_per_step, config.retry.infrastructure
-        # Items that had a score, by whether they carry tokens: they tell a scorer that fails from samples that do.
-        self._scored_items: dict[bool, reward.ScoreItem] = {}
+        # Items that had a score, by what they carry: they tell a scorer that fails from samples that do.
+        self._scored_items: dict[ScorerInputs, reward.ScoreItem] = {}
         self._failing_since: float | None = None  # time of the first failed call since one worked
         # Resolved when all scorers have used up their tries: the calls that wait for them are given up together.
         self._all_failed: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
@@ -130,9 +130,9 @@ class Scoring:
 
     async def _score_at(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, _Outcome]:
         """Score trajectories at one replica; raise PeerFault when no sample has an outcome of a working scorer."""
-        items = [score_item(t, with_tokens=replica.reads_tokens) for t in trajectories]
+        items = [score_item(t, replica.reads) for t in trajectories]
         if replica.breaker.probing:
-            await self._probe(replica, self._scored_items.get(replica.reads_tokens, items[0]))
+            await self._probe(replica, self._scored_items.get(replica.reads, items[0]))
         # Calls of other groups may be ahead of this one in the service's queue.
         rounds = math.ceil(max(self._samples_per_step, replica.outstanding) / self._config.processes)
         timeout = self._config.timeout_seconds * rounds + SLACK_SECONDS
@@ -151,12 +151,12 @@ class Scoring:
         for error in errors:
             self._router.faults.record(replica.member.member_id, error.reason, error.message)
         if scored := next((i for i, s in zip(items, scores, strict=True) if s.HasField("score")), None):
-            self._scored_items[replica.reads_tokens] = scored
+            self._scored_items[replica.reads] = scored
         return outcomes
 
     async def _still_scores(self, replica: Replica) -> bool:
         """Return whether a scorer scores a sample again that had a score; False when no sample had one yet."""
-        if (item := self._scored_items.get(replica.reads_tokens)) is None:
+        if (item := self._scored_items.get(replica.reads)) is None:
             return False
         try:
             await self._probe(replica, item)
@@ -248,17 +248,18 @@ def _spend_for_errors(errors: Mapping[str, FourfoldError], budget: RetryBudget) 
     return again
 
 
-def score_item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
-    """Return the request to score one trajectory, with its arrays or with its texts alone."""
+def score_item(trajectory: Trajectory, reads: ScorerInputs) -> reward.ScoreItem:
+    """Return the request to score one trajectory, with its texts and with what the scorer reads besides them."""
     prompt, sample = trajectory.prompt, trajectory.sample
     ids_only = Experience(sample_id=sample.sample_id, group_id=sample.group_id)
     return reward.ScoreItem(
-        experience=encode(sample) if with_tokens else ids_only,
+        experience=encode(sample) if reads.tokens else ids_only,
         prompt_text=prompt.text,
         # The last turn is the answer; a verifier must not find one in a result of a tool.
         completion_text=trajectory.completion if trajectory.last_turn is None else trajectory.last_turn,
         answer=prompt.answer,
         metadata_json=prompt.metadata_json,
+        prompt_messages_json=prompt.messages_json if reads.messages else "",
     )
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.util
 import inspect
-import logging
 import sys
 import types
 from collections.abc import Awaitable, Mapping
@@ -20,6 +18,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from fourfold.errors import FourfoldError
+from fourfold_reward import openrlhf_modules
 from fourfold_reward.environment.adapters import Factory
 from fourfold_reward.environment.protocol import Action, Done, Observation, RawText, Task, TokenIds
 from fourfold_reward.environment.spec import EnvironmentSpec, load_object
@@ -114,11 +113,7 @@ def load(spec: EnvironmentSpec) -> Factory:
 
 def _provide_modules() -> None:
     """Make `openrlhf.utils.agent` importable; an installed OpenRLHF keeps its other modules."""
-    if importlib.util.find_spec("openrlhf") is None:
-        for name in ("openrlhf", "openrlhf.utils", "openrlhf.utils.logging_utils"):
-            sys.modules[name] = types.ModuleType(name)
-        sys.modules["openrlhf"].utils = sys.modules["openrlhf.utils"]  # type: ignore[attr-defined]
-        sys.modules["openrlhf.utils.logging_utils"].init_logger = logging.getLogger  # type: ignore[attr-defined]
+    openrlhf_modules.provide()
     module: Any = types.ModuleType(_AGENT_MODULE)
     for base in (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor):
         setattr(module, base.__name__, base)

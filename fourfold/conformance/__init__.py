@@ -1,0 +1,1 @@
+"""Checks services of other people against the contract: `fourfold conformance`."""

@@ -1,0 +1,95 @@
+"""Runs the checks of one service in order, and keeps what each found.
+
+A check is an async function of a probe, which makes the calls. It raises Violation if the service breaks a rule, and
+Skipped if the rule does not concern this service.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Literal, TypeVar
+
+from fourfold.errors import DeadlinePassed, FourfoldError, PermissionDenied, Unauthenticated, Unavailable
+from fourfold.text import MAX_ERROR, clean
+
+Probe = TypeVar("Probe")
+Status = Literal["ok", "broken", "skipped", "not run"]
+# After one of these errors the checks that follow would only repeat it, each after a whole time limit.
+_USELESS: Final = (DeadlinePassed, PermissionDenied, Unauthenticated, Unavailable)
+
+
+class Violation(Exception):
+    """The service breaks a rule. The text has what it did and what the contract wants."""
+
+
+class Skipped(Exception):
+    """The rule does not concern this service. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check(Generic[Probe]):
+    """One rule of the contract."""
+
+    name: str
+    rule: str
+    work: Callable[[Probe], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found."""
+
+    name: str
+    rule: str
+    status: Status
+    text: str = ""
+    seconds: float = 0.0
+
+
+class Checks(Generic[Probe]):
+    """The checks of one kind of service, in the order of their definition."""
+
+    def __init__(self) -> None:
+        self._checks: list[Check[Probe]] = []
+
+    def add(self, work: Callable[[Probe], Awaitable[None]]) -> Callable[[Probe], Awaitable[None]]:
+        """Add a check, as a decorator. Its name is that of the function, its rule the first line of the docstring."""
+        rule = (work.__doc__ or "").strip().partition("\n")[0]
+        self._checks.append(Check(work.__name__.removeprefix("check_"), rule, work))
+        return work
+
+    def __iter__(self) -> Iterator[Check[Probe]]:
+        return iter(self._checks)
+
+    async def run(
+        self, probe: Probe, *, on_finding: Callable[[Finding], None] = lambda finding: None
+    ) -> Sequence[Finding]:
+        """Run all checks; after one without an answer the others are not run."""
+        findings: list[Finding] = []
+        reason = ""
+        for check in self._checks:
+            began = time.monotonic()
+            if reason:
+                finding = Finding(check.name, check.rule, "not run", reason)
+            else:
+                status, text, ended = await _outcome(check, probe)
+                finding = Finding(check.name, check.rule, status, text, time.monotonic() - began)
+                reason = f"{check.name} had no answer" if ended else ""
+            findings.append(finding)
+            on_finding(findings[-1])
+        return findings
+
+
+async def _outcome(check: Check[Any], probe: Any) -> tuple[Status, str, bool]:
+    """Return status and text of a check, and whether the checks after it are useless."""
+    try:
+        await check.work(probe)
+    except Skipped as error:
+        return "skipped", str(error), False
+    except Violation as error:
+        return "broken", clean(str(error), MAX_ERROR), False
+    except FourfoldError as error:
+        return "broken", f"{error.code} {error.reason}: {error.message}", isinstance(error, _USELESS)
+    return "ok", "", False

@@ -1,0 +1,175 @@
+"""Runs reward functions of OpenRLHF and TRL as they are: recognises a signature, converts call and result.
+
+    Fourfold    function(sample)                                     -> number, Score, Abstain, mapping or None
+    OpenRLHF    function(queries, prompts, labels)                   -> tensor, or {"rewards", "scores", "extra_logs"}
+    TRL         function(prompts, completions, **columns of the row) -> list of numbers or None
+
+The functions of OpenRLHF and TRL take batches. They get batches of one sample, so that the time limit, an error and the
+sandbox concern that sample alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, cast
+
+from fourfold.text import is_metric_name
+from fourfold_reward.sample import Result, RewardFunction, Score, ScoreInput
+from fourfold_reward.verifiers import InvalidSample
+
+_OPENRLHF: Final = frozenset({"queries", "prompts", "labels"})
+_TOKENS: Final = ("completion_ids", "completions_ids")  # the second is the spelling of older documents
+_TRL: Final = frozenset({"completions", *_TOKENS})
+_OF_A_TRAINER: Final = ("trainer_state", "environments")  # what TRL passes and a scorer cannot have
+_FORMS: Final = (
+    "a reward function takes (sample), or OpenRLHF's (queries, prompts, labels), or TRL's "
+    "(prompts, completions, **columns)"
+)
+
+
+class Reads(NamedTuple):
+    """What a function reads of a sample besides texts and columns."""
+
+    tokens: bool = False
+    messages: bool = False
+
+
+def adapt(function: Callable[..., Any], *, answer_field: str) -> tuple[RewardFunction, Reads]:
+    """Return a function of one sample that calls `function` as its signature wants, and what it reads.
+
+    Args:
+        function: of one of the three forms; plain or async.
+        answer_field: name of the column with the reference answer.
+
+    Raises:
+        TypeError: the signature is none of these, or needs what only a trainer has.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # C code
+        return function, Reads()
+    names = signature.parameters.keys()
+    if names >= _OPENRLHF:
+        return _wrap(function, _call_openrlhf), Reads()
+    if names & _TRL:
+        for name in _OF_A_TRAINER:
+            if name in names and signature.parameters[name].default is inspect.Parameter.empty:
+                raise TypeError(f"it needs {name}, which only a trainer of TRL has; give the parameter a default")
+        call = functools.partial(_call_trl, _TrlForm.of(signature, answer_field))
+        return _wrap(function, call), Reads(tokens=not names.isdisjoint(_TOKENS), messages=True)
+    try:
+        signature.bind(object())
+    except TypeError as error:
+        raise TypeError(f"it takes {signature}, and {error}; {_FORMS}") from None
+    return function, Reads()
+
+
+def _wrap(
+    function: Callable[..., Any], call: Callable[[Callable[..., Any], ScoreInput], tuple[Any, Callable[[Any], Result]]]
+) -> RewardFunction:
+    @functools.wraps(function)
+    def score(sample: ScoreInput) -> Any:
+        answer, convert = call(function, sample)
+        return _converted(answer, convert) if inspect.isawaitable(answer) else convert(answer)
+
+    return score
+
+
+async def _converted(answer: Any, convert: Callable[[Any], Result]) -> Result:
+    return convert(await answer)
+
+
+# -- OpenRLHF ---------------------------------------------------------------------------------------------------------
+
+
+def _call_openrlhf(function: Callable[..., Any], sample: ScoreInput) -> tuple[Any, Callable[[Any], Result]]:
+    answer = function([sample.prompt + sample.completion], [sample.prompt], [sample.answer])
+    return answer, _openrlhf_result
+
+
+def _openrlhf_result(answer: Any) -> Result:
+    """Return the reward; `scores` and the numbers of `extra_logs` are its components."""
+    if not isinstance(answer, Mapping):
+        return _with_components(_only(answer, "the function"), {})
+    if "rewards" not in answer:
+        raise TypeError(f"it returned a mapping with {', '.join(map(str, answer)) or 'no key'}; it needs `rewards`")
+    logs = answer.get("extra_logs")
+    entries = {"scores": answer.get("scores")} | (dict(logs) if isinstance(logs, Mapping) else {})
+    return _with_components(_only(answer["rewards"], "rewards"), entries)
+
+
+# -- TRL --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _TrlForm:
+    """The parameters of a function of TRL."""
+
+    names: Collection[str]
+    required: Collection[str]
+    any_column: bool  # it takes **kwargs
+    answer_field: str
+
+    @classmethod
+    def of(cls, signature: inspect.Signature, answer_field: str) -> _TrlForm:
+        parameters = signature.parameters.values()
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return cls(
+            names=frozenset(p.name for p in named),
+            required=frozenset(p.name for p in named if p.default is p.empty),
+            any_column=any(p.kind is p.VAR_KEYWORD for p in parameters),
+            answer_field=answer_field,
+        )
+
+
+def _call_trl(form: _TrlForm, function: Callable[..., Any], sample: ScoreInput) -> tuple[Any, Callable[[Any], Result]]:
+    metrics: dict[str, Any] = {}
+    completion = [{"role": "assistant", "content": sample.completion}] if sample.messages else sample.completion
+    columns = {**sample.metadata, form.answer_field: sample.answer or None}
+    arguments = {name: [value] for name, value in columns.items()} | {
+        "prompts": [list(sample.messages) if sample.messages else sample.prompt],
+        "completions": [completion],
+        **{name: [list(sample.completion_ids)] for name in _TOKENS},
+        "log_extra": lambda name, values: None,  # texts, for TRL's table of completions
+        "log_metric": metrics.__setitem__,
+    }
+    if missing := sorted(set(form.required) - arguments.keys()):
+        raise InvalidSample(
+            "BAD_METADATA", f"the row has no column {missing[0]!r:.100}; it has {', '.join(sorted(columns)):.500}"
+        )
+    if not form.any_column:
+        arguments = {name: value for name, value in arguments.items() if name in form.names}
+    return function(**arguments), lambda answer: _with_components(_only(answer, "the function"), metrics)
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def _only(values: Any, what: str) -> Any:
+    """Return the one element of a list, array or tensor, or a number that is not in one."""
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+        return values
+    if getattr(values, "ndim", 1) == 0:
+        return values.item()
+    if len(values) != 1:
+        raise TypeError(f"{what} returned {len(values)} rewards for a batch of 1 sample; return one for each")
+    return _only(values[0], what)
+
+
+def _with_components(result: Any, entries: Mapping[str, Any]) -> Result:
+    """Add those entries that are numbers. Others are for logs that a run does not have."""
+    if not isinstance(result, int | float) and not hasattr(result, "__float__"):
+        return cast(Result, result)  # such as None, which abstains; the caller checks it
+    components: dict[str, float] = {}
+    for name, raw in entries.items():
+        try:
+            value = float(_only(raw, name))
+        except (TypeError, ValueError):
+            continue
+        if math.isfinite(value) and is_metric_name(str(name)):
+            components[str(name)] = value
+    return Score(result, components) if components else result

@@ -1,0 +1,202 @@
+"""Tests that functions of OpenRLHF and TRL run as they are: signatures, arguments, results."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fourfold_reward import loader, openrlhf_modules
+from fourfold_reward.loader import VerifierError
+from fourfold_reward.protocol import Outcome, outcome_of
+from fourfold_reward.sample import ScoreInput
+from fourfold_reward.signatures import Reads, adapt
+from fourfold_reward.verifiers import InvalidSample
+
+SAMPLE = ScoreInput(
+    sample_id="s",
+    prompt="<user>2 + 2?<end>",
+    completion="It is 4.",
+    answer="4",
+    metadata={"level": 3, "source": "sums"},
+    messages=({"role": "user", "content": "2 + 2?"},),
+    completion_ids=(7, 8, 9),
+)
+PLAIN = ScoreInput(sample_id="s", prompt="2 + 2 =", completion=" 4", answer="4", metadata={"level": 3})
+
+
+def score(function: Callable[..., Any], sample: ScoreInput = SAMPLE, *, answer_field: str = "answer") -> Outcome:
+    adapted, _ = adapt(function, answer_field=answer_field)
+    result = adapted(sample)
+    return outcome_of(asyncio.run(result) if asyncio.iscoroutine(result) else result)
+
+
+def test_a_function_of_openrlhf_gets_texts_and_its_numbers_are_components() -> None:
+    calls = []
+
+    def reward_func(queries: Any, prompts: Any, labels: Any, **kwargs: Any) -> dict[str, Any]:
+        calls.append((queries, prompts, labels, kwargs))
+        reward = np.array([0.5], np.float32)
+        logs = {"accuracy": reward.mean(), "length": [8.0], "note": "x", "per_token": [1.0, 2.0], "bad\nname": 1.0}
+        return {"rewards": reward, "scores": np.array([1.0]), "extra_logs": logs}
+
+    outcome = score(reward_func)
+    assert calls == [(["<user>2 + 2?<end>It is 4."], ["<user>2 + 2?<end>"], ["4"], {})]
+    assert outcome.score == 0.5
+    assert outcome.components == {"scores": 1.0, "accuracy": 0.5, "length": 8.0}
+    assert adapt(reward_func, answer_field="answer")[1] == Reads()
+
+
+@pytest.mark.parametrize("answer", [np.array([2.0]), [2.0], 2.0, np.float32(2), np.array(2.0), {"rewards": [2.0]}])
+def test_a_function_of_openrlhf_may_return_the_reward_alone(answer: Any) -> None:
+    assert score(lambda queries, prompts, labels: answer).score == 2.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [({"scores": [1.0]}, "returned a mapping with scores; it needs"), ([1.0, 2.0], "2 rewards")]
+)
+def test_a_result_that_is_no_reward_says_what_is_missing(answer: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        score(lambda queries, prompts, labels: answer)
+
+
+def test_a_function_of_trl_gets_the_conversation_and_the_columns() -> None:
+    calls = []
+
+    def accuracy(prompts: Any, completions: Any, solution: Any, **columns: Any) -> list[float]:
+        calls.append((prompts, completions, solution, columns))
+        return [float(solution[0] in completions[0][0]["content"])]
+
+    assert score(accuracy, answer_field="solution").score == 1.0
+    ((prompts, completions, solution, columns),) = calls
+    assert prompts == [[{"role": "user", "content": "2 + 2?"}]]
+    assert completions == [[{"role": "assistant", "content": "It is 4."}]]
+    assert (solution, columns["level"], columns["source"], columns["completion_ids"]) == (
+        ["4"],
+        [3],
+        ["sums"],
+        [[7, 8, 9]],
+    )
+    assert "answer" not in columns
+
+
+def test_a_plain_prompt_makes_texts_as_in_trl() -> None:
+    def lengths(completions: Any, **columns: Any) -> list[float]:
+        assert columns["prompts"] == ["2 + 2 ="]
+        return [float(len(text)) for text in completions]
+
+    assert score(lengths, PLAIN).score == 2.0
+
+
+def test_a_function_of_trl_without_columns_gets_none() -> None:
+    assert score(lambda prompts, completions: [float(len(completions))]).score == 1.0
+
+
+def test_none_abstains_and_an_async_function_is_awaited() -> None:
+    async def skips(completions: Any, **_: Any) -> list[float | None]:
+        await asyncio.sleep(0)
+        return [None]
+
+    outcome = score(skips)
+    assert (outcome.score, outcome.abstain_reason) == (None, "NO_SCORE")
+
+
+def test_components_come_from_log_metric_or_from_the_element() -> None:
+    def logs(completions: Any, log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+        log_extra("texts", ["x"])
+        log_metric("format", 0.25)
+        log_metric("endless", float("inf"))
+        return [1.0]
+
+    assert dict(score(logs).components) == {"format": 0.25}
+    parts = {"score": 2.0, "components": {"format": 0.5}}
+    outcome = score(lambda completions, **_: [parts])
+    assert (outcome.score, dict(outcome.components)) == (2.0, {"format": 0.5})
+
+
+@pytest.mark.parametrize("name", ["completion_ids", "completions_ids"])
+def test_a_function_that_takes_ids_reads_tokens(name: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(f"def count({name}, **kwargs):\n    return [float(len(ids)) for ids in {name}]", namespace)
+    assert adapt(namespace["count"], answer_field="answer")[1] == Reads(tokens=True, messages=True)
+    assert score(namespace["count"]).score == 3.0
+
+
+def test_an_instance_is_called_by_the_signature_of_its_class() -> None:
+    class Scaled:
+        def __call__(self, completions: Any, answer: Any, **_: Any) -> list[float]:
+            return [float(answer[0])]
+
+    assert score(Scaled()).score == 4.0
+
+
+def test_a_column_that_the_row_lacks_is_an_error_of_the_sample() -> None:
+    with pytest.raises(InvalidSample, match="no column 'solution'; it has answer, level, source") as error:
+        score(lambda completions, solution: [1.0])
+    assert error.value.reason == "BAD_METADATA"
+
+
+def _of_a_trainer(completions: Any, trainer_state: Any) -> list[float]:
+    return [1.0]
+
+
+def _two(first: Any, second: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (_of_a_trainer, "it needs trainer_state, which only a trainer"),
+        (_two, r"OpenRLHF's \(queries, prompts, labels\)"),
+    ],
+)
+def test_a_signature_that_cannot_be_called_is_refused(function: Callable[..., Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        adapt(function, answer_field="answer")
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{4}", "4"),
+        (r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{2} and \boxed{3", "2"),
+        ("none", None),
+    ],
+)
+def test_the_last_complete_box_is_found(text: str, content: str | None) -> None:
+    assert openrlhf_modules.extract_boxed_answer(text) == content
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "equal"),
+    [("4", " 4 ", True), (r"\frac{1}{2}", "0.5", True), ("x+1", "1+x", True), ("5", "4", False), (None, "4", False)],
+)
+def test_answers_are_compared_as_mathematics(given: str | None, truth: str, equal: bool) -> None:
+    assert openrlhf_modules.grade_answer(given, truth) is equal
+
+
+def test_a_file_that_imports_openrlhf_runs_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "math.py").write_text(
+        "from openrlhf.utils import extract_boxed_answer, grade_answer\n"
+        "def reward_func(queries, prompts, labels, **kwargs):\n"
+        "    found = [extract_boxed_answer(q[len(p):]) for q, p in zip(queries, prompts)]\n"
+        "    return {'rewards': [float(grade_answer(f, label)) for f, label in zip(found, labels)]}\n"
+    )
+    function, _, _ = loader.load(loader.find("math.py:reward_func", directory=tmp_path), {})
+    sample = ScoreInput(sample_id="s", prompt="1/2?", completion=r"It is \boxed{\frac{1}{2}}", answer="0.5")
+    assert outcome_of(function(sample)).score == 1.0
+
+
+def test_the_loader_names_the_forms(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text("def reward(a, b):\n    return 1.0\n")
+    with pytest.raises(VerifierError, match=r"'two.py:reward': it takes \(a, b\).*a reward function takes \(sample\)"):
+        loader.load(loader.find("two.py:reward", directory=tmp_path), {})

@@ -3,8 +3,8 @@
     python examples/reward_service.py 127.0.0.1:50053
 
 It scores how short a completion is. The contract is `proto/fourfold/reward/v1/reward_service.proto`. Check a service:
-`pytest tests/conformance/test_reward_service.py --target HOST:PORT`. A Python function needs less code: see
-examples/reward_function.py.
+`fourfold conformance reward HOST:PORT`. A run calls it with `[reward] target = "HOST:PORT"` in its recipe. A Python
+function needs less code: see examples/reward_function.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fourfold.config.agents import AgentsConfig, EnvironmentConfig, GatewayConfig
 from fourfold.config.algorithm import AlgorithmConfig
@@ -177,6 +177,10 @@ class SamplingConfig(Table):
 class RewardConfig(Table):
     """`[reward]`: the reward services, their verifier and its sandbox."""
 
+    target: tuple[str, ...] = Field(default=(), strict=False)
+    """Addresses HOST:PORT of reward services that run already, in any language; one, or a list. The coordinator calls
+    them, and they need no registration. The launcher starts none; `replicas`, `verifier` and the keys of its sandbox
+    have no meaning then."""
     replicas: int = Field(default=1, ge=0)
     """Services that the launcher starts; 0: they are started by hand."""
     verifier: str = "exact_match"
@@ -211,6 +215,18 @@ class RewardConfig(Table):
     """Names of environment variables for a reward function of yours, in addition to PATH, HOME and similar ones."""
     memory_gib: int = Field(default=8, ge=1)
     """Maximum private memory of one process of a reward function of yours."""
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("target")
+    @classmethod
+    def _different(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) < len(value) or not all(value):
+            raise ValueError(f"target = {list(value)} has an address twice, or an empty one; remove it")
+        return value
 
 
 class ReferenceConfig(Table):

@@ -113,7 +113,7 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
         rows.append(_transfer(config, shape))
     if config.needs_reference:
         rows.append(_reference(config, shape))
-    if config.needs_scorer:
+    if config.needs_scorer and not config.reward.target:
         workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)
         rows.append(MemoryRow(role="reward", count=workers, on_gpu=False, programs=_REWARD_PROGRAM))
     if config.agents.source != "none":

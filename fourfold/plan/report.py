@@ -291,6 +291,8 @@ def _reward(config: Config) -> str:
     reward = config.reward
     if not config.needs_scorer:
         return "none, because agents reward their sessions themselves."
+    if reward.target:
+        return f"{_services(len(reward.target))} at {', '.join(reward.target)}, which this run does not start."
     workers = "1 worker process" if reward.processes == 1 else f"{reward.processes} worker processes each"
     limit = f"{reward.timeout_seconds:g} s"
     return f"{_services(reward.replicas)}, {workers}: `{reward.verifier}`, at most {limit} per sample."

@@ -9,9 +9,13 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,12 @@ from fourfold import config as configuration
 from tests.fakes.command_line import Stage, listening, staged, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -217,3 +227,32 @@ def test_service_dead_at_start_is_one_clear_error(make_stage: Callable[..., Stag
     assert "no_such_verifier" in errors and str(Path("runs/toy/logs/reward-0.log")) in errors
     assert "No checkpoint was written yet. To start again: fourfold run --resume runs/toy; with a changed" in errors
     assert "Traceback" not in errors
+
+
+def test_a_service_of_another_program_scores_a_run_by_its_address_alone(make_stage: Callable[..., Stage]) -> None:
+    """examples/reward_service.py knows neither coordinator nor lease; killed and started again, it goes on."""
+    example = Path(__file__).parents[2] / "examples" / "reward_service.py"
+    address = f"127.0.0.1:{free_port()}"
+
+    @contextmanager
+    def serving() -> Iterator[None]:
+        with subprocess.Popen([sys.executable, str(example), address], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None and process.stdout.readline().startswith("READY ")
+                yield
+            finally:
+                process.kill()
+
+    with serving():
+        stage = make_stage(steps=4, reward={"target": address})
+        process = stage.start("toy.toml", delay=0.1)
+        stage.wait_for_step(process, 1)
+    with serving():
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert stage.descendants() == {}
+    assert "reward-0" not in output
+    report = json.loads((stage.run_dir / "report.json").read_text())
+    assert (report["steps"], report["dropped"]) == (4, {})
+    rows = [json.loads(line) for line in (stage.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {row["scorer"] for row in rows} == {"short-is-better@1"}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import sys
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -150,8 +151,12 @@ class Coordinator:
             self._tasks.forget_gateway(member.member_id, after=_RESTART_SECONDS if restarts else 0.0)
 
     def _open_channel(self, member: Member) -> grpc.aio.Channel:
-        """Open a channel to a member; with certificates, only a server with the member's identity is accepted."""
-        return open_channel(member.target, self._host.security, server=Principal(member.role_name, member.member_id))
+        """Open a channel to a member; with certificates, only a server with the member's identity is accepted.
+
+        The recipe has the address of a permanent member, not its name: any server of its role is accepted there.
+        """
+        name = "" if member.permanent else member.member_id
+        return open_channel(member.target, self._host.security, server=Principal(member.role_name, name))
 
     async def run(self) -> int:
         """Serve until the run is over; return the exit code."""
@@ -191,6 +196,8 @@ class Coordinator:
             death=os.environ.get(DEATH_VARIABLE, ""),
         )
         self._registry.add_listener(totals.on_member)
+        for target in self._config.reward.target if self._config.needs_scorer else ():
+            self._registry.add_permanent(permanent_id(target), Role.ROLE_REWARD, target)
         self._run_source.totals = totals
         await self._disk.write(totals.save)
         background = [
@@ -274,6 +281,11 @@ class Coordinator:
         while True:
             self._board.set_members(self._router.members())
             await self._router.wait_for_change(timeout=_TICK_SECONDS)
+
+
+def permanent_id(target: str) -> str:
+    """Return the member id of the reward service at an address."""
+    return f"reward-at-{re.sub('[^A-Za-z0-9]+', '-', target)}"[:128]
 
 
 def check_same_data(prompts: PromptSet, ledger: Ledger) -> None:

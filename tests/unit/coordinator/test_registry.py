@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import InvalidInput, NotFound, WrongState
+from fourfold.errors import ConfigError, InvalidInput, NotFound, WrongState
 from fourfold_coordinator.routing.registry import TTL_SECONDS, Member, MemberChange, Registry
 from tests.fakes.clock import FakeClock
 
@@ -208,3 +208,26 @@ async def test_a_member_that_does_not_renew_its_lease_is_overdue_before_it_expir
     registry.keep_alive(token)
     assert registry.overdue("rollout-0") == (False, clock.now())
     assert registry.overdue("nobody") == (True, clock.now())
+
+
+async def test_a_member_that_the_recipe_names_never_expires(
+    registry: Registry, clock: FakeClock, changes: list[tuple[str, MemberChange]]
+) -> None:
+    registry.add_permanent("reward-at-x", Role.ROLE_REWARD, "127.0.0.1:5000")
+    began = clock.now()
+    await clock.advance(10 * TTL_SECONDS)
+    assert registry.expire() == [] and registry.overdue("reward-at-x") == (False, began)
+    (found,) = registry.members(Role.ROLE_REWARD)
+    assert found.permanent and changes == [("0", MemberChange.JOINED)]
+    with pytest.raises(WrongState, match=r"is the name of the service at .*, which the recipe names"):
+        registry.register(member("reward-at-x", role=Role.ROLE_REWARD))
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [("127.0.0.1:0", "has port 0"), ("10.0.0.1:5000", "without TLS a service is only called on this machine")],
+)
+def test_an_address_that_cannot_be_called_is_refused(registry: Registry, target: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        registry.add_permanent("reward-at-x", Role.ROLE_REWARD, target)
+    assert registry.members() == []

@@ -63,7 +63,7 @@ def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
         ("rollout", config.rollout.replicas, 2),
         ("trainer", config.trainer.replicas, config.trainer_processes),
     ]
-    if config.needs_scorer:
+    if config.needs_scorer and not config.reward.target:
         roles.append(("reward", config.reward.replicas, config.reward.processes))
     if config.needs_reference:
         roles.append(("reference", config.reference.replicas, 1))

@@ -32,6 +32,8 @@ from fourfold.security.principal import LOCAL, Principal
 log = logging.getLogger("fourfold.coordinator")
 
 TTL_SECONDS: Final = 15.0
+PERMANENT: Final = "0" * 32
+"""Incarnation of members without a registration; their processes cannot be told apart."""
 MAX_MEMBERS: Final = 1024  # live ones; each costs the coordinator a channel
 MAX_FENCED: Final = 16 * MAX_MEMBERS  # replaced incarnations that are remembered; the oldest is forgotten first
 # A member renews its lease every third of the ttl; the tenth is for the call itself.
@@ -67,6 +69,7 @@ class Member:
     role: int  # a value of `Role`
     target: str  # address
     tokenizer_sha256: bytes
+    permanent: bool = False  # the recipe names its address; it does not register
 
     @property
     def role_name(self) -> str:
@@ -131,6 +134,11 @@ class Registry:
         self.expire()  # a lease that ran out since the last `expire` must not be renewed
         self._check_only_trainer(member)
         held = self._leases.get(member.member_id)
+        if held is not None and held.member.permanent:
+            raise WrongState(
+                f"{member.member_id} is the name of the service at {held.member.target}, which the recipe names; start "
+                f"this one with another --member-id"
+            )
         if (member.member_id, member.incarnation) in self._fenced:
             raise WrongState(
                 f"{member.member_id} was replaced by a newer process of the same name; stop this one, or give it "
@@ -155,6 +163,28 @@ class Registry:
         )
         self._notify(member, MemberChange.JOINED)
         return token
+
+    def add_permanent(self, member_id: str, role: int, target: str) -> None:
+        """Add a member that the recipe names by its address: it never registers, and its lease never ends.
+
+        Raises ConfigError: no channel may be opened to the target.
+        """
+        check_target(target, self._security)
+        if split_target(target)[1] == 0:
+            raise ConfigError(f"{target!r} has port 0, where nothing listens; give the port of the service")
+        member = Member(
+            member_id=member_id, incarnation=PERMANENT, role=role, target=target, tokenizer_sha256=b"", permanent=True
+        )
+        now = self.clock.now()
+        self._leases[member_id] = _Lease(
+            member=member,
+            owner=LOCAL,
+            token=secrets.token_bytes(16),
+            renewed=self.clock.monotonic(),
+            renewed_at=now,
+            live_since=now,
+        )
+        self._notify(member, MemberChange.JOINED)
 
     def keep_alive(self, token: bytes, owner: Principal = LOCAL) -> None:
         """Renew a lease; raise NotFound when it ended, or belongs to another principal."""
@@ -188,7 +218,7 @@ class Registry:
         return [lease.member for lease in expired]
 
     def _age(self, lease: _Lease) -> float:
-        return self.clock.monotonic() - lease.renewed
+        return 0.0 if lease.member.permanent else self.clock.monotonic() - lease.renewed
 
     def _overdue(self, lease: _Lease) -> bool:
         return self._age(lease) > self.ttl * _OVERDUE_SHARE

@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 INFO_SECONDS: Final = 10.0  # deadline of calls that only ask for information
 _TICK_SECONDS: Final = 0.25
+_REFRESH_SECONDS: Final = 5.0  # between questions to a permanent member, whose process may be another one by now
 
 
 class WaitLimit(NamedTuple):
@@ -115,8 +116,9 @@ class Router:
         now = self.clock.monotonic()
         self._inspections = {key: task for key, task in self._inspections.items() if not task.done()}
         for replica in self._replicas.values():
-            due = replica.unusable_reason == NOT_INSPECTED and not replica.breaker.resting(now)
-            if due and replica.key not in self._inspections:
+            stale = replica.member.permanent and now - replica.inspected_at >= _REFRESH_SECONDS
+            due = replica.unusable_reason == NOT_INSPECTED or stale
+            if due and not replica.breaker.resting(now) and replica.key not in self._inspections:
                 self._inspections[replica.key] = tasks.create_task(self._inspect(replica))
             if replica.member.role == Role.ROLE_ROLLOUT and replica.present and replica not in self._watches:
                 watch = watch_load(replica.rollout, replica.load, self.clock)
@@ -371,6 +373,7 @@ class Router:
     async def _describe(self, replica: Replica) -> None:
         """Ask a new replica for its properties, and decide whether it may get calls."""
         tokenizer, reason = self.tokenizer_sha256, ""
+        replica.inspected_at = self.clock.monotonic()
         match replica.member.role:
             case Role.ROLE_ROLLOUT:
                 info = await replica.rollout.get_info(timeout=INFO_SECONDS)
@@ -388,6 +391,8 @@ class Router:
         if tokenizer != self.tokenizer_sha256:
             reason = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
         self.faults.clear(replica.member.member_id)  # its title before the scorer's name was known
+        if replica.present and replica.member.permanent:  # a look at what it is: its calls show whether it works
+            return
         self.record_success(replica)
         self.set_unusable_reason(replica, reason)
         self.notify()

@@ -100,7 +100,7 @@ async def running(*work: Any) -> AsyncIterator[None]:
 
 async def test_a_run_goes_on_while_its_gateway_is_attacked(make_stage: Callable[..., Stage]) -> None:
     public = f"127.0.0.1:{free_port()}"
-    limits = {"max_body_mib": 1, "body_seconds": 1.0, "max_connections": 96, "public_listen": public}
+    limits = {"max_body_mib": 1, "body_seconds": 3.0, "max_connections": 96, "public_listen": public}
     limits["max_open_sessions_per_agent"] = MOST_SESSIONS
     stage = make_stage(steps=STEPS, agents=AGENTS, gateway=limits, data={"holdout": None})
 
@@ -117,6 +117,7 @@ async def test_a_run_goes_on_while_its_gateway_is_attacked(make_stage: Callable[
         flood=128,
         sessions=10 * MOST_SESSIONS,
         sessions_per_second=100,
+        nice=0,  # no step time is measured here, and a starved client is a slow one
         pause=1.0,
     )
     try:

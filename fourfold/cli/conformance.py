@@ -81,9 +81,9 @@ async def _run(args: argparse.Namespace, probe: dict[str, Any]) -> Sequence[Find
 
 
 def _print(finding: Finding) -> None:
-    print(f"{finding.status:8} {finding.name:20} {finding.rule}")
+    print(f"{finding.status:8} {finding.name:21} {finding.rule}")
     if finding.text:
-        print(f"{'':8} {'':20} {finding.text}")
+        print(f"{'':8} {'':21} {finding.text}")
     sys.stdout.flush()
 
 

@@ -91,5 +91,5 @@ async def _outcome(check: Check[Any], probe: Any) -> tuple[Status, str, bool]:
     except Violation as error:
         return "broken", clean(str(error), MAX_ERROR), False
     except FourfoldError as error:
-        return "broken", f"{error.code} {error.reason}: {error.message}", isinstance(error, _USELESS)
+        return "broken", f"{error.reason}: {error.message}", isinstance(error, _USELESS)
     return "ok", "", False

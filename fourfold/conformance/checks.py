@@ -7,7 +7,7 @@ Skipped if the rule does not concern this service.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
@@ -59,9 +59,6 @@ class Checks(Generic[Probe]):
         rule = (work.__doc__ or "").strip().partition("\n")[0]
         self._checks.append(Check(work.__name__.removeprefix("check_"), rule, work))
         return work
-
-    def __iter__(self) -> Iterator[Check[Probe]]:
-        return iter(self._checks)
 
     async def run(
         self, probe: Probe, *, on_finding: Callable[[Finding], None] = lambda finding: None

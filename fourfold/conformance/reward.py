@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from google.rpc.code_pb2 import NOT_FOUND, OK, Code
+from google.rpc.code_pb2 import NOT_FOUND
 
 from fourfold.arrays import Sample, VersionSpan
 from fourfold.conformance.checks import Checks, Skipped, Violation
 from fourfold.contract import contract_problem
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
+from fourfold.reward.client import ids_fault, score_fault
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.codec import encode
-from fourfold.text import MAX_COMPONENTS, MAX_ERROR, is_metric_name, is_reason
+from fourfold.text import MAX_ERROR
 
 if TYPE_CHECKING:
     from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceAsyncStub
@@ -136,37 +136,14 @@ def _sample(sample_id: str, count: int = 6) -> Sample:
 
 
 def _check_response(items: Sequence[pb.ScoreItem], response: pb.ScoreResponse) -> None:
-    asked, answered = [i.experience.sample_id for i in items], [s.sample_id for s in response.scores]
-    if len(asked) != len(answered):
-        raise Violation(f"{len(answered)} scores for {len(asked)} items; there must be one for each")
-    if asked != answered:
-        other = next(a for a, b in zip(answered, asked, strict=True) if a != b)
-        kind = "in another order" if sorted(asked) == sorted(answered) else f"with the sample_id {other[:80]!r}"
-        raise Violation(f"scores came {kind}; they must have the ids and the order of the items")
+    if fault := ids_fault(items, response):
+        raise Violation(fault[1])
     for score in response.scores:
-        _check_outcome(score)
-
-
-def _check_outcome(score: pb.SampleScore) -> None:
-    where, kind = f"sample {score.sample_id[:40]}", score.WhichOneof("outcome")
-    if kind is None:
-        raise Violation(f"{where} has no outcome; it must have a score, an abstention or an error")
-    if kind == "score" and not math.isfinite(score.score):
-        raise Violation(f"{where} has the score {score.score}; a score is finite, send an error instead")
-    if kind == "abstain_reason" and not is_reason(score.abstain_reason):
-        raise Violation(f"{where} abstains for {score.abstain_reason[:80]!r}; a reason is UPPER_SNAKE_CASE, at most 63")
-    if kind == "error":
-        if score.error.code not in Code.values() or score.error.code == OK:
-            raise Violation(f"{where} has an error with code {score.error.code}; it must be a google.rpc.Code, not 0")
-        if not is_reason(score.error.reason):
-            raise Violation(f"{where} has the error {score.error.reason[:80]!r}; a reason is UPPER_SNAKE_CASE")
-        if len(score.error.message) > MAX_ERROR or not (score.error.message or " ").isprintable():
+        where, message = f"sample {score.sample_id[:40]}", score.error.message
+        if fault := score_fault(score):
+            raise Violation(f"{where}: {fault[1]}")
+        if len(message) > MAX_ERROR or not (message or " ").isprintable():
             raise Violation(f"{where}: the message of an error is one line of at most {MAX_ERROR} characters")
-    if len(score.components) > MAX_COMPONENTS:
-        raise Violation(f"{where} has {len(score.components)} components; at most {MAX_COMPONENTS}")
-    for name, value in score.components.items():
-        if not is_metric_name(name) or not math.isfinite(value):
-            raise Violation(f"{where} has the component {name[:80]!r} = {value}; see SampleScore.components")
 
 
 def _show(score: pb.SampleScore) -> str:

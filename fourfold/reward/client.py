@@ -71,22 +71,10 @@ class AsyncRewardClient(AsyncClient):
         scores: list[pb.SampleScore] = []
         for part in chunks(items, _REQUEST_BYTES, max_sample_count):
             response = await self._call(self._stub.Score, pb.ScoreRequest(items=part), left())
-            self._check_ids([item.experience.sample_id for item in part], [s.sample_id for s in response.scores])
+            if fault := ids_fault(part, response):
+                raise PeerFault(self.peer, fault[0], f"Score: {fault[1]}")
             scores.extend(_checked(score) for score in response.scores)
         return scores
-
-    def _check_ids(self, asked: Sequence[str], answered: Sequence[str]) -> None:
-        if asked == answered:
-            return
-        if len(asked) != len(answered):
-            kind, text = "WRONG_COUNT", f"answered {len(answered)} scores for {len(asked)} samples"
-        elif sorted(asked) == sorted(answered):
-            kind, text = "WRONG_ORDER", f"answered the {len(asked)} samples in another order"
-        else:
-            stranger = next(name for name, wanted in zip(answered, asked, strict=True) if name != wanted)
-            kind, text = "WRONG_IDS", f"answered sample {stranger[:128]!r}, which is not the one that was asked for"
-        rule = "a reward service must answer one score per item, in the order of the request"
-        raise PeerFault(self.peer, kind, f"Score: {text}; {rule}")
 
 
 class RewardClient(SyncClient[AsyncRewardClient]):
@@ -97,34 +85,51 @@ class RewardClient(SyncClient[AsyncRewardClient]):
     score = blocking(AsyncRewardClient.score)
 
 
-def _checked(score: pb.SampleScore) -> pb.SampleScore:
-    """Return the score, or an INTERNAL error in its place when it breaks the contract."""
-    kind = score.WhichOneof("outcome")
+def ids_fault(items: Sequence[pb.ScoreItem], response: pb.ScoreResponse) -> tuple[str, str] | None:
+    """Return reason and text of what is wrong with the ids of a response; None if they are those of the request."""
+    asked, answered = [i.experience.sample_id for i in items], [s.sample_id for s in response.scores]
+    if asked == answered:
+        return None
+    if len(asked) != len(answered):
+        kind, text = "WRONG_COUNT", f"answered {len(answered)} scores for {len(asked)} samples"
+    elif sorted(asked) == sorted(answered):
+        kind, text = "WRONG_ORDER", f"answered the {len(asked)} samples in another order"
+    else:
+        stranger = next(name for name, wanted in zip(answered, asked, strict=True) if name != wanted)
+        kind, text = "WRONG_IDS", f"answered sample {stranger[:128]!r}, which is not the one that was asked for"
+    return kind, f"{text}; a reward service must answer one score per item, in the order of the request"
+
+
+def score_fault(score: pb.SampleScore) -> tuple[str, str] | None:
+    """Return reason and text of how a score breaks the contract; None if it keeps it."""
     if len(score.components) > MAX_COMPONENTS:
-        return _error(score, "BAD_COMPONENTS", f"it sent {len(score.components)} components, of {MAX_COMPONENTS}")
+        return "BAD_COMPONENTS", f"it sent {len(score.components)} components, of {MAX_COMPONENTS}"
     for name, value in score.components.items():
         if not is_metric_name(name):
-            return _error(score, "BAD_COMPONENTS", f"it sent a component named {clean(name, 64)!r}")
+            return "BAD_COMPONENTS", f"it sent a component named {clean(name, 64)!r}"
         if not math.isfinite(value):
-            return _error(score, "NOT_FINITE", f"it sent {value} as component {name}")
-    match kind:
+            return "NOT_FINITE", f"it sent {value} as component {name}"
+    match score.WhichOneof("outcome"):
         case None:
-            return _error(score, "NO_OUTCOME", "it sent neither score, abstention nor error")
+            return "NO_OUTCOME", "it sent neither score, abstention nor error"
         case "score" if not math.isfinite(score.score):
-            return _error(score, "NOT_FINITE", f"it sent the score {score.score}")
+            return "NOT_FINITE", f"it sent the score {score.score}"
         case "abstain_reason" if not is_reason(score.abstain_reason):
-            return _error(score, "BAD_REASON", f"it abstained for {score.abstain_reason[:64]!r}; {_REASON_RULE}")
+            return "BAD_REASON", f"it abstained for {score.abstain_reason[:64]!r}; {_REASON_RULE}"
         case "error" if score.error.code not in Code.values() or score.error.code == OK:
-            return _error(score, "BAD_CODE", f"it sent an error with code {score.error.code}; 1 to 16 are errors")
+            return "BAD_CODE", f"it sent an error with code {score.error.code}; 1 to 16 are errors"
         case "error" if not is_reason(score.error.reason):
-            return _error(score, "BAD_REASON", f"it sent the reason {score.error.reason[:64]!r}; {_REASON_RULE}")
-        case "error":
-            score.error.message = clean(score.error.message, MAX_ERROR)
+            return "BAD_REASON", f"it sent the reason {score.error.reason[:64]!r}; {_REASON_RULE}"
+    return None
+
+
+def _checked(score: pb.SampleScore) -> pb.SampleScore:
+    """Return the score, or an INTERNAL error in its place when it breaks the contract."""
+    if fault := score_fault(score):
+        message = f"the reward service broke the contract: {fault[1]}"
+        return pb.SampleScore(
+            sample_id=score.sample_id, error=pb.SampleError(code=INTERNAL, reason=fault[0], message=message)
+        )
+    if score.HasField("error"):
+        score.error.message = clean(score.error.message, MAX_ERROR)
     return score
-
-
-def _error(score: pb.SampleScore, reason: str, message: str) -> pb.SampleScore:
-    message = f"the reward service broke the contract: {message}"
-    return pb.SampleScore(
-        sample_id=score.sample_id, error=pb.SampleError(code=INTERNAL, reason=reason, message=message)
-    )

@@ -22,12 +22,12 @@ from tests.fakes.toy import make_config
 
 
 class Named(Reward):
-    name = "x@1"
+    name, sha256 = "x@1", b""
 
     async def GetInfo(
         self, request: reward.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> reward.GetInfoResponse:
-        return reward.GetInfoResponse(name=self.name, max_sample_count=7)
+        return reward.GetInfoResponse(name=self.name, max_sample_count=7, tokenizer_sha256=self.sha256)
 
 
 async def test_a_service_that_was_replaced_at_its_address_is_noticed(
@@ -48,6 +48,10 @@ async def test_a_service_that_was_replaced_at_its_address_is_noticed(
         service.name = "x@2"
         await until(lambda: replica.scorer == "x@2", 5)
         assert not replica.unusable_reason
+        service.sha256 = b"x" * 32
+        await until(lambda: "another tokenizer" in replica.unusable_reason, 5)
+        service.sha256 = b""
+        await until(lambda: not replica.unusable_reason, 5)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -93,9 +93,7 @@ def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verif
         hint = did_you_mean(verifier.function, [n for n, v in vars(module).items() if callable(v) and n[0] != "_"])
         raise VerifierError(f"{verifier.name!r}: no {verifier.function!r} there{hint}")
     if not callable(function):
-        raise VerifierError(
-            f"{verifier.name!r} is {function!r:.100}; it must be a function of one argument, the sample"
-        )
+        raise VerifierError(f"{verifier.name!r} is {function!r:.100}; it must be a function; name one of that file")
     try:
         adapted, reads = adapt(function, answer_field=verifier.answer_field)
     except TypeError as error:

@@ -106,6 +106,8 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
 
 def sampled_ids(experience: Experience) -> list[int]:
     """Return the tokens that the policy sampled; none if the item has no arrays, or they do not fit each other."""
+    if not experience.action_mask:  # nearly always: few functions read tokens
+        return []
     mask = np.frombuffer(experience.action_mask, np.bool_)
     ids = np.frombuffer(experience.token_ids[: len(mask) * 4], "<i4")
     return [int(token) for token in ids[mask]] if len(ids) == len(mask) else []

@@ -219,6 +219,8 @@ async def test_a_member_that_the_recipe_names_never_expires(
     assert registry.expire() == [] and registry.overdue("reward-at-x") == (False, began)
     (found,) = registry.members(Role.ROLE_REWARD)
     assert found.permanent and changes == [("0", MemberChange.JOINED)]
+    with pytest.raises(ConfigError, match=r"would have the member id reward-at-x of '127.0.0.1:5000'"):
+        registry.add_permanent("reward-at-x", Role.ROLE_REWARD, "127.0.0.1:5001")
     with pytest.raises(WrongState, match=r"is the name of the service at .*, which the recipe names"):
         registry.register(member("reward-at-x", role=Role.ROLE_REWARD))
 

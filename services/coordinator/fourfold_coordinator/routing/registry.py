@@ -172,6 +172,11 @@ class Registry:
         check_target(target, self._security)
         if split_target(target)[1] == 0:
             raise ConfigError(f"{target!r} has port 0, where nothing listens; give the port of the service")
+        if (held := self._leases.get(member_id)) is not None:
+            raise ConfigError(
+                f"{target!r} would have the member id {member_id} of {held.member.target!r}; write one of the hosts in "
+                f"another way, such as by its IP address"
+            )
         member = Member(
             member_id=member_id, incarnation=PERMANENT, role=role, target=target, tokenizer_sha256=b"", permanent=True
         )

@@ -368,7 +368,7 @@ class Router:
             await replica.call(self._describe(replica))
         except FourfoldError as error:
             self.record_failure(replica, error)
-            log.warning("GetInfo of a new member failed: member=%s: %s", replica.member.member_id, error)
+            log.warning("GetInfo failed: member=%s: %s", replica.member.member_id, error)
 
     async def _describe(self, replica: Replica) -> None:
         """Ask a new replica for its properties, and decide whether it may get calls."""
@@ -391,8 +391,8 @@ class Router:
         if tokenizer != self.tokenizer_sha256:
             reason = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
         self.faults.clear(replica.member.member_id)  # its title before the scorer's name was known
-        if replica.present and replica.member.permanent:  # a look at what it is: its calls show whether it works
-            return
+        if replica.member.permanent and replica.present and not reason:
+            return  # a later look at what it is: its calls show whether it works
         self.record_success(replica)
         self.set_unusable_reason(replica, reason)
         self.notify()

@@ -196,8 +196,7 @@ class Coordinator:
             death=os.environ.get(DEATH_VARIABLE, ""),
         )
         self._registry.add_listener(totals.on_member)
-        for target in self._config.reward.target if self._config.needs_scorer else ():
-            self._registry.add_permanent(permanent_id(target), Role.ROLE_REWARD, target)
+        self._add_targets()
         self._run_source.totals = totals
         await self._disk.write(totals.save)
         background = [
@@ -217,6 +216,14 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             experiences.close()
+
+    def _add_targets(self) -> None:
+        """Add the reward services that the recipe names by their addresses; raise ConfigError for a wrong one."""
+        for target in self._config.reward.target if self._config.needs_scorer else ():
+            try:
+                self._registry.add_permanent(permanent_id(target), Role.ROLE_REWARD, target)
+            except ConfigError as error:
+                raise ConfigError(f"reward.target: {error}") from None
 
     async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
         config = self._config

@@ -25,6 +25,16 @@ class VersionSpan:
     token_count: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreTerm:
+    """One term of a score, which is the sum of weight * score."""
+
+    name: str  # of the scorer in the recipe
+    scorer: str  # "name@version"
+    score: float
+    weight: float  # 0: another term has switched it off
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
     """A trajectory, or a segment of one; score, reference log-probabilities and token rewards are empty until known."""
@@ -48,6 +58,8 @@ class Sample:
     trajectory_id: str = ""  # empty: sample_id
     segment_index: int = 0
     segment_count: int = 1
+    terms: tuple[ScoreTerm, ...] = ()  # of the score; empty: it is not a sum
+    shadow_score: float | None = None  # of a scorer that is compared with the live one
 
     @property
     def trajectory(self) -> str:

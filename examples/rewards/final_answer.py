@@ -3,7 +3,7 @@
 In the recipe:
 
     [reward]
-    verifier = "examples/rewards/final_answer.py:reward"
+    function = "examples/rewards/final_answer.py:reward"
 
 It runs in a sandboxed worker process with a time limit: see services/reward/README.md. Return None when a sample
 cannot be judged: the sample is then dropped and counted, not scored 0. Errors (an exception, NaN) are counted too.

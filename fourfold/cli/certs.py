@@ -106,13 +106,14 @@ def _of_recipe(path: Path) -> list[Principal]:
         "coordinator": 1,
         "rollout": config.rollout.replicas,
         "trainer": config.trainer.replicas,
-        "reward": config.reward.replicas,
         "reference": config.reference.replicas,
         "viewer": 1,
     }
     if config.agents.source != "none":
         counts |= {"gateway": config.gateway.replicas, "environment": config.environment.replicas}
-    return [Principal(role, f"{role}-{index}") for role, count in counts.items() for index in range(max(count, 1))]
+    slots = [(role, role, count) for role, count in counts.items()]
+    slots += [("reward", table.member_prefix, table.replicas) for table in config.reward if not table.target]
+    return [Principal(role, f"{name}-{index}") for role, name, count in slots for index in range(max(count, 1))]
 
 
 def _status(directory: Path) -> list[str]:

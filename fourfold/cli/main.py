@@ -189,6 +189,12 @@ class _Serve:
             metavar="HOST:PORT",
             help="gateway only: a rollout service to use without a coordinator; may be repeated",
         )
+        parser.add_argument(
+            "--scorer",
+            default="",
+            metavar="NAME",
+            help="reward only: the [[reward]] to serve; default: the first",
+        )
         parser.add_argument("--list", action="store_true", help="reward only: print the built-in verifiers")
 
     def main(self, args: argparse.Namespace) -> int:
@@ -228,6 +234,7 @@ class _Serve:
             advertise=args.advertise,
             metrics_listen=args.metrics_listen,
             gateway=args.gateway,
+            scorer=args.scorer,
             engines=tuple(args.engine),
         )
         code: int = service(options)

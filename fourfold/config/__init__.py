@@ -13,6 +13,9 @@ from fourfold.config.presets import PRESETS as PRESETS
 from fourfold.config.recipe import dump as dump
 from fourfold.config.recipe import from_tables as from_tables
 from fourfold.config.recipe import load as load
+from fourfold.config.reward import JudgeConfig as JudgeConfig
+from fourfold.config.reward import RewardConfig as RewardConfig
+from fourfold.config.reward import RewardModelConfig as RewardModelConfig
 from fourfold.config.rollout import RolloutConfig as RolloutConfig
 from fourfold.config.schema import AsynchronyConfig as AsynchronyConfig
 from fourfold.config.schema import BatchConfig as BatchConfig
@@ -27,7 +30,6 @@ from fourfold.config.schema import ModelConfig as ModelConfig
 from fourfold.config.schema import PauseMode as PauseMode
 from fourfold.config.schema import ReferenceConfig as ReferenceConfig
 from fourfold.config.schema import RetryConfig as RetryConfig
-from fourfold.config.schema import RewardConfig as RewardConfig
 from fourfold.config.schema import SamplingConfig as SamplingConfig
 from fourfold.config.schema import SecurityConfig as SecurityConfig
 from fourfold.config.schema import WeightsConfig as WeightsConfig

@@ -41,6 +41,12 @@ def gpu_places(config: Config) -> dict[str, tuple[int, ...]]:
         for index in range(replicas if gpus else 0):
             places[f"{role}-{index}"] = tuple(range(first, first + gpus))
             first += gpus
+    first = max((place[-1] + 1 for place in places.values()), default=0)  # reward models share no GPU
+    for table in config.reward if config.needs_scorer else ():
+        gpus = table.model.gpus_per_replica if table.model is not None and table.model.device == "cuda" else 0
+        for index in range(table.replicas if gpus else 0):
+            places[f"{table.member_prefix}-{index}"] = tuple(range(first, first + gpus))
+            first += gpus
     return places
 
 

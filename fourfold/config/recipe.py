@@ -19,7 +19,7 @@ from fourfold.table import Table
 from fourfold.text import nearest_name
 
 _log: Final = logging.getLogger(__name__)
-_HEADER: Final = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]")
+_HEADER: Final = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
 _KEY: Final = re.compile(r"^\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
 
 
@@ -39,6 +39,8 @@ def load(path: str | Path) -> Config:
     lines = _line_numbers(text)
 
     def locate(keys: tuple[str, ...]) -> str:
+        if (keys[0], "0") not in lines:  # one plain table in place of a list of tables
+            keys = tuple(key for key in keys if not key.isdecimal())
         return f"{path}:{next((lines[keys[:i]] for i in range(len(keys), 0, -1) if keys[:i] in lines), 1)}"
 
     return _check(data, locate)
@@ -58,13 +60,13 @@ def _check(tables: Mapping[str, Any], locate: Callable[[tuple[str, ...]], str]) 
     try:
         return Config.model_validate(tables)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_explain(each, locate) for each in error.errors())) from None
+        raise ConfigError("\n".join(_explain(each, tables, locate) for each in error.errors())) from None
 
 
-def _explain(error: Any, locate: Callable[[tuple[str, ...]], str]) -> str:
+def _explain(error: Any, tables: Mapping[str, Any], locate: Callable[[tuple[str, ...]], str]) -> str:
     """Return one line of the form "file:line  key = value: rule"."""
     keys = tuple(str(part) for part in error["loc"])
-    where, key = locate(keys), ".".join(keys) or "the recipe"
+    where, key = locate(keys) if keys else locate(("",)), _key_text(keys, tables) or "the recipe"
     if error["type"] == "extra_forbidden":
         return f"{where}  {key}: no such key.{_suggest(keys)}"
     if error["type"] == "missing":
@@ -73,6 +75,19 @@ def _explain(error: Any, locate: Callable[[tuple[str, ...]], str]) -> str:
     if error["type"] == "value_error":  # from a check of Fourfold, whose message contains the value
         return f"{where}  {key}: {rule}"
     return f"{where}  {key} = {error['input']!r}: {rule[:1].lower()}{rule[1:]}"
+
+
+def _key_text(keys: tuple[str, ...], tables: Mapping[str, Any]) -> str:
+    """Return a key as users know it; in a list of tables with the name of its table."""
+    if keys[:1] != ("reward",) or not keys[1:2] or not keys[1].isdecimal():
+        return ".".join(keys)
+    rewards = tables["reward"]
+    if isinstance(rewards, Mapping):
+        return ".".join(("reward", *keys[2:]))
+    table = rewards[int(keys[1])]
+    name = table.get("name") if isinstance(table, Mapping) else None
+    title = f"[[reward]] {name!r}" if name else f"[[reward]] number {int(keys[1]) + 1}"
+    return f"{title} {'.'.join(keys[2:])}".strip()
 
 
 def _suggest(keys: tuple[str, ...]) -> str:
@@ -86,7 +101,7 @@ def _suggest(keys: tuple[str, ...]) -> str:
 
 def _known_keys(table: tuple[str, ...]) -> list[str]:
     model: Any = Config
-    for part in table:
+    for part in (part for part in table if not part.isdecimal()):
         field = model.model_fields.get(part)
         if field is None:
             return []
@@ -104,9 +119,13 @@ def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
     """
     table: tuple[str, ...] = ()
     lines: dict[tuple[str, ...], int] = {}
+    counts: dict[str, int] = {}  # tables of each list so far
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):
-            table = tuple(part.strip().strip("\"'") for part in header.group(1).split("."))
+            first, *rest = (part.strip().strip("\"'") for part in header.group(2).split("."))
+            if header.group(1) == "[[" and not rest:
+                counts[first] = counts.get(first, 0) + 1
+            table = (first, *([str(counts[first] - 1)] if first in counts else []), *rest)
             lines.setdefault(table, number)
         elif key := _KEY.match(line):
             lines.setdefault((*table, *(part.strip().strip("\"'") for part in key.group(1).split("."))), number)
@@ -118,15 +137,23 @@ def dump(config: Config) -> str:
     return "\n".join(_dump_table(config.model_dump(exclude_none=True), ())) + "\n"
 
 
-def _dump_table(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
-    scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
+def _dump_table(table: dict[str, Any], path: tuple[str, ...], *, in_list: bool = False) -> list[str]:
+    listed = {k for k, v in table.items() if not path and _is_list_of_tables(v)}
+    scalars = {k: v for k, v in table.items() if not isinstance(v, dict) and k not in listed}
     lines = [f"{_dump_key(key)} = {_dump_value(value)}" for key, value in scalars.items()]
     if path and (lines or not table):  # a table with nothing but tables inside needs no header
-        lines = [f"[{'.'.join(_dump_key(p) for p in path)}]", *lines]
+        header = ".".join(_dump_key(p) for p in path)
+        lines = [f"[[{header}]]" if in_list else f"[{header}]", *lines]
     for key, value in table.items():
         if isinstance(value, dict):
             lines += ["", *_dump_table(value, (*path, key))]
+        elif key in listed:
+            lines += [line for entry in value for line in ("", *_dump_table(entry, (key,), in_list=True))]
     return lines
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, dict) for entry in value)
 
 
 def _dump_key(key: str) -> str:

@@ -6,6 +6,7 @@ contain the units: `_seconds`, `_tokens`, `_gib`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -13,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from fourfold.config.agents import AgentsConfig, EnvironmentConfig, GatewayConfig
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.placement import PlacementConfig
+from fourfold.config.reward import RewardConfig, check_scorers
 from fourfold.config.rollout import RolloutConfig
 from fourfold.config.rules import check_tables
 from fourfold.config.table import Name, Seconds, Temperature
@@ -174,61 +176,6 @@ class SamplingConfig(Table):
         return value
 
 
-class RewardConfig(Table):
-    """`[reward]`: the reward services, their verifier and its sandbox."""
-
-    target: tuple[str, ...] = Field(default=(), strict=False)
-    """Addresses HOST:PORT of reward services that run already, in any language; one, or a list. The coordinator calls
-    them, and they need no registration. The launcher starts none; `replicas`, `verifier` and the keys of its sandbox
-    have no meaning then."""
-    replicas: int = Field(default=1, ge=0)
-    """Services that the launcher starts; 0: they are started by hand."""
-    verifier: str = "exact_match"
-    """A built-in name (`fourfold serve reward --list`), `package.module:function`, or `file.py:function`; a function
-    may have the signature of Fourfold, OpenRLHF or TRL (docs/rewards.md)."""
-    timeout_seconds: Seconds = 10.0
-    """Longest time to score one sample; then its outcome is an error."""
-    processes: int = Field(default=1, ge=1)
-    """Worker processes of one service."""
-    on_error: Literal["wait", "drop", "stop"] = "wait"
-    """Reaction of the run to a scorer that fails: it is gone, hangs, sends invalid replies, or has an error for every
-    sample. A missing score is never a zero. wait: samples wait until a scorer works again, at most `wait_seconds`.
-    drop: samples are dropped with the reason after their last try (`retry`). stop: the run ends after the last try. If
-    only some samples have an error, wait drops these, too."""
-    wait_seconds: Seconds = 1800.0
-    """Longest time that a run waits for a scorer that fails; then it ends with the first error."""
-    lost_rounds: int = Field(default=3, ge=1)
-    """Limit of the groups that a step loses to missing scores, in multiples of `batch.prompts_per_step`. The run ends
-    with the reasons if a step reaches the limit before any of its groups has scores."""
-    allowed_verifiers: tuple[str, ...] = Field(default=(), strict=False)
-    """Verifiers that a caller may select in addition to `verifier`. With `reasoning_gym`, the metadata of a sample may
-    name the tasks of [data], and those listed here as `reasoning_gym:TASK`."""
-    evaluate_text: bool = False
-    """Allow reasoning-gym tasks that run text of the answer as code (`fourfold serve reward --list` marks them). They
-    run in a sandbox."""
-    sandbox: Literal["auto", "off"] = "auto"
-    """auto: scorers run with few rights, as far as the machine can enforce it (see `fourfold doctor`). off: with all
-    rights and environment variables of the service."""
-    network: bool = False
-    """Allow a reward function of yours to open sockets."""
-    environment: tuple[str, ...] = Field(default=(), strict=False)
-    """Names of environment variables for a reward function of yours, in addition to PATH, HOME and similar ones."""
-    memory_gib: int = Field(default=8, ge=1)
-    """Maximum private memory of one process of a reward function of yours."""
-
-    @field_validator("target", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("target")
-    @classmethod
-    def _different(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(value)) < len(value) or not all(value):
-            raise ValueError(f"target = {list(value)} has an address twice, or an empty one; remove it")
-        return value
-
-
 class ReferenceConfig(Table):
     """The reference services; started only if `algorithm.kl.coef` is above 0."""
 
@@ -358,7 +305,8 @@ class Config(Table):
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     critic: CriticConfig = CriticConfig()
-    reward: RewardConfig = RewardConfig()
+    reward: tuple[RewardConfig, ...] = Field(default=(RewardConfig(),), strict=False)
+    """The scorers: one table [reward], or several [[reward]]."""
     reference: ReferenceConfig = ReferenceConfig()
     agents: AgentsConfig = AgentsConfig()
     gateway: GatewayConfig = GatewayConfig()
@@ -371,6 +319,23 @@ class Config(Table):
     security: SecurityConfig = SecurityConfig()
     metrics: MetricsConfig = MetricsConfig()
     placement: PlacementConfig = PlacementConfig()
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _one_or_more_scorers(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, Mapping | RewardConfig) else value
+
+    @field_validator("reward")
+    @classmethod
+    def _different_scorers(cls, value: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
+        check_scorers(value)
+        return value
+
+    def scorer(self, name: str) -> RewardConfig:
+        """Return the table [[reward]] of this name, the first one for an empty name; raise KeyError."""
+        if name:
+            return {table.name: table for table in self.reward}[name]
+        return self.reward[0]
 
     @property
     def pause_mode(self) -> PauseMode:

@@ -47,10 +47,19 @@ class MembershipClient(AsyncClient):
         target: str,
         tokenizer_sha256: bytes,
         timeout: float,
+        scorer: str = "",
     ) -> Lease:
-        """Register a member; raise WrongState when its tokenizer differs from that of the run."""
+        """Register a member; raise WrongState when its tokenizer differs from that of the run.
+
+        `scorer` is the name of the table [[reward]] that a reward service serves; empty: the first.
+        """
         request = pb.RegisterRequest(
-            member_id=member_id, incarnation=incarnation, role=role, target=target, tokenizer_sha256=tokenizer_sha256
+            member_id=member_id,
+            incarnation=incarnation,
+            role=role,
+            target=target,
+            tokenizer_sha256=tokenizer_sha256,
+            scorer=scorer,
         )
         response = await self._call(self._stub.Register, request, timeout)
         token = response.lease_token

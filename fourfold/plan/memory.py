@@ -113,8 +113,8 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
         rows.append(_transfer(config, shape))
     if config.needs_reference:
         rows.append(_reference(config, shape))
-    if config.needs_scorer and not config.reward.target:
-        workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)
+    workers = sum(max(table.replicas, 1) * (1 + table.processes) for table in config.reward if not table.target)
+    if config.needs_scorer and workers:
         rows.append(MemoryRow(role="reward", count=workers, on_gpu=False, programs=_REWARD_PROGRAM))
     if config.agents.source != "none":
         gateways = max(config.gateway.replicas, 1)

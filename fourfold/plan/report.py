@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
-from fourfold.config import Config, CriticConfig, DataSourceConfig, TrainerConfig
+from fourfold.config import Config, CriticConfig, DataSourceConfig, RewardConfig, TrainerConfig
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import smallest_memory, visible_gpus
 from fourfold.model.folder import ModelShape
@@ -288,14 +288,22 @@ def _engine_limits(config: Config) -> str:
 
 
 def _reward(config: Config) -> str:
-    reward = config.reward
     if not config.needs_scorer:
         return "none, because agents reward their sessions themselves."
-    if reward.target:
-        return f"{_services(len(reward.target))} at {', '.join(reward.target)}, which this run does not start."
-    workers = "1 worker process" if reward.processes == 1 else f"{reward.processes} worker processes each"
-    limit = f"{reward.timeout_seconds:g} s"
-    return f"{_services(reward.replicas)}, {workers}: `{reward.verifier}`, at most {limit} per sample."
+    if len(config.reward) == 1:
+        return _scorer(config.reward[0])
+    terms = " + ".join(f"{table.weight:g} {table.name}" for table in config.reward)
+    return " ".join([f"score = {terms}.", *(f"{table.name}: {_scorer(table)}" for table in config.reward)])
+
+
+def _scorer(table: RewardConfig) -> str:
+    limit = f"at most {table.timeout_seconds:g} s per sample"
+    if table.target:
+        return f"{_services(len(table.target))} at {', '.join(table.target)}, which this run does not start."
+    if table.kind in ("function", "command"):
+        workers = "1 worker process" if table.processes == 1 else f"{table.processes} worker processes each"
+        return f"{_services(table.replicas)}, {workers}: `{table.title}`, {limit}."
+    return f"{_services(table.replicas)}: {table.kind} `{table.title}`, {limit}."
 
 
 def _reference(config: Config) -> str:

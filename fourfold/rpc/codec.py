@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array, Sample, VersionSpan
+from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array, Sample, ScoreTerm, VersionSpan
 from fourfold.bounds import MAX_NUMBER
 from fourfold.errors import InvalidInput
 from fourfold.types.v1 import experience_pb2 as pb
@@ -26,6 +26,7 @@ Buffer: TypeAlias = bytes | memoryview  # of bytes
 ID_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 # Size of one message of a stream. The limit is 16 MiB; 1 MiB was the fastest size in measurements.
 CHUNK_BYTES: Final = 1 << 20
+MAX_TERMS: Final = 64  # of one score
 _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype("<f4")
 
@@ -56,6 +57,8 @@ def encode_parts(sample: Sample) -> list[Buffer]:
         trajectory_id=sample.trajectory_id,
         segment_index=sample.segment_index,
         segment_count=sample.segment_count if sample.segment_count > 1 else 0,
+        terms=[pb.ScoreTerm(name=t.name, scorer=t.scorer, score=t.score, weight=t.weight) for t in sample.terms],
+        shadow_score=sample.shadow_score,
     )
     parts: list[Buffer] = [rest.SerializeToString()]
     arrays = [
@@ -169,10 +172,29 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
         trajectory_id=message.trajectory_id,
         segment_index=message.segment_index,
         segment_count=message.segment_count or 1,
+        terms=_terms(message),
+        shadow_score=_score(message, "shadow_score"),
     )
 
 
-def _score(message: pb.Experience, field: Literal["score", "baseline_score"]) -> float | None:
+def _terms(message: pb.Experience) -> tuple[ScoreTerm, ...]:
+    """Return the terms of the score; InvalidInput: too many, two of one name, or a number that is not finite."""
+    where = f"sample {message.sample_id}: terms"
+    if len(message.terms) > MAX_TERMS:
+        raise InvalidInput(f"{where} has {len(message.terms)} entries; at most {MAX_TERMS} are allowed")
+    terms = tuple(ScoreTerm(name=t.name, scorer=t.scorer, score=t.score, weight=t.weight) for t in message.terms)
+    if len({term.name for term in terms}) < len(terms):
+        raise InvalidInput(f"{where} has a name twice: {[term.name for term in terms]}; names must be different")
+    for term in terms:
+        check_id(term.name, f"{where}: name")
+        if not (math.isfinite(term.score) and math.isfinite(term.weight)):
+            raise InvalidInput(
+                f"{where}: {term.name} has score {term.score}, weight {term.weight}; both must be finite"
+            )
+    return terms
+
+
+def _score(message: pb.Experience, field: Literal["score", "baseline_score", "shadow_score"]) -> float | None:
     """Return a finite score, or None when the field is absent."""
     if not message.HasField(field):
         return None

@@ -67,6 +67,7 @@ class ServeOptions:
     advertise: str = ""  # host name or address that other services connect to; empty: the one of `listen`
     gateway: str = ""  # host:port of the gateway of an environment service; empty: those of the coordinator's run
     metrics_listen: str = ""  # "host:port" of the metrics endpoint; empty: as the recipe says ([metrics])
+    scorer: str = ""  # name of the table [[reward]] that a reward service serves; empty: the first
     engines: tuple[str, ...] = ()  # host:port of each engine of a gateway without a coordinator
 
 
@@ -256,6 +257,7 @@ class ServiceHost:
             target=self.target,
             tokenizer_sha256=self.tokenizer_sha256,
             on_drain=self.stop,
+            scorer=self.options.scorer,
         )
 
     def _token_limits(self, name: str) -> Mapping[str, float]:

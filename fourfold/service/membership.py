@@ -53,15 +53,18 @@ class Membership:
         on_drain: Callable[[], None],
         clock: Clock = SYSTEM_CLOCK,
         random_source: random.Random | None = None,
+        scorer: str = "",
     ) -> None:
         """Prepare a member with a new incarnation.
 
         `member_id` is the stable name of the slot, e.g. "rollout-0", and `target` the "host:port" of the service.
         `tokenizer_sha256` has 32 bytes, or none. `on_drain` is called each time the coordinator requests a drain.
+        `scorer` is the name of the table [[reward]] that a reward service serves; empty: the first.
         """
         self._client = client
         self._member_id, self._role, self._target = member_id, role, target
         self._tokenizer_sha256 = tokenizer_sha256
+        self._scorer = scorer
         self._on_drain = on_drain
         self._clock = clock
         self._random = random_source or random.Random()
@@ -101,6 +104,7 @@ class Membership:
                 target=self._target,
                 tokenizer_sha256=self._tokenizer_sha256,
                 timeout=_CALL_TIMEOUT_SECONDS,
+                scorer=self._scorer,
             )
             log.info("registered", extra={"target": self._target, "ttl_seconds": self._lease.ttl_seconds})
             return self._lease.ttl_seconds / 3  # the lease survives two lost calls

@@ -34,7 +34,7 @@ model = { source = "none" }
 data = { train = { path = "none.jsonl" } }
 sampling = { max_new_tokens = 4 }
 batch = { prompts_per_step = 1, group_size = 2 }
-reward = { verifier = "function.py:reward", timeout_seconds = 1.0 }
+reward = { function = "function.py:reward", timeout_seconds = 1.0 }
 """
 OURS = """
 import sys

@@ -62,8 +62,8 @@ async def test_a_service_that_was_replaced_at_its_address_is_noticed(
 )
 def test_a_recipe_names_one_address_or_several(tmp_path: Any, given: Any, targets: tuple[str, ...]) -> None:
     config = make_config(tmp_path, reward={"target": given})
-    assert config.reward.target == targets
-    assert Config.model_validate(config.model_dump()).reward.target == targets
+    assert config.reward[0].target == targets
+    assert Config.model_validate(config.model_dump()).reward[0].target == targets
 
 
 def test_an_address_twice_is_refused(tmp_path: Any) -> None:

@@ -261,7 +261,7 @@ max_new_tokens = 4
 prompts_per_step = 1
 group_size = 2
 [reward]
-verifier = "{verifier}"
+function = "{verifier}"
 processes = 2
 """
 MAIN = """
@@ -320,9 +320,9 @@ def test_service_scores_and_drains_on_sigterm(tmp_path: Path) -> None:
     [
         (
             "last_numbr",
-            "reward.verifier = 'last_numbr' is not a verifier; did you mean 'last_number'? Known: exact_match, ",
+            "reward.function = 'last_numbr' is not a verifier; did you mean 'last_number'? Known: exact_match, ",
         ),
-        ("mine.py:rewards", "reward.verifier: 'mine.py:rewards': no 'rewards' there; did you mean 'reward'?"),
+        ("mine.py:rewards", "reward.function: 'mine.py:rewards': no 'rewards' there; did you mean 'reward'?"),
     ],
 )
 def test_bad_verifier_ends_the_service_with_one_line(tmp_path: Path, verifier: str, text: str) -> None:

@@ -24,7 +24,7 @@ class Stage:
 
     def __init__(self, root: Path, **changes: Any) -> None:
         self.root = root
-        config = make_config(root, **{"reward": {"verifier": "exact_match"}, **changes})
+        config = make_config(root, **{"reward": {"function": "exact_match"}, **changes})
         (root / "toy.toml").write_text(configuration.dump(config))
         self._fakes = install(root / "fakes")
         self.processes: list[subprocess.Popen[str]] = []

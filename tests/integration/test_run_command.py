@@ -218,7 +218,7 @@ def test_killed_launcher_takes_everything_with_it(make_stage: Callable[..., Stag
 
 
 def test_service_dead_at_start_is_one_clear_error(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(reward={"verifier": "no_such_verifier"})
+    stage = make_stage(reward={"function": "no_such_verifier"})
     process = stage.start("toy.toml")
     _, errors = process.communicate(timeout=40)
     assert process.returncode == 1

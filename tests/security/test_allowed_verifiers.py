@@ -37,23 +37,31 @@ def recipe(tmp_path: Path, *, data: str = "products", **reward: Any) -> Config:
     return from_tables(tomllib.loads(text), source="recipe.toml")
 
 
+def allowed_of(config: Config) -> AllowedVerifiers:
+    return AllowedVerifiers.from_config(config, config.reward[0])
+
+
+def sandbox_of(config: Config, run_dir: Path | None, *, evaluating: str) -> worker_sandbox.WorkerSandbox:
+    return worker_sandbox.from_config(config, config.reward[0], run_dir, evaluating=evaluating)
+
+
 @pytest.mark.parametrize(
     ("data", "reward", "name"),
     [
-        ("products", {"verifier": "reasoning_gym:countdown"}, "countdown"),
+        ("products", {"function": "reasoning_gym:countdown"}, "countdown"),
         ("products", {"allowed_verifiers": ["reasoning_gym:n_queens"]}, "n_queens"),
-        ("puzzle24", {"verifier": "reasoning_gym"}, "puzzle24"),
+        ("puzzle24", {"function": "reasoning_gym"}, "puzzle24"),
     ],
 )
 def test_verifier_that_evaluates_text_needs_a_key(tmp_path: Path, data: str, reward: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"'reasoning_gym:{name}' runs text .* reward.evaluate_text = false; set"):
-        AllowedVerifiers.from_config(recipe(tmp_path, data=data, **reward))
-    allowed = AllowedVerifiers.from_config(recipe(tmp_path, data=data, evaluate_text=True, **reward))
+        allowed_of(recipe(tmp_path, data=data, **reward))
+    allowed = allowed_of(recipe(tmp_path, data=data, evaluate_text=True, **reward))
     assert allowed.evaluating == f"reasoning_gym:{name}"
 
 
 def test_recipe_that_scores_by_another_verifier_needs_no_key(tmp_path: Path) -> None:
-    allowed = AllowedVerifiers.from_config(recipe(tmp_path, data="puzzle24", verifier="last_number"))
+    allowed = allowed_of(recipe(tmp_path, data="puzzle24", verifier="last_number"))
     assert (allowed.evaluating, dict(allowed.others)) == ("", {})
 
 
@@ -62,20 +70,20 @@ def test_service_with_tls_refuses_evaluation_without_a_whole_sandbox(
 ) -> None:
     monkeypatch.setattr(worker_sandbox, "probe", lambda: SandboxSupport(network=True, processes=True))
     with pytest.raises(ConfigError, match=r"'countdown' .* its sandbox: no Landlock .*\. \[security\] requires"):
-        worker_sandbox.from_config(recipe(tmp_path, tls=True), None, evaluating="countdown")
+        sandbox_of(recipe(tmp_path, tls=True), None, evaluating="countdown")
     assert not caplog.records
     for tls, evaluating in ((False, "countdown"), (True, "")):
         caplog.clear()
-        assert not worker_sandbox.from_config(recipe(tmp_path, tls=tls), None, evaluating=evaluating).required
+        assert not sandbox_of(recipe(tmp_path, tls=tls), None, evaluating=evaluating).required
         assert "sandbox of reward workers is enforced in part (network, processes)" in caplog.text
     caplog.clear()
-    off = worker_sandbox.from_config(recipe(tmp_path, tls=True, sandbox="off"), None, evaluating="countdown")
+    off = sandbox_of(recipe(tmp_path, tls=True, sandbox="off"), None, evaluating="countdown")
     assert not off.enabled
     assert 'reward.sandbox = "off"' in caplog.text
 
 
 def test_keys_and_runs_of_the_recipe_are_hidden(tmp_path: Path) -> None:
-    sandbox = worker_sandbox.from_config(recipe(tmp_path, tls=True), tmp_path / "run", evaluating="")
+    sandbox = sandbox_of(recipe(tmp_path, tls=True), tmp_path / "run", evaluating="")
     assert {str(tmp_path), str(tmp_path / "run"), str(Path.cwd() / "runs")} <= set(sandbox.hidden)
 
 
@@ -84,7 +92,7 @@ async def start(serve: Serve) -> Any:
     pools: list[WorkerPool] = []
 
     async def start(config: Config) -> AsyncRewardClient:
-        allowed = AllowedVerifiers.from_config(config)
+        allowed = allowed_of(config)
         pool = WorkerPool(
             verifier=allowed.default,
             options=allowed.tasks,
@@ -129,7 +137,7 @@ async def test_caller_gets_the_configured_verifier_and_those_of_the_list_and_no_
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_metadata_names_tasks_of_the_recipe_and_no_other(tmp_path: Path, start: Start) -> None:
-    reward = {"verifier": "reasoning_gym", "allowed_verifiers": ["reasoning_gym:basic_arithmetic"]}
+    reward = {"function": "reasoning_gym", "allowed_verifiers": ["reasoning_gym:basic_arithmetic"]}
     client = await start(recipe(tmp_path, data="products", **reward))
     tasks = ["products", "basic_arithmetic", "leg_counting", "countdown"]
     scores = await client.score([item(task, task=task) for task in tasks], timeout=50)

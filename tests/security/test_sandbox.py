@@ -15,7 +15,8 @@ import pytest
 
 from fourfold import sandbox
 from fourfold_reward import loader
-from fourfold_reward.pool import Job, WorkerPool
+from fourfold_reward.job import Job
+from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.verifiers import EVALUATING_TASKS, GYM_PREFIX
 from fourfold_reward.worker_sandbox import WorkerSandbox

@@ -23,7 +23,7 @@ holdout = {{ field = "expression", unordered_numbers = true, groups = 2 }}
 max_new_tokens = 8
 
 [reward]
-verifier = "scorer.py:score"
+function = "scorer.py:score"
 
 [batch]
 prompts_per_step = {prompts_per_step}

@@ -78,7 +78,7 @@ def _tables(settings: StepSettings, folder: Path, total: int) -> dict[str, Any]:
             "liger_kernels": settings.liger,
             "gradient_checkpointing": settings.checkpointing,
         },
-        "reward": {"verifier": f"{folder / 'reward.py'}:score"},
+        "reward": {"function": f"{folder / 'reward.py'}:score"},
         "reference": {
             "replicas": settings.replicas if settings.kl_coef else 1,
             "device": settings.device,

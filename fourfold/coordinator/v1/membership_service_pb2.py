@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0fourfold/coordinator/v1/membership_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\x1egoogle/protobuf/duration.proto\"\x90\x01\n\x0fRegisterRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x04role\x18\x03 \x01(\x0e\x32\x1d.fourfold.coordinator.v1.Role\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\x0c\"O\n\x10RegisterResponse\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\x10KeepAliveRequest\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\"T\n\x11KeepAliveResponse\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x64rain_requested\x18\x02 \x01(\x08\"(\n\x11\x44\x65registerRequest\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\"\x14\n\x12\x44\x65registerResponse*\x8d\x01\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x10\n\x0cROLE_TRAINER\x10\x02\x12\x0f\n\x0bROLE_REWARD\x10\x03\x12\x12\n\x0eROLE_REFERENCE\x10\x04\x12\x10\n\x0cROLE_GATEWAY\x10\x05\x12\x14\n\x10ROLE_ENVIRONMENT\x10\x06\x32\xbf\x02\n\x11MembershipService\x12_\n\x08Register\x12(.fourfold.coordinator.v1.RegisterRequest\x1a).fourfold.coordinator.v1.RegisterResponse\x12\x62\n\tKeepAlive\x12).fourfold.coordinator.v1.KeepAliveRequest\x1a*.fourfold.coordinator.v1.KeepAliveResponse\x12\x65\n\nDeregister\x12*.fourfold.coordinator.v1.DeregisterRequest\x1a+.fourfold.coordinator.v1.DeregisterResponseB\\\n\x17\x66ourfold.coordinator.v1P\x01Z%fourfold/coordinator/v1;coordinatorv1\xaa\x02\x17\x46ourfold.Coordinator.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0fourfold/coordinator/v1/membership_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa0\x01\n\x0fRegisterRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x04role\x18\x03 \x01(\x0e\x32\x1d.fourfold.coordinator.v1.Role\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\x0c\x12\x0e\n\x06scorer\x18\x06 \x01(\t\"O\n\x10RegisterResponse\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\x10KeepAliveRequest\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\"T\n\x11KeepAliveResponse\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x64rain_requested\x18\x02 \x01(\x08\"(\n\x11\x44\x65registerRequest\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\"\x14\n\x12\x44\x65registerResponse*\x8d\x01\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x10\n\x0cROLE_TRAINER\x10\x02\x12\x0f\n\x0bROLE_REWARD\x10\x03\x12\x12\n\x0eROLE_REFERENCE\x10\x04\x12\x10\n\x0cROLE_GATEWAY\x10\x05\x12\x14\n\x10ROLE_ENVIRONMENT\x10\x06\x32\xbf\x02\n\x11MembershipService\x12_\n\x08Register\x12(.fourfold.coordinator.v1.RegisterRequest\x1a).fourfold.coordinator.v1.RegisterResponse\x12\x62\n\tKeepAlive\x12).fourfold.coordinator.v1.KeepAliveRequest\x1a*.fourfold.coordinator.v1.KeepAliveResponse\x12\x65\n\nDeregister\x12*.fourfold.coordinator.v1.DeregisterRequest\x1a+.fourfold.coordinator.v1.DeregisterResponseB\\\n\x17\x66ourfold.coordinator.v1P\x01Z%fourfold/coordinator/v1;coordinatorv1\xaa\x02\x17\x46ourfold.Coordinator.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +33,20 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fourfold.coordinator.v1.mem
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\027fourfold.coordinator.v1P\001Z%fourfold/coordinator/v1;coordinatorv1\252\002\027Fourfold.Coordinator.V1'
-  _globals['_ROLE']._serialized_start=529
-  _globals['_ROLE']._serialized_end=670
+  _globals['_ROLE']._serialized_start=545
+  _globals['_ROLE']._serialized_end=686
   _globals['_REGISTERREQUEST']._serialized_start=110
-  _globals['_REGISTERREQUEST']._serialized_end=254
-  _globals['_REGISTERRESPONSE']._serialized_start=256
-  _globals['_REGISTERRESPONSE']._serialized_end=335
-  _globals['_KEEPALIVEREQUEST']._serialized_start=337
-  _globals['_KEEPALIVEREQUEST']._serialized_end=376
-  _globals['_KEEPALIVERESPONSE']._serialized_start=378
-  _globals['_KEEPALIVERESPONSE']._serialized_end=462
-  _globals['_DEREGISTERREQUEST']._serialized_start=464
-  _globals['_DEREGISTERREQUEST']._serialized_end=504
-  _globals['_DEREGISTERRESPONSE']._serialized_start=506
-  _globals['_DEREGISTERRESPONSE']._serialized_end=526
-  _globals['_MEMBERSHIPSERVICE']._serialized_start=673
-  _globals['_MEMBERSHIPSERVICE']._serialized_end=992
+  _globals['_REGISTERREQUEST']._serialized_end=270
+  _globals['_REGISTERRESPONSE']._serialized_start=272
+  _globals['_REGISTERRESPONSE']._serialized_end=351
+  _globals['_KEEPALIVEREQUEST']._serialized_start=353
+  _globals['_KEEPALIVEREQUEST']._serialized_end=392
+  _globals['_KEEPALIVERESPONSE']._serialized_start=394
+  _globals['_KEEPALIVERESPONSE']._serialized_end=478
+  _globals['_DEREGISTERREQUEST']._serialized_start=480
+  _globals['_DEREGISTERREQUEST']._serialized_end=520
+  _globals['_DEREGISTERRESPONSE']._serialized_start=522
+  _globals['_DEREGISTERRESPONSE']._serialized_end=542
+  _globals['_MEMBERSHIPSERVICE']._serialized_start=689
+  _globals['_MEMBERSHIPSERVICE']._serialized_end=1008
 # @@protoc_insertion_point(module_scope)

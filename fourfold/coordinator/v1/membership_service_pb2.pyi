@@ -71,6 +71,7 @@ class RegisterRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    SCORER_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """Stable name of the process slot, e.g. "rollout-3"; [A-Za-z0-9_-]{1,128}."""
     incarnation: _builtins.str
@@ -83,6 +84,10 @@ class RegisterRequest(_message.Message):
     """SHA-256 (32 bytes) of its tokenizer, as in RolloutService.GetInfo; empty when it has none:
     FAILED_PRECONDITION unless it is a reward service, which then gets texts.
     """
+    scorer: _builtins.str
+    """Of a reward service: the table [[reward]] of the recipe that it serves, by its name; an unknown name is
+    FAILED_PRECONDITION. Empty: the only table, or the first one.
+    """
     def __init__(
         self,
         *,
@@ -91,10 +96,11 @@ class RegisterRequest(_message.Message):
         role: Global___Role.ValueType = ...,
         target: _builtins.str = ...,
         tokenizer_sha256: _builtins.bytes = ...,
+        scorer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "member_id", b"member_id", "role", b"role", "target", b"target", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "member_id", b"member_id", "role", b"role", "scorer", b"scorer", "target", b"target", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from fourfold.types.v1 import experience_pb2 as fourfold_dot_types_dot_v1_dot_experience__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'fourfold/reward/v1/reward_service.proto\x12\x12\x66ourfold.reward.v1\x1a\"fourfold/types/v1/experience.proto\"\x10\n\x0eGetInfoRequest\"\x85\x01\n\x0fGetInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10max_sample_count\x18\x02 \x01(\x05\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\x0c\x12\x18\n\x10\x63ontract_version\x18\x04 \x01(\t\x12\x16\n\x0ereads_messages\x18\x05 \x01(\x08\"<\n\x0cScoreRequest\x12,\n\x05items\x18\x01 \x03(\x0b\x32\x1d.fourfold.reward.v1.ScoreItem\"\xc3\x01\n\tScoreItem\x12\x31\n\nexperience\x18\x01 \x01(\x0b\x32\x1d.fourfold.types.v1.Experience\x12\x13\n\x0bprompt_text\x18\x02 \x01(\t\x12\x17\n\x0f\x63ompletion_text\x18\x03 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\x12\x15\n\rmetadata_json\x18\x05 \x01(\t\x12\x10\n\x08verifier\x18\x06 \x01(\t\x12\x1c\n\x14prompt_messages_json\x18\x07 \x01(\t\"@\n\rScoreResponse\x12/\n\x06scores\x18\x01 \x03(\x0b\x32\x1f.fourfold.reward.v1.SampleScore\"\x80\x02\n\x0bSampleScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x05score\x18\x02 \x01(\x02H\x00\x12\x18\n\x0e\x61\x62stain_reason\x18\x03 \x01(\tH\x00\x12\x30\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1f.fourfold.reward.v1.SampleErrorH\x00\x12\x43\n\ncomponents\x18\x05 \x03(\x0b\x32/.fourfold.reward.v1.SampleScore.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\t\n\x07outcome\"<\n\x0bSampleError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t2\xb1\x01\n\rRewardService\x12R\n\x07GetInfo\x12\".fourfold.reward.v1.GetInfoRequest\x1a#.fourfold.reward.v1.GetInfoResponse\x12L\n\x05Score\x12 .fourfold.reward.v1.ScoreRequest\x1a!.fourfold.reward.v1.ScoreResponseBH\n\x12\x66ourfold.reward.v1P\x01Z\x1b\x66ourfold/reward/v1;rewardv1\xaa\x02\x12\x46ourfold.Reward.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'fourfold/reward/v1/reward_service.proto\x12\x12\x66ourfold.reward.v1\x1a\"fourfold/types/v1/experience.proto\"\x10\n\x0eGetInfoRequest\"\x93\x01\n\x0fGetInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10max_sample_count\x18\x02 \x01(\x05\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\x0c\x12\x18\n\x10\x63ontract_version\x18\x04 \x01(\t\x12\x16\n\x0ereads_messages\x18\x05 \x01(\x08\x12\x0c\n\x04pure\x18\x06 \x01(\x08\"<\n\x0cScoreRequest\x12,\n\x05items\x18\x01 \x03(\x0b\x32\x1d.fourfold.reward.v1.ScoreItem\"\xc3\x01\n\tScoreItem\x12\x31\n\nexperience\x18\x01 \x01(\x0b\x32\x1d.fourfold.types.v1.Experience\x12\x13\n\x0bprompt_text\x18\x02 \x01(\t\x12\x17\n\x0f\x63ompletion_text\x18\x03 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\x12\x15\n\rmetadata_json\x18\x05 \x01(\t\x12\x10\n\x08verifier\x18\x06 \x01(\t\x12\x1c\n\x14prompt_messages_json\x18\x07 \x01(\t\"@\n\rScoreResponse\x12/\n\x06scores\x18\x01 \x03(\x0b\x32\x1f.fourfold.reward.v1.SampleScore\"\xbf\x02\n\x0bSampleScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x05score\x18\x02 \x01(\x02H\x00\x12\x18\n\x0e\x61\x62stain_reason\x18\x03 \x01(\tH\x00\x12\x30\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1f.fourfold.reward.v1.SampleErrorH\x00\x12\x43\n\ncomponents\x18\x05 \x03(\x0b\x32/.fourfold.reward.v1.SampleScore.ComponentsEntry\x12\x15\n\rtoken_rewards\x18\x06 \x01(\x0c\x12\x14\n\x0cturn_rewards\x18\x07 \x03(\x02\x12\x10\n\x08\x63ost_usd\x18\x08 \x01(\x01\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\t\n\x07outcome\"<\n\x0bSampleError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t2\xb1\x01\n\rRewardService\x12R\n\x07GetInfo\x12\".fourfold.reward.v1.GetInfoRequest\x1a#.fourfold.reward.v1.GetInfoResponse\x12L\n\x05Score\x12 .fourfold.reward.v1.ScoreRequest\x1a!.fourfold.reward.v1.ScoreResponseBH\n\x12\x66ourfold.reward.v1P\x01Z\x1b\x66ourfold/reward/v1;rewardv1\xaa\x02\x12\x46ourfold.Reward.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,19 +38,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFOREQUEST']._serialized_start=99
   _globals['_GETINFOREQUEST']._serialized_end=115
   _globals['_GETINFORESPONSE']._serialized_start=118
-  _globals['_GETINFORESPONSE']._serialized_end=251
-  _globals['_SCOREREQUEST']._serialized_start=253
-  _globals['_SCOREREQUEST']._serialized_end=313
-  _globals['_SCOREITEM']._serialized_start=316
-  _globals['_SCOREITEM']._serialized_end=511
-  _globals['_SCORERESPONSE']._serialized_start=513
-  _globals['_SCORERESPONSE']._serialized_end=577
-  _globals['_SAMPLESCORE']._serialized_start=580
-  _globals['_SAMPLESCORE']._serialized_end=836
-  _globals['_SAMPLESCORE_COMPONENTSENTRY']._serialized_start=776
-  _globals['_SAMPLESCORE_COMPONENTSENTRY']._serialized_end=825
-  _globals['_SAMPLEERROR']._serialized_start=838
-  _globals['_SAMPLEERROR']._serialized_end=898
-  _globals['_REWARDSERVICE']._serialized_start=901
-  _globals['_REWARDSERVICE']._serialized_end=1078
+  _globals['_GETINFORESPONSE']._serialized_end=265
+  _globals['_SCOREREQUEST']._serialized_start=267
+  _globals['_SCOREREQUEST']._serialized_end=327
+  _globals['_SCOREITEM']._serialized_start=330
+  _globals['_SCOREITEM']._serialized_end=525
+  _globals['_SCORERESPONSE']._serialized_start=527
+  _globals['_SCORERESPONSE']._serialized_end=591
+  _globals['_SAMPLESCORE']._serialized_start=594
+  _globals['_SAMPLESCORE']._serialized_end=913
+  _globals['_SAMPLESCORE_COMPONENTSENTRY']._serialized_start=853
+  _globals['_SAMPLESCORE_COMPONENTSENTRY']._serialized_end=902
+  _globals['_SAMPLEERROR']._serialized_start=915
+  _globals['_SAMPLEERROR']._serialized_end=975
+  _globals['_REWARDSERVICE']._serialized_start=978
+  _globals['_REWARDSERVICE']._serialized_end=1155
 # @@protoc_insertion_point(module_scope)

@@ -47,6 +47,7 @@ class GetInfoResponse(_message.Message):
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
     READS_MESSAGES_FIELD_NUMBER: _builtins.int
+    PURE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name and version as "name@version", for logs and for the record of the run; the caller cuts it
     to 200 characters. Empty: none is shown.
@@ -61,6 +62,10 @@ class GetInfoResponse(_message.Message):
     """Version of the contract as MAJOR.MINOR; a client needs the same MAJOR. Empty: the service is older than this field."""
     reads_messages: _builtins.bool
     """Whether it reads prompt_messages_json, which the items then have."""
+    pure: _builtins.bool
+    """Whether the outcome depends on the item alone, ids left out, so that a caller may keep the score of an item and use
+    it again for an equal one.
+    """
     def __init__(
         self,
         *,
@@ -69,10 +74,11 @@ class GetInfoResponse(_message.Message):
         tokenizer_sha256: _builtins.bytes = ...,
         contract_version: _builtins.str = ...,
         reads_messages: _builtins.bool = ...,
+        pure: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "max_sample_count", b"max_sample_count", "name", b"name", "reads_messages", b"reads_messages", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "max_sample_count", b"max_sample_count", "name", b"name", "pure", b"pure", "reads_messages", b"reads_messages", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,6 +217,9 @@ class SampleScore(_message.Message):
     ABSTAIN_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
+    TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
+    COST_USD_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Id of the sample, from the item at the same index; another one breaks the contract."""
     score: _builtins.float
@@ -219,6 +228,12 @@ class SampleScore(_message.Message):
     """The scorer cannot judge this sample, which is dropped with this reason: UPPER_SNAKE_CASE,
     at most 63 characters.
     """
+    token_rewards: _builtins.bytes
+    """Rewards of single tokens, beside the score: a little-endian float32 for each token of the item, finite, 0 where
+    action_mask is 0. Only with a score, and only if the item has arrays. Empty: none.
+    """
+    cost_usd: _builtins.float
+    """Price of this outcome in US dollars, at least 0, as of a paid judge. 0: free, or not known."""
     @_builtins.property
     def error(self) -> Global___SampleError:
         """Error in place of a score."""
@@ -229,6 +244,12 @@ class SampleScore(_message.Message):
         letters, digits, spaces and ._:/@+-. Empty: no parts.
         """
 
+    @_builtins.property
+    def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Rewards of the turns of the sample, in order, beside the score; finite, one for each unbroken run of sampled tokens.
+        Only with a score. Empty: none.
+        """
+
     def __init__(
         self,
         *,
@@ -237,10 +258,13 @@ class SampleScore(_message.Message):
         abstain_reason: _builtins.str = ...,
         error: Global___SampleError | None = ...,
         components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        token_rewards: _builtins.bytes = ...,
+        turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
+        cost_usd: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abstain_reason", b"abstain_reason", "error", b"error", "outcome", b"outcome", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstain_reason", b"abstain_reason", "components", b"components", "error", b"error", "outcome", b"outcome", "sample_id", b"sample_id", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstain_reason", b"abstain_reason", "components", b"components", "cost_usd", b"cost_usd", "error", b"error", "outcome", b"outcome", "sample_id", b"sample_id", "score", b"score", "token_rewards", b"token_rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["score", "abstain_reason", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"fourfold/types/v1/experience.proto\x12\x11\x66ourfold.types.v1\"\x97\x04\n\nExperience\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11\x62\x65havior_logprobs\x18\x04 \x01(\x0c\x12\x13\n\x0b\x61\x63tion_mask\x18\x05 \x01(\x0c\x12\x11\n\tloss_mask\x18\x06 \x01(\x0c\x12\x35\n\rversion_spans\x18\x07 \x03(\x0b\x32\x1e.fourfold.types.v1.VersionSpan\x12\x13\n\x0btemperature\x18\x08 \x01(\x02\x12\x12\n\x05top_p\x18\t \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\n \x01(\x05H\x01\x88\x01\x01\x12\x30\n\nend_reason\x18\x0b \x01(\x0e\x32\x1c.fourfold.types.v1.EndReason\x12\x12\n\x05score\x18\x0c \x01(\x02H\x02\x88\x01\x01\x12\x0e\n\x06scorer\x18\r \x01(\t\x12\x1a\n\x12reference_logprobs\x18\x0e \x01(\x0c\x12\x15\n\rtoken_rewards\x18\x0f \x01(\x0c\x12\x1b\n\x0e\x62\x61seline_score\x18\x10 \x01(\x02H\x03\x88\x01\x01\x12\x15\n\rtrajectory_id\x18\x11 \x01(\t\x12\x15\n\rsegment_index\x18\x12 \x01(\x05\x12\x15\n\rsegment_count\x18\x13 \x01(\x05\x42\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_scoreB\x11\n\x0f_baseline_score\":\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05*\\\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45ND_REASON_TERMINATED\x10\x01\x12\x18\n\x14\x45ND_REASON_TRUNCATED\x10\x02\x42\x44\n\x11\x66ourfold.types.v1P\x01Z\x19\x66ourfold/types/v1;typesv1\xaa\x02\x11\x46ourfold.Types.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"fourfold/types/v1/experience.proto\x12\x11\x66ourfold.types.v1\"\xf0\x04\n\nExperience\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11\x62\x65havior_logprobs\x18\x04 \x01(\x0c\x12\x13\n\x0b\x61\x63tion_mask\x18\x05 \x01(\x0c\x12\x11\n\tloss_mask\x18\x06 \x01(\x0c\x12\x35\n\rversion_spans\x18\x07 \x03(\x0b\x32\x1e.fourfold.types.v1.VersionSpan\x12\x13\n\x0btemperature\x18\x08 \x01(\x02\x12\x12\n\x05top_p\x18\t \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\n \x01(\x05H\x01\x88\x01\x01\x12\x30\n\nend_reason\x18\x0b \x01(\x0e\x32\x1c.fourfold.types.v1.EndReason\x12\x12\n\x05score\x18\x0c \x01(\x02H\x02\x88\x01\x01\x12\x0e\n\x06scorer\x18\r \x01(\t\x12\x1a\n\x12reference_logprobs\x18\x0e \x01(\x0c\x12\x15\n\rtoken_rewards\x18\x0f \x01(\x0c\x12\x1b\n\x0e\x62\x61seline_score\x18\x10 \x01(\x02H\x03\x88\x01\x01\x12\x15\n\rtrajectory_id\x18\x11 \x01(\t\x12\x15\n\rsegment_index\x18\x12 \x01(\x05\x12\x15\n\rsegment_count\x18\x13 \x01(\x05\x12+\n\x05terms\x18\x14 \x03(\x0b\x32\x1c.fourfold.types.v1.ScoreTerm\x12\x19\n\x0cshadow_score\x18\x15 \x01(\x02H\x04\x88\x01\x01\x42\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_scoreB\x11\n\x0f_baseline_scoreB\x0f\n\r_shadow_score\"H\n\tScoreTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x02\x12\x0e\n\x06weight\x18\x04 \x01(\x02\":\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05*\\\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45ND_REASON_TERMINATED\x10\x01\x12\x18\n\x14\x45ND_REASON_TRUNCATED\x10\x02\x42\x44\n\x11\x66ourfold.types.v1P\x01Z\x19\x66ourfold/types/v1;typesv1\xaa\x02\x11\x46ourfold.Types.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,10 +32,12 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fourfold.types.v1.experienc
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\021fourfold.types.v1P\001Z\031fourfold/types/v1;typesv1\252\002\021Fourfold.Types.V1'
-  _globals['_ENDREASON']._serialized_start=655
-  _globals['_ENDREASON']._serialized_end=747
+  _globals['_ENDREASON']._serialized_start=818
+  _globals['_ENDREASON']._serialized_end=910
   _globals['_EXPERIENCE']._serialized_start=58
-  _globals['_EXPERIENCE']._serialized_end=593
-  _globals['_VERSIONSPAN']._serialized_start=595
-  _globals['_VERSIONSPAN']._serialized_end=653
+  _globals['_EXPERIENCE']._serialized_end=682
+  _globals['_SCORETERM']._serialized_start=684
+  _globals['_SCORETERM']._serialized_end=756
+  _globals['_VERSIONSPAN']._serialized_start=758
+  _globals['_VERSIONSPAN']._serialized_end=816
 # @@protoc_insertion_point(module_scope)

@@ -73,6 +73,8 @@ class Experience(_message.Message):
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     SEGMENT_INDEX_FIELD_NUMBER: _builtins.int
     SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
+    SHADOW_SCORE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """1 to 128 characters of [A-Za-z0-9_-], unique in a run; the deduplication key."""
     group_id: _builtins.str
@@ -134,10 +136,20 @@ class Experience(_message.Message):
     """Index of the segment in its trajectory, in [0, segment_count)."""
     segment_count: _builtins.int
     """Number of segments of the trajectory; all of them are in one batch. Unset or 0: 1."""
+    shadow_score: _builtins.float
+    """Score of a scorer that is compared with the live one and not trained on; finite. If all samples of a batch have
+    one, the trainer reports how similar the gradients of both scores are. Unset: none.
+    """
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
         """Policy versions of the tokens as consecutive spans, at least one; their token_count adds up
         to n.
+        """
+
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreTerm]:
+        """Terms of the score, one for each scorer that scored the sample; at most 64, with different names. The score is the
+        sum of weight * score over them. Empty: the score is not a sum.
         """
 
     def __init__(
@@ -162,15 +174,19 @@ class Experience(_message.Message):
         trajectory_id: _builtins.str = ...,
         segment_index: _builtins.int = ...,
         segment_count: _builtins.int = ...,
+        terms: _abc.Iterable[Global___ScoreTerm] | None = ...,
+        shadow_score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "baseline_score", b"baseline_score", "score", b"score", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_shadow_score", b"_shadow_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "baseline_score", b"baseline_score", "score", b"score", "shadow_score", b"shadow_score", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "action_mask", b"action_mask", "baseline_score", b"baseline_score", "behavior_logprobs", b"behavior_logprobs", "end_reason", b"end_reason", "group_id", b"group_id", "loss_mask", b"loss_mask", "reference_logprobs", b"reference_logprobs", "sample_id", b"sample_id", "score", b"score", "scorer", b"scorer", "segment_count", b"segment_count", "segment_index", b"segment_index", "temperature", b"temperature", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "top_k", b"top_k", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_shadow_score", b"_shadow_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "action_mask", b"action_mask", "baseline_score", b"baseline_score", "behavior_logprobs", b"behavior_logprobs", "end_reason", b"end_reason", "group_id", b"group_id", "loss_mask", b"loss_mask", "reference_logprobs", b"reference_logprobs", "sample_id", b"sample_id", "score", b"score", "scorer", b"scorer", "segment_count", b"segment_count", "segment_index", b"segment_index", "shadow_score", b"shadow_score", "temperature", b"temperature", "terms", b"terms", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "top_k", b"top_k", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__baseline_score: _TypeAlias = _typing.Literal["baseline_score"]  # noqa: Y015
     _WhichOneofArgType__baseline_score: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score"]  # noqa: Y015
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    _WhichOneofReturnType__shadow_score: _TypeAlias = _typing.Literal["shadow_score"]  # noqa: Y015
+    _WhichOneofArgType__shadow_score: _TypeAlias = _typing.Literal["_shadow_score", b"_shadow_score"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
@@ -180,11 +196,47 @@ class Experience(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow_score) -> _WhichOneofReturnType__shadow_score | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___Experience: _TypeAlias = Experience  # noqa: Y015
+
+@_typing.final
+class ScoreTerm(_message.Message):
+    """One term of a score."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SCORER_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the scorer in the recipe, in the alphabet of sample_id, at most 64 characters."""
+    scorer: _builtins.str
+    """Scorer, as "name@version"; empty: it has no name."""
+    score: _builtins.float
+    """Its score, dimensionless, finite; before the weight."""
+    weight: _builtins.float
+    """Factor of the score in the sum, finite; 0: another term, such as a gate, has switched it off."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        scorer: _builtins.str = ...,
+        score: _builtins.float = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "score", b"score", "scorer", b"scorer", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTerm: _TypeAlias = ScoreTerm  # noqa: Y015
 
 @_typing.final
 class VersionSpan(_message.Message):

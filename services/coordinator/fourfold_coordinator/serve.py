@@ -219,7 +219,7 @@ class Coordinator:
 
     def _add_targets(self) -> None:
         """Add the reward services that the recipe names by their addresses; raise ConfigError for a wrong one."""
-        for target in self._config.reward.target if self._config.needs_scorer else ():
+        for target in self._config.reward[0].target if self._config.needs_scorer else ():
             try:
                 self._registry.add_permanent(permanent_id(target), Role.ROLE_REWARD, target)
             except ConfigError as error:

@@ -22,10 +22,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 from fourfold.errors import ConfigError, Overloaded
 from fourfold.host.timing import Histogram
+from fourfold_reward.job import Job
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.signatures import Reads
@@ -42,28 +43,6 @@ MAX_WAITING_BYTES: Final = 256 << 20
 _MAX_RETRY_AFTER_SECONDS: Final = 30.0
 _NEWEST_WEIGHT: Final = 0.1
 _DEFAULT_SANDBOX: Final = WorkerSandbox()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One sample to score."""
-
-    sample_id: str
-    prompt: str
-    completion: str
-    answer: str
-    # Parsed in the worker only, because they come from callers.
-    metadata_json: str
-    messages_json: str = ""
-    completion_ids: Sequence[int] = ()
-    verifier: Verifier
-    size_bytes: int
-
-    def request(self) -> dict[str, Any]:
-        """Return the request for the worker."""
-        names = ("sample_id", "prompt", "completion", "answer", "completion_ids")
-        texts = {"metadata_json": self.metadata_json, "messages_json": self.messages_json}
-        return {"score": {name: getattr(self, name) for name in names}, "verifier": self.verifier.name, **texts}
 
 
 @dataclass(slots=True)
@@ -94,6 +73,7 @@ class WorkerPool:
             on_failure: called with a message if a slot ends because of a bug.
         """
         self.verifier = verifier
+        self.pure = False
         self.reads = Reads()  # of the default verifier; known after `start`
         self._options = {task: dict(values) for task, values in options.items()}
         self._processes = processes
@@ -121,7 +101,7 @@ class WorkerPool:
             # One worker first: if it fails, so would the others, and it returns the version that they must have.
             await self._start_worker(builtin)
         except VerifierError as error:
-            raise ConfigError(f"reward.verifier: {error}") from None
+            raise ConfigError(f"reward.function: {error}") from None
         await asyncio.gather(*(self._try_start_worker(builtin) for _ in range(self._processes - 1)))
         workers = list(self._workers.values())
         for index in range(self._processes):
@@ -170,6 +150,11 @@ class WorkerPool:
         await asyncio.gather(*(self._discard(worker) for worker in list(self._workers.values())))
 
     @property
+    def scorer(self) -> str:
+        """Name and version of the default verifier."""
+        return f"{self.verifier.name}@{self.verifier.version}"
+
+    @property
     def process_count(self) -> int:
         return self._processes
 
@@ -190,7 +175,7 @@ class WorkerPool:
                 await self._queue_filled.wait()
             queued = self._queue.popleft()
             self._queued_bytes -= queued.job.size_bytes
-            builtin = queued.job.verifier.builtin
+            builtin = queued.job.function.builtin
             self.busy += 1
             worker = workers.get(builtin) or await self._try_start_worker(builtin)
             started = loop.time()
@@ -209,7 +194,7 @@ class WorkerPool:
     async def _score_one(self, worker: WorkerProcess, job: Job) -> tuple[Outcome, WorkerProcess | None]:
         """Return the outcome of one sample, and the worker unless it had to be killed."""
         try:
-            await self._load(worker, job.verifier)
+            await self._load(worker, job.function)
             reply = await worker.call(job.request(), timeout=self._timeout)
             try:
                 return Outcome.from_json(reply), worker
@@ -221,12 +206,12 @@ class WorkerPool:
             _log.warning("worker killed at the time limit: sample=%s seconds=%g", job.sample_id, self._timeout)
             outcome = Outcome.error(
                 "TIMEOUT",
-                f"{job.verifier.name} took longer than {self._timeout:g} s and was killed; "
+                f"{job.function.name} took longer than {self._timeout:g} s and was killed; "
                 "make it faster, or raise reward.timeout_seconds",
             )
         except WorkerDied as error:
             _log.warning("worker died: sample=%s cause=%s", job.sample_id, error)
-            outcome = Outcome.error("WORKER_DIED", f"{error} while {job.verifier.name} scored this sample")
+            outcome = Outcome.error("WORKER_DIED", f"{error} while {job.function.name} scored this sample")
         await self._discard(worker)
         return outcome, None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from fourfold.config import Config
+from fourfold.config import Config, RewardConfig
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
 from fourfold.model.folder import resolve
@@ -43,8 +43,8 @@ def main(options: ServeOptions) -> int:
 
 async def serve(options: ServeOptions) -> int:
     """Start the workers, then serve. Raises ConfigError: a verifier is unknown, not allowed, or cannot be loaded."""
-    reward = options.config.reward
-    allowed = AllowedVerifiers.from_config(options.config)
+    reward = options.config.scorer(options.scorer)
+    allowed = AllowedVerifiers.from_config(options.config, reward)
     host = ServiceHost(options, role=Role.ROLE_REWARD)
     pool = WorkerPool(
         verifier=allowed.default,
@@ -52,7 +52,7 @@ async def serve(options: ServeOptions) -> int:
         processes=reward.processes,
         timeout_seconds=reward.timeout_seconds,
         on_failure=host.fatal,
-        sandbox=worker_sandbox.from_config(options.config, options.run_dir, evaluating=allowed.evaluating),
+        sandbox=worker_sandbox.from_config(options.config, reward, options.run_dir, evaluating=allowed.evaluating),
     )
     servicer = RewardServicer(pool, allowed.find)
     service = pb.DESCRIPTOR.services_by_name["RewardService"]
@@ -62,7 +62,7 @@ async def serve(options: ServeOptions) -> int:
     async def start() -> None:
         await pool.start()
         tokens = pool.reads.tokens
-        servicer.set_ready(await asyncio.to_thread(_tokenizer_sha256, options.config) if tokens else b"")
+        servicer.set_ready(await asyncio.to_thread(_tokenizer_sha256, options.config, reward) if tokens else b"")
 
     try:
         return await host.run(start=start)
@@ -112,7 +112,7 @@ def serve_reward(
         ConfigError: The function cannot be loaded in another process, or an argument is wrong.
     """
     reward: dict[str, Any] = {
-        "verifier": _name_of(function),
+        "function": _name_of(function),
         "processes": processes,
         "timeout_seconds": timeout_seconds,
         "network": network,
@@ -156,16 +156,15 @@ class AllowedVerifiers:
     tasks: GymOptions  # the reasoning-gym tasks that a sample's metadata may name, with their options
 
     @classmethod
-    def from_config(cls, config: Config) -> AllowedVerifiers:
+    def from_config(cls, config: Config, reward: RewardConfig) -> AllowedVerifiers:
         """Find the verifiers of a recipe.
 
         Raises ConfigError: a verifier is unknown, or runs text as code without `reward.evaluate_text`.
         """
-        reward = config.reward
         allowed = cls(
-            default=_find(reward.verifier, "reward.verifier", config),
+            default=_find(reward.function, "reward.function", config),
             others={name: _find(name, "reward.allowed_verifiers", config) for name in reward.allowed_verifiers},
-            tasks=_gym_options(config),
+            tasks=_gym_options(config, reward),
         )
         if allowed.evaluating and not reward.evaluate_text:
             raise ConfigError(
@@ -200,25 +199,25 @@ def _find(name: str, key: str, config: Config) -> Verifier:
         raise ConfigError(f"{key} = {error}") from None
 
 
-def _tokenizer_sha256(config: Config) -> bytes:
+def _tokenizer_sha256(config: Config, reward: RewardConfig) -> bytes:
     """Return the hash of the run's tokenizer, for a function that reads tokens; it may convert a built-in model."""
     try:
         return tokenizer_sha256(resolve(config.model.source))
     except ConfigError as error:
         raise ConfigError(
-            f"reward.verifier = {config.reward.verifier!r} takes completion_ids, and the tokenizer that made them "
+            f"reward.function = {reward.function!r} takes completion_ids, and the tokenizer that made them "
             f"cannot be read here: {error}; start it with `fourfold serve reward RECIPE` on a machine with the model"
         ) from None
 
 
-def _gym_options(config: Config) -> GymOptions:
+def _gym_options(config: Config, reward: RewardConfig) -> GymOptions:
     """Return the reasoning-gym tasks that this run generates or that the recipe allows, with their options."""
     sources = [source for source in (config.data.eval, config.data.train) if source is not None]
     options = {source.reasoning_gym: dict(source.options) for source in sources if source.reasoning_gym}
     # An entry of a composite names its own task.
     for part in options.pop("composite", {}).get("datasets", []):
         options.setdefault(part["name"], dict(part.get("config", {})))
-    for name in config.reward.allowed_verifiers:
+    for name in reward.allowed_verifiers:
         if name.startswith(verifiers.GYM_PREFIX):
             options.setdefault(name.removeprefix(verifiers.GYM_PREFIX), {})
     return options

@@ -16,8 +16,9 @@ from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from fourfold.rpc.codec import check_id, check_unique
 from fourfold.types.v1.experience_pb2 import Experience
+from fourfold_reward.job import Job
 from fourfold_reward.loader import Verifier, VerifierError
-from fourfold_reward.pool import Job, WorkerPool
+from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
 
 MAX_SAMPLES: Final = 4096

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fourfold.config import Config
+from fourfold.config import Config, RewardConfig
 from fourfold.errors import ConfigError
 from fourfold.sandbox import Policy, environment, probe, python_paths
 
@@ -88,7 +88,7 @@ class WorkerSandbox:
         return environment(self.environment) | {"TMPDIR": str(scratch)}
 
 
-def from_config(config: Config, run_dir: Path | None, *, evaluating: str) -> WorkerSandbox:
+def from_config(config: Config, reward: RewardConfig, run_dir: Path | None, *, evaluating: str) -> WorkerSandbox:
     """Return the sandbox that a recipe asks for; warn if this machine cannot enforce all of it.
 
     Args:
@@ -97,7 +97,7 @@ def from_config(config: Config, run_dir: Path | None, *, evaluating: str) -> Wor
     Raises:
         ConfigError: TLS is configured, such a verifier is allowed, and the machine cannot enforce its policy.
     """
-    reward, security = config.reward, config.security
+    security = config.security
     if reward.sandbox == "off":
         _log.warning('reward.sandbox = "off": reward workers run with all rights of this service')
         return WorkerSandbox(enabled=False)

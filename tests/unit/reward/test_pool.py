@@ -17,7 +17,8 @@ import pytest
 
 from fourfold.errors import ConfigError, Overloaded
 from fourfold_reward import loader
-from fourfold_reward.pool import Job, WorkerPool
+from fourfold_reward.job import Job
+from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
 
 # The completion of a sample selects the behaviour of the function.
@@ -354,7 +355,7 @@ async def test_function_that_cannot_be_loaded_is_a_config_error(
     pool = make_pool(f"{tmp_path}/mine.py:{name}")
     with pytest.raises(ConfigError, match=message) as error:
         await pool.start()
-    assert str(error.value).startswith("reward.verifier: ")
+    assert str(error.value).startswith("reward.function: ")
     assert pool.worker_pids() == []
     await pool.close()
 
@@ -380,7 +381,8 @@ import asyncio, os, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from fourfold_reward import loader
-from fourfold_reward.pool import Job, WorkerPool
+from fourfold_reward.job import Job
+from fourfold_reward.pool import WorkerPool
 
 async def main():
     verifier = loader.find({str(file)!r} + ":reward", directory=Path("/"))

@@ -63,26 +63,30 @@ def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
         ("rollout", config.rollout.replicas, 2),
         ("trainer", config.trainer.replicas, config.trainer_processes),
     ]
-    if config.needs_scorer and not config.reward.target:
-        roles.append(("reward", config.reward.replicas, config.reward.processes))
     if config.needs_reference:
         roles.append(("reference", config.reference.replicas, 1))
     if config.agents.source != "none":
         roles.append(("gateway", config.gateway.replicas, 1))
         if config.environment.replicas:  # agents need not be environments
             roles.append(("environment", config.environment.replicas, config.environment.processes))
+    slots = [(role, role, "", replicas, cpus) for role, replicas, cpus in roles]
+    if config.needs_scorer:
+        tables = [table for table in config.reward if not table.target]
+        slots += [("reward", t.member_prefix, t.name, t.replicas, t.processes) for t in tables]
     places = gpu_places(config)
     return [
-        ServiceSpec(role=role, name=name, place=places.get(name, ()), cpus=cpus)
-        for role, replicas, cpus in roles
+        ServiceSpec(role=role, name=name, place=places.get(name, ()), scorer=scorer, cpus=cpus)
+        for role, prefix, scorer, replicas, cpus in slots
         if (replicas == 0) == manual
-        for name in (f"{role}-{index}" for index in range(replicas or 1))
+        for name in (f"{prefix}-{index}" for index in range(replicas or 1))
     ]
 
 
 def serve_arguments(service: ServiceSpec, *, run_dir: Path, coordinator: str, listen: str = "") -> list[str]:
     """Return the arguments of `fourfold` that start a service of the run in `run_dir`."""
     words = ["serve", service.role, str(run_dir / CONFIG_FILE), "--member-id", service.name, "--run-dir", str(run_dir)]
+    if service.scorer:
+        words += ["--scorer", service.scorer]
     if listen:
         words += ["--listen", listen]
     if coordinator:

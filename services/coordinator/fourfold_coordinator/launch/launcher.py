@@ -20,6 +20,7 @@ class ServiceSpec:
     role: str
     name: str  # member id
     place: tuple[int, ...] = ()  # indices of its GPUs within the run; services with the same index share that GPU
+    scorer: str = ""  # of a reward service: the name of its table
     cpus: int = 1  # that a cluster scheduler reserves; no process is pinned
 
     @property

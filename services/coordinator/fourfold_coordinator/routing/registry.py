@@ -69,6 +69,7 @@ class Member:
     role: int  # a value of `Role`
     target: str  # address
     tokenizer_sha256: bytes
+    scorer: str = ""  # table [[reward]] that it serves; empty: the first
     permanent: bool = False  # the recipe names its address; it does not register
 
     @property

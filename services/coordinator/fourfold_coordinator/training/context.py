@@ -50,7 +50,7 @@ class RunContext:
             Role.ROLE_ROLLOUT: max(self.config.rollout.replicas, 1),
         }
         if self.config.needs_scorer:
-            counts[Role.ROLE_REWARD] = len(self.config.reward.target) or max(self.config.reward.replicas, 1)
+            counts[Role.ROLE_REWARD] = sum(len(t.target) or max(t.replicas, 1) for t in self.config.reward)
         if self.config.agents.source != "none":
             counts[Role.ROLE_GATEWAY] = max(self.config.gateway.replicas, 1)
         if self.config.environment.replicas:

@@ -180,7 +180,7 @@ class GroupProducer:
         if rule.keep != "all" and len(window.filtered) + window.groups_lost > (rule.max_rounds - 1) * places:
             return False
         # If every group so far was lost, the scorer may be broken; `reward.lost_rounds` limits the further tries.
-        rounds = 1 if window.groups_kept or window.filtered else self._config.reward.lost_rounds
+        rounds = 1 if window.groups_kept or window.filtered else max(table.lost_rounds for table in self._config.reward)
         return window.groups_lost <= places * rounds
 
     def _engines_have_room(self) -> bool:

@@ -70,7 +70,7 @@ class Scoring:
     """Calls to the reward services of a run."""
 
     def __init__(self, config: Config, router: Router) -> None:
-        self._config, self._router = config.reward, router
+        self._config, self._router = config.reward[0], router
         self._samples_per_step, self._tries = config.batch.samples_per_step, config.retry.infrastructure
         # Items that had a score, by what they carry: they tell a scorer that fails from samples that do.
         self._scored_items: dict[ScorerInputs, reward.ScoreItem] = {}

@@ -1,0 +1,37 @@
+"""Defines one sample to score, as the parts of a reward service pass it on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold_reward.loader import Verifier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One sample to score."""
+
+    sample_id: str
+    prompt: str
+    completion: str
+    answer: str
+    # Parsed in the worker only, because they come from callers.
+    metadata_json: str
+    messages_json: str = ""
+    completion_ids: Sequence[int] = ()
+    verifier: Verifier | None = None  # the function; None for a backend that is no function
+    size_bytes: int
+
+    @property
+    def function(self) -> Verifier:
+        """Return the function that scores it."""
+        assert self.verifier is not None, "a pool gets no other jobs"
+        return self.verifier
+
+    def request(self) -> dict[str, Any]:
+        """Return the request for the worker of a function."""
+        names = ("sample_id", "prompt", "completion", "answer", "completion_ids")
+        texts = {"metadata_json": self.metadata_json, "messages_json": self.messages_json}
+        return {"score": {name: getattr(self, name) for name in names}, "verifier": self.function.name, **texts}

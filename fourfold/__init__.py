@@ -36,7 +36,9 @@ if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
     from fourfold.arrays import Sample as Sample
     from fourfold.arrays import VersionSpan as VersionSpan
     from fourfold.coordinator.client import AsyncCoordinatorClient as AsyncCoordinatorClient
+    from fourfold.coordinator.client import AsyncScorerClient as AsyncScorerClient
     from fourfold.coordinator.client import CoordinatorClient as CoordinatorClient
+    from fourfold.coordinator.client import ScorerClient as ScorerClient
     from fourfold.coordinator.v1.run_service_pb2 import RunPhase as RunPhase
     from fourfold.coordinator.v1.run_service_pb2 import RunStatus as RunStatus
     from fourfold.errors import AlreadyExists as AlreadyExists
@@ -103,7 +105,7 @@ _MODULES: Final[dict[str, tuple[str, ...]]] = {
     "fourfold_reward.serve": ("serve_reward",),
     "fourfold_reward.sample": ("Score", "ScoreInput", "Abstain"),
     "fourfold.reference.client": ("ReferenceClient", "AsyncReferenceClient"),
-    "fourfold.coordinator.client": ("CoordinatorClient", "AsyncCoordinatorClient"),
+    "fourfold.coordinator.client": ("CoordinatorClient", "AsyncCoordinatorClient", "ScorerClient", "AsyncScorerClient"),
     "fourfold.coordinator.v1.run_service_pb2": ("RunStatus", "RunPhase"),
     "fourfold.types.v1.experience_pb2": ("Experience",),
     "fourfold.arrays": ("Sample", "VersionSpan"),

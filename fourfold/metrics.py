@@ -2,9 +2,11 @@
 
 A line of `runs/NAME/metrics.jsonl` is one step: a JSON object with these names, and with `step`, `end_time` (text: UTC
 time at which the step ended), `diagnosis` (text: the problems of the step; empty if none), `alarms` (those problems
-that were logged) and `lag_change` (text: change of the policy lag limit after the step, with its reason; empty if
-none). The trainer sends its part in `TrainStepResponse.metrics` under the same names. Only a loss of
-another distribution has metrics that are not in `METRICS`: it names its own.
+that were logged), `lag_change` (text: change of the policy lag limit after the step, with its reason; empty if none)
+and `scorers` (scored samples by table [[reward]] and name@version). `scorers/NAME/mean`, `/std`, `/samples` and
+`/part/COMPONENT` are of the terms of the score, before their weights; `shadows/NAME/...` compares a shadow. The trainer
+sends its part in `TrainStepResponse.metrics` under the same names. Only a loss of another distribution has metrics that
+are not in `METRICS`: it names its own.
 """
 
 from __future__ import annotations

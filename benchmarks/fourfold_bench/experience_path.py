@@ -62,6 +62,7 @@ from fourfold_bench.record import medians
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.data.texts import TextDecoder
 from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
+from fourfold_coordinator.rewards.deployment_calls import score_item
 from fourfold_coordinator.routing.replica import ScorerInputs
 from fourfold_coordinator.state.experiences import ExperienceStore
 from fourfold_coordinator.state.files import DiskWriter
@@ -78,7 +79,6 @@ from fourfold_coordinator.state.samples import (
 )
 from fourfold_coordinator.state.segments import SegmentFiles
 from fourfold_coordinator.training.producer import GROUPS_PER_TURN
-from fourfold_coordinator.training.scoring import score_item
 from fourfold_rollout.engine import EngineDescription, EngineLoad, EngineSample, Finish, SampleOutput, SampleRequest
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel

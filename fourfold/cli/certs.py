@@ -89,8 +89,8 @@ def _make(args: argparse.Namespace) -> str:
   directory = "{directory}"
   tokens_file = "{directory / certs.TOKENS_FILE}"
 
-A machine needs ca.pem, MEMBER.pem of each service that runs on it, tokens.txt for a rollout service, and
-viewer-0.pem for `fourfold run` and `fourfold watch`. Do not copy ca-key.pem and issued.txt.
+A machine needs ca.pem, MEMBER.pem of each service that runs on it, tokens.txt for a rollout service, viewer-0.pem for
+`fourfold run` and `fourfold watch`, and operator-0.pem for `fourfold reward`. Do not copy ca-key.pem and issued.txt.
 An external agent needs ca.pem and this token, which is not shown again:
 
   {token}
@@ -108,6 +108,7 @@ def _of_recipe(path: Path) -> list[Principal]:
         "trainer": config.trainer.replicas,
         "reference": config.reference.replicas,
         "viewer": 1,
+        "operator": 1,
     }
     if config.agents.source != "none":
         counts |= {"gateway": config.gateway.replicas, "environment": config.environment.replicas}

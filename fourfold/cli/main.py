@@ -51,6 +51,7 @@ _HELP: Final = {
     "serve": "start one service by hand, in its own terminal or on its own machine",
     "watch": "show the live display of a run",
     "weights": "show the weight update of a run: each participant, and what it waits for",
+    "reward": "list the scorers of a running run, and replace them without a stop",
     "chat": "chat with a model folder through a rollout service",
     "bench": "measure weight updates, sampling or whole steps on this machine",
     "certs": "make a private CA, certificates of members and tokens of agents, for [security]",

@@ -107,6 +107,9 @@ class DataConfig(Table):
     """Column with the prompt: a text, or a list of chat messages."""
     answer_field: str = "answer"
     """Column with the reference answer. The data need not have it."""
+    scorers_field: str = ""
+    """Column with the names of the scorers of a row, a text or a list; rows without it have those whose `where` fits.
+    Empty: there is none."""
     chat: bool = True
     """Apply the tokenizer's chat template. false: the text is the whole prompt."""
     system_prompt: str = ""

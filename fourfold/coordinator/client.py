@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from google.protobuf.message import Message
+
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
+from fourfold.coordinator.v1 import scorer_service_pb2 as scorers
+from fourfold.coordinator.v1 import scorer_service_pb2_grpc as scorers_grpc
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 
 _MAX_TOKEN_BYTES: Final = 64
@@ -142,3 +146,106 @@ class CoordinatorClient(SyncClient[AsyncCoordinatorClient]):
     get_run = blocking(AsyncCoordinatorClient.get_run)
     get_weight_plane = blocking(AsyncCoordinatorClient.get_weight_plane)
     watch_run = blocking_stream(AsyncCoordinatorClient.watch_run)
+
+
+class AsyncScorerClient(AsyncClient):
+    """Lists and replaces the scorers of a run, with asyncio. With TLS it needs a certificate of the role `operator`.
+
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's. Targets are "HOST:PORT".
+    """
+
+    _role = "coordinator"
+    _caller_role = "operator"
+
+    @cached_property
+    def _stub(self) -> scorers_grpc.ScorerServiceAsyncStub:
+        return scorers_grpc.ScorerServiceStub(self._open())
+
+    async def list_scorers(self, *, timeout: float | None = None) -> list[scorers.Scorer]:
+        """Return the scorers, in the order of the recipe."""
+        response = await self._call(self._stub.ListScorers, scorers.ListScorersRequest(), timeout)
+        for scorer in response.scorers:
+            self._check_finite(response, scorer)
+        return list(response.scorers)
+
+    async def add(
+        self, name: str, targets: Sequence[str], *, weight: float = 1.0, timeout: float | None = None
+    ) -> scorers.Scorer:
+        """Add a term to the score."""
+        deployment = scorers.NewDeployment(targets=targets)
+        return await self._change(
+            scorers.ChangeScorerRequest(name=name, add=scorers.AddScorer(deployment=deployment, weight=weight)), timeout
+        )
+
+    async def swap(self, name: str, targets: Sequence[str], *, timeout: float | None = None) -> scorers.Scorer:
+        """Make other services live."""
+        deployment = scorers.NewDeployment(targets=targets)
+        return await self._change(scorers.ChangeScorerRequest(name=name, swap=deployment), timeout)
+
+    async def canary(
+        self, name: str, targets: Sequence[str], *, share: float, timeout: float | None = None
+    ) -> scorers.Scorer:
+        """Let other services score a share of the groups, in (0, 1)."""
+        canary = scorers.CanaryDeployment(deployment=scorers.NewDeployment(targets=targets), share=share)
+        return await self._change(scorers.ChangeScorerRequest(name=name, canary=canary), timeout)
+
+    async def shadow(
+        self, name: str, targets: Sequence[str], *, compare_gradients: bool = False, timeout: float | None = None
+    ) -> scorers.Scorer:
+        """Let other services score next to the live ones, without effect."""
+        deployment = scorers.NewDeployment(targets=targets)
+        shadow = scorers.ShadowDeployment(deployment=deployment, compare_gradients=compare_gradients)
+        return await self._change(scorers.ChangeScorerRequest(name=name, shadow=shadow), timeout)
+
+    async def promote(
+        self,
+        name: str,
+        *,
+        min_rank_correlation: float | None = None,
+        min_samples: int = 0,
+        timeout: float | None = None,
+    ) -> scorers.Scorer:
+        """Make the canary, or else the shadow, live; WrongState if its agreement is below the conditions."""
+        conditions = scorers.Promote(min_rank_correlation=min_rank_correlation, min_samples=min_samples)
+        return await self._change(scorers.ChangeScorerRequest(name=name, promote=conditions), timeout)
+
+    async def rollback(self, name: str, *, timeout: float | None = None) -> scorers.Scorer:
+        """Remove canary and shadow, or else make the previous services live again."""
+        return await self._change(scorers.ChangeScorerRequest(name=name, rollback=scorers.Rollback()), timeout)
+
+    async def rescore(self, name: str, *, timeout: float | None = None) -> scorers.Scorer:
+        """Have all samples that no step has yet scored again."""
+        return await self._change(scorers.ChangeScorerRequest(name=name, rescore=scorers.Rescore()), timeout)
+
+    async def remove(self, name: str, *, timeout: float | None = None) -> None:
+        """Remove a term of the score."""
+        await self._call(
+            self._stub.ChangeScorer, scorers.ChangeScorerRequest(name=name, remove=scorers.Remove()), timeout
+        )
+
+    async def _change(self, request: scorers.ChangeScorerRequest, timeout: float | None) -> scorers.Scorer:
+        response = await self._call(self._stub.ChangeScorer, request, timeout)
+        self._check(response).require(response.HasField("scorer"), "the response has no scorer")
+        self._check_finite(response, response.scorer)
+        return response.scorer
+
+    def _check_finite(self, response: Message, scorer: scorers.Scorer) -> None:
+        agreement = scorer.agreement
+        numbers = (scorer.weight, scorer.canary_share, agreement.flip_share, agreement.mean_shift)
+        finite = all(map(math.isfinite, (*numbers, agreement.rank_correlation, agreement.gradient_cosine)))
+        self._check(response).require(finite, "a number of a scorer is not finite", "NOT_FINITE")
+
+
+class ScorerClient(SyncClient[AsyncScorerClient]):
+    """Lists and replaces the scorers of a run; each method blocks. For asyncio, use AsyncScorerClient."""
+
+    _async_type = AsyncScorerClient
+    list_scorers = blocking(AsyncScorerClient.list_scorers)
+    add = blocking(AsyncScorerClient.add)
+    swap = blocking(AsyncScorerClient.swap)
+    canary = blocking(AsyncScorerClient.canary)
+    shadow = blocking(AsyncScorerClient.shadow)
+    promote = blocking(AsyncScorerClient.promote)
+    rollback = blocking(AsyncScorerClient.rollback)
+    rescore = blocking(AsyncScorerClient.rescore)
+    remove = blocking(AsyncScorerClient.remove)

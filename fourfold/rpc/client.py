@@ -61,7 +61,7 @@ class AsyncClient:
             certs: folder that `fourfold certs` made; with a token its ca.pem is enough. Empty: no TLS, which is
                 allowed for a service on this machine.
             member: member id whose DIR/MEMBER.pem is presented instead of a token. Default: "coordinator-0", and
-                "viewer-0" for a client of the coordinator.
+                "viewer-0" or "operator-0" for a client of the coordinator.
             timeout: seconds, for each call that names no timeout of its own.
             peer: name of the service in error messages. Default: its role and target.
 

@@ -34,12 +34,17 @@ from fourfold.security.tokens import TokenGrant, read_tokens
 if TYPE_CHECKING:  # clients of agents must not import the configuration schema
     from fourfold.config import SecurityConfig
 
-ROLES: Final = ("rollout", "trainer", "reward", "reference", "gateway", "environment", "coordinator", "viewer")
-"""Roles of certificates. Viewers are `fourfold run`, `watch` and `weights`, which only read the state of the run."""
+ROLES: Final = (
+    *("rollout", "trainer", "reward", "reference", "gateway", "environment", "coordinator"),
+    *("viewer", "operator"),
+)
+"""Roles of certificates. Viewers are `fourfold run`, `watch` and `weights`, which only read the state of the run.
+Operators may change it: `fourfold reward`."""
 # Principals without a name: `open_channel` accepts any server of the role.
 COORDINATOR: Final = Principal("coordinator")
 ROLLOUT: Final = Principal("rollout")
 VIEWER: Final = Principal("viewer", "viewer-0")
+OPERATOR: Final = Principal("operator", "operator-0")
 
 REVOKED_FILE: Final = "revoked.txt"
 WARN_DAYS: Final = 14
@@ -61,6 +66,7 @@ POLICY: Final[Mapping[str, frozenset[str]]] = {
     "fourfold.coordinator.v1.RunService": frozenset(
         {"viewer", "gateway", "environment"}
     ),  # to find engines and gateways
+    "fourfold.coordinator.v1.ScorerService": frozenset({"operator"}),
     "fourfold.agent.v1.AgentService": frozenset({"environment"}),
     # Health and reflection are open to every certificate of the deployment.
     "grpc.health.v1.Health": frozenset(ROLES),

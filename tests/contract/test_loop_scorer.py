@@ -14,10 +14,11 @@ from fourfold.config import from_tables
 from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc import circuit_breaker
+from fourfold_coordinator.rewards import deployment_calls
+from fourfold_coordinator.rewards.scorers import Deployment
 from fourfold_coordinator.routing import router
 from fourfold_coordinator.routing.replica import GivenUp, RetryBudget
 from fourfold_coordinator.state.ledger import Ledger
-from fourfold_coordinator.training import scoring
 from tests.fakes.stage import Stage, check_books, until, watch_for
 
 TEXT = "KeyError: 'answer' (scorer.py:7)"
@@ -232,7 +233,7 @@ async def test_stop_also_ends_a_run_whose_scorer_gives_no_answers(
 async def test_a_scorer_that_hangs_is_shown_and_costs_one_long_deadline(
     make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "SLACK_SECONDS", 0.1)
+    monkeypatch.setattr(deployment_calls, "SLACK_SECONDS", 0.1)
     stage = make_stage(steps=1, evaluation={"every_steps": 100}, reward={"timeout_seconds": 0.1})
     again = asyncio.Event()
     calls: list[int] = []
@@ -307,7 +308,7 @@ async def test_faults_are_counted_over_the_lives_of_a_run(make_stage: Callable[.
 
 async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tries() -> None:
     class NoReplicas:
-        def replicas(self, _role: int) -> list[Any]:
+        def replicas(self, _role: int, _pool: str) -> list[Any]:
             return []
 
     config = from_tables(
@@ -319,7 +320,9 @@ async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tr
         source="this test",
     )  # fmt: skip
     budget = RetryBudget(infrastructure=1, data=0)
-    calls = scoring.Scoring(config, NoReplicas())  # type: ignore[arg-type]
+    table = config.reward[0]
+    router: Any = NoReplicas()
+    calls = deployment_calls.DeploymentCalls(config, table, Deployment(pool="reward"), router)
     calls.record_failure(Unavailable("the lease of the only scorer expired"), budget)
     assert budget.infrastructure == 0
     with pytest.raises(GivenUp):

@@ -12,9 +12,9 @@ from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold_coordinator.rewards.scorers import permanent_id
 from fourfold_coordinator.routing import router
 from fourfold_coordinator.routing.registry import Registry
-from fourfold_coordinator.serve import permanent_id
 from tests.conftest import Serve
 from tests.fakes.servicers import Reward
 from tests.fakes.stage import until

@@ -25,7 +25,8 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
     def __init__(self, member_id: str, config: Config) -> None:
         super().__init__(member_id, config)
         self.tokenizer_sha256 = b""  # a scorer of texts needs no tokenizer
-        self.reads_messages = False
+        self.reads_messages = self.pure = False
+        self.name = "toy@1"
         self.outcome: Callable[[reward.ScoreItem], reward.SampleScore | None] = lambda item: None
         self.calls = 0
         self.on_score: Callable[[], Any] | None = None
@@ -37,10 +38,11 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
 
     async def GetInfo(self, request: reward.GetInfoRequest, context: Context) -> reward.GetInfoResponse:
         return reward.GetInfoResponse(
-            name="toy@1",
+            name=self.name,
             max_sample_count=3,
             tokenizer_sha256=self.tokenizer_sha256,
             reads_messages=self.reads_messages,
+            pure=self.pure,
         )
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from fourfold.rpc import circuit_breaker
+from fourfold_coordinator.rewards import deployment_calls
 from fourfold_coordinator.routing import router
-from fourfold_coordinator.training import scoring
 from tests.contract import conftest
 from tests.fakes.hostile_reward import FAULTS, STEPS, HostileReward, check_names, check_scores
 from tests.fakes.stage import Stage, check_books
@@ -24,7 +24,7 @@ async def test_no_answer_of_a_reward_service_ends_a_run_or_becomes_a_zero(
     monkeypatch.setattr(circuit_breaker, "_FIRST_REST_SECONDS", 0.01)
     monkeypatch.setattr(circuit_breaker, "_MAX_OPEN_SECONDS", 0.05)
     monkeypatch.setattr(router, "_TICK_SECONDS", 0.02)
-    monkeypatch.setattr(scoring, "SLACK_SECONDS", 0.2)
+    monkeypatch.setattr(deployment_calls, "SLACK_SECONDS", 0.2)
     stage = make_stage(
         steps=STEPS,
         batch={"prompts_per_step": 2, "group_size": 2, "tokens_per_micro_batch": 256},

@@ -86,7 +86,7 @@ class RegisterRequest(_message.Message):
     """
     scorer: _builtins.str
     """Of a reward service: the table [[reward]] of the recipe that it serves, by its name; an unknown name is
-    FAILED_PRECONDITION. Empty: the only table, or the first one.
+    FAILED_PRECONDITION. Empty: the first table without addresses.
     """
     def __init__(
         self,

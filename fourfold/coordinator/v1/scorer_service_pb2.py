@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,fourfold/coordinator/v1/scorer_service.proto\x12\x17\x66ourfold.coordinator.v1\"\x14\n\x12ListScorersRequest\"G\n\x13ListScorersResponse\x12\x30\n\x07scorers\x18\x01 \x03(\x0b\x32\x1f.fourfold.coordinator.v1.Scorer\"\xc7\x02\n\x06Scorer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x31\n\x04live\x18\x03 \x01(\x0b\x32#.fourfold.coordinator.v1.Deployment\x12\x33\n\x06\x63\x61nary\x18\x04 \x01(\x0b\x32#.fourfold.coordinator.v1.Deployment\x12\x14\n\x0c\x63\x61nary_share\x18\x05 \x01(\x01\x12\x33\n\x06shadow\x18\x06 \x01(\x0b\x32#.fourfold.coordinator.v1.Deployment\x12\x35\n\x08previous\x18\x07 \x01(\x0b\x32#.fourfold.coordinator.v1.Deployment\x12\x35\n\tagreement\x18\x08 \x01(\x0b\x32\".fourfold.coordinator.v1.Agreement\"P\n\nDeployment\x12\x0f\n\x07targets\x18\x01 \x03(\t\x12\x0f\n\x07scorers\x18\x02 \x03(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x03\x12\x0f\n\x07problem\x18\x04 \x01(\t\"\xaa\x01\n\tAgreement\x12\x0f\n\x07samples\x18\x01 \x01(\x03\x12\x1d\n\x10rank_correlation\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nflip_share\x18\x03 \x01(\x01\x12\x12\n\nmean_shift\x18\x04 \x01(\x01\x12\x1c\n\x0fgradient_cosine\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x13\n\x11_rank_correlationB\x12\n\x10_gradient_cosine\"\xb1\x03\n\x13\x43hangeScorerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\x03\x61\x64\x64\x18\x02 \x01(\x0b\x32\".fourfold.coordinator.v1.AddScorerH\x00\x12\x36\n\x04swap\x18\x03 \x01(\x0b\x32&.fourfold.coordinator.v1.NewDeploymentH\x00\x12;\n\x06\x63\x61nary\x18\x04 \x01(\x0b\x32).fourfold.coordinator.v1.CanaryDeploymentH\x00\x12;\n\x06shadow\x18\x05 \x01(\x0b\x32).fourfold.coordinator.v1.ShadowDeploymentH\x00\x12\x33\n\x07promote\x18\x06 \x01(\x0b\x32 .fourfold.coordinator.v1.PromoteH\x00\x12\x35\n\x08rollback\x18\x07 \x01(\x0b\x32!.fourfold.coordinator.v1.RollbackH\x00\x12\x31\n\x06remove\x18\x08 \x01(\x0b\x32\x1f.fourfold.coordinator.v1.RemoveH\x00\x42\x08\n\x06\x63hange\"G\n\x14\x43hangeScorerResponse\x12/\n\x06scorer\x18\x01 \x01(\x0b\x32\x1f.fourfold.coordinator.v1.Scorer\" \n\rNewDeployment\x12\x0f\n\x07targets\x18\x01 \x03(\t\"g\n\tAddScorer\x12:\n\ndeployment\x18\x01 \x01(\x0b\x32&.fourfold.coordinator.v1.NewDeployment\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_weight\"]\n\x10\x43\x61naryDeployment\x12:\n\ndeployment\x18\x01 \x01(\x0b\x32&.fourfold.coordinator.v1.NewDeployment\x12\r\n\x05share\x18\x02 \x01(\x01\"i\n\x10ShadowDeployment\x12:\n\ndeployment\x18\x01 \x01(\x0b\x32&.fourfold.coordinator.v1.NewDeployment\x12\x19\n\x11\x63ompare_gradients\x18\x02 \x01(\x08\"Z\n\x07Promote\x12!\n\x14min_rank_correlation\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bmin_samples\x18\x02 \x01(\x03\x42\x17\n\x15_min_rank_correlation\"\n\n\x08Rollback\"\x08\n\x06Remove2\xe6\x01\n\rScorerService\x12h\n\x0bListScorers\x12+.fourfold.coordinator.v1.ListScorersRequest\x1a,.fourfold.coordinator.v1.ListScorersResponse\x12k\n\x0c\x43hangeScorer\x12,.fourfold.coordinator.v1.ChangeScorerRequest\x1a-.fourfold.coordinator.v1.ChangeScorerResponseB\\\n\x17\x66ourfold.coordinator.v1P\x01Z%fourfold/coordinator/v1;coordinatorv1\xaa\x02\x17\x46ourfold.Coordinator.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,fourfold/coordinator/v1/scorer_service.proto\x12\x17\x66ourfold.coordinator.v1\"\x14\n\x12ListScorersRequest\"G\n\x13ListScorersResponse\x12\x30\n\x07scorers\x18\x01 \x03(\x0b\x32\x1f.fourfold.coordinator.v1.Scorer\"\xc7\x02\n\x06Scorer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x31\n\x04live\x18\x03 \x01(\x0b\x32#.fourfold.coordinator.v1.Deployment\x12\x33\n\x06\x63\x61nary\x18\x04 \x01(\x0b\x32#.fourfold.coordinator.v1.Deployment\x12\x14\n\x0c\x63\x61nary_share\x18\x05 \x01(\x01\x12\x33\n\x06shadow\x18\x06 \x01(\x0b\x32#.fourfold.coordinator.v1.Deployment\x12\x35\n\x08previous\x18\x07 \x01(\x0b\x32#.fourfold.coordinator.v1.Deployment\x12\x35\n\tagreement\x18\x08 \x01(\x0b\x32\".fourfold.coordinator.v1.Agreement\"P\n\nDeployment\x12\x0f\n\x07targets\x18\x01 \x03(\t\x12\x0f\n\x07scorers\x18\x02 \x03(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x03\x12\x0f\n\x07problem\x18\x04 \x01(\t\"\xaa\x01\n\tAgreement\x12\x0f\n\x07samples\x18\x01 \x01(\x03\x12\x1d\n\x10rank_correlation\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nflip_share\x18\x03 \x01(\x01\x12\x12\n\nmean_shift\x18\x04 \x01(\x01\x12\x1c\n\x0fgradient_cosine\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x13\n\x11_rank_correlationB\x12\n\x10_gradient_cosine\"\xe6\x03\n\x13\x43hangeScorerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\x03\x61\x64\x64\x18\x02 \x01(\x0b\x32\".fourfold.coordinator.v1.AddScorerH\x00\x12\x36\n\x04swap\x18\x03 \x01(\x0b\x32&.fourfold.coordinator.v1.NewDeploymentH\x00\x12;\n\x06\x63\x61nary\x18\x04 \x01(\x0b\x32).fourfold.coordinator.v1.CanaryDeploymentH\x00\x12;\n\x06shadow\x18\x05 \x01(\x0b\x32).fourfold.coordinator.v1.ShadowDeploymentH\x00\x12\x33\n\x07promote\x18\x06 \x01(\x0b\x32 .fourfold.coordinator.v1.PromoteH\x00\x12\x35\n\x08rollback\x18\x07 \x01(\x0b\x32!.fourfold.coordinator.v1.RollbackH\x00\x12\x31\n\x06remove\x18\x08 \x01(\x0b\x32\x1f.fourfold.coordinator.v1.RemoveH\x00\x12\x33\n\x07rescore\x18\t \x01(\x0b\x32 .fourfold.coordinator.v1.RescoreH\x00\x42\x08\n\x06\x63hange\"G\n\x14\x43hangeScorerResponse\x12/\n\x06scorer\x18\x01 \x01(\x0b\x32\x1f.fourfold.coordinator.v1.Scorer\" \n\rNewDeployment\x12\x0f\n\x07targets\x18\x01 \x03(\t\"g\n\tAddScorer\x12:\n\ndeployment\x18\x01 \x01(\x0b\x32&.fourfold.coordinator.v1.NewDeployment\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_weight\"]\n\x10\x43\x61naryDeployment\x12:\n\ndeployment\x18\x01 \x01(\x0b\x32&.fourfold.coordinator.v1.NewDeployment\x12\r\n\x05share\x18\x02 \x01(\x01\"i\n\x10ShadowDeployment\x12:\n\ndeployment\x18\x01 \x01(\x0b\x32&.fourfold.coordinator.v1.NewDeployment\x12\x19\n\x11\x63ompare_gradients\x18\x02 \x01(\x08\"Z\n\x07Promote\x12!\n\x14min_rank_correlation\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bmin_samples\x18\x02 \x01(\x03\x42\x17\n\x15_min_rank_correlation\"\n\n\x08Rollback\"\x08\n\x06Remove\"\t\n\x07Rescore2\xe6\x01\n\rScorerService\x12h\n\x0bListScorers\x12+.fourfold.coordinator.v1.ListScorersRequest\x1a,.fourfold.coordinator.v1.ListScorersResponse\x12k\n\x0c\x43hangeScorer\x12,.fourfold.coordinator.v1.ChangeScorerRequest\x1a-.fourfold.coordinator.v1.ChangeScorerResponseB\\\n\x17\x66ourfold.coordinator.v1P\x01Z%fourfold/coordinator/v1;coordinatorv1\xaa\x02\x17\x46ourfold.Coordinator.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,23 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGREEMENT']._serialized_start=581
   _globals['_AGREEMENT']._serialized_end=751
   _globals['_CHANGESCORERREQUEST']._serialized_start=754
-  _globals['_CHANGESCORERREQUEST']._serialized_end=1187
-  _globals['_CHANGESCORERRESPONSE']._serialized_start=1189
-  _globals['_CHANGESCORERRESPONSE']._serialized_end=1260
-  _globals['_NEWDEPLOYMENT']._serialized_start=1262
-  _globals['_NEWDEPLOYMENT']._serialized_end=1294
-  _globals['_ADDSCORER']._serialized_start=1296
-  _globals['_ADDSCORER']._serialized_end=1399
-  _globals['_CANARYDEPLOYMENT']._serialized_start=1401
-  _globals['_CANARYDEPLOYMENT']._serialized_end=1494
-  _globals['_SHADOWDEPLOYMENT']._serialized_start=1496
-  _globals['_SHADOWDEPLOYMENT']._serialized_end=1601
-  _globals['_PROMOTE']._serialized_start=1603
-  _globals['_PROMOTE']._serialized_end=1693
-  _globals['_ROLLBACK']._serialized_start=1695
-  _globals['_ROLLBACK']._serialized_end=1705
-  _globals['_REMOVE']._serialized_start=1707
-  _globals['_REMOVE']._serialized_end=1715
-  _globals['_SCORERSERVICE']._serialized_start=1718
-  _globals['_SCORERSERVICE']._serialized_end=1948
+  _globals['_CHANGESCORERREQUEST']._serialized_end=1240
+  _globals['_CHANGESCORERRESPONSE']._serialized_start=1242
+  _globals['_CHANGESCORERRESPONSE']._serialized_end=1313
+  _globals['_NEWDEPLOYMENT']._serialized_start=1315
+  _globals['_NEWDEPLOYMENT']._serialized_end=1347
+  _globals['_ADDSCORER']._serialized_start=1349
+  _globals['_ADDSCORER']._serialized_end=1452
+  _globals['_CANARYDEPLOYMENT']._serialized_start=1454
+  _globals['_CANARYDEPLOYMENT']._serialized_end=1547
+  _globals['_SHADOWDEPLOYMENT']._serialized_start=1549
+  _globals['_SHADOWDEPLOYMENT']._serialized_end=1654
+  _globals['_PROMOTE']._serialized_start=1656
+  _globals['_PROMOTE']._serialized_end=1746
+  _globals['_ROLLBACK']._serialized_start=1748
+  _globals['_ROLLBACK']._serialized_end=1758
+  _globals['_REMOVE']._serialized_start=1760
+  _globals['_REMOVE']._serialized_end=1768
+  _globals['_RESCORE']._serialized_start=1770
+  _globals['_RESCORE']._serialized_end=1779
+  _globals['_SCORERSERVICE']._serialized_start=1782
+  _globals['_SCORERSERVICE']._serialized_end=2012
 # @@protoc_insertion_point(module_scope)

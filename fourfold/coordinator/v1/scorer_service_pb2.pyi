@@ -216,6 +216,7 @@ class ChangeScorerRequest(_message.Message):
     PROMOTE_FIELD_NUMBER: _builtins.int
     ROLLBACK_FIELD_NUMBER: _builtins.int
     REMOVE_FIELD_NUMBER: _builtins.int
+    RESCORE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the scorer; for `add` a new one, [A-Za-z0-9_-]{1,64}."""
     @_builtins.property
@@ -246,6 +247,10 @@ class ChangeScorerRequest(_message.Message):
     def remove(self) -> Global___Remove:
         """Without this term. The last scorer cannot be removed."""
 
+    @_builtins.property
+    def rescore(self) -> Global___Rescore:
+        """All samples that no step has yet are scored again, by the same services."""
+
     def __init__(
         self,
         *,
@@ -257,12 +262,13 @@ class ChangeScorerRequest(_message.Message):
         promote: Global___Promote | None = ...,
         rollback: Global___Rollback | None = ...,
         remove: Global___Remove | None = ...,
+        rescore: Global___Rescore | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "canary", b"canary", "change", b"change", "promote", b"promote", "remove", b"remove", "rollback", b"rollback", "shadow", b"shadow", "swap", b"swap"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "canary", b"canary", "change", b"change", "promote", b"promote", "remove", b"remove", "rescore", b"rescore", "rollback", b"rollback", "shadow", b"shadow", "swap", b"swap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "canary", b"canary", "change", b"change", "name", b"name", "promote", b"promote", "remove", b"remove", "rollback", b"rollback", "shadow", b"shadow", "swap", b"swap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "canary", b"canary", "change", b"change", "name", b"name", "promote", b"promote", "remove", b"remove", "rescore", b"rescore", "rollback", b"rollback", "shadow", b"shadow", "swap", b"swap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["add", "swap", "canary", "shadow", "promote", "rollback", "remove"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["add", "swap", "canary", "shadow", "promote", "rollback", "remove", "rescore"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 
@@ -463,3 +469,20 @@ class Remove(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Remove: _TypeAlias = Remove  # noqa: Y015
+
+@_typing.final
+class Rescore(_message.Message):
+    """Empty on purpose, so that fields can be added later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rescore: _TypeAlias = Rescore  # noqa: Y015

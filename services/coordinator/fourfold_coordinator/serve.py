@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import sys
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -24,11 +23,17 @@ import numpy as np
 
 from fourfold.arrays import Int32Array
 from fourfold.config import dump
-from fourfold.coordinator.v1 import experience_service_pb2, membership_service_pb2, run_service_pb2
+from fourfold.coordinator.v1 import (
+    experience_service_pb2,
+    membership_service_pb2,
+    run_service_pb2,
+    scorer_service_pb2,
+)
 from fourfold.coordinator.v1.experience_service_pb2_grpc import add_ExperienceServiceServicer_to_server
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
+from fourfold.coordinator.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.host.disk import check_room
@@ -43,6 +48,10 @@ from .launch.run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE, REPORT
 from .reporting.exported import RunSource
 from .reporting.run_service import RunServicer
 from .reporting.run_totals import RunTotals
+from .rewards.scorers import STATE_KEY, ScorerTable
+from .rewards.scoring import Scoring
+from .rewards.servicer import ScorerServicer
+from .rewards.shadows import Shadows
 from .routing.membership import CertificateMonitor, MembershipServicer
 from .routing.registry import Member, MemberChange, Registry
 from .routing.router import Router
@@ -113,7 +122,11 @@ class Coordinator:
         self._disk = DiskWriter(folder, self._board, wait_seconds=config.retry.service_wait_seconds)
         self._weight_status = WeightPlaneStatus()
         self._registry = Registry(
-            clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256, security=self._host.security
+            clock=SYSTEM_CLOCK,
+            tokenizer_sha256=self._tokenizer.sha256,
+            security=self._host.security,
+            # A service that names no scorer serves the first one that needs services.
+            scorers=[table.name for table in sorted(config.reward, key=lambda table: bool(table.target))],
         )
         self._router = Router(
             self._registry,
@@ -134,6 +147,14 @@ class Coordinator:
             run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
             add_RunServiceServicer_to_server,
             RunServicer(self._board, lambda: self._weight_status.to_proto(self._router.replicas())),
+        )
+        self._scorers = ScorerTable(config, self._registry, self._router)
+        self._scoring = Scoring(config, self._router, self._scorers)
+        self._scorer_servicer = ScorerServicer(self._scorers, self._router)
+        self._host.server.add(
+            scorer_service_pb2.DESCRIPTOR.services_by_name["ScorerService"],
+            add_ScorerServiceServicer_to_server,
+            self._scorer_servicer,
         )
         self._tasks = TaskBoard(config.agents, max_refusals=config.retry.data)
         self._registry.add_listener(self._on_member)
@@ -196,7 +217,7 @@ class Coordinator:
             death=os.environ.get(DEATH_VARIABLE, ""),
         )
         self._registry.add_listener(totals.on_member)
-        self._add_targets()
+        await self._restore_scorers(ledger)
         self._run_source.totals = totals
         await self._disk.write(totals.save)
         background = [
@@ -217,13 +238,17 @@ class Coordinator:
             await asyncio.gather(*background, return_exceptions=True)
             experiences.close()
 
-    def _add_targets(self) -> None:
-        """Add the reward services that the recipe names by their addresses; raise ConfigError for a wrong one."""
-        for target in self._config.reward[0].target if self._config.needs_scorer else ():
-            try:
-                self._registry.add_permanent(permanent_id(target), Role.ROLE_REWARD, target)
-            except ConfigError as error:
-                raise ConfigError(f"reward.target: {error}") from None
+    async def _restore_scorers(self, ledger: Ledger) -> None:
+        """Continue with the scorers of an earlier coordinator process, or with those of the recipe."""
+
+        async def save(state: str) -> None:
+            await self._disk.write(ledger.put, {STATE_KEY: state})
+            await self._disk.write_in_thread(ledger.sync)
+
+        try:
+            self._scorers.restore(ledger.get(STATE_KEY), save)
+        except ConfigError as error:
+            raise ConfigError(f"reward.target: {error}") from None
 
     async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
         config = self._config
@@ -245,6 +270,8 @@ class Coordinator:
                 newest_version=ledger.highest_version,
             )
         )
+        shadows = Shadows(self._scorers, self._scoring)
+        self._scorer_servicer.open(self._scoring, shadows)
         return RunContext(
             config=config,
             recipe=self._recipe,
@@ -269,9 +296,12 @@ class Coordinator:
                 config,
                 router,
                 self._tokenizer.decode_batch,
+                self._scoring,
                 newest_version=ledger.highest_version,
                 stop_token_ids=self._tokenizer.stop_token_ids,
             ),
+            scorers=self._scorers,
+            shadows=shadows,
             tasks=self._tasks,
             certificates=self._certificates,
             totals=totals,
@@ -288,11 +318,6 @@ class Coordinator:
         while True:
             self._board.set_members(self._router.members())
             await self._router.wait_for_change(timeout=_TICK_SECONDS)
-
-
-def permanent_id(target: str) -> str:
-    """Return the member id of the reward service at an address."""
-    return f"reward-at-{re.sub('[^A-Za-z0-9]+', '-', target)}"[:128]
 
 
 def check_same_data(prompts: PromptSet, ledger: Ledger) -> None:

@@ -192,7 +192,7 @@ async def test_another_replica_is_spare_if_it_takes_a_call_at_once(bench: Bench)
         assert not spare(), "29 tokens fit into its KV cache"
     with other.in_flight(Demand(samples=2)):
         assert not spare()
-    async with bench.router._turns[ROLE]:
+    async with bench.router._turns[ROLE, ""]:
         assert not spare(), "a call waits for room"
     other.breaker.trip(DeadlinePassed("too long"), SYSTEM_CLOCK.monotonic())
     assert not spare()

@@ -80,10 +80,13 @@ def decode(sequences: Sequence[Any]) -> list[str]:
     return [""] * len(sequences)
 
 
+no_scoring: Any = SimpleNamespace(score=None)
+
+
 async def test_a_call_says_what_it_will_take() -> None:
     config = configuration.load(RECIPE)
     router: Any = Router()
-    service_calls = ServiceCalls(config, router, decode)
+    service_calls = ServiceCalls(config, router, decode, no_scoring)
     for samples, length in ((4, 3), (2, 9), (1, 1)):
         router.length = length
         names = [f"s{index}" for index in range(samples)]
@@ -108,7 +111,7 @@ def _config() -> Config:
 
 async def _ask(router: Router, **more: Any) -> list[Any]:
     asked: Any = router
-    service_calls = ServiceCalls(_config(), asked, decode)
+    service_calls = ServiceCalls(_config(), asked, decode, no_scoring)
     names = ["s0", "s1", "s2"]
     return await service_calls.generate(
         PROMPT, group_id="g", sample_ids=names, seed=40, version=3, budget=service_calls.budget(), **more
@@ -158,7 +161,7 @@ async def test_a_reference_gives_each_sample_its_row_in_time() -> None:
     router = Router()
     samples = await _ask(router)
     asked: Any = router
-    service_calls = ServiceCalls(_config(), asked, decode)
+    service_calls = ServiceCalls(_config(), asked, decode, no_scoring)
     rows = await service_calls.reference(samples, service_calls.budget())
     assert router.timeouts[-1] == 77.0
     assert len(rows) == 3 and all((row == -0.25).all() and len(row) == 92 for row in rows)

@@ -97,7 +97,8 @@ def test_a_recipe_says_how_many_members_there_are(tmp_path: Path) -> None:
     words = ["--recipe", str(tmp_path / "r.toml"), "--member", "reward/math"]
     assert cli_main.main(["certs", str(tmp_path / "certs"), *words]) == 0
     assert {path.stem for path in (tmp_path / "certs").glob("*-[0-9].pem")} == {
-        "rollout-0", "rollout-1", "rollout-2", "trainer-0", "reward-0", "reference-0", "coordinator-0", "viewer-0",
+        "rollout-0", "rollout-1", "rollout-2", "trainer-0", "reward-0", "reference-0", "coordinator-0",
+        "viewer-0", "operator-0",
     }  # fmt: skip
     assert names(tmp_path / "certs" / "math.pem")[0] == ["spiffe://fourfold/svc/reward/math"]
 
@@ -202,7 +203,7 @@ def test_without_the_authority_nothing_is_issued(folder: Path, capsys: pytest.Ca
 def test_a_malformed_line_of_issued_certificates_is_named(folder: Path, line: bytes) -> None:
     with (folder / "issued.txt").open("ab") as file:
         file.write(line)
-    with pytest.raises(ConfigError, match=r"issued\.txt:9: malformed; only `fourfold certs` may write this file"):
+    with pytest.raises(ConfigError, match=r"issued\.txt:10: malformed; only `fourfold certs` may write this file"):
         certs.current(folder)
 
 

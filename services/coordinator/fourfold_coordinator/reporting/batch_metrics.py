@@ -14,6 +14,8 @@ from fourfold.arrays import Sample
 from ..state.samples import StepBatch, Trajectory
 
 AGENT_METRICS: Final = "agents/metrics/"  # prefix of the numbers that agents send with their trajectories
+SCORER_METRICS: Final = "scorers/"  # prefix of the numbers of the terms of the score
+_MAX_COMPONENTS: Final = 256  # of all scorers
 _MAX_AGENT_METRICS: Final = 64  # agents choose the names, and one that sends ever new ones must not fill the files
 
 
@@ -54,7 +56,41 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
             m.GROUPS_ALL_MIN: float(np.mean([s.max() == lowest for s in scores])),
             m.GROUPS_STD: float(np.mean([s.std() for s in scores])),
         }
-    return result | _agent_metrics(trajectories) | batch.measured
+    return result | _scorer_metrics(trajectories) | _agent_metrics(trajectories) | batch.measured
+
+
+def count_scorers(batch: StepBatch) -> dict[str, dict[str, int]]:
+    """Return the scored samples of a batch by name of the table [[reward]] and by name@version."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for group in batch.generated():
+        for trajectory in group.trajectories:
+            for term in trajectory.sample.terms:
+                counts[term.name][term.scorer] += 1
+    return {name: dict(found) for name, found in counts.items()}
+
+
+def _scorer_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return mean and spread of each term of the score, before its weight, and the means of its components."""
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for term in trajectory.sample.terms:
+            scores[term.name].append(term.score)
+        for name, value in trajectory.components.items():
+            parts[name].append(value)
+    result = dict[str, float]()
+    for name, values in scores.items():
+        prefix = f"{SCORER_METRICS}{name}"
+        result |= {f"{prefix}/mean": float(np.mean(values)), f"{prefix}/std": float(np.std(values))}
+        result[f"{prefix}/samples"] = float(len(values))
+    frequent = sorted(parts, key=lambda name: (-len(parts[name]), name))[:_MAX_COMPONENTS]
+    # The first part of a component's name is its scorer.
+    return result | {f"{SCORER_METRICS}{_component(name)}": float(np.mean(parts[name])) for name in frequent}
+
+
+def _component(name: str) -> str:
+    scorer, _, part = name.partition("/")
+    return f"{scorer}/part/{part}"
 
 
 def _agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

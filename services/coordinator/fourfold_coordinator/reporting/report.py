@@ -23,6 +23,9 @@ report.json (times in seconds, sizes in bytes):
     skipped_steps, dropped       steps that did not change the weights; dropped samples by reason
     faults                       errors of services: {"peer", "kind", "count", "first"} each: member, reason in
                                  UPPER_SNAKE_CASE, number of failed calls and samples, text of the first
+    scorers                      changes: {"time", "scorer", "change", "services"} each, those of `fourfold reward`;
+                                 steps: {"first", "last", "scorers"} each: the steps in a row that the same scorers
+                                 scored, with the scored samples by [[reward]] and name@version
     diagnosis                    findings: {"text", "steps", "first", "last"} each, the most frequent first
     policy_version, model        of the last weights; folder of the export
     model_ema                    folder of the export of their moving average, or null
@@ -76,6 +79,7 @@ def build(
     model: str,
     model_ema: str | None = None,
     faults: Sequence[Mapping[str, Any]] = (),
+    scorer_changes: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the report; the module's docstring explains its keys and the arguments of the same names."""
     steps, evals = ledger.steps(), ledger.evals()
@@ -100,6 +104,7 @@ def build(
         "skipped_steps": sum(bool(step.skipped_reason) for step in steps),
         "dropped": ledger.dropped(),
         "faults": list(faults),
+        "scorers": {"changes": list(scorer_changes), "steps": _scorers_by_step(steps)},
         "diagnosis": summarize_findings(config, steps),
         "policy_version": steps[-1].policy_version if steps else 0,
         "model": model,
@@ -209,6 +214,22 @@ def _eval(row: EvalRow | None) -> dict[str, Any] | None:
         "n": row.answer_count,
         "missing": row.missing_count,
     }
+
+
+def _scorers_by_step(steps: Sequence[StepRow]) -> list[dict[str, Any]]:
+    """Return who scored which steps, with steps in a row that the same scorers scored in one entry."""
+    rows: list[dict[str, Any]] = []
+    for step in steps:
+        found: dict[str, dict[str, int]] = step.metrics.get("scorers") or {}
+        last = rows[-1] if rows else None
+        if last is None or {n: set(c) for n, c in found.items()} != {n: set(c) for n, c in last["scorers"].items()}:
+            rows.append({"first": step.step, "last": step.step, "scorers": {n: dict(c) for n, c in found.items()}})
+            continue
+        last["last"] = step.step
+        for name, counts in found.items():
+            for scorer, count in counts.items():
+                last["scorers"][name][scorer] += count
+    return rows
 
 
 def _asynchrony(config: Config, steps: Sequence[StepRow]) -> dict[str, Any] | None:

@@ -91,7 +91,7 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
             role=request.role,
             target=request.target,
             tokenizer_sha256=request.tokenizer_sha256,
-            scorer=request.scorer,
+            pool=request.scorer,
         )
         token = self._registry.register(member, principal.current())
         self._record_certificate(context)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -69,7 +69,7 @@ class Member:
     role: int  # a value of `Role`
     target: str  # address
     tokenizer_sha256: bytes
-    scorer: str = ""  # table [[reward]] that it serves; empty: the first
+    pool: str = ""  # of a reward service: those that score alike, and may take each other's place
     permanent: bool = False  # the recipe names its address; it does not register
 
     @property
@@ -105,10 +105,14 @@ class Registry:
         tokenizer_sha256: bytes,
         security: Security | None = None,
         ttl: float = TTL_SECONDS,
+        scorers: Sequence[str] = ("reward",),
     ) -> None:
-        """Create a registry; without `security` it accepts members on this machine only. `ttl` is in seconds."""
+        """Create a registry; without `security` it accepts members on this machine only. `ttl` is in seconds.
+
+        `scorers` are the names of the tables [[reward]], the pools of reward services that register.
+        """
         self.ttl, self.clock, self._security = ttl, clock, security
-        self.tokenizer_sha256 = tokenizer_sha256
+        self.tokenizer_sha256, self._scorers = tokenizer_sha256, tuple(scorers)
         self._leases: dict[str, _Lease] = {}  # by member_id
         self._fenced: dict[tuple[str, str], None] = {}  # (member_id, incarnation), the oldest first
         self._listeners: list[Listener] = []
@@ -128,9 +132,10 @@ class Registry:
         Raises:
             InvalidInput: A field is malformed, or no channel may be opened to the target.
             PermissionDenied: The caller's certificate is that of another member.
-            WrongState: Another tokenizer, an incarnation that was replaced, or a second trainer.
+            WrongState: Another tokenizer, an unknown scorer, an incarnation that was replaced, or a second trainer.
             Overloaded: There are too many members.
         """
+        member = self._with_pool(member)
         self._check(member, owner)
         self.expire()  # a lease that ran out since the last `expire` must not be renewed
         self._check_only_trainer(member)
@@ -165,8 +170,20 @@ class Registry:
         self._notify(member, MemberChange.JOINED)
         return token
 
-    def add_permanent(self, member_id: str, role: int, target: str) -> None:
-        """Add a member that the recipe names by its address: it never registers, and its lease never ends.
+    def _with_pool(self, member: Member) -> Member:
+        """Return a reward service with the pool of the scorer that it names; raise WrongState for an unknown one."""
+        if member.role != Role.ROLE_REWARD:
+            return replace(member, pool="")
+        if member.pool and member.pool not in self._scorers:
+            raise WrongState(
+                f"{member.member_id} serves the scorer {member.pool[:64]!r}, and the run has {list(self._scorers)}; "
+                f"start it with the run's recipe and one of these names (--scorer)",
+                reason="UNKNOWN_SCORER",
+            )
+        return replace(member, pool=member.pool or self._scorers[0])
+
+    def add_permanent(self, member_id: str, role: int, target: str, *, pool: str = "") -> None:
+        """Add a member that is known by its address: it never registers, and its lease never ends.
 
         Raises ConfigError: no channel may be opened to the target.
         """
@@ -179,7 +196,13 @@ class Registry:
                 f"another way, such as by its IP address"
             )
         member = Member(
-            member_id=member_id, incarnation=PERMANENT, role=role, target=target, tokenizer_sha256=b"", permanent=True
+            member_id=member_id,
+            incarnation=PERMANENT,
+            role=role,
+            target=target,
+            tokenizer_sha256=b"",
+            pool=pool,
+            permanent=True,
         )
         now = self.clock.now()
         self._leases[member_id] = _Lease(
@@ -191,6 +214,11 @@ class Registry:
             live_since=now,
         )
         self._notify(member, MemberChange.JOINED)
+
+    def remove_permanent(self, member_id: str) -> None:
+        """Remove a member that `add_permanent` added; its calls in flight may finish."""
+        if (lease := self._leases.get(member_id)) is not None and lease.member.permanent:
+            self._remove(lease, MemberChange.LEFT)
 
     def keep_alive(self, token: bytes, owner: Principal = LOCAL) -> None:
         """Renew a lease; raise NotFound when it ended, or belongs to another principal."""

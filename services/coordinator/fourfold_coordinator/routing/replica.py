@@ -99,6 +99,7 @@ class Replica:
         self.max_items = 0  # most samples in one call of a reward service; 0 for no limit
         self.vocabulary_size = 0  # of an engine that fits the run; 0 otherwise
         self.reads = ScorerInputs()  # of a reward service
+        self.pure = False  # of a reward service: an equal sample has an equal score
         self.inspected_at = 0.0  # time of the last GetInfo, on the monotonic clock
         self.scorer = ""  # of a reward service, as name@version
         self.version = -1  # policy version that the broker has verified; -1 for none

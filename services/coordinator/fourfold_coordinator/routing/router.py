@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from typing import Final, NamedTuple, TypeVar
@@ -59,6 +60,8 @@ class _Wanted(NamedTuple):
     pin: ReplicaKey | None
     avoid: set[ReplicaKey]  # that failed it before
     wait: WaitLimit
+    pool: str  # empty: any
+    accept: Callable[[Replica], bool]
 
 
 class Router:
@@ -84,7 +87,8 @@ class Router:
         self.tokens = TokenCounts()
         self._registry, self._open_channel = registry, open_channel
         self._replicas: dict[str, Replica] = {}  # by member_id
-        self._turns = {role: asyncio.Lock() for role in ROLE_NAMES}  # asyncio.Lock is first in, first out
+        # By role and pool; asyncio.Lock is first in, first out.
+        self._turns = defaultdict[tuple[int, str], asyncio.Lock](asyncio.Lock)
         self._pinned_turn = asyncio.Lock()  # a call that waits for one full replica must not delay the others
         self._change = asyncio.Event()
         self._leaving: list[Replica] = []  # departed members whose channels are not closed yet
@@ -93,9 +97,13 @@ class Router:
         self._prefixes = PrefixHolders()
         registry.add_listener(self._on_member)
 
-    def replicas(self, role: int | None = None) -> list[Replica]:
-        """Return the live replicas of one role, or of all, ordered by name."""
-        found = [r for r in self._replicas.values() if role is None or r.member.role == role]
+    def replicas(self, role: int | None = None, pool: str = "") -> list[Replica]:
+        """Return the live replicas of one role, or of all, ordered by name; with `pool` only those of that pool."""
+        found = [
+            r
+            for r in self._replicas.values()
+            if (role is None or r.member.role == role) and pool in ("", r.member.pool)
+        ]
         return sorted(found, key=lambda r: r.member.member_id)
 
     async def run(self) -> None:
@@ -154,6 +162,9 @@ class Router:
         pin: ReplicaKey | None = None,
         wait: WaitLimit | None = None,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        pool: str = "",
+        accept: Callable[[Replica], bool] = lambda _replica: True,
+        without: ReplicaKey | None = None,
     ) -> T:
         """Do `work` with a replica; when it fails, with another one if there is one.
 
@@ -167,16 +178,19 @@ class Router:
             pin: Replica that gets the work as long as it is usable; None for any.
             wait: Longest wait for a usable replica; None for the run's.
             on_try: Returns the context that one try runs in. It gets the error of a try, also when a lease ended.
+            pool: Pool of the replica; empty: any.
+            accept: Whether a replica may get the work; it is asked before each try.
+            without: Replica that gets it only if there is no other.
 
         Raises:
             GivenUp: No tries are left.
             FatalRunError: `work` or `spend` raised it.
             ServiceMissing: No replica came in time.
         """
-        avoid: set[ReplicaKey] = set()
+        avoid: set[ReplicaKey] = set() if without is None else {without}
         while True:
             size = demand if isinstance(demand, Demand) else demand()
-            wanted = _Wanted(role, size, version, pin, avoid, wait or self._wait)
+            wanted = _Wanted(role, size, version, pin, avoid, wait or self._wait, pool, accept)
             async with self._acquire(wanted) as replica:
                 try:
                     async with on_try():
@@ -260,16 +274,17 @@ class Router:
         """Return whether a replica other than `without` has room now, and no call waits for one."""
         now = self.clock.monotonic()
         others = [r for r in self.replicas(role) if r is not without and _fits(r, version) and r.breaker.admits(now)]
-        return not self._turns[role].locked() and any(replica.room(demand, now) >= 1 for replica in others)
+        return not self._turns[role, ""].locked() and any(replica.room(demand, now) >= 1 for replica in others)
 
     def engine_metrics(self) -> dict[str, float]:
         """Return the metrics of the engines' load reports and token counts since the last call of this method."""
         loads = [engine.load for engine in self.replicas(Role.ROLE_ROLLOUT)]
         return summarize_loads(loads, self.clock.monotonic()) | self.tokens.take()
 
-    def explain(self, role: int) -> str:
-        """Return why the replicas of a role get no calls, for users."""
-        reasons = {r.title: ", ".join(filter(None, (r.unusable_reason, r.failure_text))) for r in self.replicas(role)}
+    def explain(self, role: int, pool: str = "") -> str:
+        """Return why the replicas of a role, or of a pool, get no calls, for users."""
+        replicas = self.replicas(role, pool)
+        reasons = {r.title: ", ".join(filter(None, (r.unusable_reason, r.failure_text))) for r in replicas}
         return "; ".join(f"{title}: {text or 'ready'}" for title, text in reasons.items()) or "none has registered"
 
     def room(self, role: int, demand: Demand, *, version: int | None = None) -> float:
@@ -282,7 +297,7 @@ class Router:
     async def _acquire(self, wanted: _Wanted) -> AsyncIterator[Replica]:
         """Choose a replica, and count the call in its load within the block."""
         with ExitStack() as call:
-            async with self._turns[wanted.role] if wanted.pin is None else self._pinned_turn:
+            async with self._turns[wanted.role, wanted.pool] if wanted.pin is None else self._pinned_turn:
                 replica = await self._choose(wanted)
                 call.callback(self.notify)
                 call.enter_context(replica.in_flight(wanted.demand))
@@ -295,7 +310,8 @@ class Router:
         end = self.clock.monotonic() + seconds
         while True:
             now = self.clock.monotonic()
-            fitting = [r for r in self.replicas(role) if _fits(r, wanted.version)]
+            found = self.replicas(role, wanted.pool)
+            fitting = [r for r in found if _fits(r, wanted.version) and wanted.accept(r)]
             fitting = [r for r in fitting if r.key == wanted.pin and r.key not in wanted.avoid] or fitting
             usable = [r for r in fitting if r.breaker.admits(now)]
             free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}
@@ -310,9 +326,9 @@ class Router:
                 # rest, the retries of the calls that try them.
                 end = now + seconds
             elif now >= end:
-                raise self._missing(role, wanted.wait, samples=demand.samples if usable else 0)
+                raise self._missing(role, wanted.wait, pool=wanted.pool, samples=demand.samples if usable else 0)
             if not (room_will_come and usable):
-                self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
+                self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role, wanted.pool)})")
             await self.wait_for_change(timeout=_TICK_SECONDS)
 
     def _candidates(self, replicas: Iterable[Replica], wanted: _Wanted) -> list[Candidate]:
@@ -329,11 +345,11 @@ class Router:
             for replica in replicas
         ]
 
-    def _missing(self, role: int, wait: WaitLimit, *, samples: int = 0) -> ServiceMissing:
+    def _missing(self, role: int, wait: WaitLimit, *, pool: str = "", samples: int = 0) -> ServiceMissing:
         """Return the error of a role; `samples` is set when its replicas are usable, but none takes so many at once."""
         name = ROLE_NAMES[role]
         text = (
-            f"no usable {name} service for {wait.seconds:g} s ({self.explain(role)}); look at its log, start one "
+            f"no usable {name} service for {wait.seconds:g} s ({self.explain(role, pool)}); look at its log, start one "
             f"with `fourfold serve {name}`, or raise {wait.key}"
         )
         if samples:
@@ -384,7 +400,7 @@ class Router:
                 reward = await replica.reward.get_info(timeout=INFO_SECONDS)
                 tokenizer = reward.tokenizer_sha256 or tokenizer
                 replica.reads = ScorerInputs(tokens=bool(reward.tokenizer_sha256), messages=reward.reads_messages)
-                replica.max_items, replica.scorer = reward.max_sample_count, reward.name
+                replica.max_items, replica.scorer, replica.pure = reward.max_sample_count, reward.name, reward.pure
             case Role.ROLE_REFERENCE:
                 reference = await replica.reference.get_info(timeout=INFO_SECONDS)
                 tokenizer = reference.tokenizer_sha256

@@ -5,10 +5,12 @@ Each trajectory of the steps done is a line of samples.jsonl:
     {"step": 3, "sample_id": "p0000031-0-4", "group_id": "p0000031-0", "prompt": "...", "completion": "12",
      "answer": "12", "prompt_tokens": 41, "completion_tokens": 3, "logprob_mean": -0.41,
      "version_spans": [[-1, 41], [2, 3]], "truncated": false, "score": 1.0, "scorer": "last_number@0.1.0",
-     "dropped": ""}
+     "terms": {"reward": [1.0, 1.0, "last_number@0.1.0"]}, "dropped": ""}
 
 - `logprob_mean` is the mean log-probability of the sampled tokens, in nats, rounded to 6 decimals.
 - A span is [policy version, tokens]; -1 stands for the prompt, and for what an agent observed.
+- `terms` has score, weight and scorer of each term of the score, by the name of the table [[reward]]; without terms, an
+  agent brought the score.
 - A trajectory of an agent has its segments in one line: `completion_tokens`, `logprob_mean` and `version_spans` are of
   all segments, one after the other. `prompt` is what the model read first, without special tokens, if that
   is not the prompt of the task. `completion` is the text of the last segment after its first prompt, observations
@@ -34,7 +36,7 @@ from typing import Final
 import numpy as np
 
 from fourfold import metrics as m
-from fourfold.arrays import Float32Array, Sample, VersionSpan
+from fourfold.arrays import Float32Array, Sample, ScoreTerm, VersionSpan
 from fourfold.config import Config
 from fourfold.errors import PeerFault
 from fourfold.rollout.client import Completion
@@ -61,6 +63,7 @@ class Trajectory:
     by_agent: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)  # numbers of the agent
     first_prompt: str = ""  # of an agent, without special tokens; empty: the prompt of the task
+    components: Mapping[str, float] = field(default_factory=dict)  # parts of the scores, as SCORER/NAME
     last_turn: str | None = None  # text of the last sampled turn, for scorers; None: the completion
 
     @property
@@ -93,9 +96,9 @@ class Trajectory:
         """Return a copy whose segments are changed."""
         return replace(self, sample=change(self.sample), more_segments=tuple(map(change, self.more_segments)))
 
-    def with_score(self, score: float, scorer: str) -> Trajectory:
-        """Return a copy with a score, the same for each segment."""
-        return self.map_segments(lambda segment: replace(segment, score=score, scorer=scorer))
+    def with_score(self, score: float, scorer: str, terms: tuple[ScoreTerm, ...] = ()) -> Trajectory:
+        """Return a copy with a score and its terms, the same for each segment."""
+        return self.map_segments(lambda segment: replace(segment, score=score, scorer=scorer, terms=terms))
 
     def with_reference(self, logprobs: Sequence[Float32Array]) -> Trajectory:
         """Return a copy with reference log-probabilities, float32 [n] for each segment, unless it is dropped."""
@@ -115,6 +118,7 @@ class SampleGroup:
 
     position: int  # of the prompt in the endless order
     seed: int  # of the request
+    revision: int = 0  # of the scorers that scored it (`rewards/scorers.py`)
     trajectories: tuple[Trajectory, ...]
     baseline: Trajectory | None = None  # the greedy completion of the prompt, dropped
 
@@ -310,6 +314,7 @@ def _line(step: int, trajectory: Trajectory) -> str:
         "truncated": trajectory.truncated,
         "score": sample.score,
         "scorer": sample.scorer,
+        "terms": {t.name: [t.score, t.weight, t.scorer] for t in sample.terms},
         "dropped": trajectory.dropped,
     }
     return _JSON.encode(values)

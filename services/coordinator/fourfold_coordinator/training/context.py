@@ -10,6 +10,8 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..data.prompts import PromptSet
 from ..reporting.run_totals import RunTotals
+from ..rewards.scorers import ScorerTable
+from ..rewards.shadows import Shadows
 from ..routing.membership import CertificateMonitor
 from ..routing.router import Router
 from ..routing.trainer_session import TrainerSession
@@ -38,6 +40,8 @@ class RunContext:
     session: TrainerSession
     broker: WeightBroker
     service_calls: ServiceCalls
+    scorers: ScorerTable
+    shadows: Shadows
     tasks: TaskBoard  # for agents; without groups if the recipe has none
     certificates: CertificateMonitor
     totals: RunTotals

@@ -147,7 +147,8 @@ class Evaluator:
                 engine=engine,
                 budget=budget,
             )
-            return await self._service_calls.score(await self._service_calls.with_texts(prompt, answers), budget)
+            texts = await self._service_calls.with_texts(prompt, answers)
+            return await self._service_calls.score(texts, budget, evaluation=True)
         except GivenUp as error:
             log.warning("evaluation gave up a prompt: step=%d prompt=%d reason=%s", step, prompt.index, error)
             return []
@@ -166,7 +167,7 @@ class Evaluator:
         arrived = [attempt.trajectory for attempt in group.attempts if attempt.trajectory is not None]
         attempts = await self._service_calls.with_completions(arrived)
         unscored = [attempt for attempt in attempts if attempt.sample.score is None]
-        scored = await self._service_calls.score(unscored, budget) if unscored else []
+        scored = await self._service_calls.score(unscored, budget, evaluation=True) if unscored else []
         return [attempt for attempt in attempts if attempt.sample.score is not None] + scored
 
     def _examples(self, answers: Sequence[Trajectory]) -> list[dict[str, Any]]:

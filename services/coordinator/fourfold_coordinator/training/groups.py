@@ -87,6 +87,7 @@ class GroupDraft:
     dropped: Counter[str] = field(default_factory=Counter)  # its dropped samples by reason
     rolled: float = 0.0  # time of the last completion, in seconds of `time.monotonic`
     missing: set[str] = field(default_factory=set)  # attempts of agents that ended without a trajectory
+    revision: int = -1  # of the scorers, at the first score
     scored: float = 0.0  # time of the last score
     scoring_seconds: float = 0.0  # sum over the calls for scores
     group: SampleGroup | None = None  # all its samples are scored; None if the group is lost
@@ -103,6 +104,7 @@ class GroupDraft:
         return SampleGroup(
             position=self.position,
             seed=self.seed,
+            revision=max(self.revision, 0),
             trajectories=tuple(self.trajectories[name] for name in self.sample_ids if name not in self.missing),
             baseline=next((self.trajectories[name] for name in self.baseline_ids), None),
         )
@@ -159,6 +161,7 @@ class GroupMaker:
     def __init__(self, context: RunContext) -> None:
         self._config, self._prompts, self._ledger = context.config, context.prompts, context.ledger
         self._service_calls, self._session = context.service_calls, context.session
+        self._scoring, self._shadows = context.service_calls.scoring, context.shadows
         self._source, self._tasks = context.config.agents.source, context.tasks
         self._min_attempts = context.config.agents.min_attempts or context.config.batch.group_size
         self._changes, self._experiences = GroupCommit(context.ledger, context.disk), context.experiences
@@ -210,6 +213,36 @@ class GroupMaker:
         )
         return replace(group, trajectories=muted)
 
+    async def score_again(self, group: SampleGroup) -> SampleGroup:
+        """Return a group with the scores of the scorers that are in use now; samples without one are dropped.
+
+        Raises GivenUp: too few samples have a score.
+        """
+        revision = self._scoring.revision
+        everyone = group.all_trajectories()
+        scored_by_service = [t for t in everyone if t.sample.terms]  # agents brought the other scores
+        # BASELINE is no reason to leave the greedy completion out: its score is part of the others' advantages.
+        open_again = [replace(t, dropped="") if t is group.baseline else t for t in scored_by_service]
+        alive = [t for t in open_again if not t.dropped]
+        found = {t.sample.sample_id: t for t in await self._service_calls.score(alive, self._service_calls.budget())}
+        for name, trajectory in found.items():
+            if trajectory.dropped and (group.baseline is None or name != group.baseline.sample.sample_id):
+                await self._changes.write(self._ledger.drop, [name], trajectory.dropped)
+        trajectories = [found.get(t.sample.sample_id, t) for t in group.trajectories]
+        baseline = group.baseline
+        if baseline is not None:
+            baseline = found.get(baseline.sample.sample_id, baseline)
+            if baseline.sample.score is None:
+                raise GivenUp("its greedy completion has no score", reason="NO_BASELINE")
+            score = baseline.sample.score
+            trajectories = [replace(t, sample=replace(t.sample, baseline_score=score)) for t in trajectories]
+            baseline = baseline.with_drop_reason(BASELINE)
+        again = replace(group, trajectories=tuple(trajectories), baseline=baseline, revision=revision)
+        if len(again.samples) < self._min_samples:
+            raise GivenUp(f"{len(again.samples)} of its samples have a score", reason="GROUP_TOO_SMALL")
+        self._shadows.start(again)
+        return again
+
     async def _issue(self, step: int, version: int, position: int, on_sent: Callable[[], None]) -> GroupDraft:
         """Issue the samples of the prompt at a position; the greedy completion has the last id.
 
@@ -249,6 +282,7 @@ class GroupMaker:
         draft.group = draft.finish()
         draft.kept = keep_group(draft.group.rewards, self._filter)
         if draft.kept:
+            self._shadows.start(draft.group)
             draft.group = await self._add_reference(draft.group, draft.budget)
             await self._experiences.put(draft.group)
 
@@ -275,6 +309,7 @@ class GroupMaker:
             reasons = ", ".join(sorted(draft.dropped))
             text = f"{len(arrived)} of {len(group.attempts)} attempts arrived ({reasons})"
             raise GivenUp(text, reason="GROUP_TOO_SMALL")
+        self._note_revision(draft)
         if unscored := [t for t in arrived if t.sample.score is None]:
             await self._settle(draft, await self._service_calls.score(unscored, replace(draft.budget)))
 
@@ -316,8 +351,13 @@ class GroupMaker:
         await self._changes.write(self._ledger.move, names, SampleState.ROLLED)
         draft.trajectories |= zip(names, trajectories, strict=True)
         began = time.monotonic()
+        self._note_revision(draft)
         await self._settle(draft, await self._ask_scorer(draft, trajectories))
         draft.scoring_seconds += draft.scored - began
+
+    def _note_revision(self, draft: GroupDraft) -> None:
+        if draft.revision < 0:  # the first of several calls: the group is scored again if the scorers change after it
+            draft.revision = self._scoring.revision
 
     async def _settle(self, draft: GroupDraft, trajectories: Sequence[Trajectory]) -> None:
         """Put scored trajectories into the draft; drop those without a score."""

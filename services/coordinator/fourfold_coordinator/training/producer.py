@@ -148,11 +148,11 @@ class GroupProducer:
             # A lag that is lowered during the run counts for groups that are admitted from then on.
             limits = [max(place.max_lag, self.rule.max_policy_lag) for place in head]
             stale = [(p, g) for p, lag in zip(head, limits, strict=True) if (g := p.group) and self._is_stale(g, lag)]
-            if not stale:
-                break
             for place, group in stale:
                 self._places.remove(place)
                 await self._drop_stale(group)
+            if not stale and not await self._score_again(head):
+                break
             self._notify()
         del self._places[: len(head)]
         batch = self._close_window(head)
@@ -160,6 +160,7 @@ class GroupProducer:
         self._step, self._in_training = step, self._count
         self._notify()
         await self._complete(step, batch)
+        batch.groups = await self._context.shadows.with_shadow_scores(batch.groups)
         if self._curriculum is not None:  # not earlier: draws must not depend on the order in which groups end
             found = ((t.sample.group_id, t.sample.score, t.dropped) for t in batch.trajectories())
             self._curriculum.add_step(ScoredAttempt(*attempt) for attempt in found)
@@ -242,6 +243,27 @@ class GroupProducer:
             return False
         version = self._context.session.policy_version
         return any(version - sample.oldest_version > max_lag for sample in group.segments)
+
+    async def _score_again(self, places: Sequence[_Place]) -> bool:
+        """Score groups again whose scorers are not in use any more; return whether there were any."""
+        scoring = self._context.service_calls.scoring
+        old = [(place, g) for place in places if (g := place.group) is not None and not scoring.is_current(g)]
+
+        async def score(place: _Place, group: SampleGroup) -> None:
+            try:
+                place.group, place.scored = await self._maker.score_again(group), time.monotonic()
+            except GivenUp as error:
+                names = [t.sample.sample_id for t in group.trajectories if not t.dropped]
+                await self._context.disk.write(self._context.ledger.drop, names, error.reason)
+                self._places.remove(place)
+                self._window.dropped[error.reason] += len(names)
+                self._window.lost += [t.with_drop_reason(error.reason) for t in group.all_trajectories()]
+                self._window.groups_lost += 1
+
+        if old:
+            log.info("scorers changed, groups are scored again: groups=%d", len(old))
+            await self._context.session.run_all(score(place, group) for place, group in old)
+        return bool(old)
 
     async def _drop_stale(self, group: SampleGroup) -> None:
         names = [sample.sample_id for sample in group.samples]

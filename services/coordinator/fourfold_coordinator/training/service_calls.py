@@ -17,12 +17,12 @@ from fourfold.rollout.group_requests import GroupRequest
 
 from ..data.prompts import Prompt
 from ..data.texts import TextDecoder
+from ..rewards.scoring import Scoring
 from ..routing.replica import ReplicaKey, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
 from ..state.samples import Trajectory, build_sample, last_turn, prompt_length, sampling_params
 from .group_sampling import GroupSampler
-from .scoring import Scoring
 
 
 class ServiceCalls:
@@ -33,6 +33,7 @@ class ServiceCalls:
         config: Config,
         router: Router,
         decode: Callable[[Sequence[Int32Array]], list[str]],
+        scoring: Scoring,
         *,
         newest_version: Callable[[], int] = lambda: MAX_NUMBER,
         stop_token_ids: Sequence[int] = (),
@@ -43,7 +44,7 @@ class ServiceCalls:
         policy version that an engine may have received. `stop_token_ids` are the model's own.
         """
         self._config, self._router, self._texts = config, router, TextDecoder(decode)
-        self.score = Scoring(config, router).score
+        self.scoring, self.score = scoring, scoring.score
         self._sampler = GroupSampler(
             router,
             timeout=config.trainer.step_timeout_seconds,

@@ -17,6 +17,7 @@ from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from ..reporting import report
+from ..reporting.batch_metrics import count_scorers
 from ..reporting.diagnosis import TrainingDiagnosis
 from ..state.files import MetricsWriter
 from ..state.samples import StepBatch
@@ -43,6 +44,7 @@ class StepRecord:
     findings: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)  # the findings that are new, or clearly worse than before
     lag_change: str = ""  # why the lag limit changed after this step; empty if it did not
+    scorers: dict[str, dict[str, int]] = field(default_factory=dict)  # scored samples by scorer and name@version
     evaluating: bool = False  # its evaluation runs beside the next steps
     row: dict[str, Any] = field(default_factory=dict)  # as it was saved last
 
@@ -101,6 +103,7 @@ class StepReporter:
         """
         record.seconds = time.monotonic() - record.began
         record.skipped_reason, record.dropped = trained.skipped_reason, batch.dropped
+        record.scorers = count_scorers(batch)
         # Sleeping engines are woken during the update, but their wake-up is a metric of its own.
         record.metrics[m.TIME_PUBLISH] -= update.seconds.get(m.TIME_WAKE, 0.0)
         # Later tables win. The trainer also measures the batch, but only the groups that the filter kept.
@@ -112,6 +115,7 @@ class StepReporter:
             **self._count_samples(batch),
             **_update_metrics(update),
             **self._context.certificates.metrics(),
+            **self._context.shadows.metrics(trained.metrics),
         }
 
     async def diagnose(self, record: StepRecord) -> None:
@@ -130,7 +134,7 @@ class StepReporter:
             "diagnosis": "; ".join(record.findings),
             "lag_change": record.lag_change,
         }
-        record.row = {**finite(record.metrics), **texts, "alarms": record.alarms}
+        record.row = {**finite(record.metrics), **texts, "alarms": record.alarms, "scorers": record.scorers}
         await self._disk.write(self._ledger.record_metrics, record.step, record.row, seconds=record.seconds)
         await self._disk.write(self._context.router.faults.save, self._ledger)
 
@@ -175,7 +179,15 @@ class StepReporter:
         if not await self.close():
             await self._disk.write_in_thread(rewrite_metrics, self._path, self._ledger.steps())
         faults = context.router.faults.rows()
-        facts = report.build(self._config, self._ledger, totals, model=model, model_ema=model_ema, faults=faults)
+        facts = report.build(
+            self._config,
+            self._ledger,
+            totals,
+            model=model,
+            model_ema=model_ema,
+            faults=faults,
+            scorer_changes=context.scorers.history,
+        )
         steps, evals = self._ledger.steps(), self._ledger.evals()
         await self._disk.write_in_thread(report.write, context.folder, facts, steps, evals)
         log.info("run finished: report=%s model=%s", context.folder / "report.json", model)

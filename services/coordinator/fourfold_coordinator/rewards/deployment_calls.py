@@ -1,4 +1,4 @@
-"""Scores trajectories at the reward services, and decides what a failure costs (`reward.on_error`).
+"""Scores trajectories with one deployment of a scorer, and decides what a failure costs (`reward.on_error`).
 
     Score call --> some samples have a score: the scorer works
       |            a sample with an error is scored once more (retry.data, retry.infrastructure), then it is dropped
@@ -6,100 +6,172 @@
                      it has one now:  the samples are at fault, see above
                      it has none:     the call failed, as one that was refused, hung, or had a malformed response
 
-    failed call    opens the scorer's circuit breaker; the next try goes to another scorer, or to the same one later
-      wait   until a scorer works again, at most reward.wait_seconds; then the run ends
+    failed call    opens the service's circuit breaker; the next try goes to another one, or to the same one later
+      wait   until a service works again, at most reward.wait_seconds; then the run ends
       drop   as long as tries are left (retry.infrastructure); then the groups that wait are dropped
       stop   as long as tries are left; then the run ends
 
-No path turns a missing score into a number. A scorer that failed gets a call with one sample before it gets more.
+No path turns a missing score into a number. A service that failed gets a call with one sample before it gets more.
+
+Two services of a deployment may have different versions while one of them is replaced. Only those of one version get
+calls, so that a step does not mix versions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from google.rpc import code_pb2
-
-from fourfold.config import Config
+from fourfold.config import Config, RewardConfig
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import FourfoldError, InvalidInput, PeerFault, Unavailable
+from fourfold.errors import FourfoldError, InvalidInput, PeerFault
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.codec import encode
 from fourfold.types.v1.experience_pb2 import Experience
 
-from ..routing.replica import FatalRunError, GivenUp, Replica, RetryBudget, ScorerInputs
+from ..routing.replica import FatalRunError, GivenUp, Replica, ReplicaKey, RetryBudget, ScorerInputs
 from ..routing.router import Router, WaitLimit
 from ..routing.scheduling import Demand
-from ..state.samples import Trajectory, shortest
+from ..state.samples import Trajectory
+from .outcome import Outcome, to_outcome
+from .scorers import Deployment
 
 T = TypeVar("T")
 
 # For transport and queues, on top of the time that scoring itself may take.
 SLACK_SECONDS: Final = 10.0
-# Per-sample errors that are the service's fault. A time-out is the sample's: a function that hangs on a sample hangs
-# on it again, and each try costs the whole time limit.
-_SERVICE_ERRORS: Final = (code_pb2.UNAVAILABLE,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """Result of scoring one sample: a score, or the reason why there is none."""
-
-    score: float | None = None
-    scorer: str = ""
-    reason: str = ""
-    abstained: bool = False
-    error: FourfoldError | None = None
-
-    def apply_to(self, trajectory: Trajectory) -> Trajectory:
-        if self.score is None:  # a missing score is not a zero
-            return trajectory.with_drop_reason(self.reason, abstained=self.abstained)
-        return trajectory.with_score(self.score, self.scorer)
 
 
 class ScorerFailed(FatalRunError):
     """There are no scores, and the recipe ends the run for that."""
 
 
-class Scoring:
-    """Calls to the reward services of a run."""
+class DeploymentCalls:
+    """Calls to the services of one deployment."""
 
-    def __init__(self, config: Config, router: Router) -> None:
-        self._config, self._router = config.reward[0], router
+    def __init__(self, config: Config, table: RewardConfig, deployment: Deployment, router: Router) -> None:
+        self._config, self._pool, self._router = table, deployment.pool, router
         self._samples_per_step, self._tries = config.batch.samples_per_step, config.retry.infrastructure
+        self.sample_count = 0  # samples with a score
+        self.cost_usd = 0.0
+        self._cache: OrderedDict[bytes, Outcome] = OrderedDict()  # of a pure scorer, by content
+        self._cache_reads = ScorerInputs()  # what its items have
         # Items that had a score, by what they carry: they tell a scorer that fails from samples that do.
         self._scored_items: dict[ScorerInputs, reward.ScoreItem] = {}
         self._failing_since: float | None = None  # time of the first failed call since one worked
-        # Resolved when all scorers have used up their tries: the calls that wait for them are given up together.
+        # Resolved when all services have used up their tries: the calls that wait for them are given up together.
         self._all_failed: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
+        self._version = ""  # name@version that gets calls
 
-    async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[Trajectory]:
-        """Return the trajectories of one group, each with its score, or dropped with the reason why it has none.
+    @property
+    def version(self) -> str:
+        """Return name@version of the services that get calls; empty until one has answered."""
+        self._choose_version()
+        return self._version
+
+    def _replicas(self) -> list[Replica]:
+        return self._router.replicas(Role.ROLE_REWARD, self._pool)
+
+    def _choose_version(self) -> None:
+        names = [r.scorer for r in self._replicas() if r.inspected_at and not r.unusable_reason]
+        if names and self._version not in names:
+            self._version = names[0]
+
+    def _has_version(self, replica: Replica) -> bool:
+        self._choose_version()
+        return replica.scorer == self._version
+
+    async def outcomes(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> dict[str, Outcome]:
+        """Return the outcome of each trajectory of one group, by sample id.
 
         Raises:
             GivenUp: The services failed too often.
             ScorerFailed: They did, and `reward.on_error` ends the run for that.
             ServiceMissing: No reward service came in time.
         """
-        outcomes: dict[str, _Outcome] = {}
-        pending = list(trajectories)
+        outcomes = self._cached(trajectories)
+        pending = [t for t in trajectories if t.sample.sample_id not in outcomes]
         while pending:
+            self._check_cost()
             answers = await self._score_once(pending, budget)
+            self.cost_usd += sum(outcome.cost_usd for outcome in answers.values())
             outcomes |= answers
             failed = {name: o.error for name, o in answers.items() if o.error is not None}
             again = _spend_for_errors(failed, budget)
             if self._config.on_error == "stop" and (lost := failed.keys() - again):
                 raise self._scorer_failed(failed[min(lost)], f"sample {min(lost)} has no score")
             pending = [t for t in pending if t.sample.sample_id in again]
-        return [outcomes[t.sample.sample_id].apply_to(t) for t in trajectories]
+        self.sample_count += sum(outcome.score is not None for outcome in outcomes.values())
+        return outcomes
 
-    async def _score_once(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> Mapping[str, _Outcome]:
-        async def work(replica: Replica) -> dict[str, _Outcome]:
+    def _check_cost(self) -> None:
+        """Raise GivenUp or ScorerFailed when the run has spent what it may on this scorer."""
+        limit = self._config.max_cost_usd
+        if not limit or self.cost_usd < limit:
+            return
+        text = f"scorer {self._config.name} has cost {self.cost_usd:.2f} USD of max_cost_usd = {limit:g}"
+        if self._config.on_error == "drop":
+            raise GivenUp(text, reason="COST_LIMIT")
+        raise ScorerFailed(f"{text}; raise it, and resume with --resume", reason="COST_LIMIT")
+
+    @property
+    def scored_item(self) -> reward.ScoreItem | None:
+        """Return an item that had a score; None if there is none yet."""
+        return next(iter(self._scored_items.values()), None)
+
+    async def probe_with_known_sample(self, replica: Replica) -> None:
+        """Let another service score an item that had a score here; raise the error if it cannot."""
+        item = self._scored_items.get(replica.reads) or self.scored_item
+        if item is not None:
+            await self._probe(replica, item)
+
+    # -- cache ------------------------------------------------------------------------------------------------------
+
+    def _cached(self, trajectories: Sequence[Trajectory]) -> dict[str, Outcome]:
+        """Return the outcomes that are known, by sample id."""
+        if not self._cache:
+            return {}
+        found = dict[str, Outcome]()
+        for trajectory in trajectories:
+            key = self._cache_key(score_item(trajectory, self._cache_reads))
+            if (outcome := self._cache.get(key)) is not None and outcome.scorer == self._version:
+                self._cache.move_to_end(key)
+                found[trajectory.sample.sample_id] = outcome
+        return found
+
+    def _keep(self, items: Sequence[reward.ScoreItem], outcomes: Mapping[str, Outcome], replica: Replica) -> None:
+        """Remember the scores of a pure scorer."""
+        self._cache_reads = replica.reads
+        for item in items:
+            outcome = outcomes[item.experience.sample_id]
+            if outcome.score is not None:
+                self._cache[self._cache_key(item)] = replace(outcome, cost_usd=0.0)
+        while len(self._cache) > self._config.cache_samples:
+            self._cache.popitem(last=False)
+
+    @staticmethod
+    def _cache_key(item: reward.ScoreItem) -> bytes:
+        experience = item.experience
+        texts = (item.prompt_text, item.completion_text, item.answer, item.metadata_json, item.prompt_messages_json)
+        digest = hashlib.blake2b(digest_size=16)
+        for data in (*(text.encode() for text in texts), experience.token_ids, experience.action_mask):
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+        return digest.digest()
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    async def _score_once(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> Mapping[str, Outcome]:
+        asked: list[ReplicaKey] = []  # the services that have the call now, or had it
+
+        async def work(replica: Replica) -> dict[str, Outcome]:
+            asked.append(replica.key)
             async with self._shown_while_silent(replica, len(trajectories)):
                 return await self._score_at(replica, trajectories)
 
@@ -109,11 +181,20 @@ class Scoring:
             else:
                 self.record_failure(error, budget)
 
-        call = self._router.call(
-            Role.ROLE_REWARD, work, demand=Demand(samples=len(trajectories)), spend=spend, wait=self._wait_limit()
-        )
+        def call(without: ReplicaKey | None = None) -> Coroutine[Any, Any, dict[str, Outcome]]:
+            return self._router.call(
+                Role.ROLE_REWARD,
+                work,
+                demand=Demand(samples=len(trajectories)),
+                spend=spend,
+                wait=self._wait_limit(),
+                pool=self._pool,
+                accept=self._has_version,
+                without=without,
+            )
+
         try:
-            outcomes = await self._unless_all_fail(call)
+            outcomes = await self._unless_all_fail(self._hedged(call, asked))
         except GivenUp as error:
             if self._config.on_error == "stop":
                 what = f"a group of {len(trajectories)} samples has no scores"
@@ -122,13 +203,37 @@ class Scoring:
         self._failing_since = None
         return outcomes
 
+    async def _hedged(
+        self, call: Callable[[ReplicaKey | None], Coroutine[Any, Any, T]], asked: Sequence[ReplicaKey]
+    ) -> T:
+        """Await a call; after `hedge_seconds`, send it to another service, too. The first answer wins."""
+        if not self._config.hedge_seconds:
+            return await call(None)
+        first = asyncio.ensure_future(call(None))
+        tasks = [first]
+        try:
+            await asyncio.wait(tasks, timeout=self._config.hedge_seconds)
+            others = [r for r in self._replicas() if not r.unusable_reason and r.key not in asked[-1:]]
+            if not first.done() and asked and others:
+                tasks.append(asyncio.ensure_future(call(asked[-1])))
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if answered := next((task for task in done if task.exception() is None), None):
+                    return answered.result()
+            return first.result()  # raises its error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     def _wait_limit(self) -> WaitLimit | None:
         """Return how long a call waits for a scorer: with on_error = "wait", the longer of the two waits."""
         if self._config.on_error != "wait" or self._config.wait_seconds <= self._router.wait_seconds:
             return None
         return WaitLimit(self._config.wait_seconds, "reward.wait_seconds")
 
-    async def _score_at(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, _Outcome]:
+    async def _score_at(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, Outcome]:
         """Score trajectories at one replica; raise PeerFault when no sample has an outcome of a working scorer."""
         items = [score_item(t, replica.reads) for t in trajectories]
         if replica.breaker.probing:
@@ -143,7 +248,8 @@ class Scoring:
                 raise
             text = f"Score: every request is refused: {refusal}"
             raise PeerFault(replica.member.peer, refusal.reason, text) from refusal
-        outcomes = {score.sample_id: _outcome(score, replica.scorer) for score in scores}
+        pairs = zip(scores, trajectories, strict=True)
+        outcomes = {score.sample_id: to_outcome(score, replica.scorer, t.sample) for score, t in pairs}
         errors = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
         if len(errors) == len(outcomes) and not await self._still_scores(replica):
             text = f"Score: none of {len(items)} samples has a score; first error: {errors[0]}"
@@ -152,6 +258,8 @@ class Scoring:
             self._router.faults.record(replica.member.member_id, error.reason, error.message)
         if scored := next((i for i, s in zip(items, scores, strict=True) if s.HasField("score")), None):
             self._scored_items[replica.reads] = scored
+        if replica.pure and self._config.cache_samples:
+            self._keep(items, outcomes, replica)
         return outcomes
 
     async def _still_scores(self, replica: Replica) -> bool:
@@ -208,7 +316,7 @@ class Scoring:
     def record_failure(self, error: FourfoldError, budget: RetryBudget) -> None:
         """Count a call that failed because of its scorer; raise ScorerFailed or GivenUp if it was the last try."""
         if self._config.on_error != "wait":
-            replicas = self._router.replicas(Role.ROLE_REWARD)
+            replicas = self._replicas()
             # Without replicas the tries are counted as for any other failure.
             if replicas and all(r.breaker.failures > self._tries for r in replicas):
                 # An open breaker admits one call at a time. If each waiting call had to use up its own tries, that
@@ -226,7 +334,7 @@ class Scoring:
 
     def _scorer_failed(self, error: FourfoldError, what: str) -> ScorerFailed:
         """Return the error that ends the run: what happened, the scorers, and the first cause."""
-        replicas = self._router.replicas(Role.ROLE_REWARD)
+        replicas = self._replicas()
         first = next((r.breaker.first for r in replicas if r.breaker.first is not None), None) or error
         names = ", ".join(r.title for r in replicas) or "none is registered"
         return ScorerFailed(
@@ -261,15 +369,3 @@ def score_item(trajectory: Trajectory, reads: ScorerInputs) -> reward.ScoreItem:
         metadata_json=prompt.metadata_json,
         prompt_messages_json=prompt.messages_json if reads.messages else "",
     )
-
-
-def _outcome(score: reward.SampleScore, scorer: str) -> _Outcome:
-    match score.WhichOneof("outcome"):
-        case "score":
-            return _Outcome(score=shortest(score.score), scorer=scorer)
-        case "abstain_reason":
-            return _Outcome(reason=score.abstain_reason, abstained=True)
-    reason = score.error.reason
-    error_class = Unavailable if score.error.code in _SERVICE_ERRORS else InvalidInput
-    error = error_class(f"sample {score.sample_id}: {score.error.message or reason}", reason=reason)
-    return _Outcome(reason=reason, error=error)

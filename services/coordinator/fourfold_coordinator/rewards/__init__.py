@@ -1,0 +1,1 @@
+"""The scorers of a run: how samples are scored, how scores are mixed, and how scorers are replaced."""

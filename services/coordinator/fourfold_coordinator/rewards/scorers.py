@@ -1,0 +1,395 @@
+"""Keeps the scorers of a run, and replaces them while it goes on. Changes are durable.
+
+A scorer is a term of the score: a table [[reward]] of the recipe, or one that was added. Its deployments are services
+that may take each other's place:
+
+    live      its scores count
+    canary    scores a share of the groups in place of the live one; a group is never split
+    shadow    scores the same samples as the live one, and does not count
+    previous  was live before; `rollback` makes it live again
+
+    swap:     new -> live -> previous        promote:  canary or shadow -> live -> previous
+    rollback: without canary and shadow, or previous <-> live
+
+A change counts at once for every sample that no step has yet: calls to a deployment that is not in use any more are
+given up and made anew, and groups that it scored are scored again when a step takes them. So no step mixes versions of
+one scorer, except with a canary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from fourfold.config import Config, RewardConfig
+from fourfold.config.reward import MAX_SCORERS
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import ConfigError, InvalidInput, NotFound, Unavailable, WrongState
+from fourfold.host.clock import utc_text
+
+from ..routing.registry import Registry
+from ..routing.replica import NOT_INSPECTED
+from ..routing.router import Router
+
+T = TypeVar("T")
+
+STATE_KEY: Final = "scorers"  # of the ledger
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ANSWER_SECONDS: Final = 12.0  # in which a new service must tell its name
+_MAX_HISTORY: Final = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Services of one scorer that may take each other's place."""
+
+    pool: str  # unique in the run
+    targets: tuple[str, ...] = ()  # addresses; empty: the services that registered for the scorer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    """One term of the score."""
+
+    table: RewardConfig
+    live: Deployment
+    canary: Deployment | None = None
+    share: float = 0.0  # of the groups, for the canary
+    shadow: Deployment | None = None
+    compares_gradients: bool = False
+    previous: Deployment | None = None
+
+    @property
+    def name(self) -> str:
+        return self.table.name
+
+    def deployment_for(self, group_id: str) -> Deployment:
+        """Return the deployment that scores a group: always the same one for a group, as long as nothing changes."""
+        if self.canary is None:
+            return self.live
+        digest = hashlib.sha256(f"{self.canary.pool} {group_id}".encode()).digest()
+        return self.canary if int.from_bytes(digest[:8], "big") < self.share * 2**64 else self.live
+
+    @property
+    def deployments(self) -> list[Deployment]:
+        """Return those that get calls."""
+        return [d for d in (self.live, self.canary, self.shadow) if d is not None]
+
+
+def permanent_id(target: str) -> str:
+    """Return the member id of the reward service at an address."""
+    return f"reward-at-{re.sub('[^A-Za-z0-9]+', '-', target)}"[:120]
+
+
+class ScorerTable:
+    """The scorers of a run. Not thread-safe."""
+
+    def __init__(self, config: Config, registry: Registry, router: Router) -> None:
+        self._registry, self._router = registry, router
+        self._recipe = [table.model_dump_json() for table in config.reward] if config.needs_scorer else []
+        tables = config.reward if config.needs_scorer else ()
+        self.scorers = tuple(Scorer(table=t, live=Deployment(pool=t.name, targets=t.target)) for t in tables)
+        self.revision = 0
+        """Number of changes after which all groups must be scored again, whatever their scorers are called."""
+        self.history: list[dict[str, Any]] = []  # the changes so far
+        self._pools = 0  # deployments that were made during the run
+        self._members: dict[str, list[str]] = {}  # member ids of the services known by their address, by pool
+        self._retired: dict[str, asyncio.Future[None]] = {}  # by pool; resolved when its deployment ends
+        self.check: Callable[[RewardConfig, Deployment], Awaitable[None]] = _accept
+        """Raises WrongState for new services that do not score."""
+        self._save: Callable[[str], Awaitable[None]] | None = None
+        self._lock = asyncio.Lock()  # one change at a time
+
+    # -- start ------------------------------------------------------------------------------------------------------
+
+    def restore(self, state: str, save: Callable[[str], Awaitable[None]]) -> None:
+        """Continue from the state of an earlier coordinator, if the tables of the recipe are still the same.
+
+        Adds the services that are known by their address to the registry; `save` makes a state durable. Raises
+        ConfigError for an address that is wrong.
+        """
+        self._save = save
+        found = json.loads(state) if state else {}
+        if found.get("recipe") == self._recipe:
+            self.scorers = tuple(_from_json(entry) for entry in found["scorers"])
+            self.revision, self.history, self._pools = found["revision"], found["history"], found["pools"]
+        for scorer in self.scorers:
+            for deployment in scorer.deployments:
+                self._add_members(deployment)
+
+    def _state(self, scorers: Sequence[Scorer], revision: int, history: Sequence[dict[str, Any]]) -> str:
+        return json.dumps(
+            {
+                "recipe": self._recipe,
+                "scorers": [_to_json(scorer) for scorer in scorers],
+                "revision": revision,
+                "history": list(history),
+                "pools": self._pools,
+            }
+        )
+
+    def _add_members(self, deployment: Deployment) -> None:
+        """Add the services of a deployment to the registry; raise ConfigError, and add none, for a wrong address."""
+        taken = {member.member_id for member in self._registry.members()}
+        added = self._members.setdefault(deployment.pool, [])
+        try:
+            for target in deployment.targets:
+                name = permanent_id(target)
+                while name in taken:
+                    name += "-x"
+                self._registry.add_permanent(name, Role.ROLE_REWARD, target, pool=deployment.pool)
+                taken.add(name)
+                added.append(name)
+        except ConfigError:
+            self._remove_members(deployment)
+            raise
+
+    def _remove_members(self, deployment: Deployment) -> None:
+        for name in self._members.pop(deployment.pool, []):
+            self._registry.remove_permanent(name)
+
+    # -- use --------------------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> Scorer | None:
+        """Return a scorer by its name; None if it was removed."""
+        return next((scorer for scorer in self.scorers if scorer.name == name), None)
+
+    async def while_in_use(self, deployment: Deployment, work: Awaitable[T]) -> tuple[T] | None:
+        """Await work with a deployment; cancel it and return None when the deployment is not in use any more."""
+        retired = self._retired.setdefault(deployment.pool, asyncio.get_running_loop().create_future())
+        task = asyncio.ensure_future(work)
+        try:
+            either: set[asyncio.Future[Any]] = {task, retired}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return (task.result(),) if task.done() else None
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # -- changes ----------------------------------------------------------------------------------------------------
+
+    async def add(self, table: RewardConfig) -> Scorer:
+        """Add a term to the score, by the addresses in `table`. The errors are those of `swap`."""
+        async with self._lock:
+            if not _NAME.fullmatch(table.name):
+                raise InvalidInput(f"name is {table.name[:100]!r}; it must be 1 to 64 characters of [A-Za-z0-9_-]")
+            if self.get(table.name) is not None:
+                raise WrongState(f"there is a scorer {table.name} already; give the new one another name, or use swap")
+            if len(self.scorers) >= MAX_SCORERS:
+                raise WrongState(f"the run has {MAX_SCORERS} scorers, the most that are allowed; remove one first")
+            deployment = await self._deploy(table, table.target)
+            scorer = Scorer(table=table, live=deployment)
+            await self._commit((*self.scorers, scorer), scorer.name, "add", deployment, all_again=True)
+            return scorer
+
+    async def swap(self, name: str, targets: Sequence[str]) -> Scorer:
+        """Make other services live.
+
+        Raises:
+            NotFound: There is no such scorer.
+            InvalidInput: An address is malformed.
+            Unavailable: A service does not answer.
+            WrongState: The services do not fit the run, or do not score.
+        """
+        async with self._lock:
+            scorer = self._find(name)
+            deployment = await self._deploy(scorer.table, targets)
+            return await self._make_live(scorer, deployment, "swap")
+
+    async def canary(self, name: str, targets: Sequence[str], share: float) -> Scorer:
+        """Let other services score a share of the groups. The errors are those of `swap`."""
+        async with self._lock:
+            scorer = self._find(name)
+            if not 0 < share < 1:
+                raise InvalidInput(f"share is {share:g}; it must be above 0 and below 1, such as 0.25")
+            if scorer.canary is not None:
+                raise WrongState(f"scorer {name} has a canary already; promote it, or roll it back first")
+            deployment = await self._deploy(scorer.table, targets)
+            changed = replace(scorer, canary=deployment, share=share)
+            return await self._replace(changed, "canary", deployment, share=share)
+
+    async def shadow(self, name: str, targets: Sequence[str], *, compares_gradients: bool) -> Scorer:
+        """Let other services score next to the live ones, without effect. The errors are those of `swap`."""
+        async with self._lock:
+            scorer = self._find(name)
+            if scorer.shadow is not None:
+                raise WrongState(f"scorer {name} has a shadow already; promote it, or roll it back first")
+            if compares_gradients and (other := next((s.name for s in self.scorers if s.compares_gradients), "")):
+                raise WrongState(f"the gradients of the shadow of {other} are compared, and a run compares one; end it")
+            deployment = await self._deploy(scorer.table, targets)
+            changed = replace(scorer, shadow=deployment, compares_gradients=compares_gradients)
+            return await self._replace(changed, "shadow", deployment)
+
+    async def promote(self, name: str, allow: Callable[[Scorer], None]) -> Scorer:
+        """Make the canary, or else the shadow, live; `allow` raises WrongState if it must not be.
+
+        Raises NotFound, or WrongState if there is neither.
+        """
+        async with self._lock:
+            scorer = self._find(name)
+            deployment = scorer.canary or scorer.shadow
+            if deployment is None:
+                raise WrongState(f"scorer {name} has neither a canary nor a shadow; start one, or use swap")
+            allow(scorer)
+            return await self._make_live(scorer, deployment, "promote")
+
+    async def rollback(self, name: str) -> Scorer:
+        """Remove canary and shadow; without them, make the previous services live again.
+
+        Raises NotFound; WrongState if there is nothing to go back to; Unavailable if they do not answer.
+        """
+        async with self._lock:
+            scorer = self._find(name)
+            if scorer.canary is not None or scorer.shadow is not None:
+                changed = replace(scorer, canary=None, share=0.0, shadow=None, compares_gradients=False)
+                return await self._replace(changed, "rollback", scorer.live)
+            if scorer.previous is None:
+                raise WrongState(f"scorer {name} has no canary, no shadow and no previous services; nothing to undo")
+            targets, pool = scorer.previous.targets, scorer.previous.pool
+            # Not checked: whoever goes back wants the old services, even if they must be started first.
+            deployment = Deployment(pool=self._new_pool(name) if targets else pool, targets=targets)
+            self._add_members(deployment)
+            return await self._make_live(scorer, deployment, "rollback")
+
+    async def remove(self, name: str) -> None:
+        """Remove a term of the score; raise NotFound, or WrongState for the last one."""
+        async with self._lock:
+            scorer = self._find(name)
+            if len(self.scorers) == 1:
+                raise WrongState(f"{name} is the only scorer, and a run needs one; add another one first, or use swap")
+            others = tuple(s for s in self.scorers if s.name != name)
+            await self._commit(others, name, "remove", scorer.live, all_again=True)
+
+    async def score_again(self, name: str) -> Scorer:
+        """Have all samples that no step has yet scored again; raise NotFound."""
+        async with self._lock:
+            scorer = self._find(name)
+            await self._commit(self.scorers, name, "rescore", scorer.live, all_again=True)
+            return scorer
+
+    # -- parts of changes -------------------------------------------------------------------------------------------
+
+    def _find(self, name: str) -> Scorer:
+        if (scorer := self.get(name)) is None:
+            known = ", ".join(s.name for s in self.scorers) or "none, because agents bring all rewards"
+            raise NotFound(f"no scorer {name[:64]!r}; there are: {known}")
+        return scorer
+
+    def _new_pool(self, name: str) -> str:
+        self._pools += 1
+        return f"{name}.{self._pools}"
+
+    async def _deploy(self, table: RewardConfig, targets: Sequence[str]) -> Deployment:
+        """Return a deployment whose services have answered and passed `check`; add nothing otherwise."""
+        if not targets:
+            raise InvalidInput("targets is empty; give the address HOST:PORT of a reward service")
+        if len(set(targets)) < len(targets):
+            raise InvalidInput(f"targets = {list(targets)} has an address twice; remove it")
+        deployment = Deployment(pool=self._new_pool(table.name), targets=tuple(targets))
+        try:
+            self._add_members(deployment)
+        except ConfigError as error:
+            raise InvalidInput(f"targets: {error}") from None
+        try:
+            await self._wait_until_known(deployment)
+            await self.check(table, deployment)
+        except BaseException:
+            self._remove_members(deployment)
+            raise
+        return deployment
+
+    async def _wait_until_known(self, deployment: Deployment) -> None:
+        """Wait until every service has told its name; raise Unavailable or WrongState."""
+        router, end = self._router, self._router.clock.monotonic() + _ANSWER_SECONDS
+        while True:
+            reasons = {r.member.target: r.unusable_reason for r in router.replicas(Role.ROLE_REWARD, deployment.pool)}
+            if misfits := {t: why for t, why in reasons.items() if why not in ("", NOT_INSPECTED)}:
+                raise WrongState("; ".join(f"{target}: {why}" for target, why in misfits.items()))
+            if not any(reasons.values()):
+                return
+            if router.clock.monotonic() >= end:
+                text = router.explain(Role.ROLE_REWARD, deployment.pool)
+                raise Unavailable(f"no answer within {_ANSWER_SECONDS:g} s: {text}", reason="SCORER_SILENT")
+            await router.wait_for_change(timeout=0.1)
+
+    async def _make_live(self, scorer: Scorer, deployment: Deployment, event: str) -> Scorer:
+        changed = Scorer(table=scorer.table, live=deployment, previous=scorer.live)
+        return await self._replace(changed, event, deployment)
+
+    async def _replace(self, changed: Scorer, event: str, deployment: Deployment, **facts: Any) -> Scorer:
+        scorers = tuple(changed if s.name == changed.name else s for s in self.scorers)
+        await self._commit(scorers, changed.name, event, deployment, **facts)
+        return changed
+
+    async def _commit(
+        self,
+        scorers: tuple[Scorer, ...],
+        name: str,
+        event: str,
+        deployment: Deployment,
+        *,
+        all_again: bool = False,
+        **facts: Any,
+    ) -> None:
+        """Make a change durable, then let it count; end the deployments that are not in use any more."""
+        entry = {"time": utc_text(self._router.clock.now()), "scorer": name, "change": event}
+        entry |= {"services": self.describe(deployment), **facts}
+        history = [*self.history, entry][-_MAX_HISTORY:]
+        revision = self.revision + all_again
+        if self._save is not None:
+            await self._save(self._state(scorers, revision, history))
+        before, self.scorers, self.revision, self.history = self.scorers, scorers, revision, history
+        used = {d.pool for scorer in scorers for d in scorer.deployments}
+        for gone in {d.pool: d for scorer in before for d in scorer.deployments if d.pool not in used}.values():
+            self._remove_members(gone)
+            if (retired := self._retired.pop(gone.pool, None)) is not None:
+                retired.set_result(None)
+        self._router.notify()
+
+    def describe(self, deployment: Deployment) -> str:
+        """Return what a deployment is, for users: name@version and addresses."""
+        replicas = self._router.replicas(Role.ROLE_REWARD, deployment.pool)
+        names = list(dict.fromkeys(r.scorer for r in replicas if r.scorer))
+        where = ", ".join(deployment.targets) or ", ".join(r.member.member_id for r in replicas) or "none registered"
+        return f"{', '.join(names) or 'unknown'} at {where}"
+
+
+async def _accept(_table: RewardConfig, _deployment: Deployment) -> None:
+    return
+
+
+def _to_json(scorer: Scorer) -> dict[str, Any]:
+    def deployment(value: Deployment | None) -> Any:
+        return None if value is None else {"pool": value.pool, "targets": list(value.targets)}
+
+    return {
+        "table": scorer.table.model_dump(mode="json"),
+        "live": deployment(scorer.live),
+        "canary": deployment(scorer.canary),
+        "share": scorer.share,
+        "shadow": deployment(scorer.shadow),
+        "compares_gradients": scorer.compares_gradients,
+        "previous": deployment(scorer.previous),
+    }
+
+
+def _from_json(entry: dict[str, Any]) -> Scorer:
+    def deployment(value: Any) -> Deployment | None:
+        return None if value is None else Deployment(pool=value["pool"], targets=tuple(value["targets"]))
+
+    live = deployment(entry["live"])
+    assert live is not None, "every scorer has a live deployment"
+    return Scorer(
+        table=RewardConfig.model_validate(entry["table"]),
+        live=live,
+        canary=deployment(entry["canary"]),
+        share=entry["share"],
+        shadow=deployment(entry["shadow"]),
+        compares_gradients=entry["compares_gradients"],
+        previous=deployment(entry["previous"]),
+    )

@@ -1,0 +1,161 @@
+"""Scores the samples of a group with all scorers of the run, and mixes their scores (`outcome.mix`).
+
+    trajectories --> scorers with a gate --> pass? --> the other scorers --> mix --> score, terms
+                      |
+                      '- each by its live services, or by its canary
+
+The scorers of a sample are those whose `where` fits its row, or, with `data.scorers_field`, those that the row names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fourfold.arrays import EMPTY_FLOATS
+from fourfold.config import Config, RewardConfig
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import FourfoldError, WrongState
+
+from ..data.prompts import Prompt
+from ..routing.replica import RetryBudget
+from ..routing.router import Router
+from ..routing.trainer_session import leaves
+from ..state.samples import SampleGroup, Trajectory
+from .deployment_calls import DeploymentCalls
+from .outcome import Outcome, mix, passes_gates
+from .scorers import Deployment, Scorer, ScorerTable
+
+_Asked = list[tuple[RewardConfig, Outcome]]  # the outcomes of one sample, in the order of the scorers
+
+
+class Scoring:
+    """The scores of a run."""
+
+    def __init__(self, config: Config, router: Router, table: ScorerTable) -> None:
+        self._config, self._router, self._table = config, router, table
+        self._calls: dict[str, DeploymentCalls] = {}  # by pool
+        table.check = self._check_scores
+
+    # -- scores -----------------------------------------------------------------------------------------------------
+
+    async def score(
+        self, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool = False
+    ) -> list[Trajectory]:
+        """Return trajectories of one group, each with its score, or dropped with the reason why it has none.
+
+        `evaluation` has neither canaries nor shadows: all evaluations of a run are scored alike.
+
+        Raises:
+            GivenUp: The services of a scorer failed too often.
+            ScorerFailed: They did, and `reward.on_error` ends the run for that.
+            ServiceMissing: No service of a scorer came in time.
+        """
+        fresh = [_without_scores(t) for t in trajectories]
+        asked: dict[str, _Asked] = {t.sample.sample_id: [] for t in fresh}
+        scorers = self.scorers_of(fresh[0].prompt)
+        for gates in (True, False):
+            stage = [s for s in scorers if (s.table.gate is not None) is gates]
+            # All trajectories of a group have one prompt, and therefore the same scorers.
+            passed = fresh if gates else [t for t in fresh if passes_gates(asked[t.sample.sample_id])]
+            if not stage or not passed:
+                continue
+            calls = [self._ask(scorer.name, passed, replace(budget), evaluation=evaluation) for scorer in stage]
+            for scorer, outcomes in zip(stage, await _all(calls), strict=True):
+                for name, outcome in outcomes.items():
+                    asked[name].append((scorer.table, outcome))
+        return [mix(t, asked[t.sample.sample_id]) for t in fresh]
+
+    def scorers_of(self, prompt: Prompt) -> list[Scorer]:
+        """Return the scorers of the samples of a prompt."""
+        field_name = self._config.data.scorers_field
+        if not field_name and not any(s.table.where for s in self._table.scorers):
+            return list(self._table.scorers)
+        row = json.loads(prompt.metadata_json or "{}")
+        return [s for s in self._table.scorers if applies(s.table, row, field_name)]
+
+    async def _ask(
+        self, name: str, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool
+    ) -> Mapping[str, Outcome]:
+        """Return the outcomes of one scorer, by sample id; none if it was removed meanwhile."""
+        while (scorer := self._table.get(name)) is not None:
+            group_id = trajectories[0].sample.group_id
+            deployment = scorer.live if evaluation else scorer.deployment_for(group_id)
+            work = self.calls_of(scorer, deployment).outcomes(trajectories, replace(budget))
+            if (result := await self._table.while_in_use(deployment, work)) is not None:
+                return result[0]
+            self._calls.pop(deployment.pool, None)
+        return {}
+
+    def calls_of(self, scorer: Scorer, deployment: Deployment) -> DeploymentCalls:
+        """Return the calls to a deployment of a scorer."""
+        if (calls := self._calls.get(deployment.pool)) is None:
+            calls = self._calls[deployment.pool] = DeploymentCalls(self._config, scorer.table, deployment, self._router)
+        return calls
+
+    def is_current(self, group: SampleGroup) -> bool:
+        """Return whether a group has the scores that a step may train on: by the scorers that are in use."""
+        if group.revision != self._table.revision:
+            return False
+        used = {(term.name, term.scorer) for t in group.trajectories for term in t.sample.terms}
+        for name, version in used:
+            if (scorer := self._table.get(name)) is None:
+                return False
+            deployments = [d for d in (scorer.live, scorer.canary) if d is not None]
+            versions = {self.calls_of(scorer, deployment).version for deployment in deployments}
+            if version not in versions and "" not in versions:
+                return False
+        # The samples of a group are compared with each other.
+        return len({name for name, _ in used}) == len(used)
+
+    @property
+    def revision(self) -> int:
+        """Revision of the scorers, which a group has that is scored now."""
+        return self._table.revision
+
+    async def _check_scores(self, table: RewardConfig, deployment: Deployment) -> None:
+        """Raise WrongState if new services cannot score a sample that had a score."""
+        known = next((c for p, c in self._calls.items() if p.split(".")[0] == table.name and c.scored_item), None)
+        if known is None or known.scored_item is None:
+            return
+        for replica in self._router.replicas(Role.ROLE_REWARD, deployment.pool):
+            try:
+                await known.probe_with_known_sample(replica)
+            except FourfoldError as error:
+                raise WrongState(
+                    f"{replica.title} does not score a sample that the present scorer scores: {error}; repair it first",
+                    reason="SCORER_FAILS",
+                ) from error
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, Mapping[str, Outcome]]]) -> list[Mapping[str, Outcome]]:
+    """Await calls at the same time; the first error cancels the others."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise next(leaves(errors)) from None
+    return [task.result() for task in tasks]
+
+
+def _without_scores(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory as it was before it was scored."""
+    if not trajectory.sample.terms:
+        return trajectory
+    plain = trajectory.map_segments(lambda s: replace(s, score=None, scorer="", terms=()))
+    if not trajectory.by_agent:
+        plain = replace(plain, sample=replace(plain.sample, token_rewards=EMPTY_FLOATS))
+    return replace(plain, components={})
+
+
+def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:
+    """Return whether a scorer scores the samples of a row."""
+    named = row.get(scorers_field) if scorers_field else None
+    if named is not None:
+        return table.name in ([named] if isinstance(named, str) else named)
+    return all(str(row.get(column)) in values for column, values in table.where.items())

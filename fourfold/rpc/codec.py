@@ -141,17 +141,11 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
             f"sample {sample_id}: end_reason is {message.end_reason}; it must be TERMINATED or TRUNCATED"
         )
     _check_segment(message, sample_id)
-    score, baseline_score = _score(message, "score"), _score(message, "baseline_score")
     reference = EMPTY_FLOATS
     if message.reference_logprobs:
         reference = unpack_floats(message.reference_logprobs, n, sample_id, "reference_logprobs")
         if not np.isfinite(reference[1:]).all():
             raise InvalidInput(f"sample {sample_id}: reference_logprobs must be finite after the first token")
-    token_rewards = EMPTY_FLOATS
-    if message.token_rewards:
-        token_rewards = unpack_floats(message.token_rewards, n, sample_id, "token_rewards")
-        if not np.isfinite(token_rewards).all() or token_rewards[~action_mask].any():
-            raise InvalidInput(f"sample {sample_id}: token_rewards must be finite, and 0 where action_mask is 0")
     return Sample(
         sample_id=sample_id,
         group_id=message.group_id,
@@ -164,17 +158,26 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
         top_p=message.top_p if message.HasField("top_p") else 1.0,
         top_k=message.top_k,
         truncated=message.end_reason == pb.END_REASON_TRUNCATED,
-        score=score,
+        score=_score(message, "score"),
         scorer=message.scorer,
         reference_logprobs=reference,
-        token_rewards=token_rewards,
-        baseline_score=baseline_score,
+        token_rewards=_token_rewards(message, action_mask),
+        baseline_score=_score(message, "baseline_score"),
         trajectory_id=message.trajectory_id,
         segment_index=message.segment_index,
         segment_count=message.segment_count or 1,
         terms=_terms(message),
         shadow_score=_score(message, "shadow_score"),
     )
+
+
+def _token_rewards(message: pb.Experience, action_mask: BoolArray) -> Float32Array:
+    if not message.token_rewards:
+        return EMPTY_FLOATS
+    rewards = unpack_floats(message.token_rewards, len(action_mask), message.sample_id, "token_rewards")
+    if not np.isfinite(rewards).all() or rewards[~action_mask].any():
+        raise InvalidInput(f"sample {message.sample_id}: token_rewards must be finite, and 0 where action_mask is 0")
+    return rewards
 
 
 def _terms(message: pb.Experience) -> tuple[ScoreTerm, ...]:

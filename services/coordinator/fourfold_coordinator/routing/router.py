@@ -178,8 +178,7 @@ class Router:
             pin: Replica that gets the work as long as it is usable; None for any.
             wait: Longest wait for a usable replica; None for the run's.
             on_try: Returns the context that one try runs in. It gets the error of a try, also when a lease ended.
-            pool: Pool of the replica; empty: any.
-            accept: Whether a replica may get the work; it is asked before each try.
+            pool, accept: Pool of the replica, empty for any; whether a replica may get the work now.
             without: Replica that gets it only if there is no other.
 
         Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from fourfold.config.agents import AgentsConfig, EnvironmentConfig, GatewayConfig
 from fourfold.config.algorithm import AlgorithmConfig
@@ -164,8 +164,8 @@ class SamplingConfig(Table):
     temperature: Temperature = 1.0
     """From 0.01 to 2."""
     max_new_tokens: int = Field(ge=1)
-    stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
-    """Token ids that end a completion, in addition to the model's own."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = Field(default=(), max_length=64, strict=False)
+    """Token ids that end a completion, in addition to the model's own. At most 64: engines and gateways refuse more."""
 
     @model_validator(mode="before")
     @classmethod

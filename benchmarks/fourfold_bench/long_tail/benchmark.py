@@ -46,7 +46,7 @@ class LongTailSettings(BenchmarkSettings):
     group_size: int = option(_SIZES, least=2)
     prompt_tokens: int = option(_SIZES, least=1)
     new_tokens: int = option(f"most tokens of a completion; {_SIZES}", least=2)
-    stop_ids: int = option("token ids that end a completion; the mean length is vocabulary / these", least=1)
+    stop_ids: int = option("token ids that end a completion; the mean length is vocabulary / these", least=1, most=64)
     turns: int = option("turns of an attempt; more than 1: an environment with a tool plays it", default=1, least=1)
     tool_ms: tuple[str, ...] = option("least and longest time of the tool", default=("50", "500"), metavar="MS,MS")
     steps: int = option(

@@ -108,6 +108,12 @@ def test_values_never_change(tmp_path: Path) -> None:
             "ratio would be wrong; raise it to 0.01 or more",
         ),
         ("max_new_tokens = 16", "max_new_tokens = 8\ntemperature = 0.0", ":17  sampling.temperature = 0.0: input sh"),
+        (
+            "max_new_tokens = 16",
+            f"max_new_tokens = 8\nstop_token_ids = {list(range(65))}",
+            "should have at most 64 items",
+        ),
+        ("max_new_tokens = 16", "max_new_tokens = 8\nstop_token_ids = [-1]", "should be greater than or equal to 0"),
         ('path = "train.jsonl"', "", ":8  data.train: path and reasoning_gym are empty, and rows need a source; set p"),
         (
             'path = "train.jsonl"',

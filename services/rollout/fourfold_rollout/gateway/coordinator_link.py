@@ -25,7 +25,7 @@ from google.rpc import code_pb2
 
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
 from fourfold.coordinator.v1.experience_service_pb2_grpc import ExperienceServiceStub
-from fourfold.errors import FourfoldError, InvalidInput, NotFound, Unavailable, WrongState
+from fourfold.errors import FourfoldError, InvalidInput, NotFound, PeerFault, Unavailable, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rpc import channel as rpc
 from fourfold.rpc.responses import ResponseCheck
@@ -163,10 +163,16 @@ class CoordinatorLink:
         return await rpc.call(method, request, timeout=timeout, peer=self._peer)
 
     async def _refresh_info(self) -> None:
+        reported = ""
         while True:
             try:
                 info = await self._call(self._stub.GetRunInfo, pb.GetRunInfoRequest(), _TIMEOUT_SECONDS)
                 self.info, wait = self._checked_info(info), _INFO_SECONDS
+            except PeerFault as error:  # it does not end by itself, and meanwhile agents get no task
+                if error.message != reported:
+                    reported = error.message
+                    _log.warning("the description of the run is refused, no task can begin: %s", error)
+                wait = _RETRY_SECONDS
             except FourfoldError as error:
                 if self.info is None:
                     _log.info("the run is not known yet: %s", error)

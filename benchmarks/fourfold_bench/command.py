@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fourfold_bench import harness
 
-_BENCHMARKS: Final = ("weights", "rollout", "gateway", "step", "long-tail", "learning-curves")
+_BENCHMARKS: Final = ("weights", "rollout", "gateway", "reward", "step", "long-tail", "learning-curves")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

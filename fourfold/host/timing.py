@@ -22,9 +22,10 @@ class Histogram:
         self.counts = [0] * (len(BUCKETS) + 1)  # a limit belongs to the bucket below it
         self.sum = 0.0  # seconds
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS, seconds)] += 1
-        self.sum += seconds
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Add `count` durations of `seconds` each."""
+        self.counts[bisect_left(BUCKETS, seconds)] += count
+        self.sum += seconds * count
 
 
 class PhaseSeconds(Generic[PhaseT]):

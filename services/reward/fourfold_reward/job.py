@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fourfold_reward.loader import Verifier
 
@@ -29,9 +28,3 @@ class Job:
         """Return the function that scores it."""
         assert self.verifier is not None, "a pool gets no other jobs"
         return self.verifier
-
-    def request(self) -> dict[str, Any]:
-        """Return the request for the worker of a function."""
-        names = ("sample_id", "prompt", "completion", "answer", "completion_ids")
-        texts = {"metadata_json": self.metadata_json, "messages_json": self.messages_json}
-        return {"score": {name: getattr(self, name) for name in names}, "verifier": self.function.name, **texts}

@@ -1,11 +1,16 @@
 """Runs reward functions in worker processes, with a hard time limit for each sample.
 
-    score() --> bounded queue --> slot 0 --> worker process
-                              `-> slot 1 --> worker process
+    score() --> bounded queue --> runner 0 --> worker process
+                              |-> runner 1 --> worker process
+                              '-> extra runner, while the sample of another one is stuck
 
-A slot is a task that owns a worker and gives it one sample at a time. At the time limit the slot kills the worker, even
-inside C code, and starts another one, so that only this sample gets an error. Built-in verifiers and reward functions
-never share a worker, because their rights differ (`worker_sandbox`): a slot starts a second worker when it needs one.
+A runner is a task that owns a worker and gives it batches: as many samples as the worker scores in about 50 ms, so that
+slow functions still spread over the workers. At the time limit the runner kills the worker, even inside C code, so that
+only this sample gets an error; samples behind it go back to the front of the queue. Long before that, when a sample
+runs 20 times longer than usual, it counts as stuck: the pool starts another runner, so that `processes` workers always
+make progress, and the runner that is too many afterwards ends. As long as samples get stuck, one more worker is kept
+ready. Built-in verifiers and reward functions never share a worker, because their rights differ (`worker_sandbox`): a
+runner starts a second worker when it needs one.
 
 No library is used, because each of these (November 2026) unpickles a worker's reply in the service: code in the sandbox
 could run code outside of it. Their other gaps:
@@ -19,13 +24,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Final
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any, Final
 
 from fourfold.errors import ConfigError, Overloaded
 from fourfold.host.timing import Histogram
+from fourfold_reward.batch import Batch, Call, Entry, FunctionTimes
 from fourfold_reward.job import Job
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import Outcome
@@ -40,15 +47,16 @@ _log = logging.getLogger(__name__)
 LOAD_TIMEOUT_SECONDS: Final = 120.0
 MAX_WAITING_SAMPLES: Final = 16_384
 MAX_WAITING_BYTES: Final = 256 << 20
+MAX_EXTRA_WORKERS: Final = 64
+"""Most workers beside the `processes` ones, in place of stuck ones; and at most 8 for each of `processes`."""
+_EXTRA_PER_PROCESS: Final = 8
+_SPARE_SECONDS: Final = 60.0  # how long a spare worker stays after a sample got stuck
+_BATCH_SECONDS: Final = 0.05  # expected time of a batch
+_BATCH_SAMPLES: Final = 512
+_BATCH_BYTES: Final = 1 << 20
 _MAX_RETRY_AFTER_SECONDS: Final = 30.0
 _NEWEST_WEIGHT: Final = 0.1
 _DEFAULT_SANDBOX: Final = WorkerSandbox()
-
-
-@dataclass(slots=True)
-class _QueuedJob:
-    job: Job
-    outcome: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class WorkerPool:
@@ -70,7 +78,7 @@ class WorkerPool:
         Args:
             verifier: the default verifier; every worker of its kind loads it at the start.
             timeout_seconds: time limit of one sample.
-            on_failure: called with a message if a slot ends because of a bug.
+            on_failure: called with a message if a task of the pool ends because of a bug.
         """
         self.verifier = verifier
         self.pure = False
@@ -81,13 +89,22 @@ class WorkerPool:
         self._on_failure = on_failure
         self._sandbox = sandbox
         self._max_waiting = max_waiting_samples
-        self._queue: deque[_QueuedJob] = deque()
+        self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
         self._queue_filled = asyncio.Event()
-        self._slots: list[asyncio.Task[None]] = []
+        self._times: defaultdict[str, FunctionTimes] = defaultdict(FunctionTimes)  # by function
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._runners = 0
+        self._idle = 0  # runners that wait for samples
+        self.stuck = 0  # runners whose sample runs much longer than usual
         self._workers: dict[int, WorkerProcess] = {}
+        self._spare: WorkerProcess | None = None
+        self._keeps_spare = False
+        self._spare_taken = asyncio.Event()
+        self._stuck_at = 0.0  # when a sample last got stuck
+        self._closed = False
         self._mean_seconds = 0.0
-        self.busy = 0  # slots that score a sample, or start a worker for one
+        self.busy = 0  # runners that score samples, or start a worker for them
         self.seconds = Histogram()  # of each sample that got a worker
         self._start_error = ""
 
@@ -105,9 +122,7 @@ class WorkerPool:
         await asyncio.gather(*(self._try_start_worker(builtin) for _ in range(self._processes - 1)))
         workers = list(self._workers.values())
         for index in range(self._processes):
-            slot = asyncio.create_task(self._run_slot(workers[index] if index < len(workers) else None))
-            slot.add_done_callback(self._on_slot_end)
-            self._slots.append(slot)
+            self._add_runner(workers[index] if index < len(workers) else None)
 
     async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
         """Score samples and return their outcomes in order.
@@ -131,22 +146,25 @@ class WorkerPool:
                     max(self._mean_seconds * len(self._queue) / (2 * self._processes), 0.1), _MAX_RETRY_AFTER_SECONDS
                 ),
             )
-        queued = [_QueuedJob(job) for job in jobs]
-        self._queue.extend(queued)
+        call = Call(jobs)
+        self._queue.extend([Entry(call, index, job) for index, job in enumerate(jobs)])
         self._queued_bytes += size
-        self._queue_filled.set()
+        self._wake_runners()
+        timer = asyncio.get_running_loop().call_later(timeout, call.close)
         try:
-            await asyncio.wait([entry.outcome for entry in queued], timeout=timeout)
-            return [entry.outcome.result() if entry.outcome.done() else self._too_late() for entry in queued]
+            await call.done
+            return [outcome or self._too_late() for outcome in call.outcomes]
         finally:  # also when the caller went away
-            self._withdraw(queued)
+            timer.cancel()
+            self._withdraw(call)
 
     async def close(self) -> None:
-        """Stop the slots and kill the workers. Queued samples get no outcome."""
-        for slot in self._slots:
-            slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
-        self._slots.clear()
+        """Stop the runners and kill the workers. Queued samples get no outcome."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._discard(worker) for worker in list(self._workers.values())))
 
     @property
@@ -156,7 +174,8 @@ class WorkerPool:
 
     @property
     def process_count(self) -> int:
-        return self._processes
+        """Return `processes`, or more while extra workers run."""
+        return max(self._processes, self._runners)
 
     @property
     def waiting_samples(self) -> int:
@@ -166,54 +185,215 @@ class WorkerPool:
         """Return the process ids of the running workers."""
         return list(self._workers)
 
-    async def _run_slot(self, first: WorkerProcess | None) -> None:
-        loop = asyncio.get_running_loop()
+    # -- queue --------------------------------------------------------------------------------------------------------
+
+    def _requeue(self, entries: Sequence[Entry]) -> None:
+        """Put samples that have not begun back to the front of the queue, in order."""
+        again = [entry for entry in entries if entry.pending]
+        if again:
+            self._queue.extendleft(reversed(again))
+            self._queued_bytes += sum(entry.job.size_bytes for entry in again)
+            self._wake_runners()
+
+    def _take_batch(self) -> list[Entry]:
+        """Take samples of one function from the queue: no more than about 50 ms of work, and a fair share."""
+        batch: list[Entry] = []
+        most, size, name = 1, 0, ""
+        while self._queue and len(batch) < most and size < _BATCH_BYTES:
+            job = self._queue[0].job
+            if batch and job.function.name != name:
+                break
+            entry = self._queue.popleft()
+            self._queued_bytes -= job.size_bytes
+            if not entry.pending:
+                continue
+            if not batch:
+                name = job.function.name
+                # The first sample of a function goes alone, because it tells how long they take.
+                if mean := self._times[name].mean:
+                    share = -(-(len(self._queue) + 1) // (1 + self._idle))
+                    most = max(min(int(_BATCH_SECONDS / mean), _BATCH_SAMPLES, share), 1)
+            batch.append(entry)
+            size += job.size_bytes
+        return batch
+
+    def _withdraw(self, call: Call) -> None:
+        """Remove the samples without an outcome from the queue."""
+        if call.left:
+            call.close()
+            self._queue = deque(entry for entry in self._queue if entry.call is not call)
+            self._queued_bytes = sum(entry.job.size_bytes for entry in self._queue)
+
+    # -- runners ------------------------------------------------------------------------------------------------------
+
+    def _wake_runners(self) -> None:
+        """Let runners take samples; start extra ones in the place of stuck ones."""
+        self._queue_filled.set()
+        while self.stuck and self._queue and self._active < self._processes and not self._closed:
+            if self._spare is None and not self._may_add_worker():
+                break
+            self._add_runner(self._take_spare())
+
+    @property
+    def _active(self) -> int:
+        """Return the number of runners that make progress or wait."""
+        return self._runners - self.stuck
+
+    def _may_add_worker(self) -> bool:
+        extra = self._runners + (self._spare is not None) - self._processes
+        return extra < min(_EXTRA_PER_PROCESS * self._processes, MAX_EXTRA_WORKERS)
+
+    def _add_runner(self, worker: WorkerProcess | None) -> None:
+        self._runners += 1
+        self._add_task(self._run(worker))
+
+    def _add_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("task of the worker pool failed", exc_info=error)
+            self._on_failure(f"the worker pool failed: {type(error).__name__}: {error}")
+
+    async def _run(self, first: WorkerProcess | None) -> None:
         workers: dict[bool, WorkerProcess | None] = {first.builtin: first} if first is not None else {}
-        while True:
+        while self._active <= self._processes:
             while not self._queue:
                 self._queue_filled.clear()
-                await self._queue_filled.wait()
-            queued = self._queue.popleft()
-            self._queued_bytes -= queued.job.size_bytes
-            builtin = queued.job.function.builtin
+                self._idle += 1
+                try:
+                    await self._queue_filled.wait()
+                finally:
+                    self._idle -= 1
             self.busy += 1
-            worker = workers.get(builtin) or await self._try_start_worker(builtin)
-            started = loop.time()
-            if worker is None:
-                outcome = Outcome.error("WORKER_DIED", f"no worker process could be started: {self._start_error}")
-            else:
-                outcome, worker = await self._score_one(worker, queued.job)
-            self.busy -= 1
-            self.seconds.add(loop.time() - started)
-            self._mean_seconds += _NEWEST_WEIGHT * (loop.time() - started - self._mean_seconds)
-            if not queued.outcome.done():
-                queued.outcome.set_result(outcome)
-            # Replace a dead worker now: its start overlaps with the wait for the next sample.
-            workers[builtin] = worker or await self._try_start_worker(builtin)
-
-    async def _score_one(self, worker: WorkerProcess, job: Job) -> tuple[Outcome, WorkerProcess | None]:
-        """Return the outcome of one sample, and the worker unless it had to be killed."""
-        try:
-            await self._load(worker, job.function)
-            reply = await worker.call(job.request(), timeout=self._timeout)
             try:
-                return Outcome.from_json(reply), worker
-            except ValueError as error:
-                raise WorkerDied(f"the worker sent an invalid reply: {error}") from None
+                await self._score_next(workers)
+            finally:
+                self.busy -= 1
+        self._runners -= 1  # now, so that no second runner finds itself too many
+        await self._retire(workers)
+
+    async def _score_next(self, workers: dict[bool, WorkerProcess | None]) -> None:
+        """Score the next batch with the worker of its kind; start or replace the worker if that is necessary."""
+        builtin = self._queue[0].job.function.builtin
+        worker = await self._usable(workers.get(builtin), builtin)
+        # Other runners may have taken the sample meanwhile.
+        if self._queue and self._queue[0].job.function.builtin == builtin and (batch := self._take_batch()):
+            worker = await self._score_batch(worker, batch)
+            if worker is None and self._active <= self._processes:
+                # Now, because its start overlaps with the wait for the next sample.
+                worker = await self._usable(None, builtin)
+        workers[builtin] = worker
+
+    async def _usable(self, worker: WorkerProcess | None, builtin: bool) -> WorkerProcess | None:
+        """Return the worker, or a new one if there is none, or it ended or wrote something while it had no work."""
+        if worker is not None and not worker.usable:
+            await self._discard(worker)
+            worker = None
+        if worker is None and builtin == self.verifier.builtin:
+            worker = self._take_spare()
+        return worker or await self._try_start_worker(builtin)
+
+    async def _retire(self, workers: Mapping[bool, WorkerProcess | None]) -> None:
+        """Keep a worker of a runner that is too many as the spare one, and end the others."""
+        for builtin, worker in workers.items():
+            if worker is not None and builtin == self.verifier.builtin and self._spare is None and self._keeps_spare:
+                self._spare = worker
+            elif worker is not None:
+                await self._discard(worker)
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    async def _score_batch(self, worker: WorkerProcess | None, entries: Sequence[Entry]) -> WorkerProcess | None:
+        """Hand out the outcomes of a batch; return the worker unless it had to be killed."""
+        if worker is None:
+            entries[0].set_outcome(
+                Outcome.error("WORKER_DIED", f"no worker process could be started: {self._start_error}")
+            )
+            self._requeue(entries[1:])
+            return None
+        function = entries[0].job.function
+        batch = Batch(
+            worker,
+            entries,
+            self._times[function.name],
+            timeout=self._timeout,
+            on_scored=self._on_scored,
+            on_stuck=self._on_stuck,
+            on_moving=self._on_moving,
+        )
+        try:
+            await self._load(worker, function)
+            await batch.run()
+            return worker
         except VerifierError as error:
-            return Outcome.error("NOT_FOUND", str(error)), worker
+            for entry in entries:
+                entry.set_outcome(Outcome.error("NOT_FOUND", str(error)))
+            return worker
         except TimeoutError:
-            _log.warning("worker killed at the time limit: sample=%s seconds=%g", job.sample_id, self._timeout)
+            cause = f"killed at the time limit of {self._timeout:g} s"
             outcome = Outcome.error(
                 "TIMEOUT",
-                f"{job.function.name} took longer than {self._timeout:g} s and was killed; "
+                f"{function.name} took longer than {self._timeout:g} s and was killed; "
                 "make it faster, or raise reward.timeout_seconds",
             )
+            self._on_scored(1, self._timeout)
         except WorkerDied as error:
-            _log.warning("worker died: sample=%s cause=%s", job.sample_id, error)
-            outcome = Outcome.error("WORKER_DIED", f"{error} while {job.function.name} scored this sample")
+            cause = str(error)
+            outcome = Outcome.error("WORKER_DIED", f"{error} while {function.name} scored this sample")
+        current = batch.current
+        _log.warning("worker lost: sample=%s cause=%s", current.job.sample_id if current else "", cause)
+        self._requeue(batch.rest)
         await self._discard(worker)
-        return outcome, None
+        if current is not None:
+            current.set_outcome(outcome)
+        return None
+
+    def _on_scored(self, count: int, seconds: float) -> None:
+        """Count samples that took `seconds` together."""
+        self.seconds.add(seconds / count, count)
+        weight = 1 - (1 - _NEWEST_WEIGHT) ** count
+        self._mean_seconds += weight * (seconds / count - self._mean_seconds)
+
+    def _on_stuck(self, batch: Batch) -> None:
+        self.stuck += 1
+        self._stuck_at = asyncio.get_running_loop().time()
+        self._requeue(batch.give_up_rest())
+        self._wake_runners()
+        if not self._keeps_spare:
+            self._keeps_spare = True
+            self._add_task(self._keep_spare())
+
+    def _on_moving(self) -> None:
+        self.stuck -= 1
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    async def _keep_spare(self) -> None:
+        """Keep a spare worker while samples get stuck, so that a sample behind a stuck one waits for no start."""
+        loop = asyncio.get_running_loop()
+        while (left := self._stuck_at + _SPARE_SECONDS - loop.time()) > 0:
+            self._spare_taken.clear()
+            if self._spare is None and self._may_add_worker():
+                worker = await self._try_start_worker(self.verifier.builtin)
+                if worker is not None and self._spare is not None:  # a runner has left its own meanwhile
+                    await self._discard(worker)
+                else:
+                    self._spare = worker
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._spare_taken.wait()
+        self._keeps_spare = False
+        if (spare := self._take_spare()) is not None:
+            await self._discard(spare)
+
+    def _take_spare(self) -> WorkerProcess | None:
+        spare, self._spare = self._spare, None
+        self._spare_taken.set()
+        return spare
 
     async def _start_worker(self, builtin: bool) -> WorkerProcess:
         worker = await WorkerProcess.start(self._sandbox, builtin=builtin, timeout_seconds=self._timeout)
@@ -258,15 +438,6 @@ class WorkerPool:
         await worker.kill()
         self._workers.pop(worker.pid, None)
 
-    def _withdraw(self, queued: Sequence[_QueuedJob]) -> None:
-        """Remove the jobs without an outcome from the queue."""
-        pending = [entry for entry in queued if not entry.outcome.done()]
-        for entry in pending:
-            entry.outcome.cancel()
-        if pending:
-            self._queue = deque(entry for entry in self._queue if not entry.outcome.done())
-            self._queued_bytes = sum(entry.job.size_bytes for entry in self._queue)
-
     def _too_late(self) -> Outcome:
         return Outcome.error(
             "TIMEOUT",
@@ -274,8 +445,3 @@ class WorkerPool:
             "processes: try again, give the call more time, or raise reward.processes",
             code="UNAVAILABLE",
         )
-
-    def _on_slot_end(self, slot: asyncio.Task[None]) -> None:
-        if not slot.cancelled() and (error := slot.exception()) is not None:
-            _log.error("slot of the worker pool failed", exc_info=error)
-            self._on_failure(f"the worker pool failed: {type(error).__name__}: {error}")

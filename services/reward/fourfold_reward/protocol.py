@@ -1,7 +1,16 @@
 """Defines the messages between the reward service and its workers: length-prefixed JSON frames and scoring outcomes.
 
+    service -> worker    {"load": verifier, "options": ...}              one reply
+                         {"verifier": name, "first": N, "sizes": ...}    a batch, then its texts; one reply per sample
+                         {"drop": N}                                     ends the batch that began with sample N
+    worker -> service    {"n": N, "score": 1.0}                          outcome of sample N, or its other fields
+                         {"n": N, "dropped": true}                       N and later samples are not scored
+
+Samples are numbered through the life of a worker. A reply is written before the next sample begins, so the service
+knows which sample runs. Texts follow the frame of a batch as they are: as JSON they would cost twice the rest.
+
 Reward functions run in the worker and can write any bytes into its pipe. The service therefore reads JSON, never
-pickle, limits the size of a frame, and checks every field of an outcome.
+pickle, limits the size of a frame, checks the number of each reply, and checks every field of an outcome.
 """
 
 from __future__ import annotations
@@ -9,11 +18,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Final
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_metric_name
+from fourfold_reward.job import Job
 from fourfold_reward.sample import Abstain, Score
 
 HEADER: Final = struct.Struct("<I")  # bytes of JSON text that follow
@@ -64,6 +75,71 @@ def read(stream: BinaryIO, *, max_bytes: int | None = None) -> dict[str, Any] | 
     return unpack(body) if len(body) == size else None
 
 
+class SampleFields(NamedTuple):
+    """What a worker gets of one sample."""
+
+    sample_id: str
+    prompt: str
+    completion: str
+    answer: str
+    metadata_json: str
+    messages_json: str
+    completion_ids: Sequence[int]
+
+
+def pack_batch(first: int, jobs: Sequence[Job]) -> bytes:
+    """Return the request to score `jobs`, which have one function and the numbers from `first` on."""
+    sizes, texts = [], []
+    for job in jobs:
+        parts = [
+            # Unpaired surrogates, as in `pack`.
+            job.sample_id.encode(errors="replace"),
+            job.prompt.encode(errors="replace"),
+            job.completion.encode(errors="replace"),
+            job.answer.encode(errors="replace"),
+            job.metadata_json.encode(errors="replace"),
+            job.messages_json.encode(errors="replace"),
+            array("i", job.completion_ids).tobytes() if job.completion_ids else b"",
+        ]
+        sizes.append([len(part) for part in parts])
+        texts += parts
+    return pack({"verifier": jobs[0].function.name, "first": first, "sizes": sizes}) + b"".join(texts)
+
+
+def read_batch(stream: BinaryIO, sizes: Sequence[Sequence[int]]) -> Iterator[SampleFields]:
+    """Read the texts behind the frame of a batch at once, and return an iterator that decodes one sample at a time."""
+    texts = stream.read(sum(map(sum, sizes)))
+
+    def decode() -> Iterator[SampleFields]:
+        at = 0
+        for row in sizes:
+            parts = []
+            for size in row:
+                parts.append(texts[at : at + size])
+                at += size
+            name, prompt, completion, answer, metadata, messages, ids = parts
+            yield SampleFields(
+                name.decode(),
+                prompt.decode(),
+                completion.decode(),
+                answer.decode(),
+                metadata.decode(),
+                messages.decode(),
+                list(array("i", ids)) if ids else (),
+            )
+
+    return decode()
+
+
+def pack_outcome(number: int, outcome: Outcome) -> bytes:
+    """Return the reply for one sample as a frame."""
+    data = outcome.to_json()
+    if len(data) > 1 or outcome.score is None:
+        return pack({"n": number, **data})
+    body = b'{"n":%d,"score":%r}' % (number, outcome.score)  # nearly all outcomes; `json` takes three times as long
+    return HEADER.pack(len(body)) + body
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Result of scoring one sample. Exactly one of score, abstain_reason and error_reason is set."""
@@ -81,25 +157,29 @@ class Outcome:
         message = clean(message, MAX_ERROR)
         return cls(error_reason=reason, error_code=code or ERROR_CODES[reason], message=message)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {name: value for name in _FIELDS if (value := getattr(self, name)) or name == "score"}
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """Check and convert the reply of a worker, which is the outcome's fields as JSON.
+        """Check and convert the reply of a worker, which has the outcome's fields as JSON.
 
-        Raises ValueError: a field is missing or invalid.
+        Raises ValueError: a field is invalid, or the reply has neither score, abstention nor error.
         """
-        try:
-            reason, code = str(data["error_reason"]), str(data["error_code"])
-            message, abstained = str(data["message"]), str(data["abstain_reason"])
-            result = {"score": data["score"], "components": data["components"]}
-        except KeyError as error:
-            raise ValueError(f"the outcome lacks {error}") from None
-        if reason:
+        if reason := str(data.get("error_reason", "")):
+            code = str(data.get("error_code", ""))
             if reason not in ERROR_CODES or code not in ERROR_CODES.values():
                 raise ValueError(f"unknown error reason {reason!r:.100} or code {code!r:.100}")
-            return cls.error(reason, message, code=code)
-        if abstained:
+            return cls.error(reason, str(data.get("message", "")), code=code)
+        if abstained := str(data.get("abstain_reason", "")):
             return cls(abstain_reason=Abstain(abstained).reason)
-        return outcome_of(result)
+        if data.get("score") is None:
+            raise ValueError("the outcome has neither a score, nor an abstention, nor an error")
+        return _scored(data["score"], data.get("components", {}))
+
+
+_FIELDS: Final = tuple(each.name for each in fields(Outcome))
 
 
 def outcome_of(result: object) -> Outcome:

@@ -1,10 +1,10 @@
 """Runs reward functions: the program of a worker process.
 
-    service --stdin: {"load": verifier} or {"score": sample}--> worker --stdout: one reply each--> service
+    service --stdin: a verifier to load, or a batch of samples--> worker --stdout: a reply to each--> service
 
-The worker enters its sandbox before it loads a function. Functions run in the main thread, where signals and asyncio
-work as in a script. The worker has no time limit: the service kills it if a function does not return, and the kernel
-kills it if the service ends.
+`protocol` has the messages. The worker enters its sandbox before it loads a function. Functions run in the main thread,
+where signals and asyncio work as in a script. The worker has no time limit: the service kills it if a function does not
+return, and the kernel kills it if the service ends.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import errno
 import inspect
 import json
 import os
+import select
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Awaitable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, NoReturn
@@ -29,12 +31,16 @@ from fourfold.host.process_tree import die_with_parent
 from fourfold.text import MAX_ERROR, clean
 from fourfold_reward import loader, protocol, verifiers
 from fourfold_reward.loader import Verifier, VerifierError
-from fourfold_reward.protocol import Outcome, outcome_of
+from fourfold_reward.protocol import Outcome, SampleFields, outcome_of
 from fourfold_reward.sample import RewardFunction, ScoreInput
 from fourfold_reward.verifiers import InvalidSample
 
 _PACKAGE: Final = str(Path(__file__).parent)
 _LOAD_CPU_SECONDS: Final = 120  # to import a verifier's libraries
+# The limit of CPU time is of one sample. Two system calls renew it, so fast samples share it.
+_CPU_REFRESH_SECONDS: Final = 0.5
+# The service may give the rest of a batch to other workers after a sample of this length (`batch.STUCK_SECONDS`).
+_LONG_SECONDS: Final = 0.05
 
 
 def main(arguments: list[str]) -> int:
@@ -48,11 +54,11 @@ def main(arguments: list[str]) -> int:
     worker = Worker(policy, pipes=(requests.fileno(), replies.fileno()))
     own_pid = os.getpid()
     while (request := protocol.read(requests)) is not None:
-        reply = worker.answer(request)
-        if os.getpid() != own_pid:  # a fork by the function returned here: its reply would shift all later ones
-            os._exit(0)
-        replies.write(protocol.pack(reply))
-        replies.flush()
+        for reply in worker.answer(request, requests):
+            if os.getpid() != own_pid:  # a fork by the function returned here: its reply would shift all later ones
+                os._exit(0)
+            replies.write(reply)
+            replies.flush()  # before the next sample, which may hang
     # Threads, event loops and exit handlers of a function must not keep the process alive.
     os._exit(0)
 
@@ -70,24 +76,53 @@ class Worker:
         self._runner = asyncio.Runner()  # one loop for all samples, so that clients of async functions stay connected
         self._reported: set[str] = set()
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request. Exceptions of user code are caught here and nowhere else."""
-        loading = "load" in request
+    def answer(self, request: Mapping[str, Any], requests: BinaryIO) -> Iterator[bytes]:
+        """Yield the replies to a request as frames; the texts of a batch follow in `requests`."""
+        if "load" in request:
+            yield protocol.pack(self.load(request))
+        elif "sizes" in request:
+            yield from self._answer_batch(request, requests)
+        # Otherwise the service wanted the end of a batch that has ended by itself.
+
+    def _answer_batch(self, request: Mapping[str, Any], requests: BinaryIO) -> Iterator[bytes]:
+        verifier, first, cpu_until = request["verifier"], request["first"], 0.0
+        began = time.monotonic()
+        for number, sample in enumerate(protocol.read_batch(requests, request["sizes"]), first):
+            if began >= cpu_until:
+                self._allow_cpu()
+                cpu_until = began + _CPU_REFRESH_SECONDS
+            yield protocol.pack_outcome(number, self.score(verifier, sample))
+            ended = time.monotonic()
+            if ended - began > _LONG_SECONDS and _is_told_to_drop(requests, first):
+                yield protocol.pack({"n": number + 1, "dropped": True})
+                return
+            began = ended
+
+    def _allow_cpu(self) -> None:
+        if self._policy is not None:
+            sandbox.allow_cpu(self._policy.cpu_seconds)
+
+    def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Load a function; return its version and what it reads, or `error`. Exceptions of user code end here."""
         try:
             if self._policy is not None:
-                sandbox.allow_cpu(_LOAD_CPU_SECONDS if loading else self._policy.cpu_seconds)
-            if loading:
-                return self._load(request)
-            evaluating = request["verifier"] in self._evaluating
-            return asdict(self._score_in_fork(request) if evaluating else self._score(request))
-        except InvalidSample as error:
-            return asdict(Outcome.error(error.reason, str(error)))
+                sandbox.allow_cpu(_LOAD_CPU_SECONDS)
+            return self._load(request)
         except VerifierError as error:
             return {"error": str(error)}
         except BaseException as error:  # user code may also raise SystemExit or KeyboardInterrupt
-            file = request["load"]["file"] if loading else self._files.get(request["verifier"], "")
-            text = self._explain(error, file)
-            return {"error": text} if loading else asdict(Outcome.error("RAISED", text))
+            return {"error": self._explain(error, request["load"]["file"])}
+
+    def score(self, verifier: str, sample: SampleFields) -> Outcome:
+        """Score one sample with a loaded function. Exceptions of user code end here."""
+        try:
+            if verifier in self._evaluating:
+                return self._score_in_fork(verifier, sample)
+            return self._score(verifier, sample)
+        except InvalidSample as error:
+            return Outcome.error(error.reason, str(error))
+        except BaseException as error:
+            return Outcome.error("RAISED", self._explain(error, self._files.get(verifier, "")))
 
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         function, verifier, reads = loader.load(Verifier(**request["load"]), request["options"])
@@ -97,18 +132,22 @@ class Worker:
             self._evaluating.add(verifier.name)
         return {"version": verifier.version, "reads_tokens": reads.tokens, "reads_messages": reads.messages}
 
-    def _score(self, request: Mapping[str, Any]) -> Outcome:
+    def _score(self, verifier: str, fields: SampleFields) -> Outcome:
         sample = ScoreInput(
-            **request["score"],
-            metadata=_parse_metadata(request["metadata_json"]),
-            messages=_parse_messages(request["messages_json"]),
+            sample_id=fields.sample_id,
+            prompt=fields.prompt,
+            completion=fields.completion,
+            answer=fields.answer,
+            metadata=_parse_metadata(fields.metadata_json),
+            messages=_parse_messages(fields.messages_json),
+            completion_ids=fields.completion_ids,
         )
-        result = self._functions[request["verifier"]](sample)
-        if inspect.isawaitable(result):
+        result = self._functions[verifier](sample)
+        if not isinstance(result, float) and inspect.isawaitable(result):
             result = self._runner.run(_wait_for(result))
         return outcome_of(result)
 
-    def _score_in_fork(self, request: Mapping[str, Any]) -> Outcome:
+    def _score_in_fork(self, verifier: str, sample: SampleFields) -> Outcome:
         """Score one sample in a forked process.
 
         The verifier runs text of the sample as code, which can change anything in its process: the verifier, the pipes,
@@ -124,7 +163,7 @@ class Worker:
             return Outcome.error("WORKER_DIED", f"no process could be started to evaluate this sample: {error}")
         if child == 0:
             os.close(reader)
-            self._run_fork(request, writer, parent=own_pid)
+            self._run_fork(verifier, sample, writer, parent=own_pid)
         os.close(writer)
         outcome = None
         try:
@@ -137,7 +176,7 @@ class Worker:
         code = os.waitstatus_to_exitcode(status)
         return outcome or Outcome.error("WORKER_DIED", f"the process that evaluated this sample ended ({code})")
 
-    def _run_fork(self, request: Mapping[str, Any], writer: int, *, parent: int) -> NoReturn:
+    def _run_fork(self, verifier: str, sample: SampleFields, writer: int, *, parent: int) -> NoReturn:
         """Score the sample, write its outcome and end this process."""
         try:
             die_with_parent(parent)
@@ -149,7 +188,7 @@ class Worker:
                 sandbox.enter(replace(self._policy, processes=0))
             self._evaluating.clear()
             with os.fdopen(writer, "wb") as replies:
-                replies.write(protocol.pack(self.answer(request)))
+                replies.write(protocol.pack(self.score(verifier, sample).to_json()))
         finally:
             os._exit(1)
 
@@ -174,9 +213,19 @@ async def _wait_for(result: Awaitable[Any]) -> Any:
     return await result  # `Runner.run` takes only coroutines, and a function may return a future
 
 
+def _is_told_to_drop(requests: BinaryIO, first: int) -> bool:
+    """Return whether the service has asked to end the batch that began with the sample `first`."""
+    if not select.select([requests], [], [], 0)[0]:
+        return False
+    request = protocol.read(requests)
+    return request is not None and request.get("drop") == first
+
+
 def _parse_metadata(text: str) -> dict[str, Any]:
+    if text in ("", "{}"):
+        return {}
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidSample("BAD_METADATA", f"metadata_json is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -185,8 +234,10 @@ def _parse_metadata(text: str) -> dict[str, Any]:
 
 
 def _parse_messages(text: str) -> list[dict[str, Any]]:
+    if not text:
+        return []
     try:
-        value = json.loads(text or "[]")
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidSample("BAD_METADATA", f"prompt_messages_json is not JSON: {error}") from None
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):

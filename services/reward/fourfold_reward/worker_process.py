@@ -22,6 +22,7 @@ from fourfold_reward import protocol
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
 _MODULE: Final = "fourfold_reward.worker"
+_READ_BYTES: Final = 1 << 16  # the usual size of a pipe
 # A process in uninterruptible sleep ignores SIGKILL. It is abandoned after this time.
 _REAP_SECONDS: Final = 5.0
 # A process that closed its pipe is about to end. Its own exit code explains more than our SIGKILL.
@@ -43,7 +44,9 @@ class ChildProcess:
         self.builtin = builtin  # it runs built-in verifiers; otherwise it runs users' functions
 
     @classmethod
-    async def start_child(cls, module: str, sandbox: WorkerSandbox, *, builtin: bool, timeout_seconds: float) -> Self:
+    async def start_child(
+        cls, module: str, sandbox: WorkerSandbox, *, builtin: bool, timeout_seconds: float, stdout: int = PIPE
+    ) -> Self:
         """Start `python -m MODULE` with the rights of built-in verifiers or of users' functions, for limited calls."""
         scratch = Scratch("reward-worker")
         policy = sandbox.policy(builtin=builtin, timeout_seconds=timeout_seconds, scratch=scratch.path)
@@ -54,7 +57,7 @@ class ChildProcess:
                 *(sys.executable, "-P", "-m", module, str(os.getpid())),
                 policy.to_json() if policy is not None else "",
                 stdin=PIPE,
-                stdout=PIPE,
+                stdout=stdout,
                 # The worker imports what the service can import, also from a source checkout.
                 env=variables | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
                 start_new_session=True,
@@ -98,38 +101,125 @@ class ChildProcess:
 
 
 class WorkerProcess(ChildProcess):
-    """A worker process of the reward service, for one request at a time."""
+    """A worker process of the reward service: it loads functions, and scores one batch of samples at a time.
+
+    Its replies come through a pipe of our own. An asyncio stream would wake the service for every reply, which costs
+    more than the scoring of a fast function; this one is read when the caller wants to.
+    """
 
     @classmethod
     async def start(cls, sandbox: WorkerSandbox, *, builtin: bool, timeout_seconds: float) -> Self:
         """Start a worker with the rights of built-in verifiers or of reward functions, for samples of limited time."""
-        worker = await cls.start_child(_MODULE, sandbox, builtin=builtin, timeout_seconds=timeout_seconds)
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        try:
+            worker = await cls.start_child(
+                _MODULE, sandbox, builtin=builtin, timeout_seconds=timeout_seconds, stdout=writer
+            )
+        except BaseException:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
         worker.loaded = set()
+        worker.samples = 0
+        worker._reader, worker._unread, worker._ended = reader, bytearray(), False
         return worker
 
     loaded: set[str]  # names of its verifiers
+    samples: int  # that it was asked to score so far, and so the number of the next one
+    _reader: int  # descriptor; -1: closed
+    _unread: bytearray  # the start of a frame
+    _ended: bool  # the pipe is at its end
+
+    @property
+    def usable(self) -> bool:
+        """Return whether the worker waits for a request: it runs, and has written nothing that was not asked for."""
+        with contextlib.suppress(ValueError):
+            return not (self.read_replies() or self._unread or self._ended)
+        return False
+
+    def send(self, data: bytes) -> None:
+        """Send a request without waiting. The data are kept until the worker reads them."""
+        if self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(data)
+
+    def read_replies(self) -> list[bytes]:
+        """Return the bodies of the frames that have arrived, without waiting.
+
+        Raises ValueError: a frame is longer than MAX_REPLY_BYTES.
+        """
+        frames: list[bytes] = []
+        if self._reader < 0:
+            self._ended = True
+            return frames
+        try:
+            while not self._ended and len(self._unread) <= protocol.MAX_REPLY_BYTES:
+                data = os.read(self._reader, _READ_BYTES)
+                self._unread += data
+                self._ended = not data
+                if len(data) < _READ_BYTES:
+                    break
+        except BlockingIOError:
+            pass
+        at, end, header = 0, len(self._unread), protocol.HEADER
+        while end - at >= header.size:
+            (size,) = header.unpack_from(self._unread, at)
+            if size > protocol.MAX_REPLY_BYTES:
+                raise ValueError(f"the worker announced a reply of {size} bytes")
+            if end - at < header.size + size:
+                break
+            frames.append(bytes(self._unread[at + header.size : at + header.size + size]))
+            at += header.size + size
+        del self._unread[:at]
+        return frames
+
+    async def wait_for_replies(self, until: float) -> None:
+        """Wait until the worker has written or ended, at most until `until` (time of the event loop).
+
+        Raises WorkerDied: it had ended already.
+        """
+        if self._ended:
+            raise WorkerDied(await self.describe_end())
+        loop, reader = asyncio.get_running_loop(), self._reader
+        woken = loop.create_future()
+        loop.add_reader(reader, _wake, woken)
+        timer = loop.call_at(until, _wake, woken)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            loop.remove_reader(reader)
 
     async def call(self, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
-        """Send a request and return the reply.
+        """Send a request with one reply, and return it.
 
         Raises:
             TimeoutError: no reply within `timeout` seconds; kill the worker then, because its reply may come late.
             WorkerDied: the worker ended or sent an invalid reply.
         """
-        reader, writer = self._process.stdout, self._process.stdin
-        if reader is None or writer is None:
-            raise WorkerDied("the worker has no pipes")
+        end = asyncio.get_running_loop().time() + timeout
+        self.send(protocol.pack(request))
         try:
-            async with asyncio.timeout(timeout):
-                writer.write(protocol.pack(request))
-                await writer.drain()
-                (size,) = protocol.HEADER.unpack(await reader.readexactly(protocol.HEADER.size))
-                if size > protocol.MAX_REPLY_BYTES:
-                    raise WorkerDied(f"the worker announced a reply of {size} bytes")
-                return protocol.unpack(await reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            description = await self.describe_end()
-            await self.kill()
-            raise WorkerDied(description) from None
+            while not (replies := self.read_replies()):
+                if asyncio.get_running_loop().time() >= end:
+                    raise TimeoutError
+                await self.wait_for_replies(end)
+            if len(replies) > 1:
+                raise ValueError(f"{len(replies)} replies to one request")
+            return protocol.unpack(replies[0])
         except ValueError as error:
             raise WorkerDied(f"the worker sent an invalid reply: {error}") from None
+
+    async def kill(self) -> None:
+        """Kill the process group, wait for the end of the worker, and remove its scratch folder."""
+        if self._reader >= 0:
+            asyncio.get_running_loop().remove_reader(self._reader)
+            os.close(self._reader)
+            self._reader = -1
+        await super().kill()
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

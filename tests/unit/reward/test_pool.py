@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from fourfold.errors import ConfigError, Overloaded
 from fourfold_reward import loader
 from fourfold_reward.job import Job
 from fourfold_reward.pool import WorkerPool
-from fourfold_reward.protocol import Outcome
+from fourfold_reward.protocol import Outcome, SampleFields
 
 # The completion of a sample selects the behaviour of the function.
 FUNCTIONS = """
@@ -237,10 +238,9 @@ def test_invalid_result_is_an_error(completion: str, reason: str, text: str, fil
 
     worker = Worker()
     verifier = loader.find(f"{file}:reward", directory=Path.cwd())
-    assert worker.answer({"load": asdict(verifier), "options": {}})["version"] == verifier.version
-    sample = {"sample_id": "s", "prompt": "", "completion": completion, "answer": ""}
-    request = {"score": sample, "metadata_json": "", "messages_json": "", "verifier": verifier.name}
-    outcome = Outcome.from_json(worker.answer(request))
+    assert worker.load({"load": asdict(verifier), "options": {}})["version"] == verifier.version
+    outcome = worker.score(verifier.name, SampleFields("s", "", completion, "", "", "", ()))
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
     assert (outcome.score, outcome.error_reason) == (None, reason)
     assert text in outcome.message
     assert len(outcome.message) <= 1000

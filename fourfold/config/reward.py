@@ -122,7 +122,8 @@ class RewardConfig(Table):
     timeout_seconds: Seconds = 10.0
     """Longest time to score one sample; then its outcome is an error."""
     processes: int = Field(default=1, ge=1)
-    """Worker processes of one service, for `function` and `command`."""
+    """Worker processes of one service, for `function` and `command`. While samples of a function hang, a service starts
+    extra ones in their place: at most 8 for each of these, and at most 64 together."""
     on_error: Literal["wait", "drop", "stop"] = "wait"
     """Reaction of the run to a scorer that fails: it is gone, hangs, sends invalid replies, or has an error for every
     sample. A missing score is never a zero. wait: samples wait until a scorer works again, at most `wait_seconds`.

@@ -2,7 +2,7 @@
 
     send all samples --> read the outcomes that have arrived --> wait for more --> ... --> all have one
                            |  the next sample runs from now on
-                           |- for `stuck_seconds`   the samples behind it go to other workers (`on_stuck`)
+                           |- for long              it is stuck; those behind it go to other workers (`on_stuck`)
                            '- for the time limit    TimeoutError; the pool kills the worker
 
 The worker writes each outcome before it begins the next sample, so an outcome tells which sample runs and since when.
@@ -23,7 +23,9 @@ from fourfold_reward.worker_process import WorkerDied, WorkerProcess
 
 STUCK_SECONDS: Final = 0.1
 """A sample that runs for a shorter time never counts as stuck."""
-_FIRST_STUCK_SECONDS: Final = 1.0  # of a function without a known time: its first sample may import libraries
+# A function may load a model at its first sample in a process. More workers would load it, too.
+_FIRST_STUCK_SECONDS: Final = 1.0
+_FIRST_STUCK_SHARE: Final = 0.5  # of the time limit, if that is longer
 _STUCK_FACTOR: Final = 20.0  # of the mean time of the function's samples
 _COLLECT_SECONDS: Final = 0.005  # longest time for which outcomes are collected
 _COLLECTED_SAMPLES: Final = 16  # fewer samples are not worth a wait
@@ -76,13 +78,13 @@ class Entry:
 
 @dataclass(slots=True)
 class FunctionTimes:
-    """The running mean of the time of a function's samples."""
+    """The running mean of the time of a function's samples, without the first one in each process."""
 
     mean: float = 0.0  # seconds; 0: none has ended yet
 
     @property
     def stuck_seconds(self) -> float:
-        """Return the time after which a sample counts as stuck."""
+        """Return the time after which a sample counts as stuck, unless it is the first one in its process."""
         return max(STUCK_SECONDS, _STUCK_FACTOR * self.mean) if self.mean else _FIRST_STUCK_SECONDS
 
     def add(self, count: int, seconds: float) -> None:
@@ -117,10 +119,11 @@ class Batch:
         """
         self._worker, self._entries, self._times = worker, entries, times
         self._timeout, self._on_scored, self._on_stuck, self._on_moving = timeout, on_scored, on_stuck, on_moving
-        self._first = worker.samples
+        self._first = worker.next_number
         self._position = 0  # of the sample that runs
         self._began = 0.0  # when it began
         self._stuck = self._over = False
+        self._function = entries[0].job.function.name
         self._given_up = len(entries)  # position of the first sample that other workers score
 
     @property
@@ -150,7 +153,7 @@ class Batch:
         """
         loop = asyncio.get_running_loop()
         self._worker.send(protocol.pack_batch(self._first, [entry.job for entry in self._entries]))
-        self._worker.samples += len(self._entries)
+        self._worker.next_number += len(self._entries)
         self._began = loop.time()
         try:
             while not self._over:
@@ -168,12 +171,18 @@ class Batch:
             self._set_stuck(False)
 
     async def _wait(self, now: float) -> None:
-        limit, stuck = self._began + self._timeout, self._began + self._times.stuck_seconds
+        limit, stuck = self._began + self._timeout, self._began + self._stuck_seconds
         if now >= limit:
             raise TimeoutError
         if now >= stuck:
             self._set_stuck(True)
         await self._worker.wait_for_replies(limit if self._stuck else min(limit, stuck))
+
+    @property
+    def _stuck_seconds(self) -> float:
+        if self._function in self._worker.warm:
+            return self._times.stuck_seconds
+        return max(_FIRST_STUCK_SECONDS, _FIRST_STUCK_SHARE * self._timeout)
 
     def _take(self, replies: Sequence[bytes], now: float) -> None:
         """Hand out outcomes. Raises ValueError: they are not those of the next samples."""
@@ -191,7 +200,9 @@ class Batch:
             self._over = self._position == len(self._entries)
         if count := self._position - began:
             self._set_stuck(False)
-            self._times.add(count, now - self._began)
+            if self._function in self._worker.warm:
+                self._times.add(count, now - self._began)
+            self._worker.warm.add(self._function)
             self._on_scored(count, now - self._began)
             self._began = now
 

@@ -52,6 +52,7 @@ MAX_EXTRA_WORKERS: Final = 64
 _EXTRA_PER_PROCESS: Final = 8
 _SPARE_SECONDS: Final = 60.0  # how long a spare worker stays after a sample got stuck
 _BATCH_SECONDS: Final = 0.05  # expected time of a batch
+_UNDIVIDED_SECONDS: Final = 0.002  # so short a batch is not worth a second worker
 _BATCH_SAMPLES: Final = 512
 _BATCH_BYTES: Final = 1 << 20
 _MAX_RETRY_AFTER_SECONDS: Final = 30.0
@@ -99,7 +100,7 @@ class WorkerPool:
         self.stuck = 0  # runners whose sample runs much longer than usual
         self._workers: dict[int, WorkerProcess] = {}
         self._spare: WorkerProcess | None = None
-        self._keeps_spare = False
+        self._keeps_spare = self._starts_spare = False
         self._spare_taken = asyncio.Event()
         self._stuck_at = 0.0  # when a sample last got stuck
         self._closed = False
@@ -196,7 +197,7 @@ class WorkerPool:
             self._wake_runners()
 
     def _take_batch(self) -> list[Entry]:
-        """Take samples of one function from the queue: no more than about 50 ms of work, and a fair share."""
+        """Take samples of one function from the queue: at most about 50 ms of work, and a share of each idle worker."""
         batch: list[Entry] = []
         most, size, name = 1, 0, ""
         while self._queue and len(batch) < most and size < _BATCH_BYTES:
@@ -209,9 +210,9 @@ class WorkerPool:
                 continue
             if not batch:
                 name = job.function.name
-                # The first sample of a function goes alone, because it tells how long they take.
+                # Without a known time a sample goes alone.
                 if mean := self._times[name].mean:
-                    share = -(-(len(self._queue) + 1) // (1 + self._idle))
+                    share = max(-(-(len(self._queue) + 1) // (1 + self._idle)), int(_UNDIVIDED_SECONDS / mean))
                     most = max(min(int(_BATCH_SECONDS / mean), _BATCH_SAMPLES, share), 1)
             batch.append(entry)
             size += job.size_bytes
@@ -240,7 +241,7 @@ class WorkerPool:
         return self._runners - self.stuck
 
     def _may_add_worker(self) -> bool:
-        extra = self._runners + (self._spare is not None) - self._processes
+        extra = self._runners + (self._spare is not None or self._starts_spare) - self._processes
         return extra < min(_EXTRA_PER_PROCESS * self._processes, MAX_EXTRA_WORKERS)
 
     def _add_runner(self, worker: WorkerProcess | None) -> None:
@@ -268,24 +269,25 @@ class WorkerPool:
                     await self._queue_filled.wait()
                 finally:
                     self._idle -= 1
-            self.busy += 1
-            try:
-                await self._score_next(workers)
-            finally:
-                self.busy -= 1
+            await self._score_next(workers)
         self._runners -= 1  # now, so that no second runner finds itself too many
         await self._retire(workers)
 
     async def _score_next(self, workers: dict[bool, WorkerProcess | None]) -> None:
         """Score the next batch with the worker of its kind; start or replace the worker if that is necessary."""
         builtin = self._queue[0].job.function.builtin
-        worker = await self._usable(workers.get(builtin), builtin)
-        # Other runners may have taken the sample meanwhile.
-        if self._queue and self._queue[0].job.function.builtin == builtin and (batch := self._take_batch()):
-            worker = await self._score_batch(worker, batch)
-            if worker is None and self._active <= self._processes:
-                # Now, because its start overlaps with the wait for the next sample.
-                worker = await self._usable(None, builtin)
+        scored = False
+        self.busy += 1
+        try:
+            worker = await self._usable(workers.get(builtin), builtin)
+            # Other runners may have taken the sample meanwhile.
+            if self._queue and self._queue[0].job.function.builtin == builtin and (batch := self._take_batch()):
+                worker, scored = await self._score_batch(worker, batch), True
+        finally:
+            self.busy -= 1
+        if scored and worker is None and self._active <= self._processes:
+            # Now, because its start overlaps with the wait for the next sample.
+            worker = await self._usable(None, builtin)
         workers[builtin] = worker
 
     async def _usable(self, worker: WorkerProcess | None, builtin: bool) -> WorkerProcess | None:
@@ -378,7 +380,9 @@ class WorkerPool:
         while (left := self._stuck_at + _SPARE_SECONDS - loop.time()) > 0:
             self._spare_taken.clear()
             if self._spare is None and self._may_add_worker():
+                self._starts_spare = True
                 worker = await self._try_start_worker(self.verifier.builtin)
+                self._starts_spare = False
                 if worker is not None and self._spare is not None:  # a runner has left its own meanwhile
                     await self._discard(worker)
                 else:

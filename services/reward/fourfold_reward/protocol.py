@@ -6,8 +6,9 @@
     worker -> service    {"n": N, "score": 1.0}                          outcome of sample N, or its other fields
                          {"n": N, "dropped": true}                       N and later samples are not scored
 
-Samples are numbered through the life of a worker. A reply is written before the next sample begins, so the service
-knows which sample runs. Texts follow the frame of a batch as they are: as JSON they would cost twice the rest.
+Samples are numbered through the life of a worker, from a random number on. A reply is written before the next sample
+begins, so the service knows which sample runs. Texts follow the frame of a batch as they are: as JSON they would cost
+twice the rest.
 
 Reward functions run in the worker and can write any bytes into its pipe. The service therefore reads JSON, never
 pickle, limits the size of a frame, checks the number of each reply, and checks every field of an outcome.

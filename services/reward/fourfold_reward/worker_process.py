@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -22,6 +23,7 @@ from fourfold_reward import protocol
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
 _MODULE: Final = "fourfold_reward.worker"
+_NUMBER_BITS: Final = 48
 _READ_BYTES: Final = 1 << 16  # the usual size of a pipe
 # A process in uninterruptible sleep ignores SIGKILL. It is abandoned after this time.
 _REAP_SECONDS: Final = 5.0
@@ -121,13 +123,15 @@ class WorkerProcess(ChildProcess):
             raise
         finally:
             os.close(writer)
-        worker.loaded = set()
-        worker.samples = 0
+        worker.loaded, worker.warm = set(), set()
+        # Code in a sample that a function runs can write into the pipe, but does not know the numbers.
+        worker.next_number = secrets.randbits(_NUMBER_BITS)
         worker._reader, worker._unread, worker._ended = reader, bytearray(), False
         return worker
 
     loaded: set[str]  # names of its verifiers
-    samples: int  # that it was asked to score so far, and so the number of the next one
+    warm: set[str]  # names of those that have scored a sample
+    next_number: int  # of the next sample; the first one is random
     _reader: int  # descriptor; -1: closed
     _unread: bytearray  # the start of a frame
     _ended: bool  # the pipe is at its end
@@ -165,7 +169,7 @@ class WorkerProcess(ChildProcess):
         at, end, header = 0, len(self._unread), protocol.HEADER
         while end - at >= header.size:
             (size,) = header.unpack_from(self._unread, at)
-            if size > protocol.MAX_REPLY_BYTES:
+            if size > protocol.MAX_REPLY_BYTES and not frames:  # after the frames before it
                 raise ValueError(f"the worker announced a reply of {size} bytes")
             if end - at < header.size + size:
                 break

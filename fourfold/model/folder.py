@@ -150,7 +150,7 @@ def _llama_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def folder_shape(folder: Path) -> ModelShape:
     """Return the sizes of the model in a folder, from config.json and the safetensors headers."""
     path = folder / "config.json"
-    config = _read_json(path)
+    config = read_json(path)
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return ModelShape(
@@ -269,7 +269,8 @@ def _checked_folder(folder: Path, source: str) -> Path:
     return folder
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model folder. Raises ConfigError: it is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -282,10 +283,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors in a folder, by name."""
     files = sorted(folder.glob("*.safetensors"))
-    return {name: shape for file in files for name, shape in _header(file).items()}
+    return {name: shape for file in files for name, shape in read_header(file).items()}
 
 
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
+def read_header(file: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes in a safetensors header: its length in 8 bytes, little-endian, then JSON."""
     try:
         with file.open("rb") as stream:

@@ -114,6 +114,18 @@ class Tokenizer:
             _control=_control_pattern([t.content for t in added.values() if _is_control(t)]),
         )
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` is possible."""
+        return self._template is not None
+
+    @property
+    def begin_token_id(self) -> int | None:
+        """Id of the token that begins a text, from tokenizer_config.json; None if there is none."""
+        text = self._special.get("bos_token")
+        token_id: int | None = None if text is None else self._tokenizer.token_to_id(text)
+        return token_id
+
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -185,10 +197,26 @@ class Tokenizer:
             text: rendered chat, or plain text. The text of a special token becomes its id, unless it is escaped.
             add_special: add the special tokens for plain text, such as a begin token. A rendered chat has them.
         """
-        first, *others = text.split(MARK)
-        ids: list[int] = self._tokenizer.encode(first, add_special_tokens=add_special).ids
-        for part in others:
-            ids += self._tokenizer.encode(part, add_special_tokens=False).ids
+        if MARK in text:
+            return self._encode_marked(text, add_special)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
+        """Return what `encode` returns for each text; on all cores. May be called in any thread."""
+        whole = iter(
+            self._tokenizer.encode_batch_fast(
+                [text for text in texts if MARK not in text], add_special_tokens=add_special
+            )
+        )
+        return [self._encode_marked(text, add_special) if MARK in text else next(whole).ids for text in texts]
+
+    def _encode_marked(self, text: str, add_special: bool) -> list[int]:
+        """Encode the parts between marks one by one, so that no special token spans a mark."""
+        from tokenizers import Encoding
+
+        parts = [self._tokenizer.encode(part, add_special_tokens=False) for part in text.split(MARK)]
+        ids: list[int] = self._tokenizer.post_process(Encoding.merge(parts, True), None, add_special).ids
         return ids
 
     def added_text(self, token_id: int) -> str | None:

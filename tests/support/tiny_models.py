@@ -107,29 +107,34 @@ def write_tiny_model(
         dtype: "bfloat16" or "float32".
         sizes: entries of config.json that replace the tiny ones.
     """
-    config_class, model_class, changes = _FAMILIES[family]
-    shape = dict(_SHAPE)
-    if family == "gpt_neox":
-        shape = {k: v for k, v in shape.items() if k not in ("num_key_value_heads", "head_dim", "rms_norm_eps")}
     torch_dtype = getattr(torch, dtype)
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     special = {
         "bos_token_id": tokenizer.token_to_id(END_OF_TEXT),
         "eos_token_id": tokenizer.token_to_id(TURN_END),
         "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
     }
-    config = getattr(transformers, config_class)(**{**shape, **changes, **(sizes or {}), **special}, dtype=torch_dtype)
-    model = getattr(transformers, model_class)(config)
-    _randomise(model, seed)
+    config = tiny_config(family, **(sizes or {}), **special, dtype=torch_dtype)
+    model = getattr(transformers, _FAMILIES[family][1])(config)
+    randomise(model, seed)
     model.to(torch_dtype)
     model.generation_config = transformers.GenerationConfig(**special)  # type: ignore[no-untyped-call]
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    _save_tokenizer(tokenizer, folder)
+    save_tokenizer(tokenizer, folder)
     return folder
 
 
-def _randomise(model: torch.nn.Module, seed: int) -> None:
+def tiny_config(family: str, **changes: Any) -> Any:
+    """Return the configuration of one of FAMILIES, with other sizes or entries."""
+    config_class, _, own = _FAMILIES[family]
+    shape = dict(_SHAPE)
+    if family == "gpt_neox":
+        shape = {k: v for k, v in shape.items() if k not in ("num_key_value_heads", "head_dim", "rms_norm_eps")}
+    return getattr(transformers, config_class)(**{**shape, **own, **changes})
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
     """Give every parameter random values that depend on its name and the seed alone."""
     for name, parameter in sorted(model.named_parameters()):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(map(ord, name)) * 7919 + len(name))
@@ -141,7 +146,7 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(1.2 * noise / parameter.shape[-1] ** 0.5)
 
 
-def _tokenizer() -> Tokenizer:
+def make_tokenizer() -> Tokenizer:
     """Return a byte-level BPE of exactly VOCABULARY_SIZE ids, trained on made-up words and sums."""
     rng = random.Random(0)
     syllables = [a + b + c for a in "bdgklmnprst" for b in "aeiou" for c in ("", "n", "r", "s")]
@@ -163,7 +168,8 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template."""
     fast = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

@@ -40,6 +40,10 @@ ERROR_CODES: Final[dict[str, str]] = {
     "NOT_A_NUMBER": "INVALID_ARGUMENT",
     "NOT_FOUND": "NOT_FOUND",
     "BAD_METADATA": "INVALID_ARGUMENT",
+    # Of reward models.
+    "TOO_LONG": "INVALID_ARGUMENT",
+    "BAD_TEXT": "INVALID_ARGUMENT",
+    "OUT_OF_MEMORY": "RESOURCE_EXHAUSTED",
 }
 
 

@@ -1,0 +1,203 @@
+"""Runs the forward passes of a reward model in one thread, over all samples that wait.
+
+    put --FIFO--> round: the oldest samples, up to 8 passes of tokens --by length--> passes --> deliver, once per pass
+
+A pass is started before the results of the one before are read, so that a GPU never waits for the host. Samples that
+arrive during a round form the next one: a long sample or a busy caller cannot hold others back for longer than a round.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from fourfold.arrays import Float32Array
+from fourfold.host.timing import Histogram
+from fourfold_reward.models.calls import Entry
+from fourfold_reward.models.packed import Passes
+from fourfold_reward.protocol import Outcome
+
+_log = logging.getLogger(__name__)
+# Many passes waste little on a last, partly filled one. Few keep the wait of a new sample short.
+_PASSES_PER_ROUND: Final = 8
+
+
+Delivered = Sequence[tuple[Entry, Outcome]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """A pass whose results have not been read."""
+
+    entries: Sequence[Entry]
+    finish: Callable[[], Float32Array]
+    since: float
+
+
+class PassThread:
+    """The thread. `put`, `withdraw` and `close` may be called in any thread."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        *,
+        tokens_per_batch: int,
+        deliver: Callable[[Delivered], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            passes: of the model; only the thread uses it from now on.
+            tokens_per_batch: most tokens of one pass, unless a text alone has more.
+            deliver: called in the thread with the outcomes of a pass.
+            on_failure: called in the thread with a message when no pass is possible any more; the thread then ends.
+        """
+        self._passes = passes
+        self._budget = tokens_per_batch
+        self._deliver = deliver
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._waiting: deque[Entry] = deque()
+        self._round: deque[list[Entry]] = deque()  # of the thread alone
+        self._closing = False
+        # Totals, written by the thread.
+        self.seconds = Histogram()  # of each pass
+        self.samples = self.tokens = self.out_of_memory = 0
+        self.running = 0  # samples in passes
+        self.busy_since: float | None = None  # time.monotonic() when the oldest running pass began
+        self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
+        self._thread.start()
+
+    def put(self, entries: Sequence[Entry]) -> None:
+        """Queue samples with tokens."""
+        with self._changed:
+            self._waiting.extend(entries)
+            self._changed.notify()
+
+    def withdraw(self) -> None:
+        """Forget the queued samples of withdrawn calls."""
+        with self._changed:
+            self._waiting = deque(entry for entry in self._waiting if not entry.call.withdrawn)
+
+    def close(self, timeout: float) -> bool:
+        """End the thread after the running pass; return whether it ended within `timeout` seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            before: _Running | None = None
+            while not self._closing:
+                batch = self._next(wait=before is None)
+                running = self._start(batch) if batch else None
+                if before is not None:
+                    self._finish(before)
+                before = running
+                self.running = 0 if running is None else len(running.entries)
+                self.busy_since = None if running is None else running.since
+        except Exception as error:
+            _log.critical("forward passes ended", exc_info=error)
+            self._on_failure(f"the reward model failed: {type(error).__name__}: {error}"[:2000])
+
+    def _next(self, *, wait: bool) -> list[Entry]:
+        """Return the next batch; [] if there is none now, or after `close`."""
+        while not self._closing:
+            if not self._round:
+                self._round.extend(self._new_round(wait=wait))
+            if not self._round:
+                break
+            if batch := [entry for entry in self._round.popleft() if not entry.call.withdrawn]:
+                return batch
+        return []
+
+    def _new_round(self, *, wait: bool) -> list[list[Entry]]:
+        """Take the oldest samples that fit a round, at least one, and divide them into passes."""
+        entries: list[Entry] = []
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing or not wait)
+            room = self._budget * _PASSES_PER_ROUND
+            while self._waiting and (not entries or len(self._waiting[0].token_ids) <= room):
+                entries.append(self._waiting.popleft())
+                room -= len(entries[-1].token_ids)
+        lengths = [len(entry.token_ids) for entry in entries]
+        return [[entries[i] for i in each] for each in self._passes.split(lengths, max_tokens=self._budget)]
+
+    def _start(self, batch: list[Entry]) -> _Running | None:
+        """Start a pass; None if it failed: its samples are then queued in halves, or have their error."""
+        since = time.monotonic()
+        self.running += len(batch)
+        try:
+            finish = self._passes.start([entry.token_ids for entry in batch])
+        except Exception as error:
+            self._divide(batch, error)
+            return None
+        return _Running(entries=batch, finish=finish, since=since)
+
+    def _divide(self, batch: list[Entry], error: Exception) -> None:
+        """Queue the halves of a batch that failed before all others. Raises `error` if the GPU is lost."""
+        if is_fatal(error):
+            raise error
+        no_memory = isinstance(error, torch.OutOfMemoryError)
+        if no_memory:
+            self.out_of_memory += 1
+            torch.cuda.empty_cache()
+        tokens = sum(len(entry.token_ids) for entry in batch)
+        if len(batch) == 1:
+            self._deliver([(batch[0], _outcome_of(error, tokens, no_memory=no_memory))])
+            return
+        if no_memory and (half := max(tokens // 2, 1)) < self._budget:
+            _log.warning("out of memory: pass halved; lower reward.model.tokens_per_batch. tokens=%d", tokens)
+            self._budget = half
+        elif not no_memory:
+            _log.warning("pass failed: halved to find the sample. samples=%d error=%s", len(batch), error)
+        middle = len(batch) // 2
+        self._round.extendleft([batch[middle:], batch[:middle]])
+
+    def _finish(self, running: _Running) -> None:
+        """Wait for the scores of a pass and deliver them."""
+        try:
+            scores = running.finish()
+        except Exception as error:  # an error of a kernel that has no other place to appear
+            self._divide(list(running.entries), error)
+            return
+        self.seconds.add(time.monotonic() - running.since)
+        self.samples += len(running.entries)
+        self.tokens += sum(len(entry.token_ids) for entry in running.entries)
+        self._deliver([(entry, _scored(float(s))) for entry, s in zip(running.entries, scores, strict=True)])
+
+
+def is_fatal(error: Exception) -> bool:
+    """Return whether no CUDA call can succeed in this process any more."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    kind = getattr(torch, "AcceleratorError", None)
+    text = str(error)
+    return (kind is not None and isinstance(error, kind)) or "CUDA error" in text or "device-side assert" in text
+
+
+def _scored(score: float) -> Outcome:
+    if not np.isfinite(score):
+        return Outcome.error("NOT_FINITE", f"the reward model's score is {score}; it must be finite")
+    return Outcome(score=score)
+
+
+def _outcome_of(error: Exception, tokens: int, *, no_memory: bool) -> Outcome:
+    if no_memory:
+        return Outcome.error(
+            "OUT_OF_MEMORY",
+            f"a text of {tokens} tokens alone does not fit into the memory of the device; lower "
+            f"reward.model.max_tokens, or raise reward.model.gpus_per_replica",
+        )
+    return Outcome.error("RAISED", f"the reward model failed: {type(error).__name__}: {error}")

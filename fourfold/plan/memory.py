@@ -20,6 +20,7 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                                                 one in every engine worker; none between GPUs
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
                          KV cache    2 * layers * kv_heads * head_dim * b per token
+    reward model         weights     b P        of its own dtype, divided by reward.model.gpus_per_replica
 
 The column "programs" is the memory that a process holds before it loads a model: interpreter, libraries, threads.
 """
@@ -29,12 +30,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fourfold.config import Config
-from fourfold.model.folder import ModelShape
+from fourfold.config import Config, RewardConfig
+from fourfold.config.reward import RewardModelConfig
+from fourfold.errors import ConfigError
+from fourfold.model.classifier import ClassifierFolder
+from fourfold.model.folder import ModelShape, folder_shape
 from fourfold.plan.batch import engine_limits
 from fourfold.plan.models import ModelSizes
 
 GIB: Final = 1 << 30
+BYTES_PER_WEIGHT: Final = {"bfloat16": 2, "float32": 4}
 _MIB: Final = 1 << 20
 # fourfold/nn/logprobs.py makes the logits of 2^26 elements at once, in float32, and a few copies of them.
 _LOGITS_ELEMENTS: Final = 1 << 26
@@ -113,9 +118,13 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
         rows.append(_transfer(config, shape))
     if config.needs_reference:
         rows.append(_reference(config, shape))
-    workers = sum(max(table.replicas, 1) * (1 + table.processes) for table in config.reward if not table.target)
-    if config.needs_scorer and workers:
+    tables = config.reward if config.needs_scorer else ()
+    workers = sum(
+        max(table.replicas, 1) * (1 + table.processes) for table in tables if not (table.target or table.model)
+    )
+    if workers:
         rows.append(MemoryRow(role="reward", count=workers, on_gpu=False, programs=_REWARD_PROGRAM))
+    rows += [_reward_model(table, table.model) for table in tables if table.model is not None]
     if config.agents.source != "none":
         gateways = max(config.gateway.replicas, 1)
         rows.append(MemoryRow(role="gateway", count=gateways, on_gpu=False, programs=_GATEWAY_PROGRAM))
@@ -225,6 +234,28 @@ def _reference(config: Config, shape: ModelShape) -> MemoryRow:
     )
 
 
+def _reward_model(table: RewardConfig, model: RewardModelConfig) -> MemoryRow:
+    """Return the memory of each GPU of a reward model, which are split by layers, or of each process on CPU.
+
+    The sizes of a layer are unknown for some architectures; then its activations are left out.
+    """
+    folder = ClassifierFolder.read(model.source)
+    width = BYTES_PER_WEIGHT[model.dtype]
+    try:
+        layer = layer_bytes_per_token(folder_shape(folder.path), width)
+    except ConfigError:
+        layer = 0
+    gpus = model.gpus_per_replica if model.device == "cuda" else 1
+    return MemoryRow(
+        role=f"reward model {table.name}",
+        count=max(table.replicas, 1) * gpus,
+        on_gpu=model.device == "cuda",
+        weights=folder.parameter_count * width // gpus,
+        activations=layer * model.tokens_per_batch,
+        programs=_REFERENCE_PROGRAM,
+    )
+
+
 def activation_bytes(config: Config, shape: ModelShape) -> int:
     """Return the bytes that a rank keeps of a micro-batch for the backward pass.
 
@@ -245,15 +276,20 @@ def logits_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _layer_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    return layer_bytes_per_token(shape, _bytes_per_weight(config))
+
+
+def layer_bytes_per_token(shape: ModelShape, width: int) -> int:
     """Return the bytes that one decoder layer keeps per token. Fused attention kernels keep no score matrix.
 
-    Hidden-sized: both residual sums, both normalised inputs, attention output and its projection, and two float32
-    copies inside the norms. Also queries and keys before and after rotation, values, and four of the MLP's inner size.
+    `width` is the bytes of a number. Hidden-sized: both residual sums, both normalised inputs, attention output and its
+    projection, and two float32 copies inside the norms. Also queries and keys before and after rotation, values, and
+    four of the MLP's inner size.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     elements = 5 * shape.hidden + 3 * queries + 3 * keys + 4 * shape.intermediate
-    return elements * _bytes_per_weight(config) + 2 * 4 * shape.hidden
+    return elements * width + 2 * 4 * shape.hidden
 
 
 def _bytes_per_weight(config: Config) -> int:
-    return 2 if config.model.dtype == "bfloat16" else 4
+    return BYTES_PER_WEIGHT[config.model.dtype]

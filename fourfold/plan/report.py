@@ -10,8 +10,10 @@ from typing import Final
 
 from fourfold import config as configuration
 from fourfold.config import Config, CriticConfig, DataSourceConfig, RewardConfig, TrainerConfig
+from fourfold.config.reward import RewardModelConfig
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import smallest_memory, visible_gpus
+from fourfold.model.classifier import ClassifierFolder
 from fourfold.model.folder import ModelShape
 from fourfold.plan.agents import agents_plan
 from fourfold.plan.algorithm import algorithm_plan
@@ -303,7 +305,22 @@ def _scorer(table: RewardConfig) -> str:
     if table.kind in ("function", "command"):
         workers = "1 worker process" if table.processes == 1 else f"{table.processes} worker processes each"
         return f"{_services(table.replicas)}, {workers}: `{table.title}`, {limit}."
+    if table.model is not None:
+        return _reward_model(table, table.model)
     return f"{_services(table.replicas)}: {table.kind} `{table.title}`, {limit}."
+
+
+def _reward_model(table: RewardConfig, model: RewardModelConfig) -> str:
+    folder = ClassifierFolder.read(model.source)
+    where = f"{model.gpus_per_replica} GPU" if model.device == "cuda" else "CPU"
+    each = " each" if model.device == "cuda" and table.replicas != 1 else ""
+    longest = model.max_tokens or folder.longest
+    limit = f"of at most {longest:,} tokens" if longest else "of any length"
+    return (
+        f"{_services(table.replicas)} on {where}{each}: the reward model `{model.source}`, "
+        f"{folder.parameter_count / 1e6:,.1f}M parameters in {model.dtype}. Texts {limit}; passes of "
+        f"{model.tokens_per_batch:,} tokens without padding."
+    )
 
 
 def _reference(config: Config) -> str:

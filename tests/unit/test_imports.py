@@ -118,7 +118,8 @@ def test_the_gateway_loads_nothing_heavy() -> None:
 
 
 def test_rewards_load_nothing_heavy() -> None:
-    assert not _loaded("fourfold_reward", "fourfold_reward.reference") & HEAVY
+    assert not _loaded("fourfold_reward", "fourfold_reward.models", "fourfold_reward.reference") & HEAVY
+    assert not _loaded("fourfold_reward.models.backend") & HEAVY
 
 
 def test_services_load_their_engine_only_when_it_starts() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +303,60 @@ def test_plan_lists_the_limits_of_an_engine() -> None:
     given = changed(rollout={"max_concurrent_samples": 40, "vllm": {"block_size": 64, "kv_cache_dtype": "fp8"}})
     assert "Each engine runs at most 40 samples at once and processes at most 8,192 tokens" in given
     assert "per engine step. vLLM's own options: block_size = 64, kv_cache_dtype = fp8. reward" in given
+
+
+def write_classifier(place: Path) -> Path:
+    """Write the folder of a reward model of two layers; its weights are zeros."""
+    shapes = {"model.embed_tokens.weight": [512, 64], "score.weight": [1, 64]}
+    end, header = 0, dict[str, Any]()
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    config = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+    }
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config))
+    (place / "tokenizer.json").write_text("{}")
+    (place / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    return place
+
+
+def with_rewards(tables: list[dict[str, Any]]) -> Config:
+    return Config.model_validate({**in_bfloat16(), "reward": tables})
+
+
+def test_the_plan_has_the_memory_of_reward_models(tmp_path: Path) -> None:
+    source = str(write_classifier(tmp_path / "rm"))
+    config = with_rewards([{"name": "rm", "model": source, "replicas": 2}])
+    assert "reward 2 services on CPU: the reward model" in " ".join(report.describe(config).split())
+    assert "0.0M parameters in bfloat16. Texts of at most 2,048 tokens; passes of 16,384 tokens" in " ".join(
+        report.describe(config).split()
+    )
+    (row,) = [row for row in memory_plan(config, model_sizes(config)) if row.role == "reward model rm"]
+    assert (row.count, row.on_gpu, row.weights) == (2, False, 2 * (512 * 64 + 64))
+    assert row.activations == 16_384 * (2 * (5 * 64 + 3 * 64 + 3 * 64 + 4 * 128) + 8 * 64)
+    on_gpus = {"source": source, "device": "cuda", "gpus_per_replica": 2, "tokens_per_batch": 1024}
+    config = with_rewards([{"name": "rm", "model": on_gpus}, {"name": "b", "function": "exact_match"}])
+    rows = {row.role: row for row in memory_plan(config, model_sizes(config))}
+    row = rows["reward model rm"]
+    assert (row.count, row.on_gpu, row.weights) == (2, True, 512 * 64 + 64)
+    assert rows["reward"].count == 2  # the service of the function and its worker
+    assert "rm: 1 service on 2 GPU: the reward model" in " ".join(report.describe(config).split())
+
+
+def test_the_plan_of_a_missing_reward_model_names_the_folder(tmp_path: Path) -> None:
+    config = with_rewards([{"name": "rm", "model": str(tmp_path / "none")}])
+    with pytest.raises(ConfigError, match=r"reward\.model\.source = .*: no such folder"):
+        report.describe(config)
 
 
 @pytest.mark.parametrize(

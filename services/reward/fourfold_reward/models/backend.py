@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from fourfold.config import Config, RewardConfig
 from fourfold.config.reward import RewardModelConfig
 from fourfold.errors import ConfigError, Overloaded
+from fourfold.host.timing import Histogram
 from fourfold.model.classifier import ClassifierFolder
 from fourfold_reward.job import Job
 from fourfold_reward.models.calls import Call, Entry
@@ -68,12 +69,12 @@ class RewardModelBackend:
         self.on_failure = on_failure
         self.reads = Reads()
         self.pure = True
+        self.seconds = Histogram()  # of the forward pass of each sample
         self._table = table
         self._max_waiting = max_waiting_samples
         self._scorer = ""
         self._open_samples = self._open_bytes = 0  # of all calls
-        self._mean_seconds = 0.01  # moving average of the time from one finished sample to the next while busy
-        self._delivered_at = 0.0
+        self._mean_seconds = 0.01  # moving average of the time of a pass, divided by its samples
         self._failure = ""
         self._calls: set[Call] = set()
         self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-texts")
@@ -220,29 +221,30 @@ class RewardModelBackend:
             else:
                 entries.append(Entry(call, index, result))
         if errors:
-            self._call_soon(self._settle, [(call, index, outcome) for index, outcome in errors])
+            self._call_soon(self._settle, [(call, index, outcome) for index, outcome in errors], 0.0)
         thread = self._thread
         if entries and thread is not None:
             thread.put(entries)
 
-    def _deliver_soon(self, outcomes: Delivered) -> None:
+    def _deliver_soon(self, outcomes: Delivered, seconds: float) -> None:
         """Pass the outcomes of a forward pass to the event loop. Runs in the thread of the passes."""
-        self._call_soon(self._settle, [(entry.call, entry.index, outcome) for entry, outcome in outcomes])
+        self._call_soon(self._settle, [(entry.call, entry.index, outcome) for entry, outcome in outcomes], seconds)
 
     def _fail_soon(self, message: str) -> None:
         self._call_soon(self._fail, message)
 
-    def _call_soon(self, function: Callable[..., None], argument: object) -> None:
+    def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
         with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(function, argument)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _settle(self, outcomes: Sequence[tuple[Call, int, Outcome]]) -> None:
-        now = time.monotonic()
-        seconds = min(now - self._delivered_at, 1.0) / len(outcomes)
-        self._mean_seconds += _NEWEST_WEIGHT * (seconds - self._mean_seconds)
-        self._delivered_at = now
+    def _settle(self, outcomes: Sequence[tuple[Call, int, Outcome]], seconds: float) -> None:
+        """Give outcomes to their calls. `seconds` is the time of their forward pass, 0 if there was none."""
+        if seconds:
+            self._mean_seconds += _NEWEST_WEIGHT * (seconds / len(outcomes) - self._mean_seconds)
         for call, index, outcome in outcomes:
+            if seconds:
+                self.seconds.add(seconds)
             if call.withdrawn or call.outcomes[index] is not None:
                 continue
             call.outcomes[index] = outcome

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from fourfold.arrays import Float32Array
-from fourfold.host.timing import Histogram
 from fourfold_reward.models.calls import Entry
 from fourfold_reward.models.packed import Passes
 from fourfold_reward.protocol import Outcome
@@ -50,7 +49,7 @@ class PassThread:
         passes: Passes,
         *,
         tokens_per_batch: int,
-        deliver: Callable[[Delivered], None],
+        deliver: Callable[[Delivered, float], None],
         on_failure: Callable[[str], None],
     ) -> None:
         """Start the thread.
@@ -58,7 +57,7 @@ class PassThread:
         Args:
             passes: of the model; only the thread uses it from now on.
             tokens_per_batch: most tokens of one pass, unless a text alone has more.
-            deliver: called in the thread with the outcomes of a pass.
+            deliver: called in the thread with the outcomes of a pass and its seconds.
             on_failure: called in the thread with a message when no pass is possible any more; the thread then ends.
         """
         self._passes = passes
@@ -70,7 +69,6 @@ class PassThread:
         self._round: deque[list[Entry]] = deque()  # of the thread alone
         self._closing = False
         # Totals, written by the thread.
-        self.seconds = Histogram()  # of each pass
         self.samples = self.tokens = self.out_of_memory = 0
         self.running = 0  # samples in passes
         self.busy_since: float | None = None  # time.monotonic() when the oldest running pass began
@@ -155,7 +153,7 @@ class PassThread:
             torch.cuda.empty_cache()
         tokens = sum(len(entry.token_ids) for entry in batch)
         if len(batch) == 1:
-            self._deliver([(batch[0], _outcome_of(error, tokens, no_memory=no_memory))])
+            self._deliver([(batch[0], _outcome_of(error, tokens, no_memory=no_memory))], 0.0)
             return
         if no_memory and (half := max(tokens // 2, 1)) < self._budget:
             _log.warning("out of memory: pass halved; lower reward.model.tokens_per_batch. tokens=%d", tokens)
@@ -172,10 +170,11 @@ class PassThread:
         except Exception as error:  # an error of a kernel that has no other place to appear
             self._divide(list(running.entries), error)
             return
-        self.seconds.add(time.monotonic() - running.since)
+        seconds = time.monotonic() - running.since
         self.samples += len(running.entries)
         self.tokens += sum(len(entry.token_ids) for entry in running.entries)
-        self._deliver([(entry, _scored(float(s))) for entry, s in zip(running.entries, scores, strict=True)])
+        outcomes = [(entry, _scored(float(score))) for entry, score in zip(running.entries, scores, strict=True)]
+        self._deliver(outcomes, seconds)
 
 
 def is_fatal(error: Exception) -> bool:

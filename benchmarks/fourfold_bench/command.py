@@ -8,7 +8,9 @@ from typing import Any, Final
 
 from fourfold_bench import harness
 
-_BENCHMARKS: Final = ("weights", "rollout", "gateway", "reward", "step", "long-tail", "learning-curves")
+_BENCHMARKS: Final = (
+    *("weights", "rollout", "gateway", "reward", "reward-model", "step", "long-tail", "learning-curves"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,8 @@
 """Writes model folders with random weights, and counts parameters, FLOP and bytes of their shapes.
 
-    python -m fourfold_bench.models FOLDER SHAPE CONTEXT
+    python -m fourfold_bench.models FOLDER SHAPE CONTEXT [score]
+
+With `score` it is a reward model: a sequence classifier with one label.
 
 Word number i of the tokenizer is the text `w<i>`, so that a text of n words has exactly n tokens. The weights are the
 initial ones of transformers: at temperature 1 all tokens are about equally likely.
@@ -78,6 +80,19 @@ def write_model(folder: Path, shape: str, *, context: int, dtype: str = "bfloat1
     write_tokenizer(folder, shape)
 
 
+def write_reward_model(folder: Path, shape: str, *, context: int) -> None:
+    """Write a sequence classifier with one label, which pads with token 0; arguments as in `write_config`."""
+    import torch
+    import transformers
+
+    write_config(folder, shape, context=context)
+    torch.manual_seed(_SEED)
+    config = transformers.AutoConfig.from_pretrained(folder, num_labels=1, pad_token_id=0)
+    make: Any = transformers.AutoModelForSequenceClassification
+    make.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder, shape)
+
+
 def write_tokenizer(folder: Path, shape: str) -> None:
     """Write the tokenizer alone."""
     from tokenizers import Tokenizer
@@ -131,4 +146,5 @@ def forward_flop(shape: str, *, tokens: float, squares: float) -> float:
 
 
 if __name__ == "__main__":
-    write_model(Path(sys.argv[1]), sys.argv[2], context=int(sys.argv[3]))
+    write = write_reward_model if sys.argv[4:] == ["score"] else write_model
+    write(Path(sys.argv[1]), sys.argv[2], context=int(sys.argv[3]))

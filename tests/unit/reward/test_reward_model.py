@@ -98,7 +98,7 @@ async def test_scores_are_those_of_each_text_alone(tmp_path: Path, family: str, 
     backend = make_backend(folder)
     await backend.start()
     try:
-        assert backend.thread._passes.kind == kind
+        assert backend.thread.kind == kind
         found = numbers(await backend.score([job(text) for text in texts], timeout=60))
         assert sum(backend.seconds.counts) == backend.thread.samples == len(texts)
     finally:

@@ -75,6 +75,11 @@ class PassThread:
         self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
         self._thread.start()
 
+    @property
+    def kind(self) -> str:
+        """How texts share a pass: "packed", "padded" or "one text at a time"."""
+        return self._passes.kind
+
     def put(self, entries: Sequence[Entry]) -> None:
         """Queue samples with tokens."""
         with self._changed:

@@ -38,7 +38,7 @@ def _load(**changes: float) -> dict[str, Any]:
 
 def test_table_and_goals() -> None:
     cost = {"scorer_us": 60.0, "service_us": 40.0, "workers_us": 20.0, "caller_us": 18.0, "samples_per_second": 6000.0}
-    results = {"cpu": {HERE: cost}, "open_loop": {HERE: {"none hang": _load(), "hanging": _load()}}}
+    results: dict[str, Any] = {"cpu": {HERE: cost}, "open_loop": {HERE: {"none hang": _load(), "hanging": _load()}}}
     document = {"parameters": settings().document(), "results": results}
     lines = BENCHMARK.table(document)
     assert "512 samples of 300 + 600 characters" in lines[0]

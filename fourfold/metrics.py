@@ -74,6 +74,10 @@ ROUTER_LOSS: Final = "moe/aux_loss"
 ROUTER_VIOLATION: Final = "moe/max_violation"
 GRAD_NORM: Final = "train/grad_norm"
 CRITIC_GRAD_NORM: Final = "train/critic_grad_norm"
+SHADOW_COSINE: Final = "shadow/gradient_cosine"
+SHADOW_NORM: Final = "shadow/gradient_norm"
+SHADOW_LIVE_NORM: Final = "shadow/live_gradient_norm"
+SHADOW_SECONDS: Final = "shadow/seconds"
 LEARNING_RATE: Final = "train/lr"
 CRITIC_LEARNING_RATE: Final = "train/critic_lr"
 UPDATES: Final = "train/updates"
@@ -209,6 +213,10 @@ METRICS: Final[dict[str, str]] = {
     ROUTER_VIOLATION: "load of the busiest expert divided by the mean load, minus 1, in the worst layer of the step",
     GRAD_NORM: "L2 norm of the policy's gradient before clipping, mean over the updates of the step",
     CRITIC_GRAD_NORM: "L2 norm of the critic's gradient before clipping, mean over the updates of the step",
+    SHADOW_COSINE: "cosine of the policy's gradients by live and by shadow scores, same batch, before the first update",
+    SHADOW_NORM: "L2 norm of the policy's gradient that the shadow scores produce",
+    SHADOW_LIVE_NORM: "L2 norm of the policy's gradient that the live scores produce, before clipping",
+    SHADOW_SECONDS: "seconds: time that the comparison of gradients adds to the step; part of time/train",
     LEARNING_RATE: "learning rate of the policy in this step",
     CRITIC_LEARNING_RATE: "learning rate of the critic in this step",
     UPDATES: "optimizer steps of the policy in this step",

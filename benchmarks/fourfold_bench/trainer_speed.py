@@ -53,6 +53,7 @@ class TrainerSettings(BenchmarkSettings):
     product: int = option("size of the matrix product; 8192 on a GPU", default=1024, least=1)
     runs: int = option(default=3, least=1)
     warmup: int = option(default=1, least=0)
+    shadow: bool = option("give the samples shadow scores, and measure the comparison of gradients", default=False)
     release: bool = option("return cached memory after each step, as a trainer that shares GPUs", default=False)
     profile: str = option(
         "write torch profiles of one more step, and of a probe (FILE.probe)", default="", metavar="FILE"
@@ -146,7 +147,8 @@ class Stopwatch:
         """Measure one optimizer step. Its sums are numbers, so the device has finished when they are there."""
         began = time.perf_counter()
         sums = self.engine.update_policy(shares, settings)
-        self.seconds.append(time.perf_counter() - began)
+        if settings.gradient in ("apply", "compare and apply"):  # not a gradient that is only compared
+            self.seconds.append(time.perf_counter() - began)
         return sums
 
 
@@ -188,17 +190,21 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         model = run.folder / "model"
         write_model(model, settings.shape, context=settings.longest, dtype=settings.dtype)
         samples = make_samples(settings.tokens, settings.longest, SHAPES[settings.shape]["vocab_size"])
+        if settings.shadow:
+            scores = np.random.default_rng(1).random(len(samples)).tolist()
+            samples = [replace(s, shadow_score=score) for s, score in zip(samples, scores, strict=True)]
         config = recipe(settings, model, len(samples))
         ranks = DistributedEngine(config, model, run_dir=run.folder, member_id="trainer-0", on_death=print)
         engine = Stopwatch(ranks, config)
         positions = [np.flatnonzero(s.action_mask) for s in samples]
         counts = [len(p) for p in positions]
-        state, steps, passes, dummies = AlgorithmState(), list[float](), list[float](), 0.0
+        state, steps, passes, shadows, dummies = AlgorithmState(), list[float](), list[float](), list[float](), 0.0
         for step in range(1, settings.warmup + settings.runs + 1):
             began = time.perf_counter()
             compute_per_token(engine.compute_logprobs, samples, positions.__getitem__, counts, config)
             middle = time.perf_counter()
             result = train_step(engine, samples, config, step=step, state=state)
+            shadows.append(0.0 if result.shadow is None else result.shadow.seconds)
             passes.append(middle - began)
             steps.append(time.perf_counter() - middle)
             engine.finish_step(release=settings.release)
@@ -208,8 +214,8 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             engine.finish_step(release=settings.release)
             profile(engine.probe, Path(f"{settings.profile}.probe"))
         rate = matmul_flops(settings.device, settings.product)
-        timed = (engine.seconds, passes, steps, engine.release_seconds, engine.probe_seconds)
-        update, logprobs, whole, release, probe = (statistics.median(part[settings.warmup :]) for part in timed)
+        timed = (engine.seconds, passes, steps, shadows, engine.release_seconds, engine.probe_seconds)
+        update, logprobs, whole, shadow, release, probe = (statistics.median(part[settings.warmup :]) for part in timed)
         peak = torch.cuda.max_memory_allocated() if settings.device == "cuda" else 0
         engine.leave()
         engine.close()
@@ -224,6 +230,7 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             "update": _row(update, tokens, 3 * flop / settings.ranks, rate),
             "old_logprobs": _row(logprobs, tokens, flop / settings.ranks, rate),
             "whole_step_seconds": round(whole, 3),
+            "shadow_seconds": round(shadow, 3),  # part of the whole step
             "release_seconds": round(release, 4),
             "probe_seconds": round(probe, 4),
             "dummy_fraction": round(dummies, 4),
@@ -241,7 +248,8 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         return [
             *lines,
             f"matrix product {rate} TFLOP/s; dummies {dummies:.1%} of the tokens",
-            f"whole step {results['whole_step_seconds']} s; then memory released in {results['release_seconds']} s, "
+            f"whole step {results['whole_step_seconds']} s, {results['shadow_seconds']} s of it for shadow scores",
+            f"then memory released in {results['release_seconds']} s, "
             f"probe of {_PROBE_TOKENS} tokens in {results['probe_seconds']} s",
         ]
 

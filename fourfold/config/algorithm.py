@@ -170,6 +170,14 @@ class AlgorithmConfig(Table):
                 f"score of the greedy completion that advantage.kind = `{self.advantage.kind}` compares it with; "
                 f"remove them, or choose another kind"
             )
+        if self.advantage.compares_terms and (
+            shaping.normalize or shaping.overlong_buffer or shaping.truncated is not None
+        ):
+            raise ValueError(
+                f"shaping.normalize, shaping.overlong_buffer and shaping.truncated change a sample's score, but "
+                f"advantage.kind = `{self.advantage.kind}` compares the terms of the score; remove them and score the "
+                f"length by a table [[reward]] of its own, or choose another kind"
+            )
         return self
 
     def check_batch(self, *, group_size: int, samples_per_step: int) -> None:

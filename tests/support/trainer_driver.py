@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from fourfold_trainer.checkpoint.store import layout_of
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.service.metrics import summarise
 from fourfold_trainer.step.micro_batches import Compute, add_gradient, compute_per_token, forward_all
-from fourfold_trainer.step.train_step import StepResult, train_step
+from fourfold_trainer.step.step_result import StepResult
+from fourfold_trainer.step.train_step import train_step
 from tests.fakes.trainer_engine import group_of
 from tests.support.plain_gradients import ragged
 
@@ -65,6 +66,7 @@ class Case:
     # stream    one step; then the weights as they are exported and as they would be sent
     # export    one step; then the weights twice, the second time after a pass without gradients
     # split     the first step with every batch of SPLITS and each of its budgets, each saved in a folder of its own
+    # shadow    two steps, with and without shadow scores from the same checkpoint, each saved in a folder of its own
     folder: str = ""  # for the checkpoint
     source: str = ""  # folder of another case's checkpoint
     ema: float = 0.0
@@ -146,6 +148,13 @@ def loss_weights(samples: Sequence[Sample]) -> list[Float32Array]:
         row[::3] = 0.0
         weights.append(row * (i % 5 > 0))
     return weights
+
+
+def with_shadow_scores(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with other scores, which are those of a shadow; segments of a trajectory have the same."""
+    names = sorted({sample.trajectory for sample in samples})
+    scores = dict(zip(names, np.random.default_rng(5).normal(size=len(names)).tolist(), strict=True))
+    return [replace(sample, shadow_score=scores[sample.trajectory]) for sample in samples]
 
 
 # Learning rate and clipping norm of each step of parts: the recipe's, others, and no clipping.
@@ -327,7 +336,33 @@ def split(run: Run) -> dict[str, Any]:
     return {}
 
 
-WHOLE = {"copy": copy, "average": average, "export": export, "split": split, "stream": stream}
+def shadow(run: Run) -> dict[str, Any]:
+    """Train two steps without and with shadow scores, both from one checkpoint; return the metrics of each step.
+
+    They are saved in the folders `plain` and `shadowed`.
+    """
+    folder = Path(run.case.folder)
+    (folder / "start").mkdir()
+    run.engine.save(folder / "start")
+    seen: dict[str, Any] = {}
+    for kind in ("plain", "shadowed"):
+        run.engine.load(folder / "start")
+        state = AlgorithmState()
+        for step, name in ((1, "many"), (2, "few")):
+            samples = ragged(name, vocabulary=VOCABULARY)
+            samples = with_shadow_scores(samples) if kind == "shadowed" else samples
+            result = train_step(run.engine, samples, run.config, step=step, state=state)
+            state = result.algorithm_state
+            found = summarise(result, run.config)
+            seen |= {f"{kind} {step} {key}": value for key, value in found.items()}
+        (folder / kind).mkdir()
+        run.engine.save(folder / kind)
+        seen[f"{kind} logprobs"] = run.logprobs()
+    run.close()
+    return seen
+
+
+WHOLE = {"shadow": shadow, "copy": copy, "average": average, "export": export, "split": split, "stream": stream}
 
 
 def perform(case: Case, folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -35,6 +35,10 @@ RATIO_SQUARE_SUM: Final = "sum of the squared mismatch ratio"
 SAMPLE_COUNT: Final = "samples with loss tokens"
 
 
+GradientUse: TypeAlias = Literal["apply", "keep", "compare", "compare and apply"]
+"""apply: optimizer step. keep: keep the gradient on the ranks, and change nothing else. compare: with the kept one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
     """Settings of one optimizer step that every rank needs besides its batches and the recipe."""
@@ -43,6 +47,7 @@ class UpdateSettings:
     kl_coef: float = 0.0  # coefficient of the KL term in the loss; the controller may have changed the recipe's
     router_coef: float = 0.0  # coefficient of the routers' load-balancing loss
     token_count: int = 0  # tokens in the micro-batches of all ranks, without dummies
+    gradient: GradientUse = "apply"  # of the policy
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,9 +65,15 @@ class UpdateSums:
     expert_counts: list[list[float]] = field(default_factory=list)  # [layers, experts]: tokens; empty without experts
     # No weight was changed because the correction rejected every token of every rank.
     all_rejected: bool = False
+    # Of a comparison, the same on all ranks: dot product of the kept gradient and this one, squared norms of the two.
+    # Empty: none was compared, or one was not finite.
+    products: list[float] = field(default_factory=list)
 
     def add(self, other: UpdateSums) -> None:
-        """Add the sums of another rank or another optimizer step, except `grad_norm` and `all_rejected`."""
+        """Add the sums of another rank or another optimizer step, except what is the same on all ranks.
+
+        That is `grad_norm`, `all_rejected` and `products`.
+        """
         self.loss += other.loss
         self.token_count += other.token_count
         for name, value in other.sums.items():
@@ -111,7 +122,10 @@ class TrainerEngine(Protocol):
         """
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
-        """Run one optimizer step of the policy. `shares` has the same number of batches for every rank."""
+        """Run one optimizer step of the policy, or only compute its gradient (`settings.gradient`).
+
+        `shares` has the same number of batches for every rank.
+        """
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
         """Run one optimizer step of the critic."""
@@ -227,6 +241,19 @@ class Policy(TrainedModel, Protocol):
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
+
+    def keep_gradient(self) -> float:
+        """Keep the gradient for `compare_gradient`, in place of `optimizer_step`; return its norm.
+
+        No weight changes, and the next gradient begins at 0. Not finite: nothing was kept.
+        """
+
+    def compare_gradient(self, learning_rate: float | None) -> tuple[float, list[float]]:
+        """Compare the gradient with the kept one, which is then forgotten; apply it unless `learning_rate` is None.
+
+        Returns the norm before clipping, and the dot product and the two squared norms, of the kept gradient first. An
+        applied gradient is compared after clipping. Not finite: there are no products, and no weight was changed.
+        """
 
     def export(self, folder: Path, *, ema: bool = False) -> None:
         """Gather the weights, or their average; rank 0 writes them."""

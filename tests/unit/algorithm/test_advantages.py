@@ -15,6 +15,7 @@ from fourfold.algorithm.advantages import (
     AdvantageEstimator,
     DrGrpo,
     Gae,
+    Gdpo,
     Grpo,
     Opo,
     Reinforce,
@@ -47,6 +48,7 @@ BASELINES: dict[str, Baseline] = {
     "reinforce": baseline_of(ReinforceBaseline()),
     "leave_one_out": baseline_of(Rloo()),
     "length_weighted": baseline_of(Opo()),
+    "one_term": baseline_of(Gdpo(epsilon=0.0, normalize_batch=False)),
 }
 # In float64 the mean of three 0.1 is not 0.1, in float32 not that of eight: whoever divides by the deviation of such a
 # group gives every member the same large advantage.
@@ -205,6 +207,78 @@ def test_advantages_are_finite_and_as_the_formulas_say(rows: list[tuple[float, i
         assert results["length_weighted"][index] == pytest.approx(score - weighted, abs=tolerance)
         # |deviation| <= (n - 1) / sqrt(n) unbiased standard deviations, whatever the scores
         assert abs(results["normalised"][index]) <= len(members) ** 0.5
+        assert results["one_term"][index] == results["normalised"][index]
+
+
+# Terms (GDPO)
+
+NAN = math.nan
+
+
+def of_terms(
+    terms: list[list[float]], weights: list[list[float]], groups: str, *, epsilon: float = 0.0, batch: bool = False
+) -> list[float]:
+    """Compare samples by their terms; the score is the weighted sum."""
+    found, factors = np.array(terms, np.float64), np.array(weights, np.float64)
+    samples = ScoredSamples(
+        scores=np.nansum(found * factors, 1),
+        groups=list(groups),
+        lengths=np.arange(1, len(terms) + 1),
+        terms=found,
+        weights=factors,
+    )
+    return Gdpo(epsilon=epsilon, normalize_batch=batch).compare(samples).tolist()
+
+
+def test_terms_are_normalised_one_by_one_and_then_added() -> None:
+    # term 1: 0, 1, 2, 5, as above; term 2: 30, 10, 10, 10 has mean 15, squares 225 + 3 * 25 = 300, s = 10
+    s = math.sqrt(14 / 3)
+    found = of_terms([[0, 30], [1, 10], [2, 10], [5, 10]], [[2, 0.5]] * 4, "aaaa")
+    assert found == pytest.approx([-4 / s + 0.75, -2 / s - 0.25, -0.25, 6 / s - 0.25], abs=1e-15)
+    found = of_terms([[0, 30], [1, 10], [2, 10], [5, 10]], [[2, 0.5]] * 4, "aaaa", epsilon=0.5)
+    wanted = [-4 / (s + 0.5) + 7.5 / 10.5, -2 / (s + 0.5) - 2.5 / 10.5, -2.5 / 10.5, 6 / (s + 0.5) - 2.5 / 10.5]
+    assert found == pytest.approx(wanted, abs=1e-15)
+
+
+def test_equal_sums_of_different_terms_are_told_apart() -> None:
+    # Term 1: 1 1 1 0, mean 3/4, s = 1/2; term 2: 1 0 0 0, mean 1/4, s = 1/2.
+    assert of_terms([[1, 1], [1, 0], [1, 0], [0, 0]], [[1, 1]] * 4, "aaaa") == pytest.approx([2, 0, 0, -2], abs=1e-15)
+    # Two answers, of which each is better in one term: they cancel exactly, also where the division could enlarge the
+    # rounding error, unless a weight decides.
+    assert of_terms([[1, 0], [0, 9]], [[1, 1]] * 2, "aa", batch=True) == [0, 0]
+    assert of_terms([[1, 0], [0, 9]], [[1, 1]] * 2, "aa") == [0, 0]
+    assert of_terms([[1, 0], [0, 9]], [[3, 1]] * 2, "aa") == pytest.approx([2 / 2**0.5, -2 / 2**0.5], abs=1e-15)
+
+
+def test_the_sums_are_divided_by_their_deviation_over_the_batch() -> None:
+    # Sums: 1, -1 (times 1 / sqrt 2), then 2 in both terms, and a constant group: s^2 = (2 * .5 + 2 * 2 + 0) / 5 = 1
+    terms = [[1, 7], [0, 7], [8, 4], [6, 2], [3, 3], [3, 3]]
+    root = math.sqrt(0.5)
+    assert of_terms(terms, [[1, 1]] * 6, "aabbcc") == pytest.approx([root, -root, 2 * root, -2 * root, 0, 0])
+    found = of_terms(terms, [[1, 1]] * 6, "aabbcc", batch=True)
+    assert found == pytest.approx([root, -root, 2 * root, -2 * root, 0, 0]) and found[4:] == [0, 0]
+    doubled = of_terms(terms, [[2, 2]] * 6, "aabbcc", batch=True)
+    assert doubled == pytest.approx(found)  # but not without `normalize_batch`
+    assert of_terms(terms, [[2, 2]] * 6, "aabbcc")[0] == pytest.approx(2 * root)
+
+
+def test_a_term_that_does_not_count_adds_nothing_and_moves_no_mean() -> None:
+    # Term 2 counts for the last two samples of group a only, and for one of b.
+    terms = [[0, NAN], [1, 99], [1, 5], [1, 3], [2, 1], [2, NAN]]
+    weights = [[1, 0], [1, 0], [1, 1], [1, 1], [1, 1], [1, 0]]
+    root = 1 / math.sqrt(2)
+    by_hand = [-1.5, 0.5, 0.5 + root, 0.5 - root, 0, 0]  # 0 1 1 1: mean 3/4, s = 1/2; 5 and 3: a pair
+    assert of_terms(terms, weights, "aaaabb") == pytest.approx(by_hand, abs=1e-15)
+    alone = of_terms([[0, NAN], [1, 5]], [[1, 0], [1, 1]], "aa")
+    assert alone == pytest.approx([-root, root], abs=1e-15)
+
+
+def test_without_terms_the_score_is_the_only_one() -> None:
+    scores, groups = f64([0, 1, 2, 5, 1, 1]), list("aaaabb")
+    assert compare(Gdpo(normalize_batch=False), scores, groups).tolist() == compare(Grpo(), scores, groups).tolist()
+    found = compare(Gdpo(epsilon=0.0), scores, groups)
+    assert found.std(ddof=1) == pytest.approx(1) and found[4:].tolist() == [0, 0]
+    assert compare(Gdpo(), f64([3]), ["a"]).tolist() == [0]
 
 
 # Returns and GAE

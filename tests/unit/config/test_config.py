@@ -243,6 +243,11 @@ def test_values_never_change(tmp_path: Path) -> None:
         ),
         (
             "[sampling]",
+            '[algorithm]\nadvantage.kind = "gdpo"\nshaping.truncated = 0.5\n[sampling]',
+            "change a sample's score, but advantage.kind = `gdpo` compares the terms of the score; remove them and",
+        ),
+        (
+            "[sampling]",
             "[algorithm.loss]\ndual_clip = 0.5\n[sampling]",
             "algorithm.loss: dual_clip = 0.5 must be above 1",
         ),

@@ -144,3 +144,14 @@ def test_the_critic_and_the_updates_are_told() -> None:
     batch = {"mini_batches_per_step": 2, "epochs_per_step": 3}
     assert "updates: 3 passes over the batch in 2 mini-batches, so that p moves away from o." in said(batch=batch)
     assert "critic" not in said(critic={"source": "rm"})
+
+
+def test_gdpo_says_how_terms_are_joined() -> None:
+    text = said({"advantage": {"kind": "gdpo"}, "shaping": {"clip": 5.0}})
+    assert (
+        "advantage: A = S / (std(S) + 1e-06), std over the batch, S = sum over the terms k of the score of "
+        "w_k (r_k - mean(r_k)) / (std(r_k) + 1e-06), mean and std over the samples of a prompt in which the term "
+        "counts; 0 for a term in which all scored the same; clipped to [-5, 5]; the same for each token of a sample."
+    ) in text
+    text = said({"advantage": {"kind": "gdpo", "normalize_batch": False}, "whiten": "full"})
+    assert "advantage: A = sum over the terms k" in text and "Then A = (A - mean) / std over all sampled" in text

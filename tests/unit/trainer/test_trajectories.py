@@ -21,7 +21,8 @@ from fourfold_trainer.service import metrics
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import StepBatch, check_samples
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
-from fourfold_trainer.step.train_step import StepResult, train_step
+from fourfold_trainer.step.step_result import StepResult
+from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import ToyEngine
 from tests.support.trajectories import cut, spans_of
 

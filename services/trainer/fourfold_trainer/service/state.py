@@ -188,6 +188,7 @@ class TrainerCore:
         measured = service_metrics.summarise(result, config)
         measured[metrics.SKIPPED_STEPS] = float(skipped)
         measured[metrics.TIME_TRAIN] = seconds
+        seconds -= measured.get(metrics.SHADOW_SECONDS, 0.0)  # speeds are those of training alone
         measured[metrics.TRAIN_SPEED] = sum(len(s.token_ids) for s in samples) / seconds
         measured |= flops.speed(
             self.engine.machine,

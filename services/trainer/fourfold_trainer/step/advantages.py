@@ -81,14 +81,14 @@ def compute_advantages(
     """
     algorithm, lengths, compared_turns = config.algorithm, batch.trajectory_lengths, 0
     streams = any(len(s.token_rewards) for s in batch.samples)
-    relative, turns = outcomes, np.empty(0, np.float64)
+    relative, turns, sums = outcomes, np.empty(0, np.float64), np.zeros_like(outcomes)
     if algorithm.advantage.compares_turns:
         turns, relative, streams = _compare_turns(batch, outcomes, algorithm), np.zeros_like(outcomes), False
     else:
         if streams and algorithm.compares_samples:  # whole trajectories are compared
-            sums = [_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))]
-            outcomes, streams = outcomes + batch.total(np.array(sums, np.float64)), False
-        relative = _clipped(_compare(batch, outcomes, algorithm), algorithm)
+            parts = [_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))]
+            sums, streams = batch.total(np.array(parts, np.float64)), False
+        relative = _clipped(_compare(batch, outcomes, sums, algorithm), algorithm)
     advantages, returns, distances = list[Float64Array](), list[Float64Array](), list[Float64Array]()
     for trajectories, members in batch.chunks():
         counts, chunk = batch.lengths[members], slice(members.start, members.stop)
@@ -122,17 +122,46 @@ def compute_advantages(
     )
 
 
-def _compare(batch: StepBatch, outcomes: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:
-    """Return the score of each trajectory relative to others, [B]."""
+def _compare(
+    batch: StepBatch, outcomes: Float64Array, streams: Float64Array, algorithm: AlgorithmConfig
+) -> Float64Array:
+    """Return the score of each trajectory relative to others, [B]; `streams`: the sum of its token rewards, [B]."""
     greedy = [sample.baseline_score for sample in batch.trajectories]
+    terms = weights = None
+    if algorithm.advantage.compares_terms:
+        terms, weights = _terms(batch, outcomes, streams)
     return algorithm.advantage.compare(
         ScoredSamples(
-            scores=outcomes,
+            scores=outcomes + streams,
             groups=[sample.group_id for sample in batch.trajectories],
             lengths=batch.trajectory_lengths,
             greedy_scores=np.array(greedy, np.float64) if algorithm.advantage.needs_greedy_sample else None,
+            terms=terms,
+            weights=weights,
         )
     )
+
+
+def _terms(batch: StepBatch, outcomes: Float64Array, streams: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Return the terms of each trajectory's score, NaN where there is none, and their weights, both [B, K].
+
+    A score without terms is a term of its own, and so are token rewards, with weight 1.
+    """
+    columns: dict[str, int] = {}
+    for sample in batch.trajectories:
+        for name in [term.name for term in sample.terms] or [""]:  # no scorer has an empty name
+            columns.setdefault(name, len(columns))
+    shape = len(outcomes), len(columns)
+    terms, weights = np.full(shape, np.nan, np.float64), np.zeros(shape, np.float64)
+    for row, sample in enumerate(batch.trajectories):
+        for term in sample.terms:
+            if term.weight:
+                terms[row, columns[term.name]], weights[row, columns[term.name]] = term.score, term.weight
+        if not sample.terms:
+            terms[row, columns[""]], weights[row, columns[""]] = outcomes[row], 1.0
+    if streams.any():
+        terms, weights = np.column_stack([terms, streams]), np.column_stack([weights, np.ones(len(streams))])
+    return terms, weights
 
 
 def _compare_turns(batch: StepBatch, outcomes: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:

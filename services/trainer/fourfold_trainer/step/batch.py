@@ -150,7 +150,9 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
         raise InvalidInput("the batch has no experiences; send at least one")
     check_unique(sample.sample_id for sample in samples)
     budget = config.batch.tokens_per_micro_batch
-    _check_segments(samples, most_tokens=budget if algorithm.needs_whole_trajectories else None)
+    alike = ["group_id", "segment_count", "score", "baseline_score", "shadow_score"]
+    alike += ["terms"] if algorithm.advantage.compares_terms else []
+    _check_segments(samples, alike, most_tokens=budget if algorithm.needs_whole_trajectories else None)
     for sample in samples:
         name = f"sample {sample.sample_id}"
         if sample.score is None:
@@ -177,14 +179,17 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
             )
 
 
-def _check_segments(samples: Sequence[Sample], *, most_tokens: int | None) -> None:
-    """Refuse a trajectory of which a segment is missing or doubled, whose segments disagree, or that is too long."""
+def _check_segments(samples: Sequence[Sample], alike: Sequence[str], *, most_tokens: int | None) -> None:
+    """Refuse a trajectory of which a segment is missing or doubled, that is too long, or whose segments disagree.
+
+    They must have the same values of the fields `alike`.
+    """
     for members in group_members([sample.trajectory for sample in samples]):
         first, *others = segments = [samples[i] for i in members]
         if not others and first.segment_count == 1:
             continue
         for other in others:
-            for name in ("group_id", "segment_count", "score", "baseline_score"):
+            for name in alike:
                 if (one := getattr(first, name)) != (found := getattr(other, name)):
                     raise InvalidInput(
                         f"sample {other.sample_id} has {name} = {found!r}, and sample {first.sample_id} of the same "

@@ -40,7 +40,10 @@ def update_policy(
     *,
     rank_count: int,
 ) -> UpdateSums:
-    """Run this rank's part of one optimizer step of the policy. All ranks have as many micro-batches, at least one."""
+    """Run this rank's part of one optimizer step of the policy, or compute its gradient alone (`settings.gradient`).
+
+    All ranks have as many micro-batches, at least one.
+    """
     accumulator = MetricAccumulator()
     stream = iter(batches)
     upcoming = next(stream, None)
@@ -65,7 +68,15 @@ def update_policy(
         policy.backward(loss * rank_count, last=last)
     if policy.routers is not None:
         policy.routers.weight = 0.0  # ForwardBackward adds no router loss to the caller's
-    return accumulator.sums(grad_norm=policy.optimizer_step(settings.learning_rate))
+    products: list[float] = []
+    match settings.gradient:
+        case "apply":
+            norm = policy.optimizer_step(settings.learning_rate)
+        case "keep":
+            norm = policy.keep_gradient()
+        case use:
+            norm, products = policy.compare_gradient(None if use == "compare" else settings.learning_rate)
+    return accumulator.sums(grad_norm=norm, products=products)
 
 
 def _policy_objective(

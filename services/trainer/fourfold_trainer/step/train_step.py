@@ -14,57 +14,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array, Float64Array, Sample
+from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold_trainer.batches import dummy_tokens
-from fourfold_trainer.engine import TrainerEngine, UpdateSettings, UpdateSums
+from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work
-from fourfold_trainer.step.advantages import TokenTargets, compute_advantages, next_kl_coef, shape_rewards
+from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import Compute, LossTokens, compute_per_token, mini_batches
+from fourfold_trainer.step.shadow import keep_shadow_gradient
+from fourfold_trainer.step.step_result import StepResult
 
 NO_ADVANTAGE: Final = "NO_ADVANTAGE"
 NO_ACTION_TOKENS: Final = "NO_ACTION_TOKENS"
 ALL_REJECTED: Final = "ALL_REJECTED"
 NOT_FINITE: Final = "NOT_FINITE"
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class StepResult:
-    """Everything that a step computed, for its answer and its metrics."""
-
-    step: int  # 1 for the first
-    algorithm_state: AlgorithmState  # for the next step
-    batch: StepBatch
-    outcomes: Float64Array  # [B], shaped scores of trajectories, before they are compared within groups
-    targets: TokenTargets
-    kl_coef: float
-    policy: UpdateSums = field(default_factory=UpdateSums)
-    critic: UpdateSums = field(default_factory=UpdateSums)
-    policy_norms: list[float] = field(default_factory=list)
-    """Gradient norm of each optimizer step; not finite: the step changed nothing."""
-    critic_norms: list[float] = field(default_factory=list)
-    nonfinite_losses: int = 0  # policy updates whose loss was not finite
-    trained: set[int] = field(default_factory=set)  # trajectories that the policy was trained on
-    policy_work: Work
-    critic_work: Work
-    micro_batch_count: int = 0  # micro-batches of the policy, dummies included
-    dummy_count: int = 0
-    forwarded_tokens: int = 0  # tokens of the policy's micro-batches, dummies included
-    real_tokens: int = 0  # the same without dummies
-    skipped_reason: str = ""
-    """Why nothing was learned; empty when the policy changed, or the critic while it is trained alone."""
-
-    @property
-    def policy_updates(self) -> int:
-        """Optimizer steps that changed the policy."""
-        return sum(map(math.isfinite, self.policy_norms))
 
 
 def train_step(
@@ -77,13 +47,13 @@ def train_step(
     algorithm = config.algorithm
     kl_coef = algorithm.kl.coef if state.kl_coef is None else state.kl_coef
     batch = StepBatch.of(samples, algorithm)
-    outcomes, state = shape_rewards(batch, config, state)
+    outcomes, following = shape_rewards(batch, config, state)
     policy_work, critic_work = Work(), Work()
     old, values = _compute_old(engine, batch, config, policy_work, critic_work)
     targets = compute_advantages(batch, outcomes, config, old=old, values=values, kl_coef=kl_coef)
     result = StepResult(
         step=step,
-        algorithm_state=replace(state, kl_coef=next_kl_coef(batch, targets.kl, kl_coef, config)),
+        algorithm_state=replace(following, kl_coef=next_kl_coef(batch, targets.kl, kl_coef, config)),
         batch=batch,
         outcomes=outcomes,
         targets=targets,
@@ -94,9 +64,16 @@ def train_step(
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
     tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
     trains_policy = not algorithm.needs_critic or step >= config.critic.policy_starts_at_step
+    settings = UpdateSettings(
+        learning_rate=learning_rate(config.trainer, step, config.steps),
+        kl_coef=kl_coef,
+        router_coef=config.trainer.router_aux_loss_coef,
+    )
+    if trains_policy:
+        result.shadow = keep_shadow_gradient(engine, tokens, settings, state)
     for mini_batch in mini_batches(batch.bounds, config, step=step):
         critic = partial(_update_critic, engine, tokens, mini_batch, result)
-        policy = partial(_update_policy, engine, tokens, mini_batch, result)
+        policy = partial(_update_policy, engine, tokens, mini_batch, settings, result)
         if not algorithm.needs_critic:
             policy()
         elif trains_policy:
@@ -140,21 +117,24 @@ def _compute_old(
     return old, values[0]
 
 
-def _update_policy(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequence[int], result: StepResult) -> None:
+def _update_policy(
+    engine: TrainerEngine,
+    tokens: LossTokens,
+    mini_batch: Sequence[int],
+    settings: UpdateSettings,
+    result: StepResult,
+) -> None:
     """Run one optimizer step of the policy, if there is anything to learn."""
     members = tokens.to_train(mini_batch)
     if not members:
         return
-    config, samples = tokens.config, tokens.batch.samples
-    lengths = [len(samples[i].token_ids) for i in members]
     shares = tokens.policy_micro_batches(members, tokens.weights(mini_batch))
-    settings = UpdateSettings(
-        learning_rate=learning_rate(config.trainer, result.step, config.steps),
-        kl_coef=result.kl_coef,
-        router_coef=config.trainer.router_aux_loss_coef,
-        token_count=sum(lengths),
-    )
-    sums = engine.update_policy(shares, settings)  # optimizer_step.py, on every rank
+    lengths = [len(tokens.batch.samples[i].token_ids) for i in members]
+    settings = replace(settings, token_count=sum(lengths))
+    if result.shadow is not None and not result.shadow.is_compared:
+        sums = result.shadow.compare(engine.update_policy(shares, replace(settings, gradient="compare and apply")))
+    else:
+        sums = engine.update_policy(shares, settings)  # optimizer_step.py, on every rank
     if not math.isfinite(sums.grad_norm):
         result.skipped_reason = ALL_REJECTED if sums.all_rejected else NOT_FINITE
     result.policy_norms.append(sums.grad_norm)

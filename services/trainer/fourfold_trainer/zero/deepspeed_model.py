@@ -19,6 +19,7 @@ from fourfold_trainer.optim import master_weights
 from fourfold_trainer.optim.ema import WeightAverage
 from fourfold_trainer.optim.muon import MOMENTUM, Muon
 from fourfold_trainer.zero.deepspeed_config import deepspeed_config, make_optimizer, partition_in_main_memory
+from fourfold_trainer.zero.gradients import KeptGradient, intercepted
 from fourfold_trainer.zero.load_model import speed_up
 from fourfold_trainer.zero.process_groups import device_of, leave
 
@@ -71,6 +72,7 @@ class DeepSpeedModel:
         if isinstance(self._inner, Muon):
             self._inner.attach(self._masters, device=self._device, dtype=getattr(torch, config.model.dtype))
         self._average = WeightAverage(self._masters.tensors, decay=ema_decay) if ema_decay else None
+        self._kept = KeptGradient(self._masters, self._device)
 
     def _forward(self, **arguments: Any) -> Any:
         # Train mode switches gradient checkpointing on, which a pass without gradients does not need. Read the flag of
@@ -89,6 +91,20 @@ class DeepSpeedModel:
         if self._average is not None and math.isfinite(norm):
             self._average.update()
         return norm
+
+    def keep_gradient(self) -> float:
+        self._kept.clear()
+        with intercepted(self._inner, self._kept.keep, apply=False):
+            norm = self._step(0.0, 0.0)
+        if not math.isfinite(norm):
+            self._kept.clear()
+        return norm
+
+    def compare_gradient(self, learning_rate: float | None) -> tuple[float, list[float]]:
+        with intercepted(self._inner, self._kept.compare, apply=learning_rate is not None):
+            norm = self._step(0.0, 0.0) if learning_rate is None else self.optimizer_step(learning_rate)
+        products = self._kept.products()
+        return norm, products if math.isfinite(norm) else []
 
     def _step(self, learning_rate: float, max_grad_norm: float) -> float:
         for group in self._inner.param_groups:

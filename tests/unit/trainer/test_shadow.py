@@ -42,12 +42,21 @@ def shadowed(samples: Sequence[Sample], scores: Sequence[float]) -> list[Sample]
 
 
 def rewarded() -> list[Sample]:
-    """Return the batch with rewards of single tokens."""
+    """Return the batch with rewards of single tokens, and with terms of the scores."""
     random = np.random.default_rng(1)
     return [
-        replace(s, token_rewards=np.where(s.action_mask, random.normal(size=len(s.token_ids)), 0).astype(np.float32))
+        replace(
+            s,
+            token_rewards=np.where(s.action_mask, random.normal(size=len(s.token_ids)), 0).astype(np.float32),
+            terms=terms(("one", random.normal(), 1), ("two", random.normal(), 1)),
+        )
         for s in batch()
     ]
+
+
+def terms(*parts: tuple[str, float, float]) -> tuple[ScoreTerm, ...]:
+    """Return terms of these names, scores and weights."""
+    return tuple(ScoreTerm(name=n, scorer=f"{n}@1", score=r, weight=w) for n, r, w in parts)
 
 
 def run(samples: Sequence[Sample], config: Config) -> tuple[ToyEngine, StepResult]:
@@ -75,7 +84,8 @@ def test_the_shadow_has_the_gradient_of_a_step_with_its_scores_and_changes_nothi
 
     whole = recipe(**{**tables, "batch": {}})
     live = run(samples, whole)[0].gradients
-    shadow = run([replace(s, score=r) for s, r in zip(samples, SHADOW_SCORES, strict=True)], whole)[0].gradients
+    swapped = [replace(s, score=r, terms=()) for s, r in zip(samples, SHADOW_SCORES, strict=True)]
+    shadow = run(swapped, whole)[0].gradients
     assert live and shadow
     if name == "remax" or not (live[0].isfinite().all() and shadow[0].isfinite().all()):
         assert m.SHADOW_COSINE not in extra
@@ -91,7 +101,7 @@ def test_the_shadow_has_the_gradient_of_a_step_with_its_scores_and_changes_nothi
 
 def centred(samples: Sequence[Sample]) -> list[float]:
     means = {s.group_id: np.mean([o.score for o in samples if o.group_id == s.group_id]) for s in samples}
-    return [float((s.score or 0) - means[s.group_id]) for s in samples]
+    return [float(s.score or 0.0) - float(means[s.group_id]) for s in samples]
 
 
 @pytest.mark.parametrize(
@@ -160,10 +170,6 @@ def test_segments_of_a_trajectory_have_one_shadow_score() -> None:
             check_samples(broken, recipe(), policy_version=0)
 
 
-def terms(*pairs: tuple[str, float, float]) -> tuple[ScoreTerm, ...]:
-    return tuple(ScoreTerm(name=n, scorer=f"{n}@1", score=r, weight=w) for n, r, w in pairs)
-
-
 def test_gdpo_compares_the_terms_of_each_sample() -> None:
     a, b, c = batch()[:3]
     d, e = batch()[5:]
@@ -216,15 +222,15 @@ def test_products_are_those_of_all_parameters_without_padding(monkeypatch: pytes
     table = masters()
     kept = KeptGradient(table, torch.device("cpu"))
     first, second = table.tensors
-    one, two = torch.arange(1.0, 8.0), torch.tensor([[1e10, 1.0], [math.nan, math.nan]])
-    three, four = torch.ones(7), torch.tensor([[1e10, 3.0], [math.nan, math.nan]])
+    one, two = torch.arange(1.0, 8.0), torch.tensor([[5.0, 1.0], [math.nan, math.nan]])
+    three, four = torch.ones(7), torch.tensor([[7.0, 3.0], [math.nan, math.nan]])
     kept.keep(first, one)
     kept.keep(second, two)
     one.zero_()  # a buffer of DeepSpeed that is used again
     kept.compare(first, three)
     kept.compare(second, four)
     squares = 1 + 4 + 9 + 36 + 49
-    assert kept.products() == [1e20 + 3 + 1 + 2 + 3 + 6 + 7, 1e20 + 1 + squares, 1e20 + 9 + 5]
+    assert kept.products() == [1 + 2 + 3 + 6 + 7 + 35 + 3, squares + 25 + 1, 5 + 49 + 9]
     assert kept.products() == [0, 0, 0]  # both were forgotten
     kept.keep(first, torch.full((7,), 2.0))
     kept.compare(second, torch.full((2, 2), 3.0))  # either has gradients where the other has none

@@ -15,7 +15,7 @@ from fourfold.arrays import Sample, VersionSpan
 from fourfold.conformance.checks import Checks, Skipped, Violation
 from fourfold.contract import contract_problem
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
-from fourfold.reward.client import ids_fault, score_fault
+from fourfold.reward.client import ids_fault, rewards_fault, score_fault
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.codec import encode
@@ -138,9 +138,9 @@ def _sample(sample_id: str, count: int = 6) -> Sample:
 def _check_response(items: Sequence[pb.ScoreItem], response: pb.ScoreResponse) -> None:
     if fault := ids_fault(items, response):
         raise Violation(fault[1])
-    for score in response.scores:
+    for item, score in zip(items, response.scores, strict=True):
         where, message = f"sample {score.sample_id[:40]}", score.error.message
-        if fault := score_fault(score):
+        if fault := score_fault(score) or rewards_fault(item, score):
             raise Violation(f"{where}: {fault[1]}")
         if len(message) > MAX_ERROR or not (message or " ").isprintable():
             raise Violation(f"{where}: the message of an error is one line of at most {MAX_ERROR} characters")
@@ -154,11 +154,13 @@ def _show(score: pb.SampleScore) -> str:
 
 
 def _same(first: pb.SampleScore, second: pb.SampleScore) -> bool:
-    """Compare outcomes and components; ids may differ. Messages of errors may, too."""
+    """Compare outcomes, components and rewards; ids may differ. Messages of errors and costs may, too."""
     kinds = first.WhichOneof("outcome"), second.WhichOneof("outcome")
     if kinds == ("error", "error"):
         return (first.error.code, first.error.reason) == (second.error.code, second.error.reason)
-    outcomes = [(s.score, s.abstain_reason, dict(s.components)) for s in (first, second)]
+    outcomes = [
+        (s.score, s.abstain_reason, dict(s.components), s.token_rewards, list(s.turn_rewards)) for s in (first, second)
+    ]
     return kinds[0] == kinds[1] and outcomes[0] == outcomes[1]
 
 

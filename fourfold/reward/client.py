@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
 
+import numpy as np
 from google.rpc.code_pb2 import INTERNAL, OK, Code
 
 from fourfold.errors import PeerFault
@@ -52,7 +53,8 @@ class AsyncRewardClient(AsyncClient):
         """Score items, in as few calls as the size limits allow.
 
         Each result keeps the contract. An outcome that breaks the contract (no outcome, a score that is not finite,
-        an error with code 0, more than 64 components) is replaced by an error of its sample with the code INTERNAL.
+        an error with code 0, more than 64 components, rewards of other tokens) is replaced by an error of its sample
+        with the code INTERNAL.
 
         Args:
             items: at least one; their sample ids are unique.
@@ -73,7 +75,7 @@ class AsyncRewardClient(AsyncClient):
             response = await self._call(self._stub.Score, pb.ScoreRequest(items=part), left())
             if fault := ids_fault(part, response):
                 raise PeerFault(self.peer, fault[0], f"Score: {fault[1]}")
-            scores.extend(_checked(score) for score in response.scores)
+            scores.extend(map(_checked, part, response.scores))
         return scores
 
 
@@ -109,7 +111,10 @@ def score_fault(score: pb.SampleScore) -> tuple[str, str] | None:
             return "BAD_COMPONENTS", f"it sent a component named {clean(name, 64)!r}"
         if not math.isfinite(value):
             return "NOT_FINITE", f"it sent {value} as component {name}"
-    match score.WhichOneof("outcome"):
+    outcome = score.WhichOneof("outcome")
+    if fault := _extras_fault(score, scored=outcome == "score"):
+        return fault
+    match outcome:
         case None:
             return "NO_OUTCOME", "it sent neither score, abstention nor error"
         case "score" if not math.isfinite(score.score):
@@ -123,9 +128,47 @@ def score_fault(score: pb.SampleScore) -> tuple[str, str] | None:
     return None
 
 
-def _checked(score: pb.SampleScore) -> pb.SampleScore:
+def _extras_fault(score: pb.SampleScore, *, scored: bool) -> tuple[str, str] | None:
+    """Return what is wrong with the cost and the rewards of tokens and turns, as far as the score alone shows it."""
+    if not (score.cost_usd >= 0 and math.isfinite(score.cost_usd)):
+        return "BAD_COST", f"it sent cost_usd = {score.cost_usd}; it must be finite and at least 0"
+    for name, values in (("token_rewards", score.token_rewards), ("turn_rewards", score.turn_rewards)):
+        if values and not scored:
+            return f"BAD_{name.upper()}", f"it sent {name} without a score"
+    if len(score.token_rewards) % 4:
+        return "BAD_TOKEN_REWARDS", f"it sent token_rewards of {len(score.token_rewards)} bytes, no array of float32"
+    if score.token_rewards and not np.isfinite(np.frombuffer(score.token_rewards, "<f4")).all():
+        return "BAD_TOKEN_REWARDS", "it sent token_rewards that are not finite"
+    if not all(map(math.isfinite, score.turn_rewards)):
+        return "BAD_TURN_REWARDS", "it sent turn_rewards that are not finite"
+    return None
+
+
+def rewards_fault(item: pb.ScoreItem, score: pb.SampleScore) -> tuple[str, str] | None:
+    """Return how the rewards of tokens and turns do not fit their item; None if they fit, or if there are none.
+
+    The score has passed `score_fault`.
+    """
+    if not score.token_rewards and not score.turn_rewards:
+        return None
+    mask = np.frombuffer(item.experience.action_mask, np.bool_)
+    if score.token_rewards:
+        rewards = np.frombuffer(score.token_rewards, "<f4")
+        if len(rewards) != len(mask):
+            text = f"it sent {len(rewards)} token_rewards for an item of {len(mask)} tokens"
+            return "BAD_TOKEN_REWARDS", text
+        if rewards[~mask].any():
+            return "BAD_TOKEN_REWARDS", "it sent token_rewards for tokens that the policy did not sample"
+    if score.turn_rewards and len(mask):  # without arrays only the caller knows the turns
+        turns = int(np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1))
+        if len(score.turn_rewards) != turns:
+            return "BAD_TURN_REWARDS", f"it sent {len(score.turn_rewards)} turn_rewards for {turns} turns"
+    return None
+
+
+def _checked(item: pb.ScoreItem, score: pb.SampleScore) -> pb.SampleScore:
     """Return the score, or an INTERNAL error in its place when it breaks the contract."""
-    if fault := score_fault(score):
+    if fault := score_fault(score) or rewards_fault(item, score):
         message = f"the reward service broke the contract: {fault[1]}"
         return pb.SampleScore(
             sample_id=score.sample_id, error=pb.SampleError(code=INTERNAL, reason=fault[0], message=message)

@@ -18,6 +18,7 @@ from fourfold.conformance.checks import Finding
 from fourfold.conformance.reward import CHECKS, RewardProbe
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
+from fourfold.rpc.codec import pack_floats
 
 Context = grpc.aio.ServicerContext[Any, Any]
 LIMIT = 64
@@ -92,10 +93,33 @@ def changed(change: Callable[[pb.SampleScore], Any]) -> type[Correct]:
     return variant(one=one)
 
 
-def informed(**fields: Any) -> type[Correct]:
+def informed(*, one: Any = Correct.one, **fields: Any) -> type[Correct]:
     info = pb.GetInfoResponse(name="correct@1", max_sample_count=LIMIT)
     info.MergeFrom(pb.GetInfoResponse(**fields))
-    return variant(info=info)
+    return variant(info=info, one=one)
+
+
+def rewarded(rewards: Callable[[bytes], list[float]]) -> type[Correct]:
+    """Return a service that reads tokens and sends rewards for them."""
+
+    def one(self: Correct, item: pb.ScoreItem) -> pb.SampleScore:
+        made = Correct.one(self, item)
+        if made.HasField("score"):
+            made.token_rewards = pack_floats(rewards(item.experience.action_mask))
+        return made
+
+    return informed(tokenizer_sha256=SHA256, one=one)
+
+
+def turn_rewarded(item: pb.ScoreItem, turns: int) -> pb.SampleScore:
+    return pb.SampleScore(sample_id=item.experience.sample_id, score=1.0, turn_rewards=[0.5] * turns)
+
+
+def error_with_turn_rewards(self: Correct, item: pb.ScoreItem) -> pb.SampleScore:
+    made = Correct.one(self, item)
+    error()(made)
+    made.turn_rewards.append(1.0)
+    return made
 
 
 def answered(change: Callable[[list[pb.SampleScore]], list[pb.SampleScore]]) -> type[Correct]:
@@ -198,6 +222,20 @@ VARIANTS: dict[str, tuple[type[Correct], str]] = {
     "abstention in small letters": (changed(lambda made: setattr(made, "abstain_reason", "no idea")), "single"),
     "65 components": (changed(lambda made: made.components.update({f"c{i}": 1.0 for i in range(65)})), "single"),
     "component name with a line end": (changed(lambda made: made.components.update({"a\nb": 1.0})), "single"),
+    "negative cost": (changed(lambda made: setattr(made, "cost_usd", -0.01)), "single"),
+    "cost that is NaN": (changed(lambda made: setattr(made, "cost_usd", math.nan)), "single"),
+    "turn rewards that are infinite": (changed(lambda made: made.turn_rewards.append(math.inf)), "single"),
+    "turn rewards without a score": (variant(one=error_with_turn_rewards), "single"),
+    "token rewards that are NaN": (changed(lambda made: setattr(made, "token_rewards", b"\0\0\xc0\x7f")), "single"),
+    "token rewards of half a number": (changed(lambda made: setattr(made, "token_rewards", b"\0\0")), "single"),
+    "token rewards without arrays": (changed(lambda made: setattr(made, "token_rewards", bytes(4))), "single"),
+    "too few token rewards": (rewarded(lambda mask: [1.0] * (len(mask) - 1)), "single"),
+    "token rewards of the prompt": (rewarded(lambda mask: [1.0] * len(mask)), "single"),
+    "token rewards that change": (rewarded(lambda mask: [random.random() * m for m in mask]), "repeated_request"),
+    "turn rewards of other turns": (
+        informed(tokenizer_sha256=SHA256, one=lambda self, item: turn_rewarded(item, 2)),
+        "single",
+    ),
     "component that is NaN": (changed(lambda made: made.components.update({"a": math.nan})), "single"),
     # GetInfo
     "name without a version": (informed(name="correct"), "info"),
@@ -258,6 +296,15 @@ async def test_a_correct_service_passes_with_any_limit(limit: int, sha256: bytes
     findings = await examine(variant(info=info)())
     assert broken(findings) == set(), findings
     assert not any(finding.status == "not run" for finding in findings)
+
+
+@pytest.mark.parametrize("name", ["token", "turn"])
+async def test_rewards_of_tokens_and_turns_that_fit_are_accepted(name: str) -> None:
+    service = rewarded(lambda mask: [0.5 * m for m in mask])
+    if name == "turn":
+        service = changed(lambda made: made.turn_rewards.append(0.5))
+    findings = await examine(service())
+    assert broken(findings) == set(), findings
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Final, Protocol, runtime_checkable
 
+from fourfold.host.timing import Histogram
 from fourfold.service.exporter import Exported, Reading, Source
-from fourfold_reward.pool import WorkerPool
+from fourfold_reward.backend import Backend
 from fourfold_reward.protocol import ERROR_CODES
 from fourfold_reward.servicer import RewardServicer
 
@@ -19,14 +20,42 @@ _SAMPLES: Final = Exported(
 _SECONDS: Final = Exported("fourfold_reward_sample_seconds", "histogram", "time of one sample in a worker process")
 _WORKERS: Final = Exported("fourfold_reward_workers", "gauge", "worker processes (reward.processes)", ("state",))
 _WAITING: Final = Exported("fourfold_reward_waiting_samples", "gauge", "samples that wait for a worker process")
-EXPORTED: Final = (_SAMPLES, _SECONDS, _WORKERS, _WAITING)
+_TOKENS: Final = Exported(
+    "fourfold_reward_judge_tokens_total", "counter", "tokens of a judge: prompt, completion", ("kind",)
+)
+_COST: Final = Exported("fourfold_reward_judge_cost_usd_total", "counter", "price of a judge's tokens in US dollars")
+EXPORTED: Final = (_SAMPLES, _SECONDS, _WORKERS, _WAITING, _TOKENS, _COST)
 
 
-def reward_source(pool: WorkerPool, servicer: RewardServicer) -> Source:
+@runtime_checkable
+class _Timed(Protocol):
+    seconds: Histogram
+
+
+@runtime_checkable
+class _Pool(Protocol):
+    @property
+    def process_count(self) -> int: ...
+
+
+@runtime_checkable
+class _Paid(Protocol):
+    tokens: Mapping[str, int]
+    cost_usd: float
+
+
+def reward_source(backend: Backend, servicer: RewardServicer) -> Source:
+    """Return the numbers of a service. A backend without processes, times or costs has zeros in their place."""
+
     def read() -> Iterator[Reading]:
         yield _SAMPLES, {name: servicer.outcomes[name] for name in ("SCORED", "ABSTAINED", *ERROR_CODES)}
-        yield _SECONDS, pool.seconds
-        yield _WORKERS, {"busy": pool.busy, "idle": pool.process_count - pool.busy}
-        yield _WAITING, pool.waiting_samples
+        yield _SECONDS, backend.seconds if isinstance(backend, _Timed) else Histogram()
+        count = backend.process_count if isinstance(backend, _Pool) else 0
+        busy = min(backend.busy, count)
+        yield _WORKERS, {"busy": busy, "idle": count - busy}
+        yield _WAITING, backend.waiting_samples
+        tokens = backend.tokens if isinstance(backend, _Paid) else {}
+        yield _TOKENS, {kind: tokens.get(kind, 0) for kind in ("prompt", "completion")}
+        yield _COST, backend.cost_usd if isinstance(backend, _Paid) else 0.0
 
     return read

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from fourfold_reward import __version__, openrlhf_modules, verifiers
+from fourfold_reward import __version__, openrlhf_modules, text_rules, verifiers
 from fourfold_reward.sample import RewardFunction
 from fourfold_reward.signatures import Reads, adapt
 from fourfold_reward.verifiers import GymOptions, did_you_mean
@@ -84,7 +84,8 @@ def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verif
     """
     if verifier.builtin:
         try:
-            return verifiers.load(verifier.name, options), verifier, Reads()
+            reads = Reads(tokens=verifier.name == text_rules.LENGTH)
+            return verifiers.load(verifier.name, options), verifier, reads
         except (LookupError, ImportError) as error:
             raise VerifierError(f"{verifier.name!r}: {error.args[0]}") from None
     module = run_file(verifier) if verifier.file else importlib.import_module(verifier.module)

@@ -436,6 +436,7 @@ class WorkerPool:
         worker.loaded.add(verifier.name)
         if verifier.name == self.verifier.name:
             self.reads = Reads(tokens=bool(reply["reads_tokens"]), messages=bool(reply["reads_messages"]))
+            self.pure = reply["pure"] is True
         return replace(verifier, version=str(reply["version"]))
 
     async def _discard(self, worker: WorkerProcess) -> None:

@@ -29,7 +29,8 @@ from fourfold_reward.job import Job
 from fourfold_reward.sample import Abstain, Score
 
 HEADER: Final = struct.Struct("<I")  # bytes of JSON text that follow
-MAX_REPLY_BYTES: Final = 1 << 20  # an outcome is at most a few KiB
+MAX_REPLY_BYTES: Final = 4 << 20  # an outcome has a few KiB, but may have a reward for each of 128k tokens
+MAX_TOKEN_REWARDS: Final = 1 << 17  # so that they fit the frame
 NO_SCORE: Final = "NO_SCORE"  # abstain reason of a function that returned None
 # Error reason -> name of its google.rpc.Code. Callers retry UNAVAILABLE and DEADLINE_EXCEEDED.
 ERROR_CODES: Final[dict[str, str]] = {
@@ -44,7 +45,16 @@ ERROR_CODES: Final[dict[str, str]] = {
     "TOO_LONG": "INVALID_ARGUMENT",
     "BAD_TEXT": "INVALID_ARGUMENT",
     "OUT_OF_MEMORY": "RESOURCE_EXHAUSTED",
+    "BAD_TOKEN_REWARDS": "INVALID_ARGUMENT",
+    # Of scorers that ask another program or server:
+    "BAD_RESPONSE": "INTERNAL",
+    "BAD_VERDICT": "INTERNAL",
+    "UNREACHABLE": "UNAVAILABLE",
+    "OVERLOADED": "UNAVAILABLE",
+    "REFUSED": "UNAVAILABLE",
 }
+
+_RESULT_KEYS: Final = frozenset({"score", "components", "token_rewards", "turn_rewards"})
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
@@ -155,6 +165,9 @@ class Outcome:
     error_code: str = ""  # name of a google.rpc.Code
     message: str = ""  # of the error, at most MAX_ERROR characters
     components: Mapping[str, float] = field(default_factory=dict)
+    token_rewards: Sequence[float] = ()  # of the sampled tokens, beside the score; empty: none
+    turn_rewards: Sequence[float] = ()  # of the turns, beside the score; empty: none
+    cost_usd: float = 0.0  # price of this outcome; 0: free, or not known
 
     @classmethod
     def error(cls, reason: str, message: str, *, code: str = "") -> Outcome:
@@ -181,7 +194,8 @@ class Outcome:
             return cls(abstain_reason=Abstain(abstained).reason)
         if data.get("score") is None:
             raise ValueError("the outcome has neither a score, nor an abstention, nor an error")
-        return _scored(data["score"], data.get("components", {}))
+        rewards = (data.get(name, ()) for name in ("token_rewards", "turn_rewards"))
+        return _scored(data["score"], data.get("components", {}), *rewards)
 
 
 _FIELDS: Final = tuple(each.name for each in fields(Outcome))
@@ -197,21 +211,26 @@ def outcome_of(result: object) -> Outcome:
             return Outcome(abstain_reason=NO_SCORE)
         case Abstain(reason):
             return Outcome(abstain_reason=reason)
-        case Score(score, components):
-            return _scored(score, components)
+        case Score():
+            return _scored(result.score, result.components, result.token_rewards, result.turn_rewards)
         case Mapping():
-            if unknown := set(result) - {"score", "components"}:
-                key = min(map(str, unknown))
-                raise ValueError(f"a returned dictionary has the key {key!r}; it may have 'score' and 'components'")
+            if unknown := set(result) - _RESULT_KEYS:
+                key, known = min(map(str, unknown)), ", ".join(sorted(_RESULT_KEYS))
+                raise ValueError(f"a returned dictionary has the key {key!r}; it may have {known}")
             if "score" not in result:
                 raise ValueError("a returned dictionary needs the key 'score'; return None to abstain")
             if result["score"] is None:
                 return Outcome(abstain_reason=NO_SCORE)
-            return _scored(result["score"], result.get("components") or {})
+            return _scored(
+                result["score"],
+                result.get("components") or {},
+                result.get("token_rewards", ()),
+                result.get("turn_rewards", ()),
+            )
     return _scored(result, {})
 
 
-def _scored(value: object, components: object) -> Outcome:
+def _scored(value: object, components: object, token_rewards: object = (), turn_rewards: object = ()) -> Outcome:
     score = _float32(value, "the score")
     if isinstance(score, Outcome):
         return score
@@ -225,7 +244,29 @@ def _scored(value: object, components: object) -> Outcome:
         if isinstance(number, Outcome):
             return number
         numbers[name] = number
-    return Outcome(score=score, components=numbers)
+    tokens, turns = _float32s(token_rewards, "token_rewards"), _float32s(turn_rewards, "turn_rewards")
+    if isinstance(tokens, Outcome):
+        return tokens
+    if isinstance(turns, Outcome):
+        return turns
+    return Outcome(score=score, components=numbers, token_rewards=tokens, turn_rewards=turns)
+
+
+def _float32s(values: object, what: str) -> tuple[float, ...] | Outcome:
+    """Return a sequence, array or tensor of numbers that float32 can represent, or else an error."""
+    if hasattr(values, "tolist"):  # much faster than one number of a tensor after the other
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
+        raise ValueError(f"{what}: {_show(values)}; it must be a sequence of numbers")
+    if len(values) > MAX_TOKEN_REWARDS:
+        raise ValueError(f"{what} has {len(values)} numbers; it may have {MAX_TOKEN_REWARDS}")
+    numbers: list[float] = []
+    for index, raw in enumerate(values):
+        number = _float32(raw, f"{what}[{index}]")
+        if isinstance(number, Outcome):
+            return number
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def _float32(value: object, what: str) -> float | Outcome:

@@ -25,7 +25,7 @@ class ScoreInput:
     messages: Sequence[Mapping[str, Any]] = ()
     """Chat messages of the prompt, for functions of TRL; empty: the prompt is a plain text."""
     completion_ids: Sequence[int] = ()
-    """Tokens that the policy sampled, for functions of TRL that read them."""
+    """Tokens that the policy sampled, for functions with the attribute `reads_tokens`, or of TRL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,11 @@ class Score:
 
     score: float
     components: Mapping[str, float] = field(default_factory=dict)
-    """At most 64 numbers by name. These and the score must be finite."""
+    """At most 64 numbers by name. These and all other numbers must be finite."""
+    token_rewards: Sequence[float] = ()
+    """A reward for each of `completion_ids`, beside the score; empty: none. The function needs `reads_tokens`."""
+    turn_rewards: Sequence[float] = ()
+    """A reward for each turn of the sample, beside the score; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,14 @@ class Abstain:
             raise ValueError(f"abstain reason {self.reason!r}: it must be UPPER_SNAKE_CASE of at most 63 characters")
 
 
-# None abstains. A mapping has the keys "score" and, optionally, "components".
+# None abstains. A mapping has the key "score" and may have the other fields of Score.
 Result: TypeAlias = float | Score | Abstain | Mapping[str, Any] | None
 RewardFunction: TypeAlias = Callable[[ScoreInput], Result | Awaitable[Result]]
+
+
+class InvalidSample(Exception):
+    """A sample that the function cannot score. `reason` is the error reason of its outcome."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason

@@ -1,9 +1,9 @@
-"""Implements RewardService on a worker pool: checks the request, queues the samples, packs the outcomes."""
+"""Implements RewardService on any backend: checks the request, queues the samples, packs the outcomes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -14,8 +14,9 @@ from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
-from fourfold.rpc.codec import check_id, check_unique
+from fourfold.rpc.codec import check_id, check_unique, pack_floats
 from fourfold.types.v1.experience_pb2 import Experience
+from fourfold_reward.backend import Backend
 from fourfold_reward.job import Job
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.pool import WorkerPool
@@ -32,31 +33,41 @@ _ANSWER_MARGIN_SECONDS: Final = 0.5
 class RewardServicer(pb_grpc.RewardServiceServicer):
     """Scores requests without state: a deterministic reward function gives equal responses to equal requests."""
 
-    def __init__(self, pool: WorkerPool, find: Callable[[str], Verifier]) -> None:
-        """Serve a pool that may still be starting; `find` returns the allowed verifiers besides the default one."""
-        self._pool = pool
+    def __init__(
+        self, backend: Backend, find: Callable[[str], Verifier] | None = None, *, name: str = "", pure: bool = True
+    ) -> None:
+        """Serve a backend that may still be starting.
+
+        Args:
+            find: returns the functions that a caller may select besides the default one; only for a WorkerPool.
+            name: of the table [[reward]], which a caller may select in place of a function.
+            pure: false if a caller may select functions that are not known to be pure.
+        """
+        self._backend = backend
         self._find = find
+        self._name = name
+        self._pure = pure
         self._ready = False
         self._tokenizer_sha256 = b""
         self.outcomes: Counter[str] = Counter()  # of all samples so far, by `outcome_name`
 
     def set_ready(self, tokenizer_sha256: bytes = b"") -> None:
-        """Accept calls, because the pool has started; with the tokenizer's hash if the verifier reads tokens."""
+        """Accept calls, because the backend has started; with the tokenizer's hash if the verifier reads tokens."""
         self._tokenizer_sha256 = tokenizer_sha256
         self._ready = True
 
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetInfoResponse:
-        """Return name and version of the default verifier, and what it reads."""
+        """Return name and version of the scorer, and what it reads."""
         self._check_ready()
-        verifier, reads = self._pool.verifier, self._pool.reads
         return pb.GetInfoResponse(
-            name=f"{verifier.name}@{verifier.version}",
+            name=self._backend.scorer,
             max_sample_count=MAX_SAMPLES,
             contract_version=CONTRACT_VERSION,
             tokenizer_sha256=self._tokenizer_sha256,
-            reads_messages=reads.messages,
+            reads_messages=self._backend.reads.messages,
+            pure=self._backend.pure and self._pure,
         )
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ScoreResponse:
@@ -67,13 +78,12 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         jobs = [job for job in prepared if isinstance(job, Job)]
         remaining = context.time_remaining() or 0.0
         timeout = max(remaining - min(_ANSWER_MARGIN_SECONDS, 0.2 * remaining), 0.0)
-        scored = iter(await self._pool.score(jobs, timeout=timeout) if jobs else ())
+        scored = iter(await self._backend.score(jobs, timeout=timeout) if jobs else ())
         outcomes = [next(scored) if isinstance(entry, Job) else entry for entry in prepared]
+        outcomes = list(map(_with_token_rewards_checked, request.items, outcomes))
         self.outcomes.update(map(outcome_name, outcomes))
         return pb.ScoreResponse(
-            scores=[
-                _pack(item.experience.sample_id, outcome) for item, outcome in zip(request.items, outcomes, strict=True)
-            ]
+            scores=[_pack(item.experience, outcome) for item, outcome in zip(request.items, outcomes, strict=True)]
         )
 
     def _check_ready(self) -> None:
@@ -87,9 +97,8 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             return Outcome.error(
                 "BAD_METADATA", f"metadata_json has {size} bytes; it may have {MAX_METADATA_BYTES}: send less"
             )
-        default = self._pool.verifier
         try:
-            verifier = default if item.verifier in ("", default.name) else self._find(item.verifier)
+            verifier = self._verifier(item.verifier)
         except VerifierError as error:
             return Outcome.error("NOT_FOUND", f"verifier {error}")
         return Job(
@@ -103,6 +112,19 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             verifier=verifier,
             size_bytes=item.ByteSize(),
         )
+
+    def _verifier(self, name: str) -> Verifier | None:
+        """Return the function that an item selects; None for a backend that is no function."""
+        if isinstance(self._backend, WorkerPool):
+            default = self._backend.verifier
+            if name in ("", default.name):
+                return default
+            if self._find is not None:
+                return self._find(name)
+        if name and name != self._name:
+            known = f"; the scorer here is {self._name!r}" if self._name else ""
+            raise VerifierError(f"{name!r:.200} is not known here{known}. Leave it empty")
+        return None
 
 
 def sampled_ids(experience: Experience) -> list[int]:
@@ -133,8 +155,31 @@ def outcome_name(outcome: Outcome) -> str:
     return outcome.error_reason or ("ABSTAINED" if outcome.score is None else "SCORED")
 
 
-def _pack(sample_id: str, outcome: Outcome) -> pb.SampleScore:
-    score = pb.SampleScore(sample_id=sample_id, components=outcome.components)
+def _with_token_rewards_checked(item: pb.ScoreItem, outcome: Outcome) -> Outcome:
+    """Return the outcome, or an error if its token rewards do not fit the sampled tokens of the item."""
+    if not outcome.token_rewards or len(outcome.token_rewards) == (sampled := _sampled_count(item.experience)):
+        return outcome
+    hint = "" if sampled else ", because the function does not read tokens: set its attribute reads_tokens = True"
+    return Outcome.error(
+        "BAD_TOKEN_REWARDS",
+        f"token_rewards has {len(outcome.token_rewards)} numbers, and the item {sampled} sampled tokens{hint}",
+    )
+
+
+def _sampled_count(experience: Experience) -> int:
+    return int(np.count_nonzero(np.frombuffer(experience.action_mask, np.bool_)))
+
+
+def _token_rewards(experience: Experience, rewards: Sequence[float]) -> bytes:
+    """Return the rewards of the sampled tokens as an array of all tokens."""
+    mask = np.frombuffer(experience.action_mask, np.bool_)
+    values = np.zeros(len(mask), np.float32)
+    values[mask] = rewards
+    return pack_floats(values)
+
+
+def _pack(experience: Experience, outcome: Outcome) -> pb.SampleScore:
+    score = pb.SampleScore(sample_id=experience.sample_id, components=outcome.components, cost_usd=outcome.cost_usd)
     if outcome.error_reason:
         score.error.code = Code.Value(outcome.error_code)
         score.error.reason = outcome.error_reason
@@ -143,4 +188,7 @@ def _pack(sample_id: str, outcome: Outcome) -> pb.SampleScore:
         score.abstain_reason = outcome.abstain_reason
     else:
         score.score = outcome.score
+        score.turn_rewards.extend(outcome.turn_rewards)
+        if outcome.token_rewards:
+            score.token_rewards = _token_rewards(experience, outcome.token_rewards)
     return score

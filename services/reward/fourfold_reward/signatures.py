@@ -51,7 +51,7 @@ def adapt(function: Callable[..., Any], *, answer_field: str) -> tuple[RewardFun
     try:
         signature = inspect.signature(function)
     except ValueError:  # C code
-        return function, Reads()
+        return function, _declared(function)
     names = signature.parameters.keys()
     if names >= _OPENRLHF:
         return _wrap(function, _call_openrlhf), Reads()
@@ -65,7 +65,13 @@ def adapt(function: Callable[..., Any], *, answer_field: str) -> tuple[RewardFun
         signature.bind(object())
     except TypeError as error:
         raise TypeError(f"it takes {signature}, and {error}; {_FORMS}") from None
-    return function, Reads()
+    return function, _declared(function)
+
+
+def _declared(function: Callable[..., Any]) -> Reads:
+    """Return what a function of Fourfold reads by its attributes `reads_tokens` and `reads_messages`."""
+    found = (getattr(function, name, False) is True for name in ("reads_tokens", "reads_messages"))
+    return Reads(*found)
 
 
 def _wrap(

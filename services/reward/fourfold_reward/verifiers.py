@@ -17,13 +17,18 @@ from decimal import Decimal
 from typing import Any, Final
 
 from fourfold.text import nearest_name
+from fourfold_reward import text_rules
+from fourfold_reward.code import verifier as code_verifier
+from fourfold_reward.code.verifier import CODE_TESTS
 from fourfold_reward.sample import Abstain, RewardFunction, Score, ScoreInput
+from fourfold_reward.sample import InvalidSample as InvalidSample
+from fourfold_reward.text_rules import FORMAT, LENGTH
 
 GYM: Final = "reasoning_gym"
 GYM_PREFIX: Final = "reasoning_gym:"
 NO_ANSWER: Final = Abstain("NO_ANSWER")
 
-# reasoning-gym tasks that a sample's metadata may name, with their options.
+# Options by verifier: of the reasoning-gym tasks that a sample's metadata may name, and of other built-in verifiers.
 GymOptions = Mapping[str, Mapping[str, Any]]
 GymScorer = Callable[[str | None, dict[str, Any]], float]
 
@@ -43,6 +48,16 @@ DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
     ("exact_match", "1 if the completion equals the answer, without surrounding spaces"),
     ("last_number", "1 if the last number in the completion equals the last number in the answer"),
     ("math_verify", "1 if the final expression of the completion equals the answer; both are LaTeX or plain text"),
+    (FORMAT, "1 if the regular expression options.pattern matches the whole completion"),
+    (
+        LENGTH,
+        "0 up to options.target_tokens sampled tokens, then linear to options.min (default -1) at options.max_tokens",
+    ),
+    (
+        CODE_TESTS,
+        "the share of passed tests of the last Python block; the tests are asserts or input and output, in the column "
+        "`tests`. It runs the block in a sandbox and needs reward.evaluate_text = true",
+    ),
     (GYM, "the score of the reasoning-gym task that `source_dataset` in the sample's metadata names"),
     (
         f"{GYM_PREFIX}TASK",
@@ -50,6 +65,8 @@ DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
         f"and need reward.evaluate_text = true: {', '.join(sorted(EVALUATING_TASKS))}",
     ),
 )
+
+_NAMES: Final = frozenset(name for name, _ in DESCRIPTIONS)
 
 # A minus after a letter, a digit or a closing bracket is an operator. Commas may group thousands.
 _NUMBER: Final = re.compile(
@@ -62,21 +79,20 @@ _UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, Arithm
 _TUPLE_TASKS: Final = frozenset({"arc_agi", "rearc"})
 
 
-class InvalidSample(Exception):
-    """A sample that the verifier cannot score. `reason` is the error reason of its outcome."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+def is_pure(name: str) -> bool:
+    """Return whether a built-in verifier gives equal samples equal scores, and depends on nothing else."""
+    return name in ("exact_match", "last_number", "math_verify", FORMAT, LENGTH)
 
 
 def is_builtin(name: str) -> bool:
     """Return whether `name` is a built-in verifier. `load` checks the task of "reasoning_gym:TASK"."""
-    return name in ("exact_match", "last_number", "math_verify", GYM) or name.startswith(GYM_PREFIX)
+    return name in _NAMES or name.startswith(GYM_PREFIX)
 
 
 def find_evaluating(name: str, options: GymOptions) -> str:
-    """Return "reasoning_gym:TASK" for a task of this verifier that runs text of samples as code; empty without one."""
+    """Return the verifier, or its task as "reasoning_gym:TASK", if it runs text of samples as code; empty if not."""
+    if name == CODE_TESTS:
+        return name
     tasks = options if name == GYM else [name.removeprefix(GYM_PREFIX)]
     return next((GYM_PREFIX + task for task in tasks if task in EVALUATING_TASKS), "")
 
@@ -85,7 +101,7 @@ def load(name: str, options: GymOptions) -> RewardFunction:
     """Return a built-in verifier and import its libraries. `reasoning_gym` scores only the tasks in `options`.
 
     Raises:
-        LookupError: unknown reasoning-gym task.
+        LookupError: unknown reasoning-gym task, or a wrong option.
         ImportError: a library is not installed.
     """
     match name:
@@ -95,6 +111,12 @@ def load(name: str, options: GymOptions) -> RewardFunction:
             return last_number
         case "math_verify":
             return _load_math_verify()
+        case text_rules.FORMAT:
+            return text_rules.load_format(options.get(name, {}))
+        case text_rules.LENGTH:
+            return text_rules.load_length(options.get(name, {}))
+        case code_verifier.CODE_TESTS:
+            return code_verifier.load(options.get(name, {}))
     return _load_gym("" if name == GYM else name.removeprefix(GYM_PREFIX), options)
 
 

@@ -130,7 +130,8 @@ class Worker:
         self._files[verifier.name] = _file_of(function)
         if verifiers.find_evaluating(verifier.name, request["options"]):
             self._evaluating.add(verifier.name)
-        return {"version": verifier.version, "reads_tokens": reads.tokens, "reads_messages": reads.messages}
+        reply = {"version": verifier.version, "reads_tokens": reads.tokens, "reads_messages": reads.messages}
+        return {**reply, "pure": verifiers.is_pure(verifier.name) or getattr(function, "pure", False) is True}
 
     def _score(self, verifier: str, fields: SampleFields) -> Outcome:
         sample = ScoreInput(

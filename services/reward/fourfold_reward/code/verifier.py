@@ -1,0 +1,253 @@
+"""Implements the verifier `code_tests`: finds code and tests of a sample, runs one against the other, counts.
+
+Score = passed tests / all tests. Tests are in the row, as a list under `options.field` (default "tests") or in the
+answer: texts with `assert`, or objects {"input": stdin, "output": stdout}.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final
+
+import fourfold
+import fourfold_reward
+from fourfold_reward.code import remote, wire
+from fourfold_reward.sample import Abstain, InvalidSample, RewardFunction, Score, ScoreInput
+from fourfold_reward.text_rules import OptionError, check_names
+
+CODE_TESTS: Final = "code_tests"
+SECONDS: Final = "seconds"
+"""Option that the service adds: wall-clock time for all tests of a sample."""
+_MAX_TESTS: Final = 512
+_MAX_OUTPUT: Final = 1 << 20
+_START_SECONDS: Final = 60.0
+# The sandbox shows the packages, but not the folder of a source checkout in which they are, so that an import by
+# `sys.path` does not find them.
+_BOOTSTRAP: Final = """
+import importlib.util, runpy, sys
+for folder in sys.argv[3:]:
+    name = folder.rpartition("/")[2]
+    spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+runpy.run_module("fourfold_reward.code.zygote", run_name="__main__", alter_sys=True)
+"""
+_LANGUAGES: Final = ("", "python", "python3", "py")
+# What tests use without an import, besides the names of the code.
+_MODULES: Final = ("collections", "functools", "itertools", "json", "math", "operator", "re", "string")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    field: str = "tests"
+    test_seconds: float = 2.0  # of one test
+    memory_mib: int = 512  # of the code
+    seconds: float = 8.0  # of all tests
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> _Options:
+        """Raises OptionError: an option is unknown or wrong."""
+        check_names(CODE_TESTS, options, {"field", "test_seconds", "memory_mib", SECONDS})
+        made = cls(**options)
+        if not isinstance(made.field, str) or not made.field:
+            raise OptionError(f"options.field = {made.field!r:.100}; it must be the name of a column")
+        for name, least, most in (("test_seconds", 0.01, 3600), ("memory_mib", 32, 1 << 20), ("seconds", 0.01, 86400)):
+            value = getattr(made, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise OptionError(f"options.{name} = {value!r:.100}; it must be a number from {least} to {most}")
+        if not isinstance(made.memory_mib, int):
+            raise OptionError(f"options.memory_mib = {made.memory_mib!r}; it must be a whole number of MiB")
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Test:
+    """A text with asserts, or a program's input and output."""
+
+    check: CodeType | None = None
+    stdin: str = ""
+    stdout: str = ""
+
+
+def load(options: Mapping[str, Any]) -> RewardFunction:
+    """Return the verifier, and start the process that forks the runners.
+
+    Raises:
+        OptionError: an option is wrong, or this worker may not start processes.
+    """
+    settings = _Options.of(options)
+    control = _start_zygote()
+
+    def code_tests(sample: ScoreInput) -> Score | Abstain:
+        tests = _tests_of(sample, settings.field)
+        if isinstance(tests, Abstain):
+            return tests
+        code = extract_code(sample.completion)
+        passed = 0
+        deadline = time.monotonic() + settings.seconds
+        for test in tests if code is not None else ():
+            seconds = min(settings.test_seconds, deadline - time.monotonic())
+            if seconds <= 0:
+                break  # tests without time are not passed
+            passed += _passes(control, code or "", test, seconds=seconds, memory_mib=settings.memory_mib)
+        counts = {"passed": float(passed), "total": float(len(tests)), "code": float(code is not None)}
+        return Score(passed / len(tests), counts)
+
+    return code_tests
+
+
+def extract_code(text: str) -> str | None:
+    """Return the last fenced block of Python, or of no language; None without a complete one."""
+    found, block, fence = None, list[str](), ""
+    wanted = False
+    for line in text.split("\n"):
+        stripped = line.strip()
+        if not fence and stripped.startswith(("```", "~~~")):
+            fence = stripped[: len(stripped) - len(stripped.lstrip(stripped[0]))]
+            wanted = stripped[len(fence) :].strip().lower() in _LANGUAGES
+            block = []
+        elif fence and stripped == fence:
+            found = "\n".join(block) if wanted else found
+            fence = ""
+        elif fence:
+            block.append(line)
+    return found
+
+
+def _tests_of(sample: ScoreInput, field: str) -> Sequence[_Test] | Abstain:
+    """Return the tests of a row; raise InvalidSample if they are malformed."""
+    entries = sample.metadata.get(field)
+    if entries is None:
+        if not sample.answer.strip():
+            return Abstain("NO_ANSWER")
+        try:
+            entries = json.loads(sample.answer)
+        except (ValueError, RecursionError):
+            entries = None
+        if not isinstance(entries, list | dict):
+            entries = sample.answer
+    if not isinstance(entries, list):
+        entries = [entries]
+    if not entries or len(entries) > _MAX_TESTS:
+        raise InvalidSample("BAD_METADATA", f"the row has {len(entries)} tests; it must have 1 to {_MAX_TESTS}")
+    return [_test_of(entry, number) for number, entry in enumerate(entries)]
+
+
+def _test_of(entry: object, number: int) -> _Test:
+    if isinstance(entry, str):
+        try:
+            tree = ast.parse(entry)
+            # Without `optimize`, `python -O` would remove the asserts.
+            check = compile(tree, "<test>", "exec", optimize=0)
+        except (SyntaxError, ValueError, RecursionError) as error:
+            raise InvalidSample("BAD_METADATA", f"test {number} is no Python: {error}") from None
+        if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+            raise InvalidSample("BAD_METADATA", f"test {number} asserts nothing: {entry[:80]!r}")
+        return _Test(check=check)
+    if isinstance(entry, Mapping) and isinstance(entry.get("output"), str):
+        stdin = entry.get("input", "")
+        if isinstance(stdin, str):
+            return _Test(stdin=stdin, stdout=entry["output"])
+    raise InvalidSample(
+        "BAD_METADATA",
+        f'test {number} is {entry!r:.80}; it must be a text with an assert, or {{"input": TEXT, "output": TEXT}}',
+    )
+
+
+def _passes(control: socket.socket, code: str, test: _Test, *, seconds: float, memory_mib: int) -> bool:
+    """Run one test in a new process; the verdict is made here."""
+    deadline = time.monotonic() + seconds
+    mode = "program" if test.check is None else "functions"
+    ours, theirs = socket.socketpair()
+    with closing(ours):
+        with closing(theirs):
+            request = {"mode": mode, "seconds": seconds, "memory_mib": memory_mib}
+            socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno()])
+        try:
+            if test.check is None:
+                wire.send(ours, {"code": code, "stdin": test.stdin}, deadline=deadline)
+                return _same_text(_output(ours, deadline), test.stdout)
+            names = remote.Connection(ours, deadline).load(code)
+            for module in _MODULES:
+                names[module] = __import__(module)
+            exec(test.check, names | {"__name__": "test"})
+        except (Exception, SystemExit):
+            # The code or the test raised, or the code sent nonsense, too much, or nothing until the deadline.
+            return False
+        return time.monotonic() < deadline
+
+
+def _output(connection: socket.socket, deadline: float) -> str:
+    """Return what a program writes until it ends. Raises WireError: it writes too much, or does not end."""
+    parts, size = list[bytes](), 0
+    while True:
+        try:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            part = connection.recv(1 << 16)
+        except ConnectionResetError:  # the program ended with unread input
+            part = b""
+        except OSError as error:
+            raise wire.WireError(str(error)) from None
+        if not part:
+            return b"".join(parts).decode(errors="replace")
+        size += len(part)
+        if size > _MAX_OUTPUT:
+            raise wire.WireError(f"the program wrote more than {_MAX_OUTPUT} bytes")
+        parts.append(part)
+
+
+def _same_text(first: str, second: str) -> bool:
+    """Compare lines, without spaces at their ends and without empty lines at the end."""
+    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (first, second)]
+    return lines[0] == lines[1]
+
+
+def _start_zygote() -> socket.socket:
+    """Start the process that forks the runners, and return the socket to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    packages = (str(Path(package.__file__ or "").parent) for package in (fourfold, fourfold_reward))
+    command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(os.getpid()), str(theirs.fileno()), *packages]
+    variables = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+    try:
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+    except PermissionError:
+        raise OptionError("it starts processes, which needs reward.evaluate_text = true") from None
+    finally:
+        theirs.close()
+    ours.settimeout(_START_SECONDS)
+    try:
+        ready = ours.recv(16)
+    except TimeoutError:
+        ready = b""
+    if ready != b"ready":
+        process.kill()
+        raise OptionError("the process that starts the code did not start; its errors are in the service's log")
+    ours.settimeout(_START_SECONDS)
+    _end_with(process)
+    return ours
+
+
+def _end_with(process: subprocess.Popen[bytes]) -> None:
+    """End this worker if the zygote ends, so that the service starts another one."""
+
+    def on_child(number: int, frame: object) -> None:
+        if process.poll() is not None:
+            os._exit(70)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, on_child)

@@ -1,0 +1,3 @@
+"""Backends that ask something else for a score: a program, or a server of another project."""
+
+from __future__ import annotations

@@ -1,0 +1,204 @@
+"""Scores samples with a program of the user that reads and writes lines: `[reward] command = ["./scorer", "--fast"]`.
+
+{"id": "s1", "prompt": ..., "completion": ..., "answer": ..., "metadata": {...}}            one line of stdin
+{"id": "s1", "score": 0.5, "components": {...}}   0.5   {"abstain": "REASON"}   {"error": "text"}   one of stdout
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fourfold.errors import ConfigError
+from fourfold.text import clean
+from fourfold_reward.job import Job
+from fourfold_reward.protocol import Outcome, outcome_of
+from fourfold_reward.sample import Abstain, InvalidSample
+from fourfold_reward.scorers.command_process import CommandProcess, ProgramFault
+from fourfold_reward.scorers.rubric import parse_metadata
+from fourfold_reward.scorers.sample_queue import SampleQueue
+from fourfold_reward.signatures import Reads
+from fourfold_reward.worker_sandbox import WorkerSandbox
+
+_log = logging.getLogger(__name__)
+
+# A program that cannot run usually ends at once, such as a script with a missing import.
+_WATCHED_SECONDS: Final = 0.5
+
+
+class CommandPool:
+    """A backend of one program in several processes; see `fourfold_reward.backend.Backend`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        processes: int,
+        timeout_seconds: float,
+        sandbox: WorkerSandbox,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """Find the program; `start` starts it. Raises ConfigError: there is no such program."""
+        self._program = _find_program(command[0])
+        self._words = (command[0], *command[1:])
+        self._files = [self._program, *(Path(word) for word in command[1:] if _is_file(word))]
+        self._version = _digest(self._files)
+        self._timeout, self._sandbox = timeout_seconds, sandbox
+        self._processes: list[CommandProcess | None] = [None] * processes
+        self._queue = SampleQueue(self._score_batch, slots=processes, on_failure=on_failure)
+        self.seconds = self._queue.seconds
+        self.reads = Reads()
+        self.pure = False  # no one knows what the program reads
+
+    @property
+    def scorer(self) -> str:
+        """Names of the program and of the files among its arguments, and a hash of them all."""
+        return f"{' '.join(file.name for file in self._files)}@{self._version}"
+
+    @property
+    def process_count(self) -> int:
+        return len(self._processes)
+
+    @property
+    def busy(self) -> int:
+        return self._queue.busy
+
+    @property
+    def waiting_samples(self) -> int:
+        return self._queue.waiting_samples
+
+    def worker_pids(self) -> list[int]:
+        """Return the process ids of the running programs."""
+        return [process.pid for process in self._processes if process is not None]
+
+    async def start(self) -> None:
+        """Start the processes. Raises ConfigError: the program cannot be started, or ends at once."""
+        try:
+            self._processes = list(await asyncio.gather(*(self._start_process() for _ in self._processes)))
+        except (OSError, ProgramFault) as error:
+            raise ConfigError(f"reward.command = {self._title} cannot be started: {error}") from None
+        for process in self._processes:
+            if process is not None and (end := await process.ended(_WATCHED_SECONDS / len(self._processes))):
+                raise ConfigError(
+                    f"reward.command = {self._title} {end} before the first sample; it must read lines from stdin "
+                    f"until their end. Its errors are in the log of this service"
+                )
+        self._queue.start()
+
+    async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
+        return await self._queue.score(jobs, timeout=timeout)
+
+    async def close(self) -> None:
+        await self._queue.close()
+        await asyncio.gather(*(process.kill() for process in self._processes if process is not None))
+        self._processes = [None] * len(self._processes)
+
+    @property
+    def _title(self) -> str:
+        return repr(" ".join(self._words))[:200]
+
+    async def _start_process(self) -> CommandProcess:
+        if _digest(self._files) != self._version:
+            raise ProgramFault(
+                "WORKER_DIED", f"the files of {self.scorer} changed while the service ran; restart the service"
+            )
+        return await CommandProcess.start(str(self._program), self._words, self._sandbox)
+
+    async def _score_batch(self, slot: int, jobs: Sequence[Job]) -> Sequence[Outcome]:
+        (job,) = jobs
+        try:
+            request = _request(job)
+        except InvalidSample as error:
+            return [Outcome.error(error.reason, str(error))]
+        outcome, usable = await self._score_one(slot, job, request)
+        if not usable:
+            _log.warning("program restarted: sample=%s cause=%s", job.sample_id, outcome.message)
+            await self._end(slot)
+        return [outcome]
+
+    async def _score_one(self, slot: int, job: Job, request: dict[str, Any]) -> tuple[Outcome, bool]:
+        """Return the outcome of a sample, and whether the process can score another one."""
+        process = self._processes[slot]
+        if process is not None and process.fault:  # between two samples: not the fault of this one
+            _log.warning("program restarted: cause=%s", process.fault)
+            await self._end(slot)
+            process = None
+        try:
+            if process is None:
+                process = self._processes[slot] = await self._start_process()
+            outcome = _outcome(await process.ask(request, timeout=self._timeout), job.sample_id)
+            return outcome, not process.fault and outcome.error_reason in ("", "RAISED")
+        except TimeoutError:
+            text = f"the program took longer than {self._timeout:g} s and was killed; raise reward.timeout_seconds"
+            return Outcome.error("TIMEOUT", text), False
+        except ProgramFault as error:
+            return Outcome.error(error.reason, str(error)), False
+        except ValueError as error:
+            return Outcome.error("BAD_RESPONSE", f"the program's result: {error}"), False
+        except OSError as error:
+            return Outcome.error("WORKER_DIED", f"the program could not be started: {error}"), False
+
+    async def _end(self, slot: int) -> None:
+        process, self._processes[slot] = self._processes[slot], None
+        if process is not None:
+            await process.kill()
+
+
+def _request(job: Job) -> dict[str, Any]:
+    """Return the line of a sample. Raises InvalidSample: its metadata is malformed."""
+    texts = {"id": job.sample_id, "prompt": job.prompt, "completion": job.completion, "answer": job.answer}
+    return {**texts, "metadata": parse_metadata(job.metadata_json)}
+
+
+def _outcome(result: Any, sample_id: str) -> Outcome:
+    """Return the outcome that a line stands for. Raises ValueError: it stands for none."""
+    if not isinstance(result, dict):
+        if isinstance(result, bool) or not isinstance(result, int | float):
+            raise ValueError(f"{result!r:.100} is neither a number nor an object")
+        return outcome_of(result)
+    if result.get("id", sample_id) != sample_id:
+        raise ValueError(f"the id {result['id']!r:.100} where that of the sample, {sample_id!r}, belongs")
+    values = {name: value for name, value in result.items() if name != "id"}
+    if "error" in values:
+        return Outcome.error("RAISED", clean(str(values["error"])))
+    if "abstain" in values:
+        return outcome_of(Abstain(str(values["abstain"])))
+    if isinstance(values.get("score"), bool):
+        raise ValueError(f"the score {values['score']}; it must be a number")
+    return outcome_of(values)
+
+
+def _find_program(name: str) -> Path:
+    found = shutil.which(name)
+    if found is not None:
+        return Path(found).absolute()  # not `resolve`: the python of a virtual environment is a link
+    path = Path(name)
+    if path.is_file():
+        raise ConfigError(
+            f"reward.command: {name!r} is not executable; run `chmod +x {name}` and begin it with a line #!, or write "
+            f'command = ["python", "{name}"]'
+        )
+    raise ConfigError(
+        f"reward.command: there is no program {name!r}; name one of PATH, or a file relative to {Path.cwd()}"
+    )
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except (OSError, ValueError):  # a word that is too long for a path
+        return False
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """Return the start of the SHA-256 of one file, or of the hashes of several."""
+    try:
+        hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    except OSError as error:
+        raise ProgramFault("WORKER_DIED", f"{error.filename} cannot be read: {error.strerror}") from None
+    return (hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest())[:12]

@@ -1,0 +1,172 @@
+"""A bounded queue of samples with slots that score them, for backends without worker processes of their own.
+
+    score() --> bounded queue --> slot 0 --> score(0, [sample, ...])
+                              `-> slot 1 --> score(1, [sample, ...])
+
+A slot takes one sample, or several at a time if more samples wait than slots are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from fourfold.errors import Overloaded
+from fourfold.host.timing import Histogram
+from fourfold_reward.job import Job
+from fourfold_reward.protocol import Outcome
+
+_log = logging.getLogger(__name__)
+
+MAX_WAITING_SAMPLES: Final = 16_384
+MAX_WAITING_BYTES: Final = 256 << 20
+MAX_BATCH_BYTES: Final = 4 << 20
+_MAX_RETRY_AFTER_SECONDS: Final = 30.0
+_NEWEST_WEIGHT: Final = 0.1
+
+ScoreBatch = Callable[[int, Sequence[Job]], Awaitable[Sequence[Outcome]]]
+"""Scores the samples of one slot; it returns one outcome for each, and never later than its own time limit."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    job: Job
+    outcome: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class SampleQueue:
+    """The queue and its slots. Use it from one event loop."""
+
+    def __init__(
+        self,
+        score_batch: ScoreBatch,
+        *,
+        slots: int,
+        on_failure: Callable[[str], None],
+        batch: int = 1,
+        max_waiting: int = MAX_WAITING_SAMPLES,
+    ) -> None:
+        """Create a queue; `start` starts the slots.
+
+        Args:
+            slots: number of batches that are scored at the same time.
+            on_failure: called with a message if a slot ends because of a bug.
+            batch: most samples of one batch.
+        """
+        self._score_batch, self._slot_count, self._batch = score_batch, slots, batch
+        self._on_failure, self._max_waiting = on_failure, max_waiting
+        self._entries: deque[_Entry] = deque()
+        self._bytes = 0
+        self._filled = asyncio.Event()
+        self._slots: list[asyncio.Task[None]] = []
+        self._mean_seconds = 0.0
+        self._busy_slots = 0
+        self.busy = 0  # samples that are being scored
+        self.seconds = Histogram()  # of each sample
+
+    def start(self) -> None:
+        """Start the slots."""
+        for number in range(self._slot_count):
+            slot = asyncio.create_task(self._run_slot(number))
+            slot.add_done_callback(self._on_slot_end)
+            self._slots.append(slot)
+
+    async def close(self) -> None:
+        """Stop the slots. Queued samples get no outcome."""
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        self._slots.clear()
+
+    @property
+    def waiting_samples(self) -> int:
+        return len(self._entries)
+
+    @property
+    def slot_count(self) -> int:
+        return self._slot_count
+
+    async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
+        """Score samples and return their outcomes in order; one without an outcome after `timeout` s gets an error.
+
+        Raises Overloaded: the queue is full. No sample was queued.
+        """
+        size = sum(job.size_bytes for job in jobs)
+        full = len(self._entries) + len(jobs) > self._max_waiting or self._bytes + size > MAX_WAITING_BYTES
+        if full and self._entries:  # an empty queue takes any call; the servicer limits its size
+            raise Overloaded(
+                f"{len(self._entries)} samples wait and {len(jobs)} more do not fit (limit {self._max_waiting} "
+                f"samples, {MAX_WAITING_BYTES >> 20} MiB); come back later, or start more reward services",
+                reason="QUEUE_FULL",
+                # The expected time until half of the queue is empty.
+                retry_after=min(
+                    max(self._mean_seconds * len(self._entries) / (2 * self._slot_count), 0.1), _MAX_RETRY_AFTER_SECONDS
+                ),
+            )
+        queued = [_Entry(job) for job in jobs]
+        self._entries.extend(queued)
+        self._bytes += size
+        self._filled.set()
+        try:
+            await asyncio.wait([entry.outcome for entry in queued], timeout=timeout)
+            return [entry.outcome.result() if entry.outcome.done() else self._too_late() for entry in queued]
+        finally:  # also when the caller went away
+            self._withdraw(queued)
+
+    async def _run_slot(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            while not self._entries:
+                self._filled.clear()
+                await self._filled.wait()
+            taken = self._take()
+            self.busy += len(taken)
+            self._busy_slots += 1
+            started = loop.time()
+            try:
+                outcomes = await self._score_batch(number, [entry.job for entry in taken])
+            finally:
+                self.busy -= len(taken)
+                self._busy_slots -= 1
+            seconds = loop.time() - started
+            self._mean_seconds += _NEWEST_WEIGHT * (seconds / len(taken) - self._mean_seconds)
+            for entry, outcome in zip(taken, outcomes, strict=True):
+                self.seconds.add(seconds)
+                if not entry.outcome.done():
+                    entry.outcome.set_result(outcome)
+
+    def _take(self) -> list[_Entry]:
+        """Remove the next batch from the queue: the share of one of the slots that are free."""
+        free = self._slot_count - self._busy_slots
+        count = min(self._batch, max(-(-len(self._entries) // free), 1))
+        taken, size = list[_Entry](), 0
+        while self._entries and len(taken) < count and (not taken or size < MAX_BATCH_BYTES):
+            taken.append(self._entries.popleft())
+            size += taken[-1].job.size_bytes
+        self._bytes -= size
+        return taken
+
+    def _withdraw(self, queued: Sequence[_Entry]) -> None:
+        pending = [entry for entry in queued if not entry.outcome.done()]
+        for entry in pending:
+            entry.outcome.cancel()
+        if pending:
+            self._entries = deque(entry for entry in self._entries if not entry.outcome.done())
+            self._bytes = sum(entry.job.size_bytes for entry in self._entries)
+
+    def _too_late(self) -> Outcome:
+        return Outcome.error(
+            "TIMEOUT",
+            f"not scored before the call's deadline; {len(self._entries)} samples wait for {self._slot_count} slots: "
+            "try again, give the call more time, or start more reward services",
+            code="UNAVAILABLE",
+        )
+
+    def _on_slot_end(self, slot: asyncio.Task[None]) -> None:
+        if not slot.cancelled() and (error := slot.exception()) is not None:
+            _log.error("slot of the sample queue failed", exc_info=error)
+            self._on_failure(f"the scorer failed: {type(error).__name__}: {error}")

@@ -1,0 +1,101 @@
+"""The verifiers `format` and `length`, and the options of built-in verifiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold_reward import ScoreInput, loader, verifiers
+from fourfold_reward.allowed import AllowedVerifiers
+from fourfold_reward.sample import InvalidSample
+from tests.fakes.toy import make_config
+
+
+def sample(completion: str, tokens: int = 0) -> ScoreInput:
+    return ScoreInput(sample_id="s", prompt="", completion=completion, completion_ids=range(tokens))
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>a\nb</think><answer>4</answer>", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("<think>a</think><answer>4</answer> ", 0.0),
+        ("x<think>a</think><answer>4</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_matches_the_whole_completion(completion: str, score: float) -> None:
+    function = verifiers.load("format", {"format": {"pattern": "<think>.*</think><answer>.*</answer>"}})
+    assert function(sample(completion)) == score
+
+
+@pytest.mark.parametrize(
+    ("tokens", "score"), [(0, 0.0), (80, 0.0), (81, -0.025), (100, -0.5), (119, -0.975), (120, -1.0), (500, -1.0)]
+)
+def test_length_is_the_soft_overlong_punishment_of_dapo(tokens: int, score: float) -> None:
+    function = verifiers.load("length", {"length": {"target_tokens": 80, "max_tokens": 120}})
+    result: Any = function(sample("x" * tokens, tokens))
+    assert result.score == pytest.approx(score)
+    assert result.components == {"tokens": tokens}
+
+
+def test_length_needs_the_tokens() -> None:
+    function = verifiers.load("length", {"length": {"target_tokens": 1, "max_tokens": 3, "min": -4}})
+    assert function(sample("abc", 2)).score == -2.0  # type: ignore[union-attr]
+    with pytest.raises(InvalidSample, match="no token arrays"):
+        function(sample("abc"))
+    found = loader.find("length", directory=Path.cwd())
+    assert loader.load(found, {"length": {"target_tokens": 1, "max_tokens": 2}})[2].tokens
+    assert not loader.load(loader.find("exact_match", directory=Path.cwd()), {})[2].tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("format", {}, "options.pattern = None"),
+        ("format", {"pattern": "("}, "is no regular expression"),
+        ("format", {"pattern": "a", "patern": "b"}, "options.patern is no option of format"),
+        ("length", {"target_tokens": 3}, "options.max_tokens = None"),
+        ("length", {"target_tokens": 3, "max_tokens": 3}, "must be below"),
+        ("length", {"target_tokens": True, "max_tokens": 3}, "options.target_tokens = True"),
+        ("length", {"target_tokens": 1, "max_tokens": 3, "min": 0.5}, "options.min = 0.5"),
+        ("length", {"target_tokens": 1, "max_tokens": 3, "min": float("nan")}, "options.min = nan"),
+        ("code_tests", {"test_seconds": 0}, "options.test_seconds = 0"),
+        ("code_tests", {"memory_mib": 64.5}, "options.memory_mib = 64.5"),
+        ("code_tests", {"field": ""}, "options.field = ''"),
+        ("code_tests", {"fields": "x"}, "options.fields is no option"),
+    ],
+)
+def test_a_wrong_option_is_named(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(loader.VerifierError, match=message.replace("(", r"\(")):
+        loader.load(loader.find(name, directory=Path.cwd()), {name: options})
+
+
+def allowed(tmp_path: Path, **reward: Any) -> AllowedVerifiers:
+    config: Config = make_config(tmp_path, reward=reward)
+    return AllowedVerifiers.from_config(config, config.scorer(""))
+
+
+def test_options_of_the_recipe_reach_the_default_function_alone(tmp_path: Path) -> None:
+    found = allowed(tmp_path, function="format", options={"pattern": "a"}, allowed_verifiers=["exact_match"])
+    assert found.tasks == {"format": {"pattern": "a"}}
+    assert found.pure
+    found = allowed(tmp_path, function="code_tests", evaluate_text=True, timeout_seconds=20)
+    assert found.tasks == {"code_tests": {"seconds": 16.0}}  # hanging tests fail before the sample has an error
+    assert found.evaluating == "code_tests"
+    found = allowed(tmp_path, function="reasoning_gym:products", options={"seed": 3})
+    assert found.tasks == {"products": {"seed": 3}}
+    assert not allowed(tmp_path, function="format", options={"pattern": "a"}, allowed_verifiers=["a.b:c"]).pure
+
+
+def test_options_without_a_reader_are_refused(tmp_path: Path) -> None:
+    for name in ("exact_match", "reasoning_gym", "package.module:function"):
+        with pytest.raises(ConfigError, match="remove the options"):
+            allowed(tmp_path, function=name, options={"pattern": "a"})
+    with pytest.raises(ConfigError, match="evaluate_text = true"):
+        allowed(tmp_path, function="code_tests")

@@ -47,7 +47,10 @@ class CommandPool:
         self._program = _find_program(command[0])
         self._words = (command[0], *command[1:])
         self._files = [self._program, *(Path(word) for word in command[1:] if _is_file(word))]
-        self._version = _digest(self._files)
+        try:
+            self._version = _digest(self._files)
+        except ProgramFault as error:
+            raise ConfigError(f"reward.command: {error}") from None
         self._timeout, self._sandbox = timeout_seconds, sandbox
         self._processes: list[CommandProcess | None] = [None] * processes
         self._queue = SampleQueue(self._score_batch, slots=processes, on_failure=on_failure)

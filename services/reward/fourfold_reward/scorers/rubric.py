@@ -33,7 +33,7 @@ Score: NUMBER
 # For samples that have a reference answer.
 DEFAULT_RUBRIC_WITH_ANSWER: Final = DEFAULT_RUBRIC.replace(
     "</response>\n", "</response>\n\n<reference_answer>\n{answer}\n</reference_answer>\n"
-).replace("Judge whether the response is correct", "Judge whether the response agrees with the reference answer, is")
+).replace("is correct, complete,", "agrees with the reference answer, is complete,")
 MAX_VERDICT: Final = 16 << 10
 """Characters at the end of a verdict in which the grade is looked for; this bounds the time of a slow pattern."""
 _PLACEHOLDER: Final = re.compile(r"\{\{|\}\}|\{([^{}\n]*)\}|[{}]")

@@ -197,20 +197,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 async def test_hostile_functions_pass_no_test(pool: WorkerPool, name: str) -> None:
-    pids = pool.worker_pids()
     outcome = await score(pool, FUNCTIONS[name], TEST)
     assert (outcome.score, outcome.components) == (0.0, {"passed": 0, "total": 1, "code": 1}), outcome
     assert (await score(pool, GOOD, TEST)).score == 1.0
-    assert pool.worker_pids() == pids  # it had no effect beyond its sample
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 async def test_hostile_programs_pass_no_test(pool: WorkerPool, name: str) -> None:
-    pids = pool.worker_pids()
     outcome = await score(pool, PROGRAMS[name], PROGRAM_TEST)
     assert (outcome.score, outcome.components) == (0.0, {"passed": 0, "total": 1, "code": 1}), outcome
     assert (await score(pool, f"print({SECRET})", PROGRAM_TEST)).score == 1.0
-    assert pool.worker_pids() == pids
 
 
 @pytest.mark.parametrize(
@@ -254,12 +250,13 @@ async def test_tests_share_the_time_of_the_sample(pool: WorkerPool) -> None:
     assert outcome.score == 0.0 and outcome.components["total"] == 30
 
 
-async def test_no_runner_is_left_and_a_dead_zygote_is_replaced(pool: WorkerPool) -> None:
+async def test_a_worker_whose_zygote_died_is_replaced(pool: WorkerPool) -> None:
     assert (await score(pool, GOOD, TEST)).score == 1.0
-    (pid,) = pool.worker_pids()
-    (zygote,) = psutil.Process(pid).children()
-    zygote.kill()
-    outcomes = [await score(pool, GOOD, TEST) for _ in range(3)]
+    before = set(pool.worker_pids())
+    for pid in before:
+        for zygote in psutil.Process(pid).children():
+            zygote.kill()
+    outcomes = [await score(pool, GOOD, TEST) for _ in range(2 + len(before))]
     assert outcomes[-1].score == 1.0
     assert all(outcome.score == 1.0 or outcome.error_reason in ("WORKER_DIED", "RAISED") for outcome in outcomes)
-    assert pool.worker_pids() != [pid]
+    assert not before & set(pool.worker_pids())

@@ -62,23 +62,23 @@ def make_scoring(options: ServeOptions, reward: RewardConfig, *, on_failure: Cal
             assert reward.judge is not None
             return Scoring(backend=Judge(reward.judge, timeout_seconds=limit, on_failure=on_failure))
         case "model":
-            return Scoring(backend=_reward_model(options, reward))
+            return Scoring(backend=_reward_model(options, reward, on_failure))
     raise ConfigError(
         f"[[reward]] {reward.name!r} has target = {list(reward.target)}: these services run already, and the "
         f"coordinator calls them; start none here, or write function, command, model, http or judge"
     )
 
 
-def _reward_model(options: ServeOptions, reward: RewardConfig) -> Backend:
+def _reward_model(options: ServeOptions, reward: RewardConfig, on_failure: Callable[[str], None]) -> Backend:
     """Return the backend of a reward model. This module imports no torch."""
     try:
         module = importlib.import_module("fourfold_reward.models.backend")
     except ImportError as error:
         raise ConfigError(
             f"[[reward]] {reward.name!r} is a reward model, which needs the module {error.name!r}; "
-            f"pip install 'fourfold-reward[reference]'"
+            f"pip install 'fourfold-reward[models]'"
         ) from None
-    backend: Backend = module.RewardModelBackend.from_config(options.config, reward)
+    backend: Backend = module.RewardModelBackend.from_config(options.config, reward, on_failure=on_failure)
     return backend
 
 

@@ -41,12 +41,12 @@ ERROR_CODES: Final[dict[str, str]] = {
     "NOT_A_NUMBER": "INVALID_ARGUMENT",
     "NOT_FOUND": "NOT_FOUND",
     "BAD_METADATA": "INVALID_ARGUMENT",
+    "BAD_TOKEN_REWARDS": "INVALID_ARGUMENT",
     # Of reward models.
     "TOO_LONG": "INVALID_ARGUMENT",
     "BAD_TEXT": "INVALID_ARGUMENT",
     "OUT_OF_MEMORY": "RESOURCE_EXHAUSTED",
-    "BAD_TOKEN_REWARDS": "INVALID_ARGUMENT",
-    # Of scorers that ask another program or server:
+    # Of scorers that ask another program or server.
     "BAD_RESPONSE": "INTERNAL",
     "BAD_VERDICT": "INTERNAL",
     "UNREACHABLE": "UNAVAILABLE",

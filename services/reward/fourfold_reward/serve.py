@@ -87,6 +87,7 @@ def serve_reward(
     listen: str = "127.0.0.1:50053",
     coordinator: str = "",
     member: str = "reward-0",
+    scorer: str = "",
     certs: str | Path = "",
     advertise: str = "",
     processes: int = 1,
@@ -107,6 +108,7 @@ def serve_reward(
         listen: "HOST:PORT"; port 0 takes any free port. Prints "READY HOST:PORT" with the address in use.
         coordinator: "HOST:PORT" of the coordinator to register at; empty: none.
         member: member id of this service.
+        scorer: name of the table [[reward]] that it serves; empty: the first without addresses.
         certs: folder that `fourfold certs` made. Empty: no TLS, and `listen` must be a loopback address.
         advertise: host name for callers; default: the host in `listen`.
         processes: number of worker processes.
@@ -123,6 +125,7 @@ def serve_reward(
         ConfigError: The function cannot be loaded in another process, or an argument is wrong.
     """
     reward: dict[str, Any] = {
+        "name": scorer or "reward",
         "function": _name_of(function),
         "processes": processes,
         "timeout_seconds": timeout_seconds,
@@ -135,6 +138,7 @@ def serve_reward(
         recipe=Path(),
         config=Config.model_validate({**_MINIMAL_RECIPE, "reward": reward, "security": {"directory": str(certs)}}),
         member_id=member,
+        scorer=scorer,
         listen=listen,
         coordinator=coordinator,
         advertise=advertise,

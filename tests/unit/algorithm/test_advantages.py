@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -216,7 +217,7 @@ NAN = math.nan
 
 
 def of_terms(
-    terms: list[list[float]], weights: list[list[float]], groups: str, *, epsilon: float = 0.0, batch: bool = False
+    terms: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], groups: str, *, epsilon: float = 0.0, batch: bool = False
 ) -> list[float]:
     """Compare samples by their terms; the score is the weighted sum."""
     found, factors = np.array(terms, np.float64), np.array(weights, np.float64)
@@ -227,7 +228,7 @@ def of_terms(
         terms=found,
         weights=factors,
     )
-    return Gdpo(epsilon=epsilon, normalize_batch=batch).compare(samples).tolist()
+    return list(Gdpo(epsilon=epsilon, normalize_batch=batch).compare(samples))
 
 
 def test_terms_are_normalised_one_by_one_and_then_added() -> None:

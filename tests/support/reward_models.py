@@ -74,9 +74,13 @@ def _config(family: str, **more: Any) -> Any:
     return getattr(transformers, name)(**sizes, num_labels=1, **more)
 
 
-def plain_scores(folder: Path, token_ids: Sequence[Sequence[int]], *, dtype: str = "float32") -> list[float]:
-    """Return the score of each text alone, as transformers computes it."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=getattr(torch, dtype))
+def plain_scores(
+    folder: Path, token_ids: Sequence[Sequence[int]], *, dtype: str = "float32", attention: str | None = None
+) -> list[float]:
+    """Return the score of each text alone, as transformers computes it on CPU."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation=attention
+    )
     model.eval()
     with torch.inference_mode():
         return [float(model(input_ids=torch.tensor([list(ids)])).logits[0, 0].float()) for ids in token_ids]

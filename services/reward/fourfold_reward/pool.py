@@ -8,7 +8,7 @@ A runner is a task that owns a worker and gives it batches: as many samples as t
 slow functions still spread over the workers. At the time limit the runner kills the worker, even inside C code, so that
 only this sample gets an error; samples behind it go back to the front of the queue. Long before that, when a sample
 runs 20 times longer than usual, it counts as stuck: the pool starts another runner, so that `processes` workers always
-make progress, and the runner that is too many afterwards ends. As long as samples get stuck, one more worker is kept
+make progress, and the runner that is too many afterwards ends. As long as samples get stuck, spare workers are kept
 ready. Built-in verifiers and reward functions never share a worker, because their rights differ (`worker_sandbox`): a
 runner starts a second worker when it needs one.
 
@@ -50,7 +50,8 @@ MAX_WAITING_BYTES: Final = 256 << 20
 MAX_EXTRA_WORKERS: Final = 64
 """Most workers beside the `processes` ones, in place of stuck ones; and at most 8 for each of `processes`."""
 _EXTRA_PER_PROCESS: Final = 8
-_SPARE_SECONDS: Final = 60.0  # how long a spare worker stays after a sample got stuck
+_MAX_SPARES: Final = 4
+_SPARE_SECONDS: Final = 60.0  # how long spare workers stay after a sample got stuck
 _BATCH_SECONDS: Final = 0.05  # expected time of a batch
 _UNDIVIDED_SECONDS: Final = 0.002  # so short a batch is not worth a second worker
 _BATCH_SAMPLES: Final = 512
@@ -99,8 +100,9 @@ class WorkerPool:
         self._idle = 0  # runners that wait for samples
         self.stuck = 0  # runners whose sample runs much longer than usual
         self._workers: dict[int, WorkerProcess] = {}
-        self._spare: WorkerProcess | None = None
-        self._keeps_spare = self._starts_spare = False
+        self._spares: list[WorkerProcess] = []
+        self._spares_starting = 0
+        self._keeps_spares = False
         self._spare_taken = asyncio.Event()
         self._stuck_at = 0.0  # when a sample last got stuck
         self._closed = False
@@ -231,7 +233,7 @@ class WorkerPool:
         """Let runners take samples; start extra ones in the place of stuck ones."""
         self._queue_filled.set()
         while self.stuck and self._queue and self._active < self._processes and not self._closed:
-            if self._spare is None and not self._may_add_worker():
+            if not self._spares and not self._room:
                 break
             self._add_runner(self._take_spare())
 
@@ -240,9 +242,11 @@ class WorkerPool:
         """Return the number of runners that make progress or wait."""
         return self._runners - self.stuck
 
-    def _may_add_worker(self) -> bool:
-        extra = self._runners + (self._spare is not None or self._starts_spare) - self._processes
-        return extra < min(_EXTRA_PER_PROCESS * self._processes, MAX_EXTRA_WORKERS)
+    @property
+    def _room(self) -> int:
+        """Return how many workers may be added."""
+        most = self._processes + min(_EXTRA_PER_PROCESS * self._processes, MAX_EXTRA_WORKERS)
+        return max(most - self._runners - len(self._spares) - self._spares_starting, 0)
 
     def _add_runner(self, worker: WorkerProcess | None) -> None:
         self._runners += 1
@@ -300,10 +304,15 @@ class WorkerPool:
         return worker or await self._try_start_worker(builtin)
 
     async def _retire(self, workers: Mapping[bool, WorkerProcess | None]) -> None:
-        """Keep a worker of a runner that is too many as the spare one, and end the others."""
+        """Keep a worker of a runner that is too many as a spare one, if one is wanted, and end the others."""
         for builtin, worker in workers.items():
-            if worker is not None and builtin == self.verifier.builtin and self._spare is None and self._keeps_spare:
-                self._spare = worker
+            if (
+                worker is not None
+                and builtin == self.verifier.builtin
+                and self._keeps_spares
+                and self._wanted_spares > 0
+            ):
+                self._spares.append(worker)
             elif worker is not None:
                 await self._discard(worker)
 
@@ -365,39 +374,47 @@ class WorkerPool:
         self._stuck_at = asyncio.get_running_loop().time()
         self._requeue(batch.give_up_rest())
         self._wake_runners()
-        if not self._keeps_spare:
-            self._keeps_spare = True
-            self._add_task(self._keep_spare())
+        self._spare_taken.set()  # more are wanted now
+        if not self._keeps_spares:
+            self._keeps_spares = True
+            self._add_task(self._keep_spares())
 
     def _on_moving(self) -> None:
         self.stuck -= 1
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    async def _keep_spare(self) -> None:
-        """Keep a spare worker while samples get stuck, so that a sample behind a stuck one waits for no start."""
+    @property
+    def _wanted_spares(self) -> int:
+        """Return how many spare workers are missing: the more samples are stuck, the sooner the next ones will be."""
+        return min(1 + self.stuck // 2, _MAX_SPARES) - len(self._spares) - self._spares_starting
+
+    async def _keep_spares(self) -> None:
+        """Keep spare workers while samples get stuck, so that a sample behind a stuck one waits for no start."""
         loop = asyncio.get_running_loop()
         while (left := self._stuck_at + _SPARE_SECONDS - loop.time()) > 0:
             self._spare_taken.clear()
-            if self._spare is None and self._may_add_worker():
-                self._starts_spare = True
-                worker = await self._try_start_worker(self.verifier.builtin)
-                self._starts_spare = False
-                if worker is not None and self._spare is not None:  # a runner has left its own meanwhile
-                    await self._discard(worker)
-                else:
-                    self._spare = worker
+            for _ in range(min(self._wanted_spares, self._room)):
+                self._spares_starting += 1
+                self._add_task(self._start_spare())
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._spare_taken.wait()
-        self._keeps_spare = False
-        if (spare := self._take_spare()) is not None:
+        self._keeps_spares = False
+        while (spare := self._take_spare()) is not None:
             await self._discard(spare)
 
+    async def _start_spare(self) -> None:
+        worker = await self._try_start_worker(self.verifier.builtin)
+        self._spares_starting -= 1
+        if worker is not None and self._keeps_spares:
+            self._spares.append(worker)
+        elif worker is not None:
+            await self._discard(worker)
+
     def _take_spare(self) -> WorkerProcess | None:
-        spare, self._spare = self._spare, None
         self._spare_taken.set()
-        return spare
+        return self._spares.pop() if self._spares else None
 
     async def _start_worker(self, builtin: bool) -> WorkerProcess:
         worker = await WorkerProcess.start(self._sandbox, builtin=builtin, timeout_seconds=self._timeout)

@@ -128,6 +128,7 @@ async def test_a_hostile_server_is_a_named_error(name: str) -> None:
         outcomes = await scorer.score([job(0), job(1)], timeout=10)
     expected = {"BAD_RESPONSE", "UNREACHABLE"} if name in BROKEN else {"BAD_RESPONSE"}
     assert {outcome.error_reason for outcome in outcomes} <= expected, outcomes
+    assert name != "a huge body" or all("more than 1048576 bytes" in outcome.message for outcome in outcomes)
     assert all(0 < len(outcome.message) <= 1000 and outcome.message.isprintable() for outcome in outcomes)
 
 

@@ -29,7 +29,11 @@ HEAVY = {"DenseSource", "Publisher", "WeightSender"}
 # This example shows the contract without any library of ours.
 STUBS_ONLY = ROOT / "examples/reward_service.py"
 # They need no client of ours: environments run inside a service, and any OpenAI client can call a gateway.
-WITHOUT_CLIENTS = [*ROOT.glob("examples/agent_*.py"), *ROOT.glob("examples/environments/**/*.py")]
+WITHOUT_CLIENTS = [
+    *ROOT.glob("examples/agent_*.py"),
+    *ROOT.glob("examples/environments/**/*.py"),
+    ROOT / "examples/rewards/command_scorer.py",
+]
 
 
 def _run(code: str) -> str:

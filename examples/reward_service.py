@@ -4,7 +4,7 @@
 
 It scores how short a completion is. The contract is `proto/fourfold/reward/v1/reward_service.proto`. Check a service:
 `fourfold conformance reward HOST:PORT`. A run calls it with `[reward] target = "HOST:PORT"` in its recipe. A Python
-function needs less code: see examples/reward_function.py.
+function needs less code: see examples/reward_function.py. With TLS and registration: examples/typescript/src/reward.
 """
 
 from __future__ import annotations

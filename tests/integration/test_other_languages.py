@@ -1,105 +1,70 @@
-"""The examples in other languages, built as their READMEs say, against the real servers and a real engine."""
+"""The examples in other languages, built as their READMEs say, against real servers, a real engine and real runs."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from google.rpc.code_pb2 import INVALID_ARGUMENT
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fourfold.cli import main as cli_main
 from fourfold.config import SecurityConfig
-from fourfold.errors import Overloaded, Unavailable
+from fourfold.coordinator.v1 import membership_service_pb2 as membership
+from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
+from fourfold.errors import InvalidInput, Overloaded, PermissionDenied, Unavailable
+from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.reward.client import AsyncRewardClient
+from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.rpc.channel import open_channel, translate_errors
 from fourfold.rpc.server import Server
 from fourfold.security import certs
 from fourfold.security.access import Security
-from fourfold.security.principal import Principal
+from fourfold.security.principal import LOCAL, Principal
+from fourfold.types.v1.experience_pb2 import Experience
+from fourfold_coordinator.routing.membership import MembershipServicer
+from fourfold_coordinator.routing.registry import Member, MemberChange, Registry
 from tests.fakes.agent_service import RUN, AgentGateway
+from tests.fakes.command_line import Stage, staged
 from tests.fakes.servicers import Rollout, generated
+from tests.support.example_builds import Command, build_go, build_typescript, run
+from tests.support.example_reward import NAME, serving
 from tests.support.rollout_process import Service, start
 
 # Slow: `npm install`, and the build of gRPC for Go, take up to two minutes.
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 
-ROOT = Path(__file__).resolve().parents[2]
-# Where Debian's packages put Go sources.
-GO_PACKAGES = Path(os.environ.get("FOURFOLD_TEST_GO_PACKAGES", "/usr/share/gocode"))
-Command = Callable[[str], list[str]]
+
+@pytest.fixture(scope="module")
+def typescript(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Command]:
+    return build_typescript(tmp_path_factory.mktemp("typescript"))
 
 
-def _run(words: list[str], cwd: Path, seconds: float, env: Mapping[str, str]) -> str:
-    done = subprocess.run(
-        words, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
-    )
-    assert done.returncode == 0, f"{words} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+@pytest.fixture(scope="module")
+def go(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Command]:
+    return build_go(tmp_path_factory.mktemp("go"))
 
 
-def _copy(language: str, folder: Path, name: str = "") -> Path:
-    copy = folder / (name or language)
-    ignored = shutil.ignore_patterns("node_modules", "dist", "protos", "gen", "package-lock.json")
-    shutil.copytree(ROOT / "examples" / language, copy, ignore=ignored)
-    assert cli_main.main(["proto", str(copy / "protos")]) == 0
-    return copy
-
-
-def _typescript(folder: Path) -> tuple[Path, Command]:
-    if not shutil.which("npm"):
-        pytest.skip("npm is not installed; install Node 20 to test examples/typescript")
-    copy = _copy("typescript", folder)
-    _run(["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts"], copy, 180, os.environ)
-    _run(["npm", "run", "build"], copy, 120, os.environ)
-    return copy, lambda program: ["node", f"dist/{program}.js"]
-
-
-def _go(folder: Path) -> tuple[Path, Command]:
-    go = shutil.which("go")
-    if not go:
-        pytest.skip("go is not installed; install Go 1.24 to test examples/go")
-    copy = _copy("go", folder / "src", name="fourfold")
-    env = {**os.environ, "GOBIN": str(copy / "bin"), "GOTOOLCHAIN": "local"}
-    plugins = ["google.golang.org/protobuf/cmd/protoc-gen-go", "google.golang.org/grpc/cmd/protoc-gen-go-grpc"]
-    if (GO_PACKAGES / "src/google.golang.org/grpc").is_dir():
-        env |= {"GO111MODULE": "off", "GOPATH": f"{folder}:{GO_PACKAGES}"}
-        _run([go, "build", "-o", "bin/", *plugins], copy, 300, env)
-    else:
-        versions = re.findall(r"google\.golang\.org/\S+@\S+", (copy / "README.md").read_text())
-        try:
-            _run([go, "install", *versions], copy, 300, env)
-        except AssertionError as error:
-            if "dial tcp" not in str(error):
-                raise
-            pytest.skip(
-                "Go modules cannot be downloaded; install golang-google-{grpc,genproto}-dev to test examples/go"
-            )
-        _run([go, "mod", "tidy"], copy, 300, env)
-    options = [f"--{plugin}_{kind}" for plugin in ("go", "go-grpc") for kind in ("out=.", "opt=module=fourfold")]
-    options += [f"--plugin=bin/{plugin.rpartition('/')[2]}" for plugin in plugins]
-    protos = [str(path) for name in ("agent", "rollout", "types") for path in copy.glob(f"protos/fourfold/{name}/v1/*")]
-    _run([sys.executable, "-m", "grpc_tools.protoc", "-I", str(copy / "protos"), *options, *protos], copy, 60, env)
-    _run([go, "build", "-o", "bin/", "fourfold/cmd/sample", "fourfold/cmd/agent"], copy, 300, env)
-    return copy, lambda program: [f"bin/{program}"]
-
-
-BUILDS = {"typescript": _typescript, "go": _go}
-
-
-@pytest.fixture(scope="module", params=list(BUILDS))
-def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Command]:
+@pytest.fixture(scope="module", params=["typescript", "go"])
+def example(request: pytest.FixtureRequest) -> tuple[Path, Command]:
     """Return the folder of an example that is built, and the command of each of its programs."""
-    return BUILDS[request.param](tmp_path_factory.mktemp("example"))
+    built: tuple[Path, Command] = request.getfixturevalue(request.param)
+    return built
 
 
 async def _call(example: tuple[Path, Command], program: str, *words: str, **env: str) -> str:
     folder, command = example
-    return await asyncio.to_thread(_run, [*command(program), *words], folder, 60, {**os.environ, **env})
+    return await asyncio.to_thread(run, [*command(program), *words], folder, 60, {**os.environ, **env})
 
 
 async def test_an_agent_plays_every_task_once_through_every_fault_that_may_be_repeated(
@@ -170,3 +135,227 @@ async def test_tokens_of_a_real_engine_arrive_as_they_are_sampled(
     ids = [int(word) for chunk in chunks for word in chunk.split()]
     assert 1 <= len(ids) <= 16 and all(0 <= token < 512 for token in ids)
     assert re.search(rf"^{len(ids)} tokens, log-probability -[0-9.]+, FINISH_REASON_(STOP|LENGTH)$", output, re.M)
+
+
+# -- the reward service ---------------------------------------------------------------------------------------------
+
+
+def _certificates(folder: Path) -> Path:
+    members = ("coordinator-0", "reward-0", "reward-1", "rollout-0", "trainer-0", "viewer-0")
+    certs.make(folder, [], [certs.parse_member(member) for member in members])
+    return folder
+
+
+def _security(folder: Path, member: str) -> Security:
+    loaded = Security.load(SecurityConfig(directory=str(folder)), certs.parse_member(member))
+    assert loaded is not None
+    return loaded
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_reward_service_keeps_the_contract(
+    typescript: tuple[Path, Command], tmp_path: Path, tls: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--certs", str(_certificates(tmp_path / "certs"))] if tls else []
+    with serving(typescript, "127.0.0.1:0", *words) as service:
+        assert cli_main.main(["conformance", "reward", service.target, *words]) == 0, capsys.readouterr().out
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[1] for line in lines if line.startswith(("skipped", "not run"))] == ["tokenizer"]
+        assert service.stop() == 0
+
+
+def _item(sample_id: str, completion: str, metadata_json: str = "") -> reward.ScoreItem:
+    experience = Experience(sample_id=sample_id)
+    return reward.ScoreItem(experience=experience, completion_text=completion, metadata_json=metadata_json)
+
+
+async def test_the_reward_service_tells_what_it_cannot_judge(typescript: tuple[Path, Command]) -> None:
+    with serving(typescript, "127.0.0.1:0") as service:
+        async with open_channel(service.target, None) as channel:
+            client, stub = AsyncRewardClient(channel, peer="service"), RewardServiceStub(channel)
+            items = [
+                _item("a", "x" * 250),
+                _item("b", "\U0001f600" * 25, '{"max_characters": 100}'),
+                _item("c", "\0"),
+                _item("d", "x", '{"max_characters": "many"}'),
+                _item("e", "x", json.dumps({"long": "x" * 70_000})),
+            ]
+            scores = await client.score(items, timeout=5)
+            assert [score.score for score in scores[:2]] == [0.75, 0.75]
+            assert dict(scores[1].components) == {"characters": 25}
+            assert scores[2].abstain_reason == "NOT_A_TEXT"
+            assert {(score.error.code, score.error.reason) for score in scores[3:]} == {
+                (INVALID_ARGUMENT, "BAD_METADATA")
+            }
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", "fourfold.reward.v1.RewardService"):
+                response = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+                assert response.status == health_pb2.HealthCheckResponse.SERVING
+            for timeout, items, reason in [(None, [_item("a", "")], "NO_DEADLINE"), (5, [], "INVALID_INPUT")]:
+                with pytest.raises(InvalidInput) as caught, translate_errors(peer="service", name="Score", timeout=5):
+                    await stub.Score(reward.ScoreRequest(items=items), timeout=timeout)
+                assert caught.value.reason == reason
+
+
+async def test_the_reward_service_answers_only_coordinators_of_its_deployment(
+    typescript: tuple[Path, Command], tmp_path: Path
+) -> None:
+    folder = _certificates(tmp_path / "certs")
+
+    async def call(security: Security | None) -> str:
+        async with open_channel(target, security, server=Principal("reward", "reward-1")) as channel:
+            return (await AsyncRewardClient(channel, peer="service").get_info(timeout=5)).name
+
+    with serving(typescript, "127.0.0.1:0", "--certs", str(folder), "--member-id", "reward-1") as service:
+        target = service.target
+        coordinator = _security(folder, "coordinator-0")
+        assert await call(coordinator) == NAME
+        with pytest.raises(PermissionDenied, match="only a coordinator"):
+            await call(_security(folder, "reward-0"))
+        for stranger in (None, _security(_certificates(tmp_path / "others"), "coordinator-0")):
+            with pytest.raises(Unavailable):
+                await call(stranger)
+        certs.revoke(folder, ["coordinator-0"])
+        with pytest.raises(PermissionDenied) as caught:
+            await call(coordinator)
+        assert caught.value.reason == "CERTIFICATE_REVOKED"
+
+
+class _Members(MembershipServicer):
+    """The membership of a coordinator, with leases of 0.6 s."""
+
+    def __init__(self, security: Security) -> None:
+        self.registry = Registry(
+            clock=SYSTEM_CLOCK, tokenizer_sha256=b"t" * 32, security=security, ttl=0.6, scorers=["length", "math"]
+        )
+        super().__init__(self.registry)
+        self.calls, self.changes, self.drains = Counter[str](), list[MemberChange](), False
+        self.registry.add_listener(lambda _member, change: self.changes.append(change))
+
+    async def Register(self, request: membership.RegisterRequest, context: Any) -> membership.RegisterResponse:
+        self.calls["Register"] += 1
+        return await super().Register(request, context)
+
+    async def KeepAlive(self, request: membership.KeepAliveRequest, context: Any) -> membership.KeepAliveResponse:
+        self.registry.expire()
+        self.calls["KeepAlive"] += 1
+        response = await super().KeepAlive(request, context)
+        response.drain_requested = self.drains
+        return response
+
+    async def serve(self, listen: str, security: Security) -> tuple[Server, str]:
+        server = Server(listen=listen, security=security)
+        service = membership.DESCRIPTOR.services_by_name["MembershipService"]
+        server.add(service, add_MembershipServiceServicer_to_server, self)
+        return server, await server.start()
+
+    async def member(self, *, renewals: int = 0) -> Member:
+        """Wait for a member with so many renewals, and return it."""
+        while self.calls["KeepAlive"] < renewals or not self.registry.members():
+            await asyncio.sleep(0.02)
+        (found,) = self.registry.members()
+        return found
+
+
+async def test_the_reward_service_stays_a_member_whatever_happens_to_the_coordinator(
+    typescript: tuple[Path, Command], tmp_path: Path
+) -> None:
+    folder = _certificates(tmp_path / "certs")
+    security = _security(folder, "coordinator-0")
+    first, second, third = (_Members(security) for _ in range(3))
+    server, target = await first.serve("127.0.0.1:0", security)
+    words = ["--certs", str(folder), "--coordinator", target, "--scorer", "math"]
+    with serving(typescript, "127.0.0.1:0", *words) as service:
+        async with asyncio.timeout(20):
+            member = await first.member(renewals=5)
+            assert (member.member_id, member.target, member.pool) == ("reward-0", service.target, "math")
+            assert first.calls["Register"] == 1 and first.changes == [MemberChange.JOINED]
+            # A coordinator that knows no lease, at once; then one that comes back after a while.
+            await server.stop(0)
+            server, _ = await second.serve(target, security)
+            assert (await second.member(renewals=3)).incarnation == member.incarnation
+            await server.stop(0)
+            await asyncio.sleep(1.0)
+            server, _ = await third.serve(target, security)
+            assert (await third.member(renewals=3)).incarnation == member.incarnation
+            third.drains = True
+            code, _ = await asyncio.to_thread(service.wait)
+        assert code == 0 and third.changes == [MemberChange.JOINED, MemberChange.LEFT]
+    third.drains = False
+    with serving(typescript, "127.0.0.1:0", *words) as service:
+        async with asyncio.timeout(20):
+            await third.member()
+            assert await asyncio.to_thread(service.stop) == 0
+        assert third.changes[2:] == [MemberChange.JOINED, MemberChange.LEFT]
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("reason", ["INCARNATION_FENCED", "UNKNOWN_SCORER", "CERTIFICATE_REVOKED"])
+async def test_the_reward_service_ends_when_the_coordinator_will_never_accept_it(
+    typescript: tuple[Path, Command], tmp_path: Path, reason: str
+) -> None:
+    folder = _certificates(tmp_path / "certs")
+    security = _security(folder, "coordinator-0")
+    members = _Members(security)
+    server, target = await members.serve("127.0.0.1:0", security)
+    words = ["--certs", str(folder), "--coordinator", target]
+    words += ["--scorer", "unknown"] if reason == "UNKNOWN_SCORER" else []
+    with serving(typescript, "127.0.0.1:0", *words) as service:
+        async with asyncio.timeout(20):
+            if reason != "UNKNOWN_SCORER":
+                await members.member(renewals=1)
+            if reason == "CERTIFICATE_REVOKED":
+                certs.revoke(folder, ["reward-0"])
+            if reason == "INCARNATION_FENCED":
+                members.registry.register(
+                    Member(
+                        member_id="reward-0",
+                        incarnation="1" * 32,
+                        role=membership.ROLE_REWARD,
+                        target=service.target,
+                        tokenizer_sha256=b"",
+                    ),
+                    LOCAL,
+                )
+            code, errors = await asyncio.to_thread(service.wait)
+    assert code == 1 and f"reward: {reason}: " in errors
+    await server.stop(0)
+
+
+@pytest.fixture
+def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    with staged(tmp_path) as make:
+        yield make
+
+
+@pytest.mark.parametrize("way", ["address", "registration"])
+def test_a_run_trains_with_the_reward_service_and_loses_no_sample_when_it_is_killed(
+    typescript: tuple[Path, Command],
+    make_stage: Callable[..., Stage],
+    tmp_path: Path,
+    unused_tcp_port_factory: Callable[[], int],
+    way: str,
+) -> None:
+    address, coordinator = (f"127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2))
+    words, table, tables = [address], dict[str, Any](target=address), dict[str, Any]()
+    stage_words = ["toy.toml", "--listen", coordinator]
+    if way == "registration":
+        folder = _certificates(tmp_path / "certs")
+        words += ["--certs", str(folder), "--coordinator", coordinator]
+        table, tables = {"replicas": 0}, {"security": {"directory": str(folder)}}
+    # Without a cache, every sample is sent to the service.
+    with serving(typescript, *words) as service:
+        stage = make_stage(steps=4, reward={**table, "cache_samples": 0}, **tables)
+        process = stage.start(*stage_words, delay=0.1)
+        stage.wait_for_step(process, 1)
+        service.stop(signal.SIGKILL)
+    before = stage.steps()
+    with serving(typescript, *words):
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert before < 4 and stage.descendants() == {}
+    report = json.loads((stage.run_dir / "report.json").read_text())
+    assert (report["steps"], report["dropped"]) == (4, {})
+    rows = [json.loads(line) for line in (stage.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {row["scorer"] for row in rows} == {NAME}
+    assert all(row["score"] == pytest.approx(1 - len(row["completion"]) / 1000) for row in rows)

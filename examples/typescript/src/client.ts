@@ -4,6 +4,8 @@ import * as grpc from "@grpc/grpc-js";
 import * as loader from "@grpc/proto-loader";
 
 import type { ProtoGrpcType as AgentTypes } from "./gen/agent_service.js";
+import type { ProtoGrpcType as MembershipTypes } from "./gen/membership_service.js";
+import type { ProtoGrpcType as RewardTypes } from "./gen/reward_service.js";
 import type { ProtoGrpcType as RolloutTypes } from "./gen/rollout_service.js";
 
 // The major version of the contract that this program was written for.
@@ -14,15 +16,19 @@ const definition = loader.loadSync(
   [
     "fourfold/rollout/v1/rollout_service.proto",
     "fourfold/agent/v1/agent_service.proto",
+    "fourfold/reward/v1/reward_service.proto",
+    "fourfold/coordinator/v1/membership_service.proto",
     "google/rpc/status.proto",
     "google/rpc/error_details.proto",
   ],
   // No number of the contract is above 2^53, so that a double holds it.
   { includeDirs: ["protos"], longs: Number, enums: String, defaults: true, oneofs: true },
 );
-const root = grpc.loadPackageDefinition(definition) as unknown as AgentTypes & RolloutTypes;
+const root = grpc.loadPackageDefinition(definition) as unknown as AgentTypes & RolloutTypes & RewardTypes & MembershipTypes;
 export const { RolloutService } = root.fourfold.rollout.v1;
 export const { AgentService } = root.fourfold.agent.v1;
+export const { RewardService } = root.fourfold.reward.v1;
+export const { MembershipService } = root.fourfold.coordinator.v1;
 
 interface Any {
   type_url: string;
@@ -32,6 +38,12 @@ interface Any {
 function decode<T>(name: string, bytes: Buffer): T {
   const type = definition[name] as loader.MessageTypeDefinition<object, object>;
   return type.deserialize(bytes) as T;
+}
+
+/** Return a message as bytes; its name is a full one, such as google.rpc.Status. */
+export function encode(name: string, message: object): Buffer {
+  const type = definition[name] as loader.MessageTypeDefinition<object, object>;
+  return type.serialize(message);
 }
 
 /** Return credentials and options: TLS and a bearer token with FOURFOLD_CA and FOURFOLD_TOKEN, otherwise plain text. */

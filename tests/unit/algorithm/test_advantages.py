@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -217,7 +216,12 @@ NAN = math.nan
 
 
 def of_terms(
-    terms: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], groups: str, *, epsilon: float = 0.0, batch: bool = False
+    terms: Sequence[Sequence[float]],
+    weights: Sequence[Sequence[float]],
+    groups: str,
+    *,
+    epsilon: float = 0.0,
+    batch: bool = False,
 ) -> list[float]:
     """Compare samples by their terms; the score is the weighted sum."""
     found, factors = np.array(terms, np.float64), np.array(weights, np.float64)
@@ -270,7 +274,7 @@ def test_a_term_that_does_not_count_adds_nothing_and_moves_no_mean() -> None:
     root = 1 / math.sqrt(2)
     by_hand = [-1.5, 0.5, 0.5 + root, 0.5 - root, 0, 0]  # 0 1 1 1: mean 3/4, s = 1/2; 5 and 3: a pair
     assert of_terms(terms, weights, "aaaabb") == pytest.approx(by_hand, abs=1e-15)
-    alone = of_terms([[0, NAN], [1, 5]], [[1, 0], [1, 1]], "aa")
+    alone = of_terms([[0.0, NAN], [1.0, 5.0]], [[1, 0], [1, 1]], "aa")
     assert alone == pytest.approx([-root, root], abs=1e-15)
 
 

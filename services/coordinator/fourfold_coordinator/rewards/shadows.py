@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from fourfold import metrics as m
 from fourfold.arrays import Sample
 from fourfold.errors import FourfoldError
 
@@ -26,7 +27,6 @@ log = logging.getLogger("fourfold.coordinator")
 
 _MAX_GROUPS: Final = 64  # that shadows score at the same time; further ones are skipped
 _SLACK_SECONDS: Final = 10.0
-_COSINE: Final = "shadow/gradient_cosine"
 
 
 class Shadows:
@@ -87,7 +87,7 @@ class Shadows:
         for scorer in self._table.scorers:
             if (meter := self.agreement(scorer)) is None:
                 continue
-            if scorer.compares_gradients and (cosine := trained.get(_COSINE)) is not None:
+            if scorer.compares_gradients and (cosine := trained.get(m.SHADOW_COSINE)) is not None:
                 meter.gradient_cosine = cosine
             prefix = f"shadows/{scorer.name}"
             result |= {f"{prefix}/missing": float(meter.missing), f"{prefix}/skipped": float(meter.skipped)}

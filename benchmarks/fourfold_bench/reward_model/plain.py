@@ -74,7 +74,8 @@ class PlainModel:
                 began = time.perf_counter()
                 self._score(texts, size)
                 speeds[size] = tokens / (time.perf_counter() - began)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:  # out of memory, or too many samples for a kernel
+                print(f"batch size {size}: {error}", flush=True)
                 self._empty()
                 break
             worse = worse + 1 if speeds[size] < _WORSE * max(speeds.values()) else 0

@@ -132,7 +132,7 @@ def _texts(settings: RewardSettings) -> list[tuple[str, str]]:
     """Return prompts and completions: lines of words, with a few characters outside of ASCII."""
     generator = random.Random(_SEED)
     words = ["".join(generator.choices(string.ascii_lowercase, k=generator.randint(2, 9))) for _ in range(500)]
-    words += ["\n", '"x"', "é", "= 12.5", "\\frac{1}{2}"] * 4
+    words += ["\n", '"x"', "\u00e9", "= 12.5", "\\frac{1}{2}"] * 4
 
     def text(characters: int) -> str:
         return " ".join(generator.choices(words, k=characters))[:characters]

@@ -99,30 +99,25 @@ def serve_reward(
 ) -> int:
     """Serve a reward function until SIGTERM or Ctrl-C.
 
-    The function runs in sandboxed worker processes, as with `fourfold serve reward`. The workers execute its file
-    again, so a script calls this under `if __name__ == "__main__":`.
+    Sandboxed worker processes execute its file again: call this under `if __name__ == "__main__":`.
 
     Args:
-        function: takes one ScoreInput; returns a number, a Score, an Abstain or None. It is a top-level `def` or
-            `async def` of a file.
-        listen: "HOST:PORT"; port 0 takes any free port. Prints "READY HOST:PORT" with the address in use.
-        coordinator: "HOST:PORT" of the coordinator to register at; empty: none.
+        function: of one ScoreInput; a top-level `def` or `async def` of a file.
+        listen: "HOST:PORT"; port 0 takes any free port. Prints "READY HOST:PORT".
+        coordinator: "HOST:PORT" to register at; empty: none.
         member: member id of this service.
-        scorer: name of the table [[reward]] that it serves; empty: the first without addresses.
+        scorer: the [[reward]] that it serves; empty: the first without addresses.
         certs: folder that `fourfold certs` made. Empty: no TLS, and `listen` must be a loopback address.
         advertise: host name for callers; default: the host in `listen`.
         processes: number of worker processes.
         timeout_seconds: time limit of one sample.
         network: whether the function may open sockets.
-        environment: environment variables that the function may read, besides PATH, HOME and the like.
+        environment: variables that the function may read, besides PATH, HOME and the like.
         memory_gib: memory limit of a worker process.
         metrics_listen: "HOST:PORT" on loopback to serve metrics for Prometheus; empty: none.
 
-    Returns:
-        The exit code: 0 after a drain, 1 after an error.
-
-    Raises:
-        ConfigError: The function cannot be loaded in another process, or an argument is wrong.
+    Returns the exit code: 0 after a drain, 1 after an error. Raises ConfigError: a worker process cannot load the
+    function, or an argument is wrong.
     """
     reward: dict[str, Any] = {
         "name": scorer or "reward",

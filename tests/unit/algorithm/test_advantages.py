@@ -269,7 +269,7 @@ def test_the_sums_are_divided_by_their_deviation_over_the_batch() -> None:
 
 def test_a_term_that_does_not_count_adds_nothing_and_moves_no_mean() -> None:
     # Term 2 counts for the last two samples of group a only, and for one of b.
-    terms = [[0, NAN], [1, 99], [1, 5], [1, 3], [2, 1], [2, NAN]]
+    terms: list[list[float]] = [[0, NAN], [1, 99], [1, 5], [1, 3], [2, 1], [2, NAN]]
     weights = [[1, 0], [1, 0], [1, 1], [1, 1], [1, 1], [1, 0]]
     root = 1 / math.sqrt(2)
     by_hand = [-1.5, 0.5, 0.5 + root, 0.5 - root, 0, 0]  # 0 1 1 1: mean 3/4, s = 1/2; 5 and 3: a pair

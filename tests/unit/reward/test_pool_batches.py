@@ -291,12 +291,12 @@ def test_a_long_sample_hides_no_stuck_one() -> None:
 
 def test_samples_of_a_batch_arrive_as_they_were_sent() -> None:
     verifier = loader.find("exact_match", directory=Path.cwd())
-    texts = {"prompt": "é\n", "completion": "\ud800x", "answer": "", "metadata_json": '{"a": 1}'}
+    texts = {"prompt": "\u00e9\n", "completion": "\ud800x", "answer": "", "metadata_json": '{"a": 1}'}
     job = Job(sample_id="a", **texts, completion_ids=[1, 2**31 - 1], verifier=verifier, size_bytes=1)
     stream = io.BytesIO(protocol.pack_batch(7, [job, job]) + b"rest")
     request = protocol.read(stream)
     assert request is not None
     assert (request["verifier"], request["first"]) == ("exact_match", 7)
     first, second = protocol.read_batch(stream, request["sizes"])
-    assert first == second == ("a", "é\n", "?x", "", '{"a": 1}', "", [1, 2**31 - 1])
+    assert first == second == ("a", "\u00e9\n", "?x", "", '{"a": 1}', "", [1, 2**31 - 1])
     assert stream.read() == b"rest"

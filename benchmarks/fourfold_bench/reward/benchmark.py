@@ -54,13 +54,13 @@ class RewardBenchmark(Benchmark[RewardSettings]):
     """Measures the CPU time of a scored sample, and latencies beside samples that hang."""
 
     name = "reward"
-    summary = "CPU time of a scored sample in a reward service and its caller, and latencies beside samples that hang"
+    summary = "CPU time of a scored sample in reward service and coordinator, and latencies beside samples that hang"
     settings = RewardSettings
     libraries = ("grpcio", "protobuf", "psutil")
     profiled = "the service and its workers, in one more run"
 
     def packages(self, settings: RewardSettings) -> Mapping[str, str]:
-        return {"fourfold_reward": "fourfold-reward"}
+        return {"fourfold_reward": "fourfold-reward", "fourfold_coordinator": "fourfold-coordinator"}
 
     def label(self, settings: RewardSettings) -> str:
         return "cpu"
@@ -84,7 +84,7 @@ class RewardBenchmark(Benchmark[RewardSettings]):
     def failures(self, document: Mapping[str, Any]) -> list[str]:
         found = []
         costs = document["results"]["cpu"][HERE]
-        for name in ("scorer_us", "caller_us"):
+        for name in ("scorer_us", "coordinator_us"):
             if costs[name] > _GOAL_MICROSECONDS:
                 found.append(f"{name} = {costs[name]:.1f}; the goal is {_GOAL_MICROSECONDS:g} us per sample")
         for load, each in document["results"]["open_loop"].get(HERE, {}).items():
@@ -96,9 +96,9 @@ class RewardBenchmark(Benchmark[RewardSettings]):
 
 
 def _costs(sides: Mapping[str, Any]) -> list[list[str]]:
-    rows = [["CPU us per sample", "scorer", "service", "workers", "caller", "samples/s"]]
+    rows = [["CPU us per sample", "scorer", "service", "workers", "coordinator", "samples/s"]]
     for side, each in sides.items():
-        numbers = [each[name] for name in ("scorer_us", "service_us", "workers_us", "caller_us")]
+        numbers = [each[name] for name in ("scorer_us", "service_us", "workers_us", "coordinator_us")]
         rows.append([side, *(f"{number:.1f}" for number in numbers), f"{each['samples_per_second']:,.0f}"])
     return rows
 

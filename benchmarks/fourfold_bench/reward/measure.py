@@ -1,7 +1,8 @@
 """Starts reward services and calls them as the coordinator does: whole batches, then groups at fixed times.
 
 The CPU time of the scorer is that of the service and its workers, from the kernel's counters. The CPU time of the
-caller is that of this process: it makes the items, and sends and checks them with `AsyncRewardClient`.
+coordinator is that of this process, which scores trajectories with the coordinator's own code: routing, items, calls,
+checks, mixing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import string
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,11 +23,12 @@ from fourfold.config import Config, from_tables
 from fourfold.errors import FourfoldError, Internal
 from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as pb
-from fourfold.rpc.channel import open_channel
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_bench.harness import BenchmarkRun
 from fourfold_bench.processes import BenchProcesses, say
 from fourfold_bench.reward.benchmark import HERE, RewardSettings
+from fourfold_bench.reward.coordinator import ScoringCoordinator, coordinator_of, trajectories_of
+from fourfold_coordinator.state.samples import Trajectory
 
 _FUNCTION: Final = """
 import time
@@ -51,6 +54,7 @@ class _Side:
 
     name: str
     client: AsyncRewardClient
+    coordinator: ScoringCoordinator
     process: psutil.Process
 
     def cpu_seconds(self) -> tuple[float, float]:
@@ -108,13 +112,14 @@ def _recipe(settings: RewardSettings, run: BenchmarkRun) -> Config:
 async def _measure(
     settings: RewardSettings, run: BenchmarkRun, targets: Mapping[str, str], pids: Mapping[str, int]
 ) -> dict[str, Any]:
-    channels = {side: open_channel(target, None) for side, target in targets.items()}
-    sides = [
-        _Side(name, AsyncRewardClient(channel, peer=name), psutil.Process(pids[name]))
-        for name, channel in channels.items()
-    ]
     texts = _texts(settings)
-    try:
+    async with AsyncExitStack() as stack:
+        sides = []
+        for name, target in targets.items():
+            client = AsyncRewardClient(target)
+            stack.push_async_callback(client.aclose)
+            coordinator = await stack.enter_async_context(coordinator_of(target, batch=settings.batch))
+            sides.append(_Side(name, client, coordinator, psutil.Process(pids[name])))
         cpu = await _measure_cpu(settings, sides, texts)
         if run.profile is not None:
             side = next(side for side in sides if side.name == HERE)
@@ -123,9 +128,6 @@ async def _measure(
                 await _run_calls(settings, side, texts)
             run.profile.end()
         return {"cpu": cpu, "open_loop": await _measure_open_loop(settings, sides, texts) if settings.seconds else {}}
-    finally:
-        for channel in channels.values():
-            await channel.close()
 
 
 def _texts(settings: RewardSettings) -> list[tuple[str, str]]:
@@ -141,7 +143,7 @@ def _texts(settings: RewardSettings) -> list[tuple[str, str]]:
 
 
 def make_item(number: int, prompt: str, completion: str) -> pb.ScoreItem:
-    """Return an item with what `fourfold_coordinator.training.scoring.score_item` puts into one."""
+    """Return an item with what the coordinator puts into one."""
     return pb.ScoreItem(
         experience=Experience(sample_id=f"s{number}", group_id=f"g{number // 8}"),
         prompt_text=prompt,
@@ -161,7 +163,7 @@ async def _measure_cpu(
     runs: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
     for side in sides:
         for _ in range(_WARM_UP_CALLS):
-            await _call(side, texts)
+            await _call(side, trajectories_of(texts))
     for number in range(settings.runs):
         say(f"run {number + 1} of {settings.runs}")
         for side in sides:
@@ -173,11 +175,12 @@ async def _measure_cpu(
 
 
 async def _run_calls(settings: RewardSettings, side: _Side, texts: Sequence[tuple[str, str]]) -> dict[str, float]:
+    trajectories = trajectories_of(texts)
     service, workers = side.cpu_seconds()
-    caller, began = time.process_time(), time.monotonic()
+    coordinator, began = time.process_time(), time.monotonic()
     for _ in range(settings.calls):
-        await _call(side, texts)
-    caller, took = time.process_time() - caller, time.monotonic() - began
+        await _call(side, trajectories)
+    coordinator, took = time.process_time() - coordinator, time.monotonic() - began
     after = side.cpu_seconds()
     per_sample = 1e6 / (settings.calls * len(texts))
     service, workers = (after[0] - service) * per_sample, (after[1] - workers) * per_sample
@@ -185,19 +188,16 @@ async def _run_calls(settings: RewardSettings, side: _Side, texts: Sequence[tupl
         "scorer_us": round(service + workers, 2),
         "service_us": round(service, 2),
         "workers_us": round(workers, 2),
-        "caller_us": round(caller * per_sample, 2),
+        "coordinator_us": round(coordinator * per_sample, 2),
         "samples_per_second": round(settings.calls * len(texts) / took, 1),
     }
 
 
-async def _call(side: _Side, texts: Sequence[tuple[str, str]]) -> None:
-    items = [make_item(number, prompt, completion) for number, (prompt, completion) in enumerate(texts)]
-    scores = await side.client.score(items, timeout=_CALL_SECONDS)
-    if any(s.score != len(completion) for s, (_, completion) in zip(scores, texts, strict=True)):
-        bad = next(
-            score for score, (_, completion) in zip(scores, texts, strict=True) if score.score != len(completion)
-        )
-        raise Internal(f"{side.name}: a score is not that of the function: {bad}")
+async def _call(side: _Side, trajectories: Sequence[Trajectory]) -> None:
+    async with asyncio.timeout(_CALL_SECONDS):
+        scored = await side.coordinator.score(trajectories)
+    if wrong := [t for t in scored if t.sample.score != len(t.completion)]:
+        raise Internal(f"{side.name}: a score is not that of the function: {wrong[0].sample.score}")
 
 
 # -- open loop --------------------------------------------------------------------------------------------------------

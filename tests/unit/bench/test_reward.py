@@ -37,7 +37,13 @@ def _load(**changes: float) -> dict[str, Any]:
 
 
 def test_table_and_goals() -> None:
-    cost = {"scorer_us": 60.0, "service_us": 40.0, "workers_us": 20.0, "caller_us": 18.0, "samples_per_second": 6000.0}
+    cost = {
+        "scorer_us": 60.0,
+        "service_us": 40.0,
+        "workers_us": 20.0,
+        "coordinator_us": 18.0,
+        "samples_per_second": 6000.0,
+    }
     results: dict[str, Any] = {"cpu": {HERE: cost}, "open_loop": {HERE: {"none hang": _load(), "hanging": _load()}}}
     document = {"parameters": settings().document(), "results": results}
     lines = BENCHMARK.table(document)
@@ -46,8 +52,8 @@ def test_table_and_goals() -> None:
     assert "1 % of them hang for 5 s" in lines[5]
     assert BENCHMARK.failures(document) == []
     results["open_loop"][HERE]["hanging"] = _load(service_mib_last=90.0, wrong=3)
-    results["cpu"][HERE] = cost | {"caller_us": 81.0}
-    assert [failure.split()[0] for failure in BENCHMARK.failures(document)] == ["caller_us", "the", "3"]
+    results["cpu"][HERE] = cost | {"coordinator_us": 81.0}
+    assert [failure.split()[0] for failure in BENCHMARK.failures(document)] == ["coordinator_us", "the", "3"]
 
 
 def test_a_small_run_measures_a_service(tmp_path: Path) -> None:

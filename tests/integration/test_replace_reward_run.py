@@ -1,7 +1,7 @@
 """`fourfold run` with everything real, whose reward is replaced by `fourfold reward` while it goes on.
 
 The first service gives way to a second one; a third one is broken in three ways, and is rolled back; a fourth one is a
-canary for a quarter of the groups, and is promoted. With FOURFOLD_REPLACE_RESULTS=DIR the outcome is written there.
+canary for a quarter of the groups, and is promoted. At last the second one is a shadow of it. With FOURFOLD_REPLACE_RESULTS=DIR the outcome is written there.
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ def test_the_reward_is_replaced_three_times_and_nothing_is_lost(run: Run, tmp_pa
         assert "25% of the groups" in run.reward("canary", "reward", "--target", fourth, "--share", "0.25")
         run.wait_for_step(len(run.rows("metrics.jsonl")) + 5)
         run.reward("promote", "reward")
+        run.reward("shadow", "reward", "--target", second, "--gradients")
+        run.wait_for_step(len(run.rows("metrics.jsonl")) + 4)
+        listed = run.reward("list")
+        assert "gradient cosine" in listed and f"shadow    length@2 at {second}" in listed, listed
         output, errors = run.process.communicate(timeout=240)
     assert run.process.returncode == 0, errors + logs_of(run.folder)
     check(run, stalls, output)
@@ -140,7 +144,10 @@ def check(run: Run, stalls: dict[str, float], output: str) -> None:
     changes_of = [version for index, version in enumerate(order) if not index or version != order[index - 1]]
     assert changes_of[1:] == ["2", "3", "2", "4"], changes_of
     changes = [(entry["change"], entry["scorer"]) for entry in report["scorers"]["changes"]]
-    assert changes == [(name, "reward") for name in ("swap", "swap", "rollback", "canary", "promote")]
+    assert changes == [(name, "reward") for name in ("swap", "swap", "rollback", "canary", "promote", "shadow")]
+    cosines = [row["shadow/gradient_cosine"] for row in metrics if "shadow/gradient_cosine" in row]
+    # Scores of the two versions differ by a constant, which no comparison within a group sees.
+    assert len(cosines) >= 3 and min(cosines) > 0.999, cosines
     kinds = {row["kind"] for row in report["faults"]}
     assert {"NOT_FINITE", "WRONG_COUNT"} <= kinds, kinds
     assert not alive({run.process.pid})

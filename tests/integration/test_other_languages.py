@@ -197,6 +197,66 @@ async def test_the_reward_service_tells_what_it_cannot_judge(typescript: tuple[P
                 assert caught.value.reason == reason
 
 
+_BROKEN_SCORER = """
+import * as grpc from "@grpc/grpc-js";
+import { addRewardService } from "./service.js";
+
+async function score(item) {
+  switch (item.completionText) {
+    case "slow": await new Promise((done) => setTimeout(done, 60_000));
+    case "nan": return { score: NaN };
+    case "large": return { score: 1, components: { part: 1e300 } };
+    case "nothing": return undefined;
+    case "throws": throw new Error("line 1\\nline 2" + "x".repeat(2000));
+    default: return { score: 0 };
+  }
+}
+
+const server = new grpc.Server();
+addRewardService(server, { name: "broken@1", pure: false, score }, () => undefined);
+server.bindAsync("127.0.0.1:0", grpc.ServerCredentials.createInsecure(), (_, port) => {
+  console.log(`READY 127.0.0.1:${port}`);
+});
+"""
+
+
+async def test_no_fault_of_a_scorer_becomes_a_score(typescript: tuple[Path, Command]) -> None:
+    (typescript[0] / "dist/reward/broken.js").write_text(_BROKEN_SCORER)
+    with serving(typescript, program="reward/broken") as service:
+        async with open_channel(service.target, None) as channel:
+            client = AsyncRewardClient(channel, peer="service")
+            texts = ["zero", "slow", "nan", "large", "nothing", "throws"]
+            request = reward.ScoreRequest(items=[_item(text, text) for text in texts])
+            # Not by the client, which makes an error of a score that is not finite.
+            first, *others = (await RewardServiceStub(channel).Score(request, timeout=2)).scores
+            assert first.HasField("score") and first.score == 0
+            reasons = ["TIMEOUT", "NOT_FINITE", "NOT_FINITE", "RAISED", "RAISED"]
+            assert [score.error.reason for score in others] == reasons
+            assert others[-1].error.message.startswith("Error: line 1 line 2xx")
+            # Samples that wait: 8 calls fill the service until their caller leaves.
+            calls = [asyncio.ensure_future(client.score(_slow_items(number), timeout=60)) for number in range(8)]
+            async with asyncio.timeout(30):
+                while await _is_free(client):
+                    await asyncio.sleep(0.05)
+                for call in calls:
+                    call.cancel()
+                while not await _is_free(client):
+                    await asyncio.sleep(0.05)
+
+
+async def _is_free(client: AsyncRewardClient) -> bool:
+    try:
+        (score,) = await client.score([_item("one", "zero")], timeout=10)
+        return score.HasField("score")
+    except Overloaded as error:
+        assert (error.reason, error.retry_after) == ("TOO_MANY_SAMPLES", 1.0)
+        return False
+
+
+def _slow_items(number: int) -> list[reward.ScoreItem]:
+    return [_item(f"s{number}-{index}", "slow") for index in range(1024)]
+
+
 async def test_the_reward_service_answers_only_coordinators_of_its_deployment(
     typescript: tuple[Path, Command], tmp_path: Path
 ) -> None:
@@ -270,6 +330,11 @@ async def test_the_reward_service_stays_a_member_whatever_happens_to_the_coordin
             member = await first.member(renewals=5)
             assert (member.member_id, member.target, member.pool) == ("reward-0", service.target, "math")
             assert first.calls["Register"] == 1 and first.changes == [MemberChange.JOINED]
+            service.send(signal.SIGSTOP)
+            while not first.registry.expire():
+                await asyncio.sleep(0.02)
+            service.send(signal.SIGCONT)
+            assert await first.member() == member
             # A coordinator that knows no lease, at once; then one that comes back after a while.
             await server.stop(0)
             server, _ = await second.serve(target, security)

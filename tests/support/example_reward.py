@@ -22,9 +22,12 @@ class RewardProcess:
     def __init__(self, process: subprocess.Popen[str], target: str) -> None:
         self._process, self.target = process, target
 
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal; return the exit code."""
-        self._process.send_signal(number)
+        self.send(number)
         return self.wait()[0]
 
     def wait(self) -> tuple[int, str]:
@@ -32,17 +35,13 @@ class RewardProcess:
         _, errors = self._process.communicate(timeout=SECONDS)
         return self._process.returncode, errors
 
-    @property
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
 
 @contextmanager
-def serving(example: tuple[Path, Command], *words: str) -> Iterator[RewardProcess]:
+def serving(example: tuple[Path, Command], *words: str, program: str = "reward/main") -> Iterator[RewardProcess]:
     """Start a service, `words` being its arguments; kill it at the end of the block."""
     folder, command = example
     with subprocess.Popen(
-        [*command("reward/main"), *words],
+        [*command(program), *words],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

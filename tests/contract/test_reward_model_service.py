@@ -23,6 +23,7 @@ from fourfold.types.v1.experience_pb2 import Experience  # noqa: E402
 from fourfold_reward.models.backend import RewardModelBackend  # noqa: E402
 from fourfold_reward.servicer import RewardServicer  # noqa: E402
 from tests.conftest import Serve  # noqa: E402
+from tests.fakes.stage import until  # noqa: E402
 from tests.support.reward_models import plain_scores, write_reward_model  # noqa: E402
 
 pytestmark = pytest.mark.integration  # torch and transformers take seconds to import
@@ -106,4 +107,4 @@ async def test_a_full_queue_is_told_to_the_caller(connect: Connect) -> None:
     refused = [result for result in results if isinstance(result, Overloaded)]
     assert refused and refused[0].retry_after and len(refused) < 8
     assert all(isinstance(result, list | Overloaded) for result in results)
-    assert (backend.waiting_samples, backend.busy) == (0, 0)
+    await until(lambda: (backend.waiting_samples, backend.busy) == (0, 0))

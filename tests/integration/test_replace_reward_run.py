@@ -1,7 +1,8 @@
 """`fourfold run` with everything real, whose reward is replaced by `fourfold reward` while it goes on.
 
 The first service gives way to a second one; a third one is broken in three ways, and is rolled back; a fourth one is a
-canary for a quarter of the groups, and is promoted. At last the second one is a shadow of it. With FOURFOLD_REPLACE_RESULTS=DIR the outcome is written there.
+canary for a quarter of the groups, and is promoted. At last the second one is a shadow of it. With
+FOURFOLD_REPLACE_RESULTS=DIR the outcome is written there.
 """
 
 from __future__ import annotations

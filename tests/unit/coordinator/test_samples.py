@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from fourfold.arrays import Sample, VersionSpan
+from fourfold.arrays import Sample, ScoreTerm, VersionSpan
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.state.samples import Trajectory, to_lines
 
@@ -25,6 +25,7 @@ def trajectory(text: str) -> Trajectory:
         temperature=1.0,
         score=0.3,
         scorer="exact@1",
+        terms=(ScoreTerm(name="right", scorer="exact@1", score=0.6, weight=0.5),),
     )
     prompt = Prompt(index=0, text="a\t\u00e9", token_ids=mask[:1], answer='"', metadata_json="{}", group_key="0")
     return Trajectory(prompt=prompt, sample=sample, completion=text, dropped="FILTERED")
@@ -36,7 +37,7 @@ def test_a_line_has_the_documented_keys_in_order() -> None:
         '{"step": 3, "sample_id": "p-0-0", "group_id": "p-0", "prompt": "a\\t\u00e9", "completion": "12", '
         '"answer": "\\"", "prompt_tokens": 1, "completion_tokens": 2, "logprob_mean": -0.75, '
         '"version_spans": [[-1, 1], [2, 2]], "truncated": false, "score": 0.3, "scorer": "exact@1", '
-        '"dropped": "FILTERED"}'
+        '"terms": {"right": [0.6, 0.5, "exact@1"]}, "dropped": "FILTERED"}'
     )
 
 

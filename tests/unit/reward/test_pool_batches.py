@@ -202,6 +202,7 @@ async def test_sample_that_is_only_slow_keeps_its_worker(
     assert (await score(pool, "ok 5"))[0].score == 5.0
 
 
+@pytest.mark.slow
 async def test_extra_workers_are_bounded_and_end_with_the_stuck_ones(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -527,6 +527,7 @@ async def test_a_lost_gpu_ends_all_calls_and_the_service(folder: Path, monkeypat
     await backend.close()
 
 
+@pytest.mark.slow
 async def test_memory_stays_flat_over_many_calls(folder: Path) -> None:
     import gc
 

@@ -55,7 +55,7 @@ _HELP: Final = {
     "chat": "chat with a model folder through a rollout service",
     "bench": "measure weight updates, sampling or whole steps on this machine",
     "certs": "make a private CA, certificates of members and tokens of agents, for [security]",
-    "conformance": "check a reward service of your own against the contract",
+    "conformance": "check a service of your own against the contract: reward, rollout or gateway",
     "proto": "write the .proto files and the descriptor set, for clients in other languages",
 }
 

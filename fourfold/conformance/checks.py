@@ -7,7 +7,7 @@ Skipped if the rule does not concern this service.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
@@ -51,8 +51,9 @@ class Finding:
 class Checks(Generic[Probe]):
     """The checks of one kind of service, in the order of their definition."""
 
-    def __init__(self) -> None:
-        self._checks: list[Check[Probe]] = []
+    def __init__(self, *parts: Checks[Probe]) -> None:
+        """Join the checks of several parts, or begin without any."""
+        self._checks: list[Check[Probe]] = [check for part in parts for check in part._checks]
 
     def add(self, work: Callable[[Probe], Awaitable[None]]) -> Callable[[Probe], Awaitable[None]]:
         """Add a check, as a decorator. Its name is that of the function, its rule the first line of the docstring."""
@@ -60,13 +61,24 @@ class Checks(Generic[Probe]):
         self._checks.append(Check(work.__name__.removeprefix("check_"), rule, work))
         return work
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the checks, in order."""
+        return [check.name for check in self._checks]
+
     async def run(
-        self, probe: Probe, *, on_finding: Callable[[Finding], None] = lambda finding: None
+        self,
+        probe: Probe,
+        *,
+        only: Collection[str] = (),
+        on_finding: Callable[[Finding], None] = lambda finding: None,
     ) -> Sequence[Finding]:
-        """Run all checks; after one without an answer the others are not run."""
+        """Run all checks, or those of the names `only`; after one without an answer the others are not run."""
         findings: list[Finding] = []
         reason = ""
         for check in self._checks:
+            if only and check.name not in only:
+                continue
             began = time.monotonic()
             if reason:
                 finding = Finding(check.name, check.rule, "not run", reason)

@@ -1,0 +1,462 @@
+"""Checks that a service registers at a coordinator and keeps its lease, with a coordinator that fails on purpose.
+
+One service at a time registers there. `MembershipProbe.launcher` starts and ends it; without one, the rules that need a
+second start are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+import grpc
+import psutil
+
+from fourfold.conformance.calls import unary
+from fourfold.conformance.checks import Checks, Skipped, Violation
+from fourfold.conformance.coordinator import Call, FakeCoordinator, LeaseRecord
+from fourfold.coordinator.v1 import membership_service_pb2 as pb
+from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError
+from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
+from fourfold.rpc.channel import join_target, split_target
+from fourfold.rpc.codec import ID_PATTERN
+from fourfold.security.access import Security
+
+REGISTRATION: Final = Checks["MembershipProbe"]()
+MEMBERSHIP: Final = Checks["MembershipProbe"]()
+_INCARNATION: Final = re.compile(r"[0-9a-f]{32}")
+_POLL_SECONDS: Final = 0.02
+_SLACK_SECONDS: Final = 0.5
+"""Delay of a KeepAlive that a busy machine explains."""
+RETURN_SECONDS: Final = 15.0
+"""Time in which a service registers again: pauses between attempts grow to 5 s, and so do those of its connection."""
+_CALLS_PER_SECOND: Final = 10.0
+"""More calls of one service, while the coordinator is unavailable, are no back-off."""
+_BURST: Final = 10
+END_SECONDS: Final = 30.0
+_NO_LAUNCHER: Final = "the service was started by hand; give --start COMMAND"
+
+
+class Launcher(Protocol):
+    """Starts and ends the service under test."""
+
+    async def start(self) -> None:
+        """Start it once more."""
+
+    async def terminate(self) -> None:
+        """Send it SIGTERM, and return at once."""
+
+    async def ended(self) -> bool:
+        """Return whether it has ended."""
+
+    def dialled(self) -> set[str]:
+        """Return the remote addresses HOST:PORT of the connections that it made."""
+
+    async def close(self) -> None:
+        """Kill what is left of it."""
+
+
+class Started:
+    """A service that a command starts, in a process group of its own."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Prepare; `command` is a program with its arguments."""
+        self._command = command
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the command. Its output goes to stderr."""
+        await self.close()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=2, start_new_session=True
+            )
+        except OSError as error:
+            raise ConfigError(f"--start {self._command[0]}: it cannot be started: {error.strerror or error}") from None
+
+    async def terminate(self) -> None:
+        """Send SIGTERM to the process, not to its children."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+
+    async def ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self._process is None or self._process.returncode is not None
+
+    def dialled(self) -> set[str]:
+        """Return the remote addresses of connections that the process or its descendants made."""
+        found, listening = set[str](), set[int]()
+        with suppress(psutil.Error):
+            assert self._process is not None
+            process = psutil.Process(self._process.pid)
+            for each in (process, *process.children(recursive=True)):
+                for connection in each.net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        listening.add(connection.laddr.port)
+                    elif connection.raddr and connection.laddr.port not in listening:
+                        found.add(join_target(connection.raddr.ip.removeprefix("::ffff:"), connection.raddr.port))
+        return found
+
+    async def close(self) -> None:
+        """Kill the process group that is left."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+class MembershipProbe:
+    """Plays the coordinator for one service. An async context manager."""
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        security: Security | None,
+        seconds: float,
+        ttl: float,
+        launcher: Launcher | None,
+        open_target: Callable[[str], grpc.aio.Channel],
+        role: pb.Role.ValueType = pb.ROLE_REWARD,
+    ) -> None:
+        """Prepare; nothing listens yet.
+
+        Args:
+            listen: HOST:PORT of the coordinator; port 0 takes a free one.
+            security: certificates of a coordinator; None: no TLS.
+            seconds: limit of a call, and of the wait for the first registration.
+            ttl: time to live of leases.
+            launcher: starts the service; None: it is started by hand.
+            open_target: opens a channel to the service.
+            role: role that it must register with.
+        """
+        self.listen, self.seconds, self.ttl, self.launcher = listen, seconds, ttl, launcher
+        self.coordinator = FakeCoordinator(ttl=ttl, security=security)
+        self.open_target, self.role = open_target, role
+        self.target = ""
+        """Address that the service registered with."""
+        self.dialled = set[str]()
+
+    async def __aenter__(self) -> Self:
+        self.listen = await self.coordinator.start(self.listen)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.launcher is not None:
+            await self.launcher.close()
+        await self.coordinator.stop()
+
+    @property
+    def now(self) -> float:
+        """Time by the clock of the event loop."""
+        return asyncio.get_running_loop().time()
+
+    def longest_gap(self, ttl: float) -> float:
+        """Return the longest time between two renewals of a lease, with some slack."""
+        return ttl / 3 + max(ttl / 6, _SLACK_SECONDS)
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a condition; return false after `seconds`. Notes the connections of the service meanwhile."""
+        end = self.now + seconds
+        while not condition():
+            if self.now >= end:
+                return False
+            await asyncio.sleep(_POLL_SECONDS)
+            if self.launcher is not None:
+                self.dialled |= self.launcher.dialled()
+        return True
+
+    async def watch(self, seconds: float) -> None:
+        """Let the service work for a while."""
+        await self.until(lambda: False, seconds)
+
+    async def registered(self, seconds: float, what: str) -> LeaseRecord:
+        """Wait for a valid lease; raise Violation if there is none in time."""
+        if not await self.until(lambda: self.coordinator.lease is not None, seconds):
+            raise Violation(f"{what}, the service did not register in {seconds:g} s")
+        assert self.coordinator.lease is not None
+        return self.coordinator.lease
+
+    async def member(self) -> LeaseRecord:
+        """Return the valid lease; wait for one if there is none now."""
+        return await self.registered(RETURN_SECONDS, "at the begin of the check")
+
+    async def answers(self) -> reward.GetInfoResponse:
+        """Ask the service for its name; raise its error."""
+        async with self.open_target(self.target) as channel:
+            stub = RewardServiceStub(channel)
+            peer = f"service at {self.target}"
+            info: reward.GetInfoResponse = await unary(
+                stub.GetInfo, reward.GetInfoRequest(), peer=peer, seconds=self.seconds
+            )
+            return info
+
+    def require_launcher(self) -> Launcher:
+        """Return the launcher; raise Skipped without one."""
+        if self.launcher is None:
+            raise Skipped(_NO_LAUNCHER)
+        return self.launcher
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+@REGISTRATION.add
+async def check_register(probe: MembershipProbe) -> None:
+    """Register has id, incarnation, role, an address that can be dialled, the hash of GetInfo, and a deadline."""
+    if probe.launcher is not None:
+        await probe.launcher.start()
+    if not await probe.until(lambda: probe.coordinator.lease is not None, probe.seconds):
+        raise DeadlinePassed(f"no service registered at {probe.listen} in {probe.seconds:g} s; is it started?")
+    lease = await probe.member()
+    _check_request(probe, lease)
+    probe.target = lease.request.target
+    info = await probe.answers()
+    if info.tokenizer_sha256 != lease.request.tokenizer_sha256:
+        theirs = lease.request.tokenizer_sha256
+        if theirs or info.tokenizer_sha256:
+            raise Violation(
+                f"tokenizer_sha256 of Register is {theirs.hex()[:12] or 'empty'}, and that of GetInfo "
+                f"{info.tokenizer_sha256.hex()[:12] or 'empty'}; both must be equal"
+            )
+
+
+def _check_request(probe: MembershipProbe, lease: LeaseRecord) -> None:
+    request = lease.request
+    if not ID_PATTERN.fullmatch(request.member_id):
+        raise Violation(f"member_id is {request.member_id[:140]!r}; it must be [A-Za-z0-9_-]{{1,128}}")
+    incarnation = request.incarnation
+    if not _INCARNATION.fullmatch(incarnation) or len(set(incarnation)) < 4:
+        raise Violation(
+            f"incarnation is {incarnation[:80]!r}; it must be a random UUID, 32 lower-case hexadecimal digits"
+        )
+    if request.role != probe.role:
+        names = pb.Role.Name(probe.role), str(request.role)
+        raise Violation(f"role is {names[1]}; a service of this kind registers with {names[0]} ({probe.role})")
+    try:
+        _, port = split_target(request.target)
+    except ConfigError as error:
+        raise Violation(f"target: {error.message}") from None
+    if not port:
+        raise Violation(f"target is {request.target!r}; port 0 cannot be dialled: register after the port is bound")
+    if len(request.tokenizer_sha256) not in (0, 32):
+        raise Violation(f"tokenizer_sha256 has {len(request.tokenizer_sha256)} bytes; it must have 32 or none")
+    if lease.peer_fault:
+        raise Violation(f"the certificate of the service: {lease.peer_fault}")
+    _require_deadlines(probe.coordinator.calls)
+
+
+def _require_deadlines(calls: Sequence[Call]) -> None:
+    if bad := next((call.method for call in calls if not call.has_deadline), ""):
+        raise Violation(f"{bad} came without a deadline; every call needs one")
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+@MEMBERSHIP.add
+async def check_keep_alive(probe: MembershipProbe) -> None:
+    """KeepAlive comes three times per time to live, with the token of the lease, also while samples are scored."""
+    lease = await probe.member()
+    await probe.until(lambda: probe.now > lease.granted + 2 * probe.ttl, 2 * probe.ttl)
+    _check_gaps(probe, lease.granted, probe.ttl)
+    if probe.coordinator.lease is not lease:
+        raise Violation("the service registered again, and its lease was valid; a lease is renewed with KeepAlive")
+
+
+@MEMBERSHIP.add
+async def check_new_time_to_live(probe: MembershipProbe) -> None:
+    """KeepAlive follows the time to live of the last response."""
+    await probe.member()
+    ttl = probe.coordinator.ttl = probe.ttl * 0.5
+    try:
+        begin = probe.now
+        heard = await probe.until(
+            lambda: bool(probe.coordinator.since(begin, "KeepAlive")), probe.longest_gap(probe.ttl)
+        )
+        begin = probe.now
+        await probe.watch(2 * ttl)
+        if not heard:
+            raise Violation(f"no KeepAlive came in {probe.longest_gap(probe.ttl):.2f} s")
+        _check_gaps(probe, begin, ttl)
+    finally:
+        probe.coordinator.ttl = probe.ttl
+        begin = probe.now
+        await probe.until(lambda: bool(probe.coordinator.since(begin, "KeepAlive")), ttl)
+
+
+def _check_gaps(probe: MembershipProbe, begin: float, ttl: float) -> None:
+    """Check the times between renewals from `begin` until now."""
+    calls = probe.coordinator.since(begin, "KeepAlive")
+    times = [begin, *(call.at for call in calls), probe.now]
+    longest = max(after - before for before, after in itertools.pairwise(times))
+    if longest > (limit := probe.longest_gap(ttl)):
+        raise Violation(
+            f"{longest:.2f} s passed without a KeepAlive, with a time to live of {ttl:g} s; send one every "
+            f"{ttl / 3:.2f} s (more than {limit:.2f} s is too late)"
+        )
+    most = _BURST + 10 * (probe.now - begin) / ttl
+    if len(calls) > most:
+        raise Violation(
+            f"{len(calls)} KeepAlive calls came in {probe.now - begin:.1f} s; send one every {ttl / 3:.2f} s"
+        )
+    if any(call.failed for call in calls):
+        raise Violation(
+            f"KeepAlive was answered with {next(c.failed for c in calls if c.failed)}: an unknown lease_token"
+        )
+    _require_deadlines(calls)
+
+
+@MEMBERSHIP.add
+async def check_lost_lease(probe: MembershipProbe) -> None:
+    """After NOT_FOUND the service registers again, with the same member_id and incarnation."""
+    lease, begin = await probe.member(), probe.now
+    probe.coordinator.forget()
+    again = await probe.registered(probe.ttl + RETURN_SECONDS, "after a KeepAlive with NOT_FOUND")
+    _check_same_process(lease, again)
+    refused = [call for call in probe.coordinator.since(begin, "KeepAlive") if call.failed]
+    if len(refused) > 1:
+        raise Violation(f"{len(refused)} KeepAlive calls came with a lease that was NOT_FOUND; register again at once")
+    await probe.watch(probe.longest_gap(probe.ttl))
+    if any(call.failed for call in probe.coordinator.since(again.granted, "KeepAlive")):
+        raise Violation("after it had registered again, the service renewed its old lease")
+
+
+@MEMBERSHIP.add
+async def check_unavailable(probe: MembershipProbe) -> None:
+    """While the coordinator is UNAVAILABLE the service goes on, tries again with pauses, and registers afterwards."""
+    lease, begin = await probe.member(), probe.now
+    seconds = 1.5 * probe.ttl
+    probe.coordinator.unavailable = True
+    try:
+        await probe.watch(seconds)
+        await _check_alive(probe, "while the coordinator was unavailable")
+    finally:
+        probe.coordinator.unavailable = False
+        probe.coordinator.forget()
+    count, most = len(probe.coordinator.since(begin)), _BURST + seconds * _CALLS_PER_SECOND
+    if count > most:
+        raise Violation(
+            f"{count} calls came in {seconds:.1f} s of UNAVAILABLE; begin with pauses of 100 to 200 ms, and double "
+            f"them up to 5 s"
+        )
+    if not count:
+        raise Violation(f"no call came in {seconds:.1f} s of UNAVAILABLE; try again")
+    _check_same_process(lease, await probe.registered(RETURN_SECONDS, "after UNAVAILABLE"))
+
+
+@MEMBERSHIP.add
+async def check_coordinator_restart(probe: MembershipProbe) -> None:
+    """A coordinator that ends and starts again at its address gets a registration of the same process."""
+    lease = await probe.member()
+    await probe.coordinator.stop()
+    try:
+        await probe.watch(probe.ttl)
+    finally:
+        await probe.coordinator.start(probe.listen)
+    _check_same_process(lease, await probe.registered(RETURN_SECONDS, "after a restart of the coordinator"))
+    await _check_alive(probe, "after a restart of the coordinator")
+
+
+def _check_same_process(before: LeaseRecord, after: LeaseRecord) -> None:
+    for name in ("member_id", "incarnation", "role", "target", "tokenizer_sha256", "scorer"):
+        old, new = getattr(before.request, name), getattr(after.request, name)
+        if old != new:
+            raise Violation(
+                f"{name} of the second registration of one process is {str(new)[:80]!r}, after {str(old)[:80]!r}"
+            )
+
+
+async def _check_alive(probe: MembershipProbe, when: str) -> None:
+    try:
+        await probe.answers()
+    except FourfoldError as error:
+        raise Violation(f"{when} the service itself had no answer ({error.message[:200]})") from None
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+@MEMBERSHIP.add
+async def check_dialled(probe: MembershipProbe) -> None:
+    """While nothing is scored, the service dials the coordinator's address alone."""
+    launcher = probe.require_launcher()
+    await probe.member()
+    await probe.watch(probe.ttl)
+    probe.dialled |= launcher.dialled()
+    host, port = split_target(probe.listen)
+    ours = {join_target(name, port) for name in (host, *(("127.0.0.1", "::1") if host == "localhost" else ()))}
+    if others := sorted(probe.dialled - ours):
+        raise Violation(f"the service dialled {', '.join(others[:5])}; the coordinator is at {probe.listen}")
+
+
+@MEMBERSHIP.add
+async def check_drain(probe: MembershipProbe) -> None:
+    """When KeepAlive requests a drain, the service deregisters, and ends."""
+    lease = await probe.member()
+    probe.coordinator.drain = True
+    try:
+        await _check_leaving(probe, lease, "a request to drain")
+    finally:
+        probe.coordinator.drain = False
+    if probe.launcher is None:
+        raise Skipped(f"it deregistered; whether it ends was not checked: {_NO_LAUNCHER}")
+
+
+async def _check_leaving(probe: MembershipProbe, lease: LeaseRecord, after: str) -> None:
+    """Wait until the service has returned its lease and has ended."""
+    begin = probe.now
+    seconds = probe.longest_gap(probe.ttl) + END_SECONDS
+    gone = lambda: any(c.token == lease.token for c in probe.coordinator.since(begin, "Deregister"))  # noqa: E731
+    if not await probe.until(gone, seconds):
+        raise Violation(f"no Deregister with the lease's token came in {seconds:.0f} s after {after}")
+    left = probe.now
+    if probe.launcher is not None:
+        end = probe.now + END_SECONDS
+        while not await probe.launcher.ended():
+            if probe.now > end:
+                raise Violation(f"the process did not end in {END_SECONDS:g} s after {after}")
+            await asyncio.sleep(_POLL_SECONDS)
+    if later := [call.method for call in probe.coordinator.since(left) if call.method != "Deregister"]:
+        raise Violation(f"{later[0]} came after Deregister; a service that has left stays away")
+
+
+@MEMBERSHIP.add
+async def check_second_start(probe: MembershipProbe) -> None:
+    """A new process of the service registers with the same member_id and a new incarnation."""
+    launcher = probe.require_launcher()
+    before = probe.coordinator.leases[-1]
+    await launcher.close()
+    probe.coordinator.forget()
+    known = {lease.request.incarnation for lease in probe.coordinator.leases}
+    await launcher.start()
+    lease = await probe.registered(probe.seconds, "after its second start")
+    if lease.request.incarnation in known:
+        raise Violation("the second process has the incarnation of the first; make a random one at each start")
+    if lease.request.member_id != before.request.member_id:
+        raise Violation(
+            f"member_id of the second process is {lease.request.member_id!r}, after {before.request.member_id!r}; it "
+            f"names the place of the service, and stays"
+        )
+
+
+@MEMBERSHIP.add
+async def check_sigterm(probe: MembershipProbe) -> None:
+    """On SIGTERM the service deregisters, and ends."""
+    launcher = probe.require_launcher()
+    if await launcher.ended():
+        await launcher.start()
+    lease = await probe.registered(probe.seconds, "after its start")
+    await launcher.terminate()
+    await _check_leaving(probe, lease, "SIGTERM")

@@ -1,0 +1,126 @@
+"""Membership in `fourfold conformance reward`: the services of this repository keep it, and faults are named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from fourfold.cli import main as cli_main
+from fourfold.conformance import membership
+from fourfold.conformance.checks import Finding
+from fourfold.conformance.membership import MEMBERSHIP, REGISTRATION, MembershipProbe, Started
+from fourfold.coordinator.v1 import membership_service_pb2 as pb
+from tests.conformance.conftest import FUNCTION
+from tests.conformance.toy_member import ToyMember
+
+TTL = 0.6
+SERVICE = """
+import fourfold
+from function import reward
+
+if __name__ == "__main__":
+    raise SystemExit(fourfold.serve_reward(reward, listen="127.0.0.1:0", coordinator="127.0.0.1:{port}"))
+"""
+
+
+def variant(**changes: Any) -> type[ToyMember]:
+    return type("Variant", (ToyMember,), changes)
+
+
+VARIANTS: dict[str, tuple[type[ToyMember], str]] = {
+    "another role": (variant(role=pb.ROLE_TRAINER), "register"),
+    "port 0": (variant(target=lambda self, port: "127.0.0.1:0"), "register"),
+    "a malformed address": (variant(target=lambda self, port: f"127.0.0.1 {port}"), "register"),
+    "an address where nothing listens": (variant(target=lambda self, port: "127.0.0.1:1"), "register"),
+    "another tokenizer": (variant(hash=b"h" * 32), "register"),
+    "no deadline": (variant(timeout=None), "register"),
+    "no keep-alive": (variant(factor=1000.0), "keep_alive"),
+    "one keep-alive per time to live": (variant(factor=3.5), "keep_alive"),
+    "keep-alive without a pause": (variant(factor=0.0), "keep_alive"),
+    "ignores a new time to live": (variant(first_ttl_only=True), "new_time_to_live"),
+    "stays out after NOT_FOUND": (variant(registers_again=False), "lost_lease"),
+    "renews the lost lease": (variant(keeps_old_token=True), "lost_lease"),
+    "a new incarnation for each registration": (variant(new_incarnation_each_time=True), "lost_lease"),
+    "no pause after UNAVAILABLE": (variant(pause=0.0), "unavailable"),
+    "ends when the coordinator is unavailable": (variant(exits_on_outage=True), "unavailable"),
+    "ends when the coordinator is gone": (variant(exits_on_outage=True), "coordinator_restart"),
+    "dials another address": (variant(dialled=lambda self: {self.coordinator, "192.0.2.1:443"}), "dialled"),
+    "ignores a request to drain": (variant(heeds_drain=False), "drain"),
+    "stays after a drain": (variant(ends=False), "drain"),
+    "the same incarnation after a restart": (variant(incarnations=False), "second_start"),
+    "another name after a restart": (variant(new_name=True), "second_start"),
+    "no Deregister on SIGTERM": (variant(deregisters=False), "sigterm"),
+}
+
+
+async def examine(member: ToyMember, *only: str, seconds: float = 5.0) -> list[Finding]:
+    probe = MembershipProbe(
+        listen="127.0.0.1:0",
+        security=None,
+        seconds=seconds,
+        ttl=TTL,
+        launcher=member,
+        open_target=lambda target: grpc.aio.insecure_channel(target),
+    )
+    async with probe:
+        member.coordinator = probe.listen
+        findings = [*await REGISTRATION.run(probe)]
+        if "register" not in only:
+            findings += await MEMBERSHIP.run(probe, only=only)
+    return findings
+
+
+def broken(findings: list[Finding]) -> set[str]:
+    return {finding.name for finding in findings if finding.status == "broken"}
+
+
+async def test_a_correct_service_passes() -> None:
+    findings = await examine(ToyMember())
+    assert {finding.status for finding in findings} == {"ok"}, findings
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+async def test_a_variant_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A correct service would need more time; a broken one never does it.
+    for constant, seconds in (("RETURN_SECONDS", 0.5), ("END_SECONDS", 0.5), ("_SLACK_SECONDS", 0.05)):
+        monkeypatch.setattr(membership, constant, seconds)
+    service, check = VARIANTS[name]
+    findings = await examine(service(), check, seconds=1.0)
+    assert check in broken(findings), [(f.name, f.status, f.text) for f in findings]
+
+
+async def test_a_service_that_never_registers_is_one_failure() -> None:
+    probe = MembershipProbe(
+        listen="127.0.0.1:0",
+        security=None,
+        seconds=0.2,
+        ttl=TTL,
+        launcher=None,
+        open_target=lambda target: grpc.aio.insecure_channel(target),
+    )
+    async with probe:
+        (finding,) = await REGISTRATION.run(probe)
+    assert finding.status == "broken" and "no service registered" in finding.text
+
+
+def test_serve_reward_keeps_its_membership(
+    tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "function.py").write_text(FUNCTION)
+    (tmp_path / "service.py").write_text(SERVICE.format(port=unused_port))
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
+    words = ["conformance", "reward", "--coordinator-listen", f"127.0.0.1:{unused_port}", "--ttl", "1.5"]
+    words += ["--start", f"{sys.executable} {tmp_path / 'service.py'}", "--only", "single"]
+    words += [word for name in MEMBERSHIP.names for word in ("--only", name)]
+    assert cli_main.main(words) == 0, capsys.readouterr().out
+    lines = capsys.readouterr().out
+    assert all(f"ok       {name} " in lines for name in ("register", "single", *MEMBERSHIP.names))
+
+
+async def test_a_command_that_cannot_be_started_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Exception, match="cannot be started"):
+        await Started(["/no/such/program"]).start()

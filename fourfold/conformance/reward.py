@@ -12,12 +12,12 @@ import numpy as np
 from google.rpc.code_pb2 import NOT_FOUND
 
 from fourfold.arrays import Sample, VersionSpan
+from fourfold.conformance.calls import unary
 from fourfold.conformance.checks import Checks, Skipped, Violation
 from fourfold.contract import contract_problem
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
 from fourfold.reward.client import ids_fault, rewards_fault, score_fault
 from fourfold.reward.v1 import reward_service_pb2 as pb
-from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.codec import encode
 from fourfold.text import MAX_ERROR
 
@@ -54,14 +54,17 @@ class RewardProbe:
 
     async def get_info(self) -> pb.GetInfoResponse:
         """Ask for name and limits."""
-        with translate_errors(peer=self.peer, name="GetInfo", timeout=self.seconds):
-            return await self.stub.GetInfo(pb.GetInfoRequest(), timeout=self.seconds)
+        info: pb.GetInfoResponse = await unary(
+            self.stub.GetInfo, pb.GetInfoRequest(), peer=self.peer, seconds=self.seconds
+        )
+        return info
 
     async def send(self, items: Sequence[pb.ScoreItem], *, seconds: float = 0.0) -> list[pb.SampleScore]:
         """Score items in one call; raise Violation if the response breaks a rule that every response must keep."""
         timeout = seconds or self.seconds
-        with translate_errors(peer=self.peer, name="Score", timeout=timeout):  # not `call`, which cleans texts
-            response = await self.stub.Score(pb.ScoreRequest(items=items), timeout=timeout)
+        response: pb.ScoreResponse = await unary(
+            self.stub.Score, pb.ScoreRequest(items=items), peer=self.peer, seconds=timeout
+        )
         _check_response(items, response)
         return list(response.scores)
 
@@ -256,6 +259,23 @@ async def check_ids_change_nothing(probe: RewardProbe) -> None:
         for item, score in zip(items, scores, strict=True):
             names = f"{items[0].experience.sample_id} and {item.experience.sample_id}"
             _require_same(scores[0], score, f"the same text with the ids {names}")
+
+
+@CHECKS.add
+async def check_pure(probe: RewardProbe) -> None:
+    """With pure = true, equal items have equal outcomes, whatever their ids, in any call and at any time."""
+    if not probe.info.pure:
+        raise Skipped("the service has pure = false")
+    size = probe.info.max_sample_count or _IDS
+    for text in (*_PLAIN[:3], "nan", ""):
+        known: pb.SampleScore | None = None
+        for number, others in enumerate((0, min(3, size - 1), 0)):
+            item = probe.item(f"pure-{number}", text, answer="12", metadata_json='{"k": 1}')
+            item.experience.group_id = f"g{number}"
+            item.experience.trajectory_id = f"trajectory-{number * 977}"
+            *_, score = await probe.send([*(probe.item(f"o{i}", _PLAIN[i % 5]) for i in range(others)), item])
+            _require_same(known or score, score, f"the item {text!r} of a pure scorer, with other ids")
+            known = known or score
 
 
 @CHECKS.add

@@ -239,8 +239,8 @@ VARIANTS: dict[str, tuple[type[AgentServicer], str]] = {
 async def examine(
     root: Path, servicer: type[AgentServicer], *only: str, seconds: float = 10.0, **options: Any
 ) -> list[Finding]:
-    async with gateway(root, servicer, **options) as (channel, _, url):
-        probe = GatewayProbe(channel=channel, peer="gateway", seconds=seconds, http=url)
+    async with gateway(root, servicer, **options) as running:
+        probe = GatewayProbe(channel=running.channel, peer="gateway", seconds=seconds, http=running.url)
         return list(await CHECKS.run(probe, only={"info", *only} if only else ()))
 
 
@@ -351,10 +351,10 @@ def proxy(url: str, change: Callable[[int, bytes], tuple[int, bytes]]) -> Iterat
 
 
 async def test_faults_of_the_http_api_are_named(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as (channel, _, url):
+    async with gateway(tmp_path) as running:
         for name, (change, check) in HTTP_VARIANTS.items():
-            with proxy(url, change) as changed:
-                probe = GatewayProbe(channel=channel, peer="gateway", seconds=10.0, http=changed)
+            with proxy(running.url, change) as changed:
+                probe = GatewayProbe(channel=running.channel, peer="gateway", seconds=10.0, http=changed)
                 findings = list(await CHECKS.run(probe, only={"info", check}))
             assert check in broken(findings), (name, [(f.name, f.status, f.text) for f in findings])
 

@@ -14,6 +14,7 @@ from fourfold.conformance import membership
 from fourfold.conformance.checks import Finding
 from fourfold.conformance.membership import MEMBERSHIP, REGISTRATION, MembershipProbe, Started
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
+from fourfold.security import certs
 from tests.conformance.conftest import FUNCTION
 from tests.conformance.toy_member import ToyMember
 
@@ -23,7 +24,8 @@ import fourfold
 from function import reward
 
 if __name__ == "__main__":
-    raise SystemExit(fourfold.serve_reward(reward, listen="127.0.0.1:0", coordinator="127.0.0.1:{port}"))
+    options = {{"listen": "127.0.0.1:0", "coordinator": "127.0.0.1:{port}", "certs": "{certs}"}}
+    raise SystemExit(fourfold.serve_reward(reward, **options))
 """
 
 
@@ -107,18 +109,24 @@ async def test_a_service_that_never_registers_is_one_failure() -> None:
     assert finding.status == "broken" and "no service registered" in finding.text
 
 
+@pytest.mark.parametrize("tls", [pytest.param(False, id="plain"), pytest.param(True, id="tls", marks=pytest.mark.slow)])
 def test_serve_reward_keeps_its_membership(
-    tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tls: bool, tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    names = MEMBERSHIP.names if tls else ("lost_lease", "drain")  # the others take long
+    folder = tmp_path / "certs"
+    if tls:
+        certs.make(folder)
     (tmp_path / "function.py").write_text(FUNCTION)
-    (tmp_path / "service.py").write_text(SERVICE.format(port=unused_port))
+    (tmp_path / "service.py").write_text(SERVICE.format(port=unused_port, certs=folder if tls else ""))
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
     words = ["conformance", "reward", "--coordinator-listen", f"127.0.0.1:{unused_port}", "--ttl", "1.5"]
     words += ["--start", f"{sys.executable} {tmp_path / 'service.py'}", "--only", "single"]
-    words += [word for name in MEMBERSHIP.names for word in ("--only", name)]
+    words += [word for name in names for word in ("--only", name)]
+    words += ["--certs", str(folder)] if tls else []
     assert cli_main.main(words) == 0, capsys.readouterr().out
     lines = capsys.readouterr().out
-    assert all(f"ok       {name} " in lines for name in ("register", "single", *MEMBERSHIP.names))
+    assert all(f"ok       {name} " in lines for name in ("register", "info", "single", *names))
 
 
 async def test_a_command_that_cannot_be_started_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServi
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.limits import Quotas
 from fourfold.rpc.server import Server
+from fourfold.security.access import Security
 from fourfold.security.principal import UNLIMITED, CallerLimits
 from fourfold_rollout.gateway.coordinator_link import CoordinatorLink
 from fourfold_rollout.gateway.core import GatewayCore
@@ -52,11 +54,27 @@ class Run(FakeRun):
         return task
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A running gateway."""
+
+    channel: grpc.aio.Channel
+    """To its port, without TLS."""
+    target: str
+    url: str
+    """Of its HTTP API."""
+
+
 @contextlib.asynccontextmanager
 async def gateway(
-    root: Path, servicer: type[AgentServicer] = AgentServicer, *, run: bool = True, limits: CallerLimits = UNLIMITED
-) -> AsyncIterator[tuple[grpc.aio.Channel, GatewayCore, str]]:
-    """Run a gateway; yield a channel to it, its core, and the URL of its HTTP API."""
+    root: Path,
+    servicer: type[AgentServicer] = AgentServicer,
+    *,
+    run: bool = True,
+    limits: CallerLimits = UNLIMITED,
+    security: Security | None = None,
+) -> AsyncIterator[Running]:
+    """Run a gateway; with `security` on a public port."""
     config = make_config(
         root,
         model={"max_context_tokens": CONTEXT},
@@ -67,18 +85,19 @@ async def gateway(
         tokenizer = Tokenizer.load(config.model.source)
         engine.sha256 = tokenizer.sha256
         target, quotas = await _engine(stack, engine), Quotas(lambda _: limits)
-        core = await _core(stack, config, tokenizer, root, quotas, target, run=run)
-        http = await serve_http(core, config.gateway, None)
+        core = await _core(stack, config, tokenizer, root, quotas, target, security, run=run)
+        http = await serve_http(core, config.gateway, security)
         stack.push_async_callback(http.stop, 0)
         core.http_url = http.url
-        server = Server(listen="127.0.0.1:0", security=None, quotas=quotas)
+        server = Server(listen="127.0.0.1:0", security=security, public=security is not None, quotas=quotas)
         service = pb.DESCRIPTOR.services_by_name["AgentService"]
         server.add(service, add_AgentServiceServicer_to_server, servicer(core))
-        channel = open_channel(await server.start(), None)
+        target = await server.start()
+        channel = open_channel(target, None)
         stack.push_async_callback(server.stop, 0)
         stack.push_async_callback(channel.close)
         server.set_ready(True)
-        yield channel, core, http.url
+        yield Running(channel=channel, target=target, url=http.url)
 
 
 async def _engine(stack: contextlib.AsyncExitStack, engine: ToyRollout) -> str:
@@ -101,6 +120,7 @@ async def _core(
     root: Path,
     quotas: Quotas,
     target: str,
+    security: Security | None,
     *,
     run: bool,
 ) -> GatewayCore:
@@ -114,7 +134,7 @@ async def _core(
         engines=engines,
         store=store,
         quotas=quotas,
-        security=None,
+        security=security,
     )
     tasks: list[asyncio.Task[Any]] = []
     if run:

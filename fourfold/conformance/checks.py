@@ -66,6 +66,11 @@ class Checks(Generic[Probe]):
         """Names of the checks, in order."""
         return [check.name for check in self._checks]
 
+    @property
+    def rules(self) -> dict[str, str]:
+        """The rule of each check, by its name, in order."""
+        return {check.name: check.rule for check in self._checks}
+
     async def run(
         self,
         probe: Probe,

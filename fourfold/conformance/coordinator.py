@@ -61,6 +61,8 @@ class FakeCoordinator(MembershipServiceServicer):
     security: Security | None = None
     unavailable: bool = False
     """Answer every call with UNAVAILABLE."""
+    refusal: FourfoldError | None = None
+    """Answer Register with this error; None: grant a lease."""
     drain: bool = False
     """Request a drain with each KeepAlive."""
     calls: list[Call] = field(default_factory=list)
@@ -112,6 +114,8 @@ class FakeCoordinator(MembershipServiceServicer):
         fault = self._peer_fault(context)
         if self.unavailable:
             await self._fail("Register", b"", context, Unavailable("the coordinator is starting"))
+        if self.refusal is not None:
+            await self._fail("Register", b"", context, self.refusal)
         now = _now()
         lease = LeaseRecord(secrets.token_bytes(16), request, now, now + self.ttl, fault)
         self.leases.append(lease)

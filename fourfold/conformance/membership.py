@@ -23,7 +23,7 @@ from fourfold.conformance.calls import unary
 from fourfold.conformance.checks import Checks, Skipped, Violation
 from fourfold.conformance.coordinator import Call, FakeCoordinator, LeaseRecord
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
-from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError
+from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, WrongState
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
 from fourfold.rpc.channel import join_target, split_target
@@ -34,6 +34,7 @@ REGISTRATION: Final = Checks["MembershipProbe"]()
 MEMBERSHIP: Final = Checks["MembershipProbe"]()
 _INCARNATION: Final = re.compile(r"[0-9a-f]{32}")
 _POLL_SECONDS: Final = 0.02
+_START_POLL_SECONDS: Final = 0.1
 _SLACK_SECONDS: Final = 0.5
 """Delay of a KeepAlive that a busy machine explains."""
 RETURN_SECONDS: Final = 15.0
@@ -54,8 +55,8 @@ class Launcher(Protocol):
     async def terminate(self) -> None:
         """Send it SIGTERM, and return at once."""
 
-    async def ended(self) -> bool:
-        """Return whether it has ended."""
+    async def exit_code(self) -> int | None:
+        """Return its exit code; None: it runs."""
 
     def dialled(self) -> set[str]:
         """Return the remote addresses HOST:PORT of the connections that it made."""
@@ -87,9 +88,9 @@ class Started:
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
-    async def ended(self) -> bool:
-        """Return whether the process has ended."""
-        return self._process is None or self._process.returncode is not None
+    async def exit_code(self) -> int | None:
+        """Return the exit code of the process; None: it runs."""
+        return 0 if self._process is None else self._process.returncode
 
     def dialled(self) -> set[str]:
         """Return the remote addresses of connections that the process or its descendants made."""
@@ -217,8 +218,12 @@ async def check_register(probe: MembershipProbe) -> None:
     """Register has id, incarnation, role, an address that can be dialled, the hash of GetInfo, and a deadline."""
     if probe.launcher is not None:
         await probe.launcher.start()
-    if not await probe.until(lambda: probe.coordinator.lease is not None, probe.seconds):
-        raise DeadlinePassed(f"no service registered at {probe.listen} in {probe.seconds:g} s; is it started?")
+    end = probe.now + probe.seconds
+    while not await probe.until(lambda: probe.coordinator.lease is not None, _START_POLL_SECONDS):
+        if probe.launcher is not None and (await probe.launcher.exit_code()) is not None:
+            raise Violation("the service ended before it registered; its output tells why")
+        if probe.now > end:
+            raise DeadlinePassed(f"no service registered at {probe.listen} in {probe.seconds:g} s; is it started?")
     lease = await probe.member()
     _check_request(probe, lease)
     probe.target = lease.request.target
@@ -243,7 +248,7 @@ def _check_request(probe: MembershipProbe, lease: LeaseRecord) -> None:
         )
     if request.role != probe.role:
         names = pb.Role.Name(probe.role), str(request.role)
-        raise Violation(f"role is {names[1]}; a service of this kind registers with {names[0]} ({probe.role})")
+        raise Violation(f"role is number {names[1]}; a service of this kind registers with {names[0]} ({probe.role})")
     try:
         _, port = split_target(request.target)
     except ConfigError as error:
@@ -298,8 +303,9 @@ async def check_new_time_to_live(probe: MembershipProbe) -> None:
 
 def _check_gaps(probe: MembershipProbe, begin: float, ttl: float) -> None:
     """Check the times between renewals from `begin` until now."""
-    calls = probe.coordinator.since(begin, "KeepAlive")
-    times = [begin, *(call.at for call in calls), probe.now]
+    renewals = [call for call in probe.coordinator.since(begin) if call.method != "Deregister"]
+    calls = [call for call in renewals if call.method == "KeepAlive"]
+    times = [begin, *(call.at for call in renewals), probe.now]
     longest = max(after - before for before, after in itertools.pairwise(times))
     if longest > (limit := probe.longest_gap(ttl)):
         raise Violation(
@@ -422,14 +428,21 @@ async def _check_leaving(probe: MembershipProbe, lease: LeaseRecord, after: str)
     if not await probe.until(gone, seconds):
         raise Violation(f"no Deregister with the lease's token came in {seconds:.0f} s after {after}")
     left = probe.now
-    if probe.launcher is not None:
-        end = probe.now + END_SECONDS
-        while not await probe.launcher.ended():
-            if probe.now > end:
-                raise Violation(f"the process did not end in {END_SECONDS:g} s after {after}")
-            await asyncio.sleep(_POLL_SECONDS)
+    code = 0 if probe.launcher is None else await _exit(probe, probe.launcher, after)
+    if code not in (0, 128 + signal.SIGTERM):
+        raise Violation(f"the process ended with exit code {code} after {after}; it must be 0")
     if later := [call.method for call in probe.coordinator.since(left) if call.method != "Deregister"]:
         raise Violation(f"{later[0]} came after Deregister; a service that has left stays away")
+
+
+async def _exit(probe: MembershipProbe, launcher: Launcher, after: str) -> int:
+    """Wait for the end of the process; return its exit code."""
+    end = probe.now + END_SECONDS
+    while (code := await launcher.exit_code()) is None:
+        if probe.now > end:
+            raise Violation(f"the process did not end in {END_SECONDS:g} s after {after}")
+        await asyncio.sleep(_POLL_SECONDS)
+    return code
 
 
 @MEMBERSHIP.add
@@ -455,8 +468,30 @@ async def check_second_start(probe: MembershipProbe) -> None:
 async def check_sigterm(probe: MembershipProbe) -> None:
     """On SIGTERM the service deregisters, and ends."""
     launcher = probe.require_launcher()
-    if await launcher.ended():
+    if await launcher.exit_code() is not None:
         await launcher.start()
     lease = await probe.registered(probe.seconds, "after its start")
     await launcher.terminate()
     await _check_leaving(probe, lease, "SIGTERM")
+
+
+@MEMBERSHIP.add
+async def check_refusal(probe: MembershipProbe) -> None:
+    """After FAILED_PRECONDITION, as for a newer process of its name, the service ends, and registers no more."""
+    launcher = probe.require_launcher()
+    if await launcher.exit_code() is not None:
+        await launcher.start()
+    await probe.registered(probe.seconds, "after its start")
+    probe.coordinator.refusal = WrongState(
+        "a newer process of this member has registered; give this one another member_id", reason="INCARNATION_FENCED"
+    )
+    begin = probe.now
+    try:
+        probe.coordinator.forget()
+        code = await _exit(probe, launcher, "FAILED_PRECONDITION INCARNATION_FENCED")
+    finally:
+        probe.coordinator.refusal = None
+    if not code:
+        raise Violation("the process ended with exit code 0 after its registration was refused; it must be another one")
+    if (count := len(probe.coordinator.since(begin, "Register"))) > 1:
+        raise Violation(f"{count} Register calls came; the first was refused with FAILED_PRECONDITION, for good")

@@ -85,7 +85,8 @@ def clear(*names: str) -> Callable[[Any], Any]:
 
 
 def one_token_less(chunk: pb.TurnChunk) -> None:
-    chunk.token_ids, chunk.logprobs = chunk.token_ids[4:], chunk.logprobs[4:]
+    if len(chunk.token_ids) > 4:
+        chunk.token_ids, chunk.logprobs = chunk.token_ids[4:], chunk.logprobs[4:]
 
 
 def encoded_again(request: Any, response: pb.ExportSessionResponse) -> None:

@@ -55,6 +55,9 @@ VARIANTS: dict[str, tuple[type[ToyMember], str]] = {
     "stays after a drain": (variant(ends=False), "drain"),
     "the same incarnation after a restart": (variant(incarnations=False), "second_start"),
     "another name after a restart": (variant(new_name=True), "second_start"),
+    "ends a drain with an error": (variant(drain_code=3), "drain"),
+    "registers on after a refusal": (variant(heeds_refusal=False), "refusal"),
+    "ends with 0 after a refusal": (variant(refusal_code=0), "refusal"),
     "no Deregister on SIGTERM": (variant(deregisters=False), "sigterm"),
 }
 
@@ -120,13 +123,34 @@ def test_serve_reward_keeps_its_membership(
     (tmp_path / "function.py").write_text(FUNCTION)
     (tmp_path / "service.py").write_text(SERVICE.format(port=unused_port, certs=folder if tls else ""))
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
-    words = ["conformance", "reward", "--coordinator-listen", f"127.0.0.1:{unused_port}", "--ttl", "1.5"]
+    words = [
+        "conformance",
+        "reward",
+        "--coordinator-listen",
+        f"127.0.0.1:{unused_port}",
+        "--ttl",
+        "3" if tls else "1.5",
+    ]
     words += ["--start", f"{sys.executable} {tmp_path / 'service.py'}", "--only", "single"]
     words += [word for name in names for word in ("--only", name)]
     words += ["--certs", str(folder)] if tls else []
     assert cli_main.main(words) == 0, capsys.readouterr().out
     lines = capsys.readouterr().out
     assert all(f"ok       {name} " in lines for name in ("register", "info", "single", *names))
+
+
+async def test_a_command_that_ends_at_once_is_one_failure() -> None:
+    probe = MembershipProbe(
+        listen="127.0.0.1:0",
+        security=None,
+        seconds=20.0,
+        ttl=TTL,
+        launcher=Started([sys.executable, "-c", "raise SystemExit(3)"]),
+        open_target=lambda target: grpc.aio.insecure_channel(target),
+    )
+    async with probe:
+        (finding,) = await REGISTRATION.run(probe)
+    assert finding.status == "broken" and "ended before it registered" in finding.text
 
 
 async def test_a_command_that_cannot_be_started_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,11 +45,13 @@ class ToyMember:
     new_name = False
     timeout: float | None = 2.0
     exits_on_outage = False
+    heeds_refusal = True
+    drain_code, refusal_code = 0, 1
 
     def __init__(self) -> None:
         self.coordinator = ""
         self.incarnation = uuid.uuid4().hex
-        self.starts = 0
+        self.starts = self.code = 0
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
 
@@ -64,13 +66,16 @@ class ToyMember:
         if self.incarnations:
             self.incarnation = uuid.uuid4().hex
         self._stop.clear()
+        self.code = self.drain_code
         self._task = asyncio.create_task(self._run())
 
     async def terminate(self) -> None:
         self._stop.set()
 
-    async def ended(self) -> bool:
-        return self._task is None or self._task.done()
+    async def exit_code(self) -> int | None:
+        if self._task is not None and not self._task.done():
+            return None
+        return self.code
 
     async def close(self) -> None:
         if self._task is not None:
@@ -123,6 +128,9 @@ class ToyMember:
                 if self.exits_on_outage and error.code() is grpc.StatusCode.UNAVAILABLE:
                     break
                 wait = self.pause
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION and self.heeds_refusal:
+                    self.code = self.refusal_code
+                    return b""
                 if error.code() is grpc.StatusCode.NOT_FOUND and not self.keeps_old_token:
                     if not self.registers_again:
                         await self._stop.wait()

@@ -13,6 +13,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from fourfold.rpc.server import Server
 from fourfold.security import certs
+from fourfold.security.principal import CallerLimits
 from tests.conformance.toy_gateway import gateway
 from tests.conformance.toy_rollout import ToyRollout
 from tests.security.pki import Pki
@@ -52,6 +53,17 @@ async def test_a_public_gateway_with_https(tmp_path: Path, capsys: pytest.Captur
     assert code == 0, capsys.readouterr().out
     findings = json.loads(out.read_text())["findings"]
     assert {f["name"] for f in findings if f["status"] == "skipped"} == {"tokenizer", "call_rate"}
+
+
+async def test_the_limit_of_calls_of_a_public_gateway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "certs"
+    pki = Pki(folder)
+    certs.add(folder, [certs.parse_member("gateway-0")])
+    security = pki.load("gateway-0", tokens=True)
+    async with gateway(tmp_path, security=security, limits=CallerLimits(calls_per_second=20)) as running:
+        words = [running.target, "--certs", str(folder / "ca.pem"), "--token", pki.token, "--only", "call_rate"]
+        code = await run("gateway", *words)
+    assert code == 0 and "ok       call_rate" in capsys.readouterr().out
 
 
 async def test_chosen_rules_alone_are_checked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,9 +84,9 @@ def clear(*names: str) -> Callable[[Any], Any]:
     return lambda message: [message.ClearField(name) for name in names]
 
 
-def one_token_less(chunk: pb.TurnChunk) -> None:
-    if len(chunk.token_ids) > 4:
-        chunk.token_ids, chunk.logprobs = chunk.token_ids[4:], chunk.logprobs[4:]
+def without_tokens_before_the_end(chunk: pb.TurnChunk) -> None:
+    if not chunk.finish_reason:
+        chunk.token_ids = chunk.logprobs = b""
 
 
 def encoded_again(request: Any, response: pb.ExportSessionResponse) -> None:
@@ -190,7 +190,7 @@ VARIANTS: dict[str, tuple[type[AgentServicer], str]] = {
     "no finish reason": (streamed(clear("finish_reason")), "turn"),
     "no tokens": (streamed(clear("token_ids", "logprobs")), "turn"),
     "no log-probabilities": (streamed(clear("logprobs")), "turn"),
-    "one token missing": (streamed(one_token_less), "session"),
+    "tokens missing": (streamed(without_tokens_before_the_end), "session"),
     "one index for all": (streamed(clear("sample_index")), "several_samples"),
     "ignores stop_token_ids": (
         asked("Generate", lambda r: r.sampling_params.ClearField("stop_token_ids")),
@@ -257,10 +257,15 @@ async def test_the_real_gateway_keeps_the_contract(tmp_path: Path, run: bool) ->
     assert skipped == {"tokenizer", "call_rate", "http_keys"}, findings
 
 
-async def test_a_limit_of_calls_is_checked(tmp_path: Path) -> None:
-    limits = CallerLimits(calls_per_second=20)
-    findings = await examine(tmp_path, AgentServicer, "call_rate", limits=limits)
-    assert [finding.status for finding in findings] == ["ok", "ok"], findings
+async def test_programs_of_the_same_machine_have_no_limit_of_calls(tmp_path: Path) -> None:
+    """GetQuota must not show the limit of agents, which is not applied without TLS."""
+    findings = await examine(tmp_path, AgentServicer, "call_rate", limits=CallerLimits(calls_per_second=20))
+    assert [finding.status for finding in findings] == ["ok", "skipped"], findings
+
+
+async def test_a_limit_of_calls_that_is_not_applied_is_named(tmp_path: Path) -> None:
+    findings = await examine(tmp_path, answered("GetQuota", put(max_calls_per_second=20.0)), "call_rate")
+    assert broken(findings) == {"call_rate"}
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -203,12 +203,13 @@ class GatewayCore:
 
     async def get_quota(self, caller: Caller) -> pb.GetQuotaResponse:
         limits, tokens = self._quotas.usage(caller.principal)
+        counted = self._security is not None and math.isfinite(limits.calls_per_second)  # see `admit`
         return pb.GetQuotaResponse(
             max_open_sessions=self.sessions.most_each,
             open_session_count=self.sessions.open_count(owner_of(caller.principal)),
             max_tokens_in_flight=int(limits.tokens_in_flight) if math.isfinite(limits.tokens_in_flight) else 0,
             tokens_in_flight=tokens,
-            max_calls_per_second=limits.calls_per_second if math.isfinite(limits.calls_per_second) else 0.0,
+            max_calls_per_second=limits.calls_per_second if counted else 0.0,
         )
 
     # -- text ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,10 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
-from fourfold.errors import DeadlinePassed, FourfoldError, PermissionDenied, Unauthenticated, Unavailable
+import grpc
+
+from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, PermissionDenied, Unauthenticated, Unavailable
+from fourfold.rpc.status import from_rpc
 from fourfold.text import MAX_ERROR, clean
 
 Probe = TypeVar("Probe")
@@ -101,9 +104,17 @@ async def _outcome(check: Check[Any], probe: Any) -> tuple[Status, str, bool]:
     try:
         await check.work(probe)
     except Skipped as error:
-        return "skipped", str(error), False
+        return "skipped", clean(str(error), MAX_ERROR), False
     except Violation as error:
         return "broken", clean(str(error), MAX_ERROR), False
+    except grpc.aio.AioRpcError as error:
+        known = from_rpc(error, peer="the service")
+        return "broken", f"{known.reason}: {known.message}", isinstance(known, _USELESS)
+    except ConfigError:
+        raise
     except FourfoldError as error:
         return "broken", f"{error.reason}: {error.message}", isinstance(error, _USELESS)
+    except Exception as error:  # a response of a shape that the check does not expect must not end the command
+        text = clean(f"{type(error).__name__}: {error}", MAX_ERROR)
+        return "broken", f"a response could not be read, or did not come in time ({text})", False
     return "ok", "", False

@@ -118,7 +118,8 @@ class FakeCoordinator(MembershipServiceServicer):
             await self._fail("Register", b"", context, self.refusal)
         now = _now()
         lease = LeaseRecord(secrets.token_bytes(16), request, now, now + self.ttl, fault)
-        self.leases.append(lease)
+        if len(self.leases) < MAX_CALLS:
+            self.leases.append(lease)
         self.lease = lease
         self._note("Register", lease.token, context)
         response = pb.RegisterResponse(lease_token=lease.token)

@@ -33,7 +33,7 @@ from fourfold.security.access import Security
 REGISTRATION: Final = Checks["MembershipProbe"]()
 MEMBERSHIP: Final = Checks["MembershipProbe"]()
 _INCARNATION: Final = re.compile(r"[0-9a-f]{32}")
-_POLL_SECONDS: Final = 0.02
+_POLL_SECONDS: Final = 0.05
 _START_POLL_SECONDS: Final = 0.1
 _SLACK_SECONDS: Final = 0.5
 """Delay of a KeepAlive that a busy machine explains."""

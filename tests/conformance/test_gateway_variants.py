@@ -112,6 +112,10 @@ def short_spans(request: Any, response: pb.ExportSessionResponse) -> None:
 _numbers = itertools.count()
 
 
+def three_more_tokens(request: pb.GenerateRequest) -> None:
+    request.sampling_params.max_tokens += 3
+
+
 def any_reason(request: pb.CloseSessionRequest) -> None:
     if request.WhichOneof("outcome") == "abandon_reason":
         request.abandon_reason = "REASON"
@@ -196,7 +200,7 @@ VARIANTS: dict[str, tuple[type[AgentServicer], str]] = {
         asked("Generate", lambda r: r.sampling_params.ClearField("stop_token_ids")),
         "stop",
     ),
-    "ignores max_tokens": (asked("Generate", lambda r: r.sampling_params.ClearField("max_tokens")), "turn"),
+    "ignores max_tokens": (asked("Generate", three_more_tokens), "turn"),
     "ignores a wrong sample_count": (
         asked("Generate", lambda r: r.sample_count > 0 or r.ClearField("sample_count")),
         "malformed_turns",
@@ -301,6 +305,8 @@ HTTP_VARIANTS: dict[str, tuple[Callable[[int, bytes], tuple[int, bytes]], str]] 
     "models that are no list": (as_json(without("object")), "http_models"),
     "no usage": (as_json(without("usage")), "http_chat"),
     "usage that does not add up": (as_json(lambda v: (v["usage"].update(total_tokens=1), v)[1]), "http_chat"),
+    "choices that are no objects": (as_json(lambda v: {**v, "choices": ["x"]}), "http_chat"),
+    "an answer that is a list": (as_json(lambda v: [v]), "http_chat"),
     "one choice for two": (as_json(lambda v: (v["choices"].pop(), v)[1]), "http_chat"),
     "another finish reason": (as_json(first_choice(finish_reason="eos")), "http_chat"),
     "no logprobs": (as_json(first_choice(logprobs=None)), "http_chat"),

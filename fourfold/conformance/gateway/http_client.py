@@ -7,7 +7,9 @@ import http.client
 import json
 import socket
 import ssl
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -93,16 +95,26 @@ class HttpClient:
             headers["authorization"] = f"Bearer {key}"
         connection = _Connection(self._host, self._port, timeout=self._seconds)
         connection.context = self._context
+        # The timeout of a socket is that of one read; a server could send a byte for each of them.
+        late = threading.Event()
+        watchdog = threading.Timer(self._seconds, connection.cut, (late,))
+        watchdog.daemon = True
+        watchdog.start()
         try:
             connection.request(verb, self._prefix + path, data, headers)
             response = connection.getresponse()
             content = response.read(_MAX_BODY_BYTES)
+            if late.is_set():
+                raise TimeoutError
             return Response(response.status, {k.lower(): v for k, v in response.getheaders()}, content)
         except TimeoutError:
             raise DeadlinePassed(f"{verb} {path} had no answer in {self._seconds:g} s") from None
         except (OSError, http.client.HTTPException) as error:
+            if late.is_set():
+                raise DeadlinePassed(f"{verb} {path} took longer than {self._seconds:g} s") from None
             raise Unavailable(f"{verb} {path} at {self._host}:{self._port}: {error}") from None
         finally:
+            watchdog.cancel()
             connection.close()
 
 
@@ -110,6 +122,12 @@ class _Connection(http.client.HTTPConnection):
     """Expects the name of a gateway in the certificate, whatever address it dials."""
 
     context: ssl.SSLContext | None = None
+
+    def cut(self, late: threading.Event) -> None:
+        """End the connection, and with it a read in another thread."""
+        late.set()
+        with suppress(OSError, AttributeError):  # it may be closed, or not yet open
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def connect(self) -> None:
         super().connect()

@@ -27,6 +27,7 @@ SERVICE: Final = "fourfold.agent.v1.AgentService"
 ABANDONED: Final = "CONFORMANCE"
 """Reason with which sessions are given up."""
 FEW_TOKENS: Final = 6
+_MOST_CHUNKS: Final = 10_000
 QUESTION: Final = "3 * 4 ="
 
 
@@ -173,6 +174,10 @@ class GatewayProbe:
             raise Violation(f"{where} has tokens of policy_version {chunk.policy_version} after {sample.versions[-1]}")
         if not chunk.finish_reason and (chunk.HasField("message") or chunk.prompt_token_count):
             raise Violation(f"{where} has message or prompt_token_count before its last chunk")
+        if sample.chunk_count > _MOST_CHUNKS or len(sample.ids) > request.sampling_params.max_tokens:
+            raise Violation(
+                f"{where} has more tokens than max_tokens = {request.sampling_params.max_tokens}, or goes on"
+            )
         sample.ids += ids.tolist()
         sample.logprobs += logprobs.tolist()
         sample.versions += [chunk.policy_version] * (size // 4)

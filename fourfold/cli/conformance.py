@@ -96,6 +96,14 @@ def _add_reward(parser: argparse.ArgumentParser) -> None:
         "of them may get a score",
     )
     parser.add_argument(
+        "--score-tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="largest difference between scores of equal samples, relative above 1; for models, whose rounding depends "
+        "on the batch, such as 0.05 in bfloat16; default 0",
+    )
+    parser.add_argument(
         "--coordinator-listen",
         default="",
         metavar="HOST:PORT",
@@ -159,6 +167,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("timeout", "ttl", "tolerance"):
         if getattr(args, name, 1.0) <= 0:
             raise ConfigError(f"--{name} {getattr(args, name):g}: it must be above 0")
+    if getattr(args, "score_tolerance", 0.0) < 0:
+        raise ConfigError(f"--score-tolerance {args.score_tolerance:g}: it must not be negative")
     if args.token and args.certs is None:
         raise ConfigError("--token without --certs: a token never travels without TLS; give --certs DIR or ca.pem")
     listen = getattr(args, "coordinator_listen", "")
@@ -234,6 +244,7 @@ async def _run_reward(args: argparse.Namespace) -> Sequence[Finding]:
 async def _score(args: argparse.Namespace, target: str, fields: dict[str, Any]) -> Sequence[Finding]:
     only = [_FIRST, *(name for name in args.only if name in REWARD_CHECKS.names)] if args.only else []
     async with _open(args, target) as channel:
+        fields["tolerance"] = args.score_tolerance
         made = RewardProbe(RewardServiceStub(channel), f"service at {target}", args.timeout, **fields)
         return await REWARD_CHECKS.run(made, only=only, on_finding=_print)
 

@@ -18,7 +18,7 @@ from fourfold.contract import contract_problem
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
 from fourfold.reward.client import ids_fault, rewards_fault, score_fault
 from fourfold.reward.v1 import reward_service_pb2 as pb
-from fourfold.rpc.codec import encode
+from fourfold.rpc.codec import encode, read_floats
 from fourfold.text import MAX_ERROR
 
 if TYPE_CHECKING:
@@ -48,9 +48,16 @@ class RewardProbe:
     """Of the run's tokenizer; empty: not given."""
     unscorable: Sequence[pb.ScoreItem] = ()
     """Samples that the service cannot judge, from its owner."""
+    tolerance: float = 0.0
+    """Largest difference between scores of equal samples, relative to their size if that is above 1."""
     info: pb.GetInfoResponse = field(default_factory=pb.GetInfoResponse)
     first: dict[str, pb.SampleScore] = field(default_factory=dict)
     """Scores at the start, by completion."""
+
+    def require_same(self, first: pb.SampleScore, second: pb.SampleScore, when: str) -> None:
+        """Raise Violation if two outcomes of equal samples differ."""
+        if not _same(first, second, self.tolerance):
+            raise Violation(f"{when}: {_show(first)}, then {_show(second)}; equal samples have equal outcomes")
 
     async def get_info(self) -> pb.GetInfoResponse:
         """Ask for name and limits."""
@@ -156,20 +163,23 @@ def _show(score: pb.SampleScore) -> str:
     return f"the abstention {score.abstain_reason}" if kind == "abstain_reason" else f"the error {score.error.reason}"
 
 
-def _same(first: pb.SampleScore, second: pb.SampleScore) -> bool:
+def _same(first: pb.SampleScore, second: pb.SampleScore, tolerance: float) -> bool:
     """Compare outcomes, components and rewards; ids may differ. Messages of errors and costs may, too."""
     kinds = first.WhichOneof("outcome"), second.WhichOneof("outcome")
     if kinds == ("error", "error"):
         return (first.error.code, first.error.reason) == (second.error.code, second.error.reason)
-    outcomes = [
-        (s.score, s.abstain_reason, dict(s.components), s.token_rewards, list(s.turn_rewards)) for s in (first, second)
-    ]
-    return kinds[0] == kinds[1] and outcomes[0] == outcomes[1]
+    one, other = ((s.abstain_reason, set(s.components)) for s in (first, second))
+    numbers, others = _numbers(first), _numbers(second)
+    if kinds[0] != kinds[1] or one != other or len(numbers) != len(others):
+        return False
+    return all(
+        a == b or abs(a - b) <= tolerance * max(1.0, abs(a), abs(b)) for a, b in zip(numbers, others, strict=True)
+    )
 
 
-def _require_same(first: pb.SampleScore, second: pb.SampleScore, when: str) -> None:
-    if not _same(first, second):
-        raise Violation(f"{when}: {_show(first)}, then {_show(second)}; equal samples have equal outcomes")
+def _numbers(score: pb.SampleScore) -> list[float]:
+    parts = [value for _, value in sorted(score.components.items())]
+    return [score.score, *parts, *read_floats(score.token_rewards).tolist(), *score.turn_rewards]
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -225,7 +235,7 @@ async def check_arrays(probe: RewardProbe) -> None:
     full.MergeFrom(bare)
     scores = await probe.score([full])
     if not probe.info.tokenizer_sha256:
-        _require_same((await probe.score([bare]))[0], scores[0], "a text without and with token arrays")
+        probe.require_same((await probe.score([bare]))[0], scores[0], "a text without and with token arrays")
     elif scores[0].HasField("error"):
         raise Violation(f"a sample with valid arrays has {_show(scores[0])}: {scores[0].error.message[:200]}")
     long = probe.item("long")
@@ -245,7 +255,7 @@ async def check_repeated_request(probe: RewardProbe) -> None:
     """The same request has the same response."""
     items = [probe.item(f"s{i}", text, answer="12", metadata_json='{"k": 1}') for i, text in enumerate(_PLAIN)]
     for before, after in zip(await probe.score(items), await probe.score(items), strict=True):
-        _require_same(before, after, f"sample {before.sample_id} twice")
+        probe.require_same(before, after, f"sample {before.sample_id} twice")
 
 
 @CHECKS.add
@@ -258,7 +268,7 @@ async def check_ids_change_nothing(probe: RewardProbe) -> None:
         scores = await probe.score(items)
         for item, score in zip(items, scores, strict=True):
             names = f"{items[0].experience.sample_id} and {item.experience.sample_id}"
-            _require_same(scores[0], score, f"the same text with the ids {names}")
+            probe.require_same(scores[0], score, f"the same text with the ids {names}")
 
 
 @CHECKS.add
@@ -274,7 +284,7 @@ async def check_pure(probe: RewardProbe) -> None:
             item.experience.group_id = f"g{number}"
             item.experience.trajectory_id = f"trajectory-{number * 977}"
             *_, score = await probe.send([*(probe.item(f"o{i}", _PLAIN[i % 5]) for i in range(others)), item])
-            _require_same(known or score, score, f"the item {text!r} of a pure scorer, with other ids")
+            probe.require_same(known or score, score, f"the item {text!r} of a pure scorer, with other ids")
             known = known or score
 
 
@@ -284,7 +294,7 @@ async def check_batch_changes_nothing(probe: RewardProbe) -> None:
     items = [probe.item(f"s{i}", text) for i, text in enumerate((*_PLAIN, "nan", ""))]
     together = await probe.score(items)
     for item, score in zip(items, together, strict=True):
-        _require_same(score, (await probe.score([item]))[0], f"sample {score.sample_id} with others and alone")
+        probe.require_same(score, (await probe.score([item]))[0], f"sample {score.sample_id} with others and alone")
 
 
 @CHECKS.add
@@ -333,7 +343,9 @@ async def check_malformed_metadata(probe: RewardProbe) -> None:
     for text in _MALFORMED_METADATA:
         good, bad = probe.item("good"), probe.item("bad", metadata_json=text)
         first, _ = await probe.score([good, bad])
-        _require_same((await probe.score([good]))[0], first, f"a sample alone and beside metadata_json = {text[:20]!r}")
+        probe.require_same(
+            (await probe.score([good]))[0], first, f"a sample alone and beside metadata_json = {text[:20]!r}"
+        )
 
 
 @CHECKS.add
@@ -341,7 +353,7 @@ async def check_unknown_verifier(probe: RewardProbe) -> None:
     """An unknown verifier is the error NOT_FOUND of its sample alone."""
     good = probe.item("good")
     first, second = await probe.score([good, probe.item("bad", verifier="no-such-verifier")])
-    _require_same((await probe.score([good]))[0], first, "a sample alone and beside one with an unknown verifier")
+    probe.require_same((await probe.score([good]))[0], first, "a sample alone and beside one with an unknown verifier")
     if second.error.code != NOT_FOUND:
         raise Violation(f"verifier = 'no-such-verifier' has {_show(second)}; it must be an error with code NOT_FOUND")
 
@@ -391,7 +403,7 @@ async def check_deadline(probe: RewardProbe) -> None:
     (calm,) = await probe.score([probe.item("next", "sleep")])
     for score in hurried:
         if score.HasField("score"):
-            _require_same(calm, score, "a sample with much time, and with little")
+            probe.require_same(calm, score, "a sample with much time, and with little")
 
 
 @CHECKS.add
@@ -402,19 +414,19 @@ async def check_concurrent_calls(probe: RewardProbe) -> None:
     for number, scores in enumerate(await asyncio.gather(*map(probe.send, calls))):
         if known := probe.first.get(_PLAIN[number % 3]):
             for score in scores:
-                _require_same(known, score, "a sample alone and among concurrent calls")
+                probe.require_same(known, score, "a sample alone and among concurrent calls")
 
 
 @CHECKS.add
 async def check_drift(probe: RewardProbe) -> None:
     """A score is the same at the end of all checks, and after a hundred calls, as at the start."""
     for text, known in probe.first.items():
-        _require_same(known, (await probe.score([probe.item("again", text)]))[0], f"{text!r} now and at the start")
+        probe.require_same(known, (await probe.score([probe.item("again", text)]))[0], f"{text!r} now and at the start")
     text = next(iter(probe.first), _PLAIN[0])
     began = time.monotonic()
     before = (await probe.score([probe.item("s0", text)]))[0]
     for number in range(1, _REPEATS + 1):
         (after,) = await probe.score([probe.item(f"s{number}", text)])
-        _require_same(before, after, f"the same sample {number} calls later")
+        probe.require_same(before, after, f"the same sample {number} calls later")
         if time.monotonic() - began > probe.seconds:
             break  # of a slow scorer

@@ -333,3 +333,23 @@ async def test_the_owner_of_a_service_may_name_samples_that_it_cannot_judge() ->
     await server.stop(0)
     found = next(finding for finding in findings if finding.name == "error_is_not_zero")
     assert found.status == "broken" and "unscorable-1 of --unscorable has the score 0" in found.text
+
+
+async def test_rounding_is_a_difference_unless_it_is_allowed() -> None:
+    class Rounds(Correct):
+        calls = 0
+
+        def score(self, item: pb.ScoreItem) -> float:
+            self.calls += 1
+            return super().score(item) + 0.001 * (self.calls % 2)
+
+    for tolerance, wanted in ((0.0, True), (0.01, False)):
+        server = grpc.aio.server()
+        pb_grpc.add_RewardServiceServicer_to_server(Rounds(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            probe = RewardProbe(pb_grpc.RewardServiceStub(channel), "service", 5.0, tolerance=tolerance)
+            findings = list(await CHECKS.run(probe))
+        await server.stop(0)
+        assert ("drift" in broken(findings)) is wanted, [(f.name, f.status, f.text) for f in findings]

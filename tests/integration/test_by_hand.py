@@ -67,6 +67,8 @@ class ByHand:
     ports: dict[str, int]
     """By the ports of the README."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    rollout: str = ""
+    """The command of the rollout service, which `target` starts."""
 
     def words(self, line: str) -> list[str]:
         """The words of a README's command, for this folder."""
@@ -96,6 +98,8 @@ class ByHand:
 
     def target(self, name: str) -> str:
         """Where a service listens; waits until it is ready."""
+        if name == "rollout" and name not in self.processes:
+            self.start(name, self.rollout)
         until(lambda: "READY " in self.output(name) or self.processes[name].poll() is not None, START_SECONDS)
         found = re.search(r"^READY (\S+)$", self.output(name), re.MULTILINE)
         assert found, self.output(name)
@@ -164,9 +168,12 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., 
     assert done.returncode == 0, done.stderr
     (root / "token").write_text(done.stdout.split()[-1])
     try:
-        for line in reversed(services):  # any order will do
-            made.start(line.split()[2], line)
-        assert set(made.processes) == {"coordinator", "rollout", "trainer", "reward"}
+        lines = {line.split()[2]: line for line in reversed(services)}  # any order will do
+        assert set(lines) == {"coordinator", "rollout", "trainer", "reward"}
+        # Started by the first test that needs it: the run ends soon after, and some tests are about joining a run.
+        made.rollout = lines.pop("rollout")
+        for role, line in lines.items():
+            made.start(role, line)
         made.target("coordinator")
         made.start("watch", watch)
         yield made
@@ -178,22 +185,6 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., 
                 continue
         for process in made.processes.values():
             process.wait(10)
-
-
-@pytest.mark.slow
-async def test_prometheus_gets_the_metrics_of_every_service(by_hand: ByHand) -> None:
-    """Comes first, and asks the coordinator first: a run cannot end before its rollout service has started."""
-    for role in ("coordinator", "reward", "trainer", "rollout"):
-        by_hand.target(role)
-        (target,) = re.findall(r"metrics endpoint started: http://(\S+)/metrics", by_hand.output(role))
-        code, _, page = await http(target)
-        families = parse(page)
-        check_exported(families, role)
-        ready = value(families, "fourfold_ready")
-        assert (code, ready) == (200, 1)
-        if role == "rollout":  # its engine is a process of its own
-            assert value(families, "fourfold_child_processes") >= 1
-            assert value(families, "fourfold_children_resident_memory_bytes") > 1 << 26
 
 
 async def test_who_has_no_certificate_of_this_ca_is_refused_and_both_sides_say_so(by_hand: ByHand) -> None:
@@ -241,6 +232,22 @@ def test_a_service_with_certificates_of_another_ca_does_not_join(by_hand: ByHand
 
 
 @pytest.mark.slow
+async def test_prometheus_gets_the_metrics_of_every_service(by_hand: ByHand) -> None:
+    """The coordinator is asked first: a run cannot end before its rollout service has started."""
+    for role in ("coordinator", "reward", "trainer", "rollout"):
+        by_hand.target(role)
+        (target,) = re.findall(r"metrics endpoint started: http://(\S+)/metrics", by_hand.output(role))
+        code, _, page = await http(target)
+        families = parse(page)
+        check_exported(families, role)
+        ready = value(families, "fourfold_ready")
+        assert (code, ready) == (200, 1)
+        if role == "rollout":  # its engine is a process of its own
+            assert value(families, "fourfold_child_processes") >= 1
+            assert value(families, "fourfold_children_resident_memory_bytes") > 1 << 26
+
+
+@pytest.mark.slow
 def test_an_agent_needs_the_token_and_gets_its_answer(by_hand: ByHand) -> None:
     by_hand.target("rollout")
     (line,) = [line for line in readme_commands() if "examples/agent.py" in line]
@@ -261,6 +268,7 @@ def test_an_agent_needs_the_token_and_gets_its_answer(by_hand: ByHand) -> None:
 
 
 def test_the_run_is_watched_and_finished(by_hand: ByHand) -> None:
+    by_hand.target("rollout")
     assert by_hand.processes["coordinator"].wait(START_SECONDS) == 0, by_hand.output("coordinator")
     run = by_hand.root / "runs" / "by-hand"
     report = json.loads((run / "report.json").read_text())

@@ -164,6 +164,26 @@ async def test_rows_choose_their_scorers(make_stage: Callable[..., Stage], score
     assert used == {(("one",), True), (("two",), False)}
 
 
+async def test_rows_may_name_their_scorers_and_a_row_without_one_is_refused(
+    make_stage: Callable[..., Stage], scorer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage: Stage = make_stage(steps=2)
+    other = await scorer(stage, "other@1", constant(0.5))
+    _rewrite(stage, lambda row: row | {"by": "two" if row["expression"].startswith("3") else ["one", "two"]})
+    data = stage.config.data.model_dump(exclude_none=True) | {"scorers_field": "by"}
+    tables = [{"name": "one"}, {"name": "two", "target": other.target}]
+    stage = make_stage(steps=2, reward=tables, data=data)
+    await stage.start()
+    assert await stage.finish() == 0
+    used = {(tuple(line["terms"]), "3 * " in line["prompt"]) for line in stage.lines("samples.jsonl")}
+    assert used <= {(("two",), True), (("one", "two"), False), (("one", "two"), True)} and len(used) >= 2
+    _rewrite(stage, lambda row: row | {"by": "three"})
+    stage = make_stage(steps=2, reward=tables, data=data)
+    await stage.start(join=False)
+    assert await stage.finish() == 1
+    assert "of the data has no scorer: " in capsys.readouterr().err
+
+
 def _rows(stage: Stage) -> list[dict[str, Any]]:
     import json
     from pathlib import Path
@@ -199,6 +219,73 @@ async def test_a_swap_counts_for_every_sample_that_no_step_has(make_stage: Calla
     assert by_step[3] == by_step[4] == {"reward": {"new@2"}}, "the groups that waited were scored again"
     (change,) = stage.report()["scorers"]["changes"]
     assert (change["scorer"], change["change"], change["services"]) == ("reward", "swap", f"new@2 at {other.target}")
+
+
+async def test_a_sample_that_the_new_scorer_cannot_score_is_dropped_with_its_reason(
+    make_stage: Callable[..., Stage], scorer: Any
+) -> None:
+    def most(item: reward.ScoreItem) -> reward.SampleScore:
+        if item.experience.sample_id.endswith("-2"):
+            return reward.SampleScore(abstain_reason="TOO_HARD")
+        return reward.SampleScore(score=1.0)
+
+    stage: Stage = make_stage(steps=4, asynchrony={"max_policy_lag": 1})
+    hold = Hold(stage, 2)
+    await stage.start()
+    await asyncio.wait_for(hold.reached.wait(), 10)
+    other = await scorer(stage, "most@2", most)
+    async with client_of(stage) as client:
+        await until(lambda: len(_ready(stage)) > 0)
+        await client.swap("reward", [other.target])
+    hold.go.set()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.report()["dropped"] == {"TOO_HARD": 6}, "one of each group of steps 3 and 4"
+    dropped = {line["sample_id"] for line in stage.lines("samples.jsonl") if line["dropped"] == "TOO_HARD"}
+    assert len(dropped) == 6 and all(name.endswith("-2") for name in dropped)
+    assert sum(row["samples/dropped"] for row in stage.lines("metrics.jsonl")) == 6
+
+
+async def test_groups_that_the_new_scorer_cannot_score_at_all_are_lost_and_replaced(
+    make_stage: Callable[..., Stage], scorer: Any
+) -> None:
+    stage: Stage = make_stage(steps=4, asynchrony={"max_policy_lag": 1})
+    hold = Hold(stage, 2)
+    await stage.start()
+    await asyncio.wait_for(hold.reached.wait(), 10)
+    taken: set[str] = set()
+
+    def later(item: reward.ScoreItem) -> reward.SampleScore:
+        if item.experience.group_id in taken:
+            return reward.SampleScore(abstain_reason="OLD_GROUP")
+        return reward.SampleScore(score=1.0)
+
+    other = await scorer(stage, "later@2", later)
+    async with client_of(stage) as client:
+        await until(lambda: len(_ready(stage)) >= 24)
+        taken |= {row.group_id for row in _ready(stage)}
+        await client.swap("reward", [other.target])
+    hold.go.set()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert set(stage.report()["dropped"]) == {"GROUP_TOO_SMALL"}
+    assert all(names == {"reward": {"later@2"}} for step, names in scorers_by_step(stage).items() if step > 2)
+
+
+async def test_groups_are_scored_again_on_request(make_stage: Callable[..., Stage]) -> None:
+    stage: Stage = make_stage(steps=4, asynchrony={"max_policy_lag": 1})
+    hold = Hold(stage, 2)
+    await stage.start()
+    await asyncio.wait_for(hold.reached.wait(), 10)
+    async with client_of(stage) as client:
+        await until(lambda: len(_ready(stage)) > 0)
+        stage.reward.outcome = constant(9.0)  # mended, under the same name
+        await client.rescore("reward")
+    hold.go.set()
+    assert await stage.finish() == 0
+    check_books(stage)
+    scores = {line["step"]: line["score"] for line in stage.lines("samples.jsonl")}
+    assert scores[1] != 9 and scores[2] != 9 and scores[3] == scores[4] == 9
 
 
 def _ready(stage: Stage) -> list[Any]:

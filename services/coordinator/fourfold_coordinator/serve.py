@@ -253,6 +253,7 @@ class Coordinator:
     async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
+        self._scoring.check_prompts((*prompts.train, *prompts.held_out))
         await self._disk.write(check_same_data, prompts, ledger)
         router = self._router
         session = TrainerSession(router, config, self._board)

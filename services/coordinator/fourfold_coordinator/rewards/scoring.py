@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fourfold.arrays import EMPTY_FLOATS
 from fourfold.config import Config, RewardConfig
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import FourfoldError, WrongState
+from fourfold.errors import ConfigError, FourfoldError, WrongState
 
 from ..data.prompts import Prompt
 from ..routing.replica import RetryBudget
@@ -37,7 +37,7 @@ class Scoring:
 
     def __init__(self, config: Config, router: Router, table: ScorerTable) -> None:
         self._config, self._router, self._table = config, router, table
-        self._calls: dict[str, DeploymentCalls] = {}  # by pool
+        self._calls: dict[tuple[str, bool], DeploymentCalls] = {}  # by pool, and whether it is a shadow
         table.check = self._check_scores
 
     # -- scores -----------------------------------------------------------------------------------------------------
@@ -77,6 +77,17 @@ class Scoring:
         row = json.loads(prompt.metadata_json or "{}")
         return [s for s in self._table.scorers if applies(s.table, row, field_name)]
 
+    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Raise ConfigError for a row without a scorer; such samples would all be lost."""
+        if not self._config.needs_scorer:
+            return
+        for prompt in prompts:
+            if not self.scorers_of(prompt):
+                raise ConfigError(
+                    f"row {prompt.index} of the data has no scorer: {prompt.metadata_json[:200]}; change the `where` of "
+                    f"a table [[reward]], or what the row has in data.scorers_field"
+                )
+
     async def _ask(
         self, name: str, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool
     ) -> Mapping[str, Outcome]:
@@ -87,13 +98,17 @@ class Scoring:
             work = self.calls_of(scorer, deployment).outcomes(trajectories, replace(budget))
             if (result := await self._table.while_in_use(deployment, work)) is not None:
                 return result[0]
-            self._calls.pop(deployment.pool, None)
+            self._calls.pop((deployment.pool, False), None)
         return {}
 
     def calls_of(self, scorer: Scorer, deployment: Deployment) -> DeploymentCalls:
-        """Return the calls to a deployment of a scorer."""
-        if (calls := self._calls.get(deployment.pool)) is None:
-            calls = self._calls[deployment.pool] = DeploymentCalls(self._config, scorer.table, deployment, self._router)
+        """Return the calls to a deployment of a scorer. A shadow that fails neither waits nor ends the run."""
+        shadow = deployment == scorer.shadow
+        if (calls := self._calls.get((deployment.pool, shadow))) is None:
+            table = scorer.table.model_copy(update={"on_error": "drop"}) if shadow else scorer.table
+            calls = self._calls[deployment.pool, shadow] = DeploymentCalls(
+                self._config, table, deployment, self._router
+            )
         return calls
 
     def is_current(self, group: SampleGroup) -> bool:
@@ -118,7 +133,7 @@ class Scoring:
 
     async def _check_scores(self, table: RewardConfig, deployment: Deployment) -> None:
         """Raise WrongState if new services cannot score a sample that had a score."""
-        known = next((c for p, c in self._calls.items() if p.split(".")[0] == table.name and c.scored_item), None)
+        known = next((c for (p, _), c in self._calls.items() if p.split(".")[0] == table.name and c.scored_item), None)
         if known is None or known.scored_item is None:
             return
         for replica in self._router.replicas(Role.ROLE_REWARD, deployment.pool):

@@ -26,6 +26,7 @@ from .scoring import Scoring
 log = logging.getLogger("fourfold.coordinator")
 
 _MAX_GROUPS: Final = 64  # that shadows score at the same time; further ones are skipped
+_MAX_KEPT: Final = 4096  # groups with shadow scores that wait for their step
 _SLACK_SECONDS: Final = 10.0
 
 
@@ -63,9 +64,8 @@ class Shadows:
         """Return the scores of a shadow, by sample id, and compare them; a failure only leaves them out."""
         meter, shadow = self.agreement(scorer), scorer.shadow
         assert meter is not None and shadow is not None
-        patient = replace(scorer, table=scorer.table.model_copy(update={"on_error": "drop"}))
         try:
-            calls = self._scoring.calls_of(patient, shadow)
+            calls = self._scoring.calls_of(scorer, shadow)
             work = calls.outcomes(trajectories, RetryBudget(infrastructure=1, data=0))
             result = await self._table.while_in_use(shadow, work)
         except FourfoldError as error:
@@ -114,6 +114,8 @@ class Shadows:
         scores = {name: score for task in tasks if task.done() for name, score in task.result().items()}
         for key in [key for key in self._tasks if key[1] in wanted]:
             self._tasks.pop(key).cancel()
+        for key in [key for key, task in self._tasks.items() if task.done()][:-_MAX_KEPT]:
+            del self._tasks[key]  # of groups that no step took, because they became too old
         if any(sample.sample_id not in scores for group in groups for sample in group.samples):
             log.info("gradients are not compared: a sample has no score of the shadow: scorer=%s", scorer.name)
             return list(groups)

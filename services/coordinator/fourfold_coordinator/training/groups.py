@@ -224,10 +224,9 @@ class GroupMaker:
         # BASELINE is no reason to leave the greedy completion out: its score is part of the others' advantages.
         open_again = [replace(t, dropped="") if t is group.baseline else t for t in scored_by_service]
         alive = [t for t in open_again if not t.dropped]
+        if not alive:
+            return replace(group, revision=revision)
         found = {t.sample.sample_id: t for t in await self._service_calls.score(alive, self._service_calls.budget())}
-        for name, trajectory in found.items():
-            if trajectory.dropped and (group.baseline is None or name != group.baseline.sample.sample_id):
-                await self._changes.write(self._ledger.drop, [name], trajectory.dropped)
         trajectories = [found.get(t.sample.sample_id, t) for t in group.trajectories]
         baseline = group.baseline
         if baseline is not None:
@@ -240,6 +239,10 @@ class GroupMaker:
         again = replace(group, trajectories=tuple(trajectories), baseline=baseline, revision=revision)
         if len(again.samples) < self._min_samples:
             raise GivenUp(f"{len(again.samples)} of its samples have a score", reason="GROUP_TOO_SMALL")
+        # Not earlier: the caller drops all samples of a group that is given up.
+        for before, after in zip(group.trajectories, again.trajectories, strict=True):
+            if after.dropped and not before.dropped:
+                await self._changes.write(self._ledger.drop, [after.sample.sample_id], after.dropped)
         self._shadows.start(again)
         return again
 

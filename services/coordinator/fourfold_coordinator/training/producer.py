@@ -252,6 +252,8 @@ class GroupProducer:
         async def score(place: _Place, group: SampleGroup) -> None:
             try:
                 place.group, place.scored = await self._maker.score_again(group), time.monotonic()
+                pairs = zip(group.trajectories, place.group.trajectories, strict=True)
+                self._window.dropped.update(new.dropped for old, new in pairs if new.dropped and not old.dropped)
             except GivenUp as error:
                 names = [t.sample.sample_id for t in group.trajectories if not t.dropped]
                 await self._context.disk.write(self._context.ledger.drop, names, error.reason)

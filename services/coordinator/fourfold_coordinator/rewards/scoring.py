@@ -84,8 +84,8 @@ class Scoring:
         for prompt in prompts:
             if not self.scorers_of(prompt):
                 raise ConfigError(
-                    f"row {prompt.index} of the data has no scorer: {prompt.metadata_json[:200]}; change the `where` of "
-                    f"a table [[reward]], or what the row has in data.scorers_field"
+                    f"row {prompt.index} of the data has no scorer: {prompt.metadata_json[:200]}; change `where` of a "
+                    f"table [[reward]], or what the row has in data.scorers_field"
                 )
 
     async def _ask(

@@ -23,7 +23,12 @@ from fourfold.config.agents import GatewayConfig
 from fourfold.config.rollout import AgentLimitsConfig
 from fourfold.contract import DESCRIPTOR_SET, PROTO_DIR
 from fourfold.coordinator.v1 import run_service_pb2 as run
+from fourfold.coordinator.v1 import scorer_service_pb2 as scorers
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
+from fourfold.coordinator.v1.scorer_service_pb2_grpc import (
+    ScorerServiceServicer,
+    add_ScorerServiceServicer_to_server,
+)
 from fourfold.errors import BY_CODE, WrongState
 from fourfold.metrics import METRICS
 from fourfold.model.tokenizer import tokenizer_sha256
@@ -94,6 +99,19 @@ class _Trainer(Trainer):
         return trainer.OptimStepResponse(step=request.step, policy_version=1)
 
 
+class _Scorers(ScorerServiceServicer):
+    """A run with one scorer, whose shadow agrees with it."""
+
+    async def ListScorers(self, request: scorers.ListScorersRequest, context: Context) -> scorers.ListScorersResponse:
+        agreement = scorers.Agreement(samples=2, rank_correlation=1.0)
+        return scorers.ListScorersResponse(scorers=[scorers.Scorer(name="reward", agreement=agreement)])
+
+    async def ChangeScorer(
+        self, request: scorers.ChangeScorerRequest, context: Context
+    ) -> scorers.ChangeScorerResponse:
+        return scorers.ChangeScorerResponse(scorer=scorers.Scorer(name=request.name))
+
+
 class _Agent(AgentGateway):
     """Has one task, which the second turn answers."""
 
@@ -130,6 +148,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
         board.set_phase(run.RUN_PHASE_GENERATING)
         server = Server(listen="127.0.0.1:0", security=None)
         server.add(run.DESCRIPTOR.services_by_name["RunService"], add_RunServiceServicer_to_server, RunServicer(board))
+        scorer_service = scorers.DESCRIPTOR.services_by_name["ScorerService"]
+        server.add(scorer_service, add_ScorerServiceServicer_to_server, _Scorers())
         for servicer in (_Rollout(tokenizer_sha256(folder)), _Trainer(), Reward(), Reference(), _Agent()):
             server.add(*servicer.servicer())
         target[0] = await server.start()

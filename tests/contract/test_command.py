@@ -198,6 +198,7 @@ async def test_samples_are_spread_over_the_processes(program: Path) -> None:
         assert [o.score for o in outcomes].count(0.5) == 39
 
 
+@pytest.mark.slow
 async def test_programs_that_it_started_end_with_it(program: Path, tmp_path: Path) -> None:
     mark = f"mark-{tmp_path.name}-{os.getpid()}"
 

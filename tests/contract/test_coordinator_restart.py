@@ -186,7 +186,7 @@ MOMENTS: Final = {
     "exporting": ("ExportModel", False),
 }
 # The others are for `make soak` and CI's slow tests.
-_QUICK: Final = ("collecting", "transfer", "saved")
+_QUICK: Final = ("collecting", "saved")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ async def test_a_coordinator_that_is_killed_is_replaced_without_loss(
     assert seconds < 10, "training continues soon"
 
 
-@pytest.mark.parametrize("received", [True, False])
+@pytest.mark.parametrize("received", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_a_step_in_flight_is_kept_if_the_trainer_received_it(
     make_stage: Callable[..., Stage], received: bool
 ) -> None:

@@ -278,6 +278,7 @@ async def test_a_process_with_a_thread_that_does_not_end_is_replaced(stage: Make
     assert pid not in s.pool.pids() and not psutil.pid_exists(pid)
 
 
+@pytest.mark.slow
 async def test_a_process_that_blocks_is_killed_and_its_other_episodes_are_abandoned(stage: Make) -> None:
     s = await stage(step_seconds=1)
     (pid,) = s.pool.pids()
@@ -382,6 +383,7 @@ async def test_a_text_as_first_observation_follows_the_system_prompt(stage: Make
     assert [m.role for m in second.chat.messages] == ["system", "user", "assistant", "user"]
 
 
+@pytest.mark.slow
 async def test_hostile_output_of_a_tool_is_cut_and_cleaned(stage: Make, tmp_path: Path) -> None:
     s = await stage(
         lambda request: calls(("flood", '{"count": 1000000000}')) if len(request.chat.messages) == 1 else "the end",

@@ -230,6 +230,7 @@ async def test_a_slow_end_of_an_environment_costs_no_other_episode(stage: Make) 
     assert [o.abandon_reason for o in outcomes] == ["", ""] and s.pool.pids() == pids and not s.pool.deaths
 
 
+@pytest.mark.slow
 async def test_an_environment_whose_end_never_comes_loses_its_process_when_it_is_free(stage: Make) -> None:
     s = await stage(step_seconds=5)
     pids = s.pool.pids()

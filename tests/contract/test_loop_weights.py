@@ -113,6 +113,7 @@ async def test_a_model_that_can_never_take_the_weights_ends_the_run_at_once(
     assert stage.rollouts[0].opened <= 2, "once, and once more to see whose fault it is"
 
 
+@pytest.mark.slow
 async def test_one_engine_with_another_model_is_left_out_for_good(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=4)
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))

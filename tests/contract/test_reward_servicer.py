@@ -129,6 +129,7 @@ async def test_a_function_of_trl_gets_messages_tokens_and_columns(connect: Conne
     assert [score.error.reason for score in scores[2:]] == ["BAD_METADATA", "BAD_METADATA"]
 
 
+@pytest.mark.slow
 async def test_a_function_of_openrlhf_returns_tensors(connect: Connect) -> None:
     client = await connect(function="of_openrlhf", timeout=60)
     assert not (await client.get_info(timeout=5)).reads_messages

@@ -73,6 +73,7 @@ def sample(sample_id: str, count: int) -> Sample:
     )
 
 
+@pytest.mark.slow
 async def test_service_loads_answers_and_drains(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     model = tiny_model("qwen2")
     with start(tmp_path, str(model)) as process:

@@ -205,6 +205,7 @@ def test_interrupt_while_it_starts_leaves_nothing(make_stage: Callable[..., Stag
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_killed_launcher_takes_everything_with_it(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=50)
     process = stage.start("toy.toml", delay=0.3)

@@ -189,7 +189,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_in_bfloat16(one_rank: dic
 
 @pytest.mark.parametrize(
     "stage",
-    [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2))],
+    [pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2, 3)],  # two ranks also run in test_trainer_service.py
 )
 def test_two_ranks_learn_and_restore_as_one(
     llama: Path, truth: dict[float, Arrays], tmp_path: Path, stage: int

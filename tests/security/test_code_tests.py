@@ -204,7 +204,9 @@ async def score(pool: WorkerPool, code: str, *tests: Any) -> Outcome:
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if index % 3 else ()) for index, name in enumerate(FUNCTIONS)]
+)
 async def test_hostile_functions_pass_no_test(pool: WorkerPool, name: str) -> None:
     outcome = await score(pool, FUNCTIONS[name], TEST)
     assert (outcome.score, outcome.components) == (0.0, {"passed": 0, "total": 1, "code": 1}), outcome
@@ -254,11 +256,13 @@ async def test_the_score_is_the_share_of_passed_tests(
     assert outcome.components == {"passed": passed, "total": len(tests), "code": 1}
 
 
+@pytest.mark.slow
 async def test_tests_share_the_time_of_the_sample(pool: WorkerPool) -> None:
     outcome = await score(pool, "import time\ntime.sleep(1000)", *[TEST] * 30)
     assert outcome.score == 0.0 and outcome.components["total"] == 30
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_zygote_died_is_replaced() -> None:
     async with started_pool() as pool:  # without the extra workers that the hostile samples had
         assert (await score(pool, GOOD, TEST)).score == 1.0

@@ -98,6 +98,7 @@ async def running(*work: Any) -> AsyncIterator[None]:
     assert all(isinstance(each, asyncio.CancelledError) for each in results), results
 
 
+@pytest.mark.slow
 async def test_a_run_goes_on_while_its_gateway_is_attacked(make_stage: Callable[..., Stage]) -> None:
     public = f"127.0.0.1:{free_port()}"
     limits = {"max_body_mib": 1, "body_seconds": 3.0, "max_connections": 96, "public_listen": public}

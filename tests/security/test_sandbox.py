@@ -226,6 +226,7 @@ async def test_refusal_of_the_sandbox_is_explained(tmp_path: Path) -> None:
     assert outcome.message.endswith("the sandbox may have refused this: see reward.network and reward.sandbox")
 
 
+@pytest.mark.slow
 async def test_evaluated_answer_that_loops_or_ends_its_process_harms_no_other_sample(tmp_path: Path) -> None:
     async with pool_of(f"{GYM_PREFIX}n_queens", hide(tmp_path, evaluate=True), timeout=1) as pool:
         for code, reason in (("while True: pass", "TIMEOUT"), ("import os; os._exit(3)", "WORKER_DIED")):

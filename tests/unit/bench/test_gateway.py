@@ -67,7 +67,9 @@ def test_tables_compare_with_direct_calls() -> None:
     assert "200 requests/s" in lines[0] and "0.75" in lines[-1].split()
 
 
-@pytest.mark.parametrize("load", [[], pytest.param(["--rate", "40"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "load", [pytest.param([], marks=pytest.mark.slow), pytest.param(["--rate", "40"], marks=pytest.mark.slow)]
+)
 def test_a_gateway_is_measured_with_an_engine_that_answers_at_once(
     tmp_path: Path, load: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

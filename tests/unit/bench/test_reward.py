@@ -56,6 +56,7 @@ def test_table_and_goals() -> None:
     assert [failure.split()[0] for failure in BENCHMARK.failures(document)] == ["coordinator_us", "the", "3"]
 
 
+@pytest.mark.slow
 def test_a_small_run_measures_a_service(tmp_path: Path) -> None:
     words = ["--batch", "16", "--calls", "1", "--runs", "1", "--processes", "1", "--seconds", "0"]
     out = tmp_path / "result.json"

@@ -187,6 +187,7 @@ async def test_worker_that_dies_in_a_batch_costs_one_sample(
     assert calls(tmp_path) == Counter(["s0", "s1", "s2", "s3", "s4"])
 
 
+@pytest.mark.slow
 async def test_sample_that_is_only_slow_keeps_its_worker(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,6 +258,7 @@ async def test_worker_that_writes_without_a_request_is_replaced_before_the_next_
     assert worker not in pool.worker_pids()
 
 
+@pytest.mark.slow
 async def test_cancelled_and_late_calls_leave_nothing_in_the_queue(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,4 +255,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestAnyOrder = Machine.TestCase
-TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

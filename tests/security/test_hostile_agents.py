@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from fourfold.agent.client import AsyncAgentClient
 from fourfold.agent.v1 import agent_service_pb2 as pb

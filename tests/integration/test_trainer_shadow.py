@@ -92,7 +92,7 @@ def test_zero_3_compares_as_one_process_in_float64_and_changes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_every_stage_compares_all_terms_of_the_loss(llama: Path, tmp_path: Path, ranks: int) -> None:
     # Under ZeRO-3 a case with several ranks must be the first of its process.
     kinds: dict[str, dict[str, Any]] = {

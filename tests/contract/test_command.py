@@ -164,6 +164,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 async def test_a_fault_is_an_error_of_its_sample_and_the_program_is_restarted(program: Path) -> None:
     async def check(pool: CommandPool, name: str, reason: str) -> None:
         (pid,) = pool.worker_pids()

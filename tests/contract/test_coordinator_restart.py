@@ -186,7 +186,7 @@ MOMENTS: Final = {
     "exporting": ("ExportModel", False),
 }
 # The others are for `make soak` and CI's slow tests.
-_QUICK: Final = ("collecting", "saved")
+_QUICK: Final = ("saved",)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,8 @@ async def test_a_coordinator_that_is_killed_is_replaced_without_loss(
     assert seconds < 10, "training continues soon"
 
 
-@pytest.mark.parametrize("received", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("received", [True, False])
 async def test_a_step_in_flight_is_kept_if_the_trainer_received_it(
     make_stage: Callable[..., Stage], received: bool
 ) -> None:
@@ -279,6 +280,7 @@ async def test_engines_are_idle_after_the_death_of_their_caller(make_stage: Call
     sys.stdout.write(f"\nsampling: {seconds:.1f} s\n")
 
 
+@pytest.mark.slow
 async def test_a_coordinator_that_is_killed_while_it_waits_for_services(make_stage: Callable[..., Stage]) -> None:
     expected = await undisturbed(make_stage)
     stage = make_stage(steps=STEPS)

@@ -259,6 +259,7 @@ async def test_a_broken_session_of_text_reaches_the_model_as_text(stage: Make) -
     assert s.gateway.turns[1].chat.messages[-1].role == "tool"
 
 
+@pytest.mark.slow
 async def test_a_step_that_waits_too_long_costs_only_its_episode(stage: Make) -> None:
     s = await stage(step_seconds=1)
     (pid,) = s.pool.pids()

@@ -220,6 +220,7 @@ async def test_a_call_that_soon_returns_keeps_the_reward_of_its_truncated_episod
     assert (await s.outcome(answer="short wait")).reward == 0.25
 
 
+@pytest.mark.slow
 async def test_a_slow_end_of_an_environment_costs_no_other_episode(stage: Make) -> None:
     s = await stage()
     pids = s.pool.pids()

@@ -348,6 +348,7 @@ async def test_an_idle_session_expires_and_its_task_is_leased_again(gateway: Gat
         await gateway.close(reward=1.0)
 
 
+@pytest.mark.slow
 async def test_a_task_that_the_run_gave_up_ends_its_session(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     await gateway.open()
     gateway.run.gone.add("t0")

@@ -221,6 +221,7 @@ async def test_a_large_text_is_encoded_beside_the_event_loop(gateway: Gateway, m
 # -- leases -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_task_that_was_leased_again_belongs_to_its_newest_session(gateway: Gateway) -> None:
     """The gateway was cut off for longer than a lease, and then got the same task for another agent."""
     gateway.run.leases["t0"] = "old"

@@ -80,6 +80,7 @@ async def test_a_new_coordinator_takes_over_services_that_live(make_stage: Calla
     assert stage.rollouts[0].commits.count(served) == 1, "the engine keeps weights that are still the trainer's"
 
 
+@pytest.mark.slow
 async def test_a_coordinator_after_kill_9_goes_on(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=4)
 

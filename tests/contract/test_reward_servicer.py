@@ -232,6 +232,7 @@ async def test_starting_service_is_unavailable(connect: Connect) -> None:
             await call
 
 
+@pytest.mark.slow
 async def test_deadline_returns_the_finished_scores(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer_module, "_ANSWER_MARGIN_SECONDS", 2.0)
     client = await connect(timeout=60)

@@ -32,7 +32,7 @@ from fourfold.security.principal import Principal
 from tests.fakes.command_line import listening, until
 from tests.support.scrape import check_exported, http, parse, value
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(200), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -231,7 +231,6 @@ def test_a_service_with_certificates_of_another_ca_does_not_join(by_hand: ByHand
     assert "reward-1" not in by_hand.output("coordinator")
 
 
-@pytest.mark.slow
 async def test_prometheus_gets_the_metrics_of_every_service(by_hand: ByHand) -> None:
     """The coordinator is asked first: a run cannot end before its rollout service has started."""
     for role in ("coordinator", "reward", "trainer", "rollout"):
@@ -247,7 +246,6 @@ async def test_prometheus_gets_the_metrics_of_every_service(by_hand: ByHand) -> 
             assert value(families, "fourfold_children_resident_memory_bytes") > 1 << 26
 
 
-@pytest.mark.slow
 def test_an_agent_needs_the_token_and_gets_its_answer(by_hand: ByHand) -> None:
     by_hand.target("rollout")
     (line,) = [line for line in readme_commands() if "examples/agent.py" in line]

@@ -101,6 +101,7 @@ async def test_service_loads_answers_and_drains(tmp_path: Path, tiny_model: Call
             process.kill()
 
 
+@pytest.mark.slow
 def test_missing_model_folder_is_one_clear_line(tmp_path: Path) -> None:
     with start(tmp_path, str(tmp_path / "nowhere")) as process:
         output, errors = process.communicate(timeout=60)

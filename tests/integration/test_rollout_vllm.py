@@ -270,6 +270,7 @@ class TestInFlight:
         with pytest.raises(StaleEpoch):
             await receive
 
+    @pytest.mark.slow
     async def test_held_tokens_wait_for_the_release(
         self, client: AsyncRolloutClient, control: RolloutControlClient, publisher: Publisher, tiny_model: TinyModel
     ) -> None:

@@ -218,6 +218,7 @@ def test_killed_launcher_takes_everything_with_it(make_stage: Callable[..., Stag
     until(lambda: stage.descendants() == {}, 5)
 
 
+@pytest.mark.slow
 def test_service_dead_at_start_is_one_clear_error(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(reward={"function": "no_such_verifier"})
     process = stage.start("toy.toml")
@@ -230,6 +231,7 @@ def test_service_dead_at_start_is_one_clear_error(make_stage: Callable[..., Stag
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_service_of_another_program_scores_a_run_by_its_address_alone(make_stage: Callable[..., Stage]) -> None:
     """examples/reward_service.py knows neither coordinator nor lease; killed and started again, it goes on."""
     example = Path(__file__).parents[2] / "examples" / "reward_service.py"

@@ -257,6 +257,7 @@ def test_two_ranks_end_in_good_order(service: Callable[..., Service], llama: Pat
     assert gone(ranks)
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_outlive_the_service(
     service: Callable[..., Service],
     llama: Path,
@@ -282,6 +283,7 @@ def test_a_rank_does_not_outlive_the_service(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_service_with_one_clear_message(
     service: Callable[..., Service], llama: Path, tmp_path: Path
 ) -> None:

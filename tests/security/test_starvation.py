@@ -279,6 +279,7 @@ def process(pki: tuple[Path, str]) -> Iterator[tuple[str, psutil.Process]]:
     child.stdout.close()
 
 
+@pytest.mark.slow
 def test_unfinished_messages_hold_no_memory(pki: tuple[Path, str], process: tuple[str, psutil.Process]) -> None:
     target, server = process
 

@@ -246,6 +246,7 @@ async def test_segments_are_deleted_when_a_checkpoint_has_their_samples(tmp_path
     assert len(await shop.load()) == 1
 
 
+@pytest.mark.slow
 def test_what_was_told_is_there_after_kill_9_at_any_moment(tmp_path: Path) -> None:
     known: set[str] = set()
     for round_ in range(6):

@@ -4,7 +4,8 @@ A line of `runs/NAME/metrics.jsonl` is one step: a JSON object with these names,
 time at which the step ended), `diagnosis` (text: the problems of the step; empty if none), `alarms` (those problems
 that were logged), `lag_change` (text: change of the policy lag limit after the step, with its reason; empty if none)
 and `scorers` (scored samples by table [[reward]] and name@version). `scorers/NAME/mean`, `/std`, `/samples` and
-`/part/COMPONENT` are of the terms of the score, before their weights; `shadows/NAME/...` compares a shadow. The trainer
+`/part/COMPONENT` are of the terms of the score, before their weights, `/cost_usd` of the whole run;
+`shadows/NAME/...` compares a shadow. The trainer
 sends its part in `TrainStepResponse.metrics` under the same names. Only a loss of another distribution has metrics that
 are not in `METRICS`: it names its own.
 """

@@ -111,7 +111,8 @@ class RewardConfig(Table):
     where: dict[str, Annotated[tuple[str, ...], Field(strict=False)]] = Field(default={})
     """Samples that it scores, by columns of the data: `where = { task = ["math", "code"] }`. Empty: all."""
     max_cost_usd: float = Field(default=0.0, ge=0)
-    """Most that the run may spend on this scorer; then it counts as failed (`on_error`). 0: no limit."""
+    """Most US dollars that the whole run may spend on this scorer, with evaluations, canaries and shadows. Then, with
+    on_error = "drop", samples are dropped (COST_LIMIT); otherwise the run ends. 0: no limit."""
     cache_samples: int = Field(default=65_536, ge=0)
     """Scores that the coordinator keeps for equal samples, if the scorer says that it is pure."""
     hedge_seconds: float = Field(default=0.0, ge=0)

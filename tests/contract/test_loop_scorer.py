@@ -322,7 +322,7 @@ async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tr
     budget = RetryBudget(infrastructure=1, data=0)
     table = config.reward[0]
     router: Any = NoReplicas()
-    calls = deployment_calls.DeploymentCalls(config, table, Deployment(pool="reward"), router)
+    calls = deployment_calls.DeploymentCalls(config, table, Deployment(pool="reward"), router, {})
     calls.record_failure(Unavailable("the lease of the only scorer expired"), budget)
     assert budget.infrastructure == 0
     with pytest.raises(GivenUp):

@@ -519,11 +519,49 @@ async def test_a_straggler_is_hedged(make_stage: Callable[..., Stage]) -> None:
     assert slow.calls > 0 and stage.report()["dropped"] == {}
 
 
-async def test_what_a_scorer_may_cost_is_limited(
-    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+async def test_what_a_scorer_may_cost_is_limited_over_all_coordinators_and_services(
+    make_stage: Callable[..., Stage], scorer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage: Stage = make_stage(steps=50, reward={"max_cost_usd": 0.5})
-    stage.reward.outcome = lambda item: reward.SampleScore(score=0.5, cost_usd=0.01)
+    def priced(item: reward.ScoreItem) -> reward.SampleScore:
+        return reward.SampleScore(score=0.5, cost_usd=0.01)
+
+    stage: Stage = make_stage(steps=50, reward={"max_cost_usd": 1.0})
+    stage.reward.outcome = priced
+    hold = Hold(stage, 3)
+    await stage.start()
+    await asyncio.wait_for(hold.reached.wait(), 10)
+    other = await scorer(stage, "priced@2", priced)
+    async with client_of(stage) as client:
+        await client.swap("reward", [other.target])
+    await stage.kill()
+    hold.go.set()
     await stage.start()
     assert await stage.finish() == 1
-    assert "scorer reward has cost 0.5" in capsys.readouterr().err
+    assert "scorer reward has cost 1.0" in capsys.readouterr().err
+    costs = [row["scorers/reward/cost_usd"] for row in stage.lines("metrics.jsonl")]
+    assert costs == sorted(costs) and costs[0] > 0.12 and 0.5 < costs[-1] < 1.2 and len(costs) < 12
+
+
+async def test_a_new_scorer_may_read_what_the_present_one_does_not(
+    make_stage: Callable[..., Stage], scorer: Any
+) -> None:
+    stage: Stage = make_stage(steps=2)
+    hold = Hold(stage, 1)
+    await stage.start()
+    await asyncio.wait_for(hold.reached.wait(), 10)
+
+    def needs_arrays(item: reward.ScoreItem) -> reward.SampleScore:
+        if not item.experience.token_ids:
+            return reward.SampleScore(error=reward.SampleError(code=3, reason="NO_ARRAYS"))
+        return reward.SampleScore(score=1.0)
+
+    other = await scorer(stage, "reader@1", needs_arrays)
+    other.tokenizer_sha256 = stage.rollouts[0].tokenizer_sha256
+    async with client_of(stage) as client:
+        await client.swap("reward", [other.target])
+        back = await client.rollback("reward")
+        assert list(back.previous.scorers) == ["reader@1"], "it is remembered by its name"
+        await client.rollback("reward")
+    hold.go.set()
+    assert await stage.finish() == 0
+    assert scorers_by_step(stage)[2] == {"reward": {"reader@1"}}

@@ -48,7 +48,7 @@ from .launch.run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE, REPORT
 from .reporting.exported import RunSource
 from .reporting.run_service import RunServicer
 from .reporting.run_totals import RunTotals
-from .rewards.scorers import STATE_KEY, ScorerTable
+from .rewards.scorers import COSTS_KEY, STATE_KEY, ScorerTable
 from .rewards.scoring import Scoring
 from .rewards.servicer import ScorerServicer
 from .rewards.shadows import Shadows
@@ -246,6 +246,7 @@ class Coordinator:
             await self._disk.write_in_thread(ledger.sync)
 
         try:
+            self._scorers.restore_costs(ledger.get(COSTS_KEY))
             self._scorers.restore(ledger.get(STATE_KEY), save)
         except ConfigError as error:
             raise ConfigError(f"reward.target: {error}") from None

@@ -55,15 +55,17 @@ class ScorerFailed(FatalRunError):
 class DeploymentCalls:
     """Calls to the services of one deployment."""
 
-    def __init__(self, config: Config, table: RewardConfig, deployment: Deployment, router: Router) -> None:
-        self._config, self._pool, self._router = table, deployment.pool, router
+    def __init__(
+        self, config: Config, table: RewardConfig, deployment: Deployment, router: Router, costs: dict[str, float]
+    ) -> None:
+        """Prepare calls; `costs` has what each scorer has cost in the whole run, in US dollars."""
+        self._config, self._pool, self._router, self._costs = table, deployment.pool, router, costs
         self._samples_per_step, self._tries = config.batch.samples_per_step, config.retry.infrastructure
         self.sample_count = 0  # samples with a score
-        self.cost_usd = 0.0
         self._cache: OrderedDict[bytes, Outcome] = OrderedDict()  # of a pure scorer, by content
         self._cache_reads = ScorerInputs()  # what its items have
-        # Items that had a score, by what they carry: they tell a scorer that fails from samples that do.
-        self._scored_items: dict[ScorerInputs, reward.ScoreItem] = {}
+        self.scored: Trajectory | None = None
+        """A sample that had a score: it tells a scorer that fails from samples that do."""
         self._failing_since: float | None = None  # time of the first failed call since one worked
         # Resolved when all services have used up their tries: the calls that wait for them are given up together.
         self._all_failed: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
@@ -72,20 +74,18 @@ class DeploymentCalls:
     @property
     def version(self) -> str:
         """Return name@version of the services that get calls; empty until one has answered."""
-        self._choose_version()
+        self._of_one_version(self._replicas())
         return self._version
 
     def _replicas(self) -> list[Replica]:
         return self._router.replicas(Role.ROLE_REWARD, self._pool)
 
-    def _choose_version(self) -> None:
-        names = [r.scorer for r in self._replicas() if r.inspected_at and not r.unusable_reason]
+    def _of_one_version(self, replicas: list[Replica]) -> list[Replica]:
+        """Return the services that may get calls; the version changes when no service has it any more."""
+        names = [r.scorer for r in replicas if r.inspected_at and not r.unusable_reason]
         if names and self._version not in names:
             self._version = names[0]
-
-    def _has_version(self, replica: Replica) -> bool:
-        self._choose_version()
-        return replica.scorer == self._version
+        return [r for r in replicas if r.scorer == self._version]
 
     async def outcomes(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> dict[str, Outcome]:
         """Return the outcome of each trajectory of one group, by sample id.
@@ -100,7 +100,8 @@ class DeploymentCalls:
         while pending:
             self._check_cost()
             answers = await self._score_once(pending, budget)
-            self.cost_usd += sum(outcome.cost_usd for outcome in answers.values())
+            if cost := sum(outcome.cost_usd for outcome in answers.values()):
+                self._costs[self._config.name] = self._costs.get(self._config.name, 0.0) + cost
             outcomes |= answers
             failed = {name: o.error for name, o in answers.items() if o.error is not None}
             again = _spend_for_errors(failed, budget)
@@ -113,23 +114,13 @@ class DeploymentCalls:
     def _check_cost(self) -> None:
         """Raise GivenUp or ScorerFailed when the run has spent what it may on this scorer."""
         limit = self._config.max_cost_usd
-        if not limit or self.cost_usd < limit:
+        cost = self._costs.get(self._config.name, 0.0)
+        if not limit or cost < limit:
             return
-        text = f"scorer {self._config.name} has cost {self.cost_usd:.2f} USD of max_cost_usd = {limit:g}"
+        text = f"scorer {self._config.name} has cost {cost:.2f} USD of max_cost_usd = {limit:g}"
         if self._config.on_error == "drop":
             raise GivenUp(text, reason="COST_LIMIT")
         raise ScorerFailed(f"{text}; raise it, and resume with --resume", reason="COST_LIMIT")
-
-    @property
-    def scored_item(self) -> reward.ScoreItem | None:
-        """Return an item that had a score; None if there is none yet."""
-        return next(iter(self._scored_items.values()), None)
-
-    async def probe_with_known_sample(self, replica: Replica) -> None:
-        """Let another service score an item that had a score here; raise the error if it cannot."""
-        item = self._scored_items.get(replica.reads) or self.scored_item
-        if item is not None:
-            await self._probe(replica, item)
 
     # -- cache ------------------------------------------------------------------------------------------------------
 
@@ -189,7 +180,7 @@ class DeploymentCalls:
                 spend=spend,
                 wait=self._wait_limit(),
                 pool=self._pool,
-                accept=self._has_version,
+                choose=self._of_one_version,
                 without=without,
             )
 
@@ -237,7 +228,7 @@ class DeploymentCalls:
         """Score trajectories at one replica; raise PeerFault when no sample has an outcome of a working scorer."""
         items = [score_item(t, replica.reads) for t in trajectories]
         if replica.breaker.probing:
-            await self._probe(replica, self._scored_items.get(replica.reads, items[0]))
+            await self.probe(replica, self.scored or trajectories[0])
         # Calls of other groups may be ahead of this one in the service's queue.
         rounds = math.ceil(max(self._samples_per_step, replica.outstanding) / self._config.processes)
         timeout = self._config.timeout_seconds * rounds + SLACK_SECONDS
@@ -256,24 +247,24 @@ class DeploymentCalls:
             raise PeerFault(replica.member.peer, errors[0].reason, text)
         for error in errors:
             self._router.faults.record(replica.member.member_id, error.reason, error.message)
-        if scored := next((i for i, s in zip(items, scores, strict=True) if s.HasField("score")), None):
-            self._scored_items[replica.reads] = scored
+        self.scored = next((t for t in trajectories if outcomes[t.sample.sample_id].score is not None), self.scored)
         if replica.pure and self._config.cache_samples:
             self._keep(items, outcomes, replica)
         return outcomes
 
     async def _still_scores(self, replica: Replica) -> bool:
         """Return whether a scorer scores a sample again that had a score; False when no sample had one yet."""
-        if (item := self._scored_items.get(replica.reads)) is None:
+        if self.scored is None:
             return False
         try:
-            await self._probe(replica, item)
+            await self.probe(replica, self.scored)
         except FourfoldError:
             return False
         return True
 
-    async def _probe(self, replica: Replica, item: reward.ScoreItem) -> None:
+    async def probe(self, replica: Replica, trajectory: Trajectory) -> None:
         """Score one sample, with the deadline of one sample; raise PeerFault when it has an error."""
+        item = score_item(trajectory, replica.reads)
         (score,) = await replica.reward.score([item], timeout=self._config.timeout_seconds + SLACK_SECONDS)
         if score.HasField("error"):
             text = f"Score: a single sample has the error {score.error.message or score.error.reason}"

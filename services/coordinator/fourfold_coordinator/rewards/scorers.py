@@ -23,7 +23,7 @@ import hashlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from fourfold.config import Config, RewardConfig
@@ -39,7 +39,7 @@ from ..routing.router import Router
 T = TypeVar("T")
 
 STATE_KEY: Final = "scorers"  # of the ledger
-_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+COSTS_KEY: Final = "scorer_costs_usd"  # of the ledger
 _ANSWER_SECONDS: Final = 12.0  # in which a new service must tell its name
 _MAX_HISTORY: Final = 1000
 
@@ -50,6 +50,7 @@ class Deployment:
 
     pool: str  # unique in the run
     targets: tuple[str, ...] = ()  # addresses; empty: the services that registered for the scorer
+    scorers: tuple[str, ...] = field(default=(), compare=False)  # name@version of the targets when they were added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +98,12 @@ class ScorerTable:
         self.revision = 0
         """Number of changes after which all groups must be scored again, whatever their scorers are called."""
         self.history: list[dict[str, Any]] = []  # the changes so far
+        self.costs: dict[str, float] = {}
+        """US dollars that each scorer has cost in the whole run; durable after each step (`changed_costs`)."""
         self._pools = 0  # deployments that were made during the run
         self._members: dict[str, list[str]] = {}  # member ids of the services known by their address, by pool
         self._retired: dict[str, asyncio.Future[None]] = {}  # by pool; resolved when its deployment ends
+        self._saved_costs = ""
         self.check: Callable[[RewardConfig, Deployment], Awaitable[None]] = _accept
         """Raises WrongState for new services that do not score."""
         self._save: Callable[[str], Awaitable[None]] | None = None
@@ -121,6 +125,18 @@ class ScorerTable:
         for scorer in self.scorers:
             for deployment in scorer.deployments:
                 self._add_members(deployment)
+
+    def restore_costs(self, costs: str) -> None:
+        """Continue with the costs that an earlier coordinator saved; a crash loses those of one step."""
+        self.costs.update(json.loads(costs) if costs else {})
+        self._saved_costs = costs
+
+    def changed_costs(self) -> str:
+        """Return the costs to save; empty if they have not changed since the last call."""
+        costs = json.dumps(self.costs) if self.costs else ""
+        changed = costs if costs != self._saved_costs else ""
+        self._saved_costs = costs
+        return changed
 
     def _state(self, scorers: Sequence[Scorer], revision: int, history: Sequence[dict[str, Any]]) -> str:
         return json.dumps(
@@ -161,7 +177,12 @@ class ScorerTable:
 
     async def while_in_use(self, deployment: Deployment, work: Awaitable[T]) -> tuple[T] | None:
         """Await work with a deployment; cancel it and return None when the deployment is not in use any more."""
-        retired = self._retired.setdefault(deployment.pool, asyncio.get_running_loop().create_future())
+        if not any(deployment in scorer.deployments for scorer in self.scorers):
+            if asyncio.iscoroutine(work):
+                work.close()
+            return None
+        if (retired := self._retired.get(deployment.pool)) is None:
+            retired = self._retired[deployment.pool] = asyncio.get_running_loop().create_future()
         task = asyncio.ensure_future(work)
         try:
             either: set[asyncio.Future[Any]] = {task, retired}
@@ -176,8 +197,6 @@ class ScorerTable:
     async def add(self, table: RewardConfig) -> Scorer:
         """Add a term to the score, by the addresses in `table`. The errors are those of `swap`."""
         async with self._lock:
-            if not _NAME.fullmatch(table.name):
-                raise InvalidInput(f"name is {table.name[:100]!r}; it must be 1 to 64 characters of [A-Za-z0-9_-]")
             if self.get(table.name) is not None:
                 raise WrongState(f"there is a scorer {table.name} already; give the new one another name, or use swap")
             if len(self.scorers) >= MAX_SCORERS:
@@ -241,7 +260,8 @@ class ScorerTable:
     async def rollback(self, name: str) -> Scorer:
         """Remove canary and shadow; without them, make the previous services live again.
 
-        Raises NotFound; WrongState if there is nothing to go back to; Unavailable if they do not answer.
+        The previous services are not asked first: they may be started after this. Raises NotFound, or WrongState if
+        there is nothing to go back to.
         """
         async with self._lock:
             scorer = self._find(name)
@@ -250,11 +270,15 @@ class ScorerTable:
                 return await self._replace(changed, "rollback", scorer.live)
             if scorer.previous is None:
                 raise WrongState(f"scorer {name} has no canary, no shadow and no previous services; nothing to undo")
-            targets, pool = scorer.previous.targets, scorer.previous.pool
-            # Not checked: whoever goes back wants the old services, even if they must be started first.
-            deployment = Deployment(pool=self._new_pool(name) if targets else pool, targets=targets)
-            self._add_members(deployment)
-            return await self._make_live(scorer, deployment, "rollback")
+            deployment = scorer.previous
+            if deployment.targets:  # a pool that ended is not used again
+                deployment = replace(deployment, pool=self._new_pool(name))
+                self._add_members(deployment)
+            try:
+                return await self._make_live(scorer, deployment, "rollback")
+            except BaseException:
+                self._remove_members(deployment)
+                raise
 
     async def remove(self, name: str) -> None:
         """Remove a term of the score; raise NotFound, or WrongState for the last one."""
@@ -301,7 +325,7 @@ class ScorerTable:
         except BaseException:
             self._remove_members(deployment)
             raise
-        return deployment
+        return replace(deployment, scorers=self.names(deployment))
 
     async def _wait_until_known(self, deployment: Deployment) -> None:
         """Wait until every service has told its name; raise Unavailable or WrongState."""
@@ -353,10 +377,14 @@ class ScorerTable:
 
     def describe(self, deployment: Deployment) -> str:
         """Return what a deployment is, for users: name@version and addresses."""
+        members = [r.member.member_id for r in self._router.replicas(Role.ROLE_REWARD, deployment.pool)]
+        where = ", ".join(deployment.targets) or ", ".join(members) or "none registered"
+        return f"{', '.join(self.names(deployment)) or 'unknown'} at {where}"
+
+    def names(self, deployment: Deployment) -> tuple[str, ...]:
+        """Return name@version of the services of a deployment; of one that has ended, as they were when it began."""
         replicas = self._router.replicas(Role.ROLE_REWARD, deployment.pool)
-        names = list(dict.fromkeys(r.scorer for r in replicas if r.scorer))
-        where = ", ".join(deployment.targets) or ", ".join(r.member.member_id for r in replicas) or "none registered"
-        return f"{', '.join(names) or 'unknown'} at {where}"
+        return tuple(dict.fromkeys(r.scorer for r in replicas if r.scorer)) or deployment.scorers
 
 
 async def _accept(_table: RewardConfig, _deployment: Deployment) -> None:
@@ -365,7 +393,7 @@ async def _accept(_table: RewardConfig, _deployment: Deployment) -> None:
 
 def _to_json(scorer: Scorer) -> dict[str, Any]:
     def deployment(value: Deployment | None) -> Any:
-        return None if value is None else {"pool": value.pool, "targets": list(value.targets)}
+        return None if value is None else {"pool": value.pool, "targets": value.targets, "scorers": value.scorers}
 
     return {
         "table": scorer.table.model_dump(mode="json"),
@@ -380,7 +408,10 @@ def _to_json(scorer: Scorer) -> dict[str, Any]:
 
 def _from_json(entry: dict[str, Any]) -> Scorer:
     def deployment(value: Any) -> Deployment | None:
-        return None if value is None else Deployment(pool=value["pool"], targets=tuple(value["targets"]))
+        if value is None:
+            return None
+        targets, scorers = tuple(value["targets"]), tuple(value["scorers"])
+        return Deployment(pool=value["pool"], targets=targets, scorers=scorers)
 
     live = deployment(entry["live"])
     assert live is not None, "every scorer has a live deployment"

@@ -29,7 +29,7 @@ from .deployment_calls import DeploymentCalls
 from .outcome import Outcome, mix, passes_gates
 from .scorers import Deployment, Scorer, ScorerTable
 
-_Asked = list[tuple[RewardConfig, Outcome]]  # the outcomes of one sample, in the order of the scorers
+_Asked = list[tuple[RewardConfig, Outcome]]  # the outcomes of one sample, gates first
 
 
 class Scoring:
@@ -63,7 +63,7 @@ class Scoring:
             passed = fresh if gates else [t for t in fresh if passes_gates(asked[t.sample.sample_id])]
             if not stage or not passed:
                 continue
-            calls = [self._ask(scorer.name, passed, replace(budget), evaluation=evaluation) for scorer in stage]
+            calls = [self._ask(scorer.name, passed, budget, evaluation=evaluation) for scorer in stage]
             for scorer, outcomes in zip(stage, await _all(calls), strict=True):
                 for name, outcome in outcomes.items():
                     asked[name].append((scorer.table, outcome))
@@ -107,7 +107,7 @@ class Scoring:
         if (calls := self._calls.get((deployment.pool, shadow))) is None:
             table = scorer.table.model_copy(update={"on_error": "drop"}) if shadow else scorer.table
             calls = self._calls[deployment.pool, shadow] = DeploymentCalls(
-                self._config, table, deployment, self._router
+                self._config, table, deployment, self._router, self._table.costs
             )
         return calls
 
@@ -133,12 +133,13 @@ class Scoring:
 
     async def _check_scores(self, table: RewardConfig, deployment: Deployment) -> None:
         """Raise WrongState if new services cannot score a sample that had a score."""
-        known = next((c for (p, _), c in self._calls.items() if p.split(".")[0] == table.name and c.scored_item), None)
-        if known is None or known.scored_item is None:
+        scorer = self._table.get(table.name)
+        live = None if scorer is None else self.calls_of(scorer, scorer.live)
+        if live is None or live.scored is None:
             return
         for replica in self._router.replicas(Role.ROLE_REWARD, deployment.pool):
             try:
-                await known.probe_with_known_sample(replica)
+                await live.probe(replica, live.scored)
             except FourfoldError as error:
                 raise WrongState(
                     f"{replica.title} does not score a sample that the present scorer scores: {error}; repair it first",
@@ -171,6 +172,6 @@ def _without_scores(trajectory: Trajectory) -> Trajectory:
 def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:
     """Return whether a scorer scores the samples of a row."""
     named = row.get(scorers_field) if scorers_field else None
-    if named is not None:
-        return table.name in ([named] if isinstance(named, str) else named)
+    if named is not None:  # anything but names names none
+        return table.name in ([named] if isinstance(named, str) else named if isinstance(named, list) else [])
     return all(str(row.get(column)) in values for column, values in table.where.items())

@@ -124,7 +124,7 @@ class ScorerServicer(pb_grpc.ScorerServiceServicer):
         works = any(not r.unusable_reason and not r.failure_text for r in replicas)
         return pb.Deployment(
             targets=deployment.targets,
-            scorers=list(dict.fromkeys(r.scorer for r in replicas if r.scorer)),
+            scorers=self._table.names(deployment),
             samples=0 if calls is None else calls.sample_count,
             problem="" if works or not used else self._router.explain(Role.ROLE_REWARD, deployment.pool),
         )

@@ -61,7 +61,7 @@ class _Wanted(NamedTuple):
     avoid: set[ReplicaKey]  # that failed it before
     wait: WaitLimit
     pool: str  # empty: any
-    accept: Callable[[Replica], bool]
+    choose: Callable[[list[Replica]], list[Replica]]
 
 
 class Router:
@@ -163,7 +163,7 @@ class Router:
         wait: WaitLimit | None = None,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         pool: str = "",
-        accept: Callable[[Replica], bool] = lambda _replica: True,
+        choose: Callable[[list[Replica]], list[Replica]] = lambda replicas: replicas,
         without: ReplicaKey | None = None,
     ) -> T:
         """Do `work` with a replica; when it fails, with another one if there is one.
@@ -178,7 +178,7 @@ class Router:
             pin: Replica that gets the work as long as it is usable; None for any.
             wait: Longest wait for a usable replica; None for the run's.
             on_try: Returns the context that one try runs in. It gets the error of a try, also when a lease ended.
-            pool, accept: Pool of the replica, empty for any; whether a replica may get the work now.
+            pool, choose: Pool of the replica, empty for any; returns those of its replicas that may get the work now.
             without: Replica that gets it only if there is no other.
 
         Raises:
@@ -189,7 +189,7 @@ class Router:
         avoid: set[ReplicaKey] = set() if without is None else {without}
         while True:
             size = demand if isinstance(demand, Demand) else demand()
-            wanted = _Wanted(role, size, version, pin, avoid, wait or self._wait, pool, accept)
+            wanted = _Wanted(role, size, version, pin, avoid, wait or self._wait, pool, choose)
             async with self._acquire(wanted) as replica:
                 try:
                     async with on_try():
@@ -309,8 +309,8 @@ class Router:
         end = self.clock.monotonic() + seconds
         while True:
             now = self.clock.monotonic()
-            found = self.replicas(role, wanted.pool)
-            fitting = [r for r in found if _fits(r, wanted.version) and wanted.accept(r)]
+            found = wanted.choose(self.replicas(role, wanted.pool))
+            fitting = [r for r in found if _fits(r, wanted.version)]
             fitting = [r for r in fitting if r.key == wanted.pin and r.key not in wanted.avoid] or fitting
             usable = [r for r in fitting if r.breaker.admits(now)]
             free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}

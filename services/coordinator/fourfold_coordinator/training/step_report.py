@@ -17,8 +17,9 @@ from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from ..reporting import report
-from ..reporting.batch_metrics import count_scorers
+from ..reporting.batch_metrics import SCORER_METRICS, count_scorers
 from ..reporting.diagnosis import TrainingDiagnosis
+from ..rewards.scorers import COSTS_KEY
 from ..state.files import MetricsWriter
 from ..state.samples import StepBatch
 from ..weights.update import WeightUpdateResult
@@ -116,6 +117,7 @@ class StepReporter:
             **_update_metrics(update),
             **self._context.certificates.metrics(),
             **self._context.shadows.metrics(trained.metrics),
+            **{f"{SCORER_METRICS}{name}/cost_usd": cost for name, cost in self._context.scorers.costs.items()},
         }
 
     async def diagnose(self, record: StepRecord) -> None:
@@ -137,6 +139,8 @@ class StepReporter:
         record.row = {**finite(record.metrics), **texts, "alarms": record.alarms, "scorers": record.scorers}
         await self._disk.write(self._ledger.record_metrics, record.step, record.row, seconds=record.seconds)
         await self._disk.write(self._context.router.faults.save, self._ledger)
+        if costs := self._context.scorers.changed_costs():
+            await self._disk.write(self._ledger.put, {COSTS_KEY: costs})
 
     async def add_evaluation(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
         """Add the metrics of an evaluation that ended while later steps were trained."""

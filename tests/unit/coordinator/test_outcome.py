@@ -12,7 +12,7 @@ from fourfold.config import RewardConfig
 from fourfold.errors import InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold_coordinator.data.prompts import Prompt
-from fourfold_coordinator.rewards.outcome import Outcome, mix, passes_gates, to_outcome
+from fourfold_coordinator.rewards.outcome import Outcome, mix, passes_gates, to_outcome, without_scores
 from fourfold_coordinator.state.samples import Trajectory
 
 MASK = np.array([0, 1, 1, 0, 1], np.bool_)  # two turns
@@ -61,6 +61,18 @@ def test_rewards_of_turns_and_tokens_are_weighted_and_added_to_those_that_are_th
     outcomes = [(table("a", weight=0.5), scored(1.0, token_rewards=given)), (table("b"), scored(1.0))]
     assert mix(trajectory(token_rewards=own), outcomes).sample.token_rewards.tolist() == [0, 1, 1, 0, 3]
     assert mix(trajectory(), outcomes).sample.token_rewards.tolist() == [0, 0, 1, 0, 2]
+
+
+def test_scores_can_be_taken_back_and_given_again() -> None:
+    own = np.array([0, 1, 0, 0, 1], np.float32)
+    given = np.array([0, 0, 2, 0, 4], np.float32)
+    for before in (trajectory(token_rewards=own), trajectory()):
+        outcomes = [(table("a"), scored(1.0, token_rewards=given, components={"x": 1.0}))]
+        once = mix(before, outcomes)
+        again = mix(without_scores(once), outcomes)
+        assert without_scores(once).sample.token_rewards.tolist() == before.sample.token_rewards.tolist()
+        assert again.sample.token_rewards.tolist() == once.sample.token_rewards.tolist()
+        assert (without_scores(once).sample.score, dict(without_scores(once).components)) == (None, {})
 
 
 @pytest.mark.parametrize(

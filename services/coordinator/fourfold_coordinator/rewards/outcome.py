@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from google.rpc import code_pb2
 
-from fourfold.arrays import Float32Array, Sample, ScoreTerm
+from fourfold.arrays import EMPTY_FLOATS, Float32Array, Sample, ScoreTerm
 from fourfold.config import RewardConfig
 from fourfold.errors import FourfoldError, InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
@@ -139,4 +139,15 @@ def _with_token_rewards(trajectory: Trajectory, rewards: Sequence[tuple[float, F
     total = sample.token_rewards.copy() if len(sample.token_rewards) else np.zeros(len(sample.token_ids), np.float32)
     for weight, values in rewards:
         total += np.float32(weight) * values
-    return replace(trajectory, sample=replace(sample, token_rewards=total))
+    return replace(trajectory, sample=replace(sample, token_rewards=total), agent_rewards=sample.token_rewards)
+
+
+def without_scores(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory as it was before `mix`; one without terms is returned as it is."""
+    if not trajectory.sample.terms:
+        return trajectory
+    plain = trajectory.map_segments(lambda s: replace(s, score=None, scorer="", terms=()))
+    rewards = trajectory.agent_rewards
+    if rewards is None:  # a sample of the run itself, loaded from the store, has no rewards but those of scorers
+        rewards = plain.sample.token_rewards if trajectory.by_agent else EMPTY_FLOATS
+    return replace(plain, sample=replace(plain.sample, token_rewards=rewards), components={}, agent_rewards=None)

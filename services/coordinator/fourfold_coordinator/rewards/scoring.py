@@ -15,7 +15,6 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fourfold.arrays import EMPTY_FLOATS
 from fourfold.config import Config, RewardConfig
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError, WrongState
@@ -26,7 +25,7 @@ from ..routing.router import Router
 from ..routing.trainer_session import leaves
 from ..state.samples import SampleGroup, Trajectory
 from .deployment_calls import DeploymentCalls
-from .outcome import Outcome, mix, passes_gates
+from .outcome import Outcome, mix, passes_gates, without_scores
 from .scorers import Deployment, Scorer, ScorerTable
 
 _Asked = list[tuple[RewardConfig, Outcome]]  # the outcomes of one sample, gates first
@@ -54,7 +53,7 @@ class Scoring:
             ScorerFailed: They did, and `reward.on_error` ends the run for that.
             ServiceMissing: No service of a scorer came in time.
         """
-        fresh = [_without_scores(t) for t in trajectories]
+        fresh = [without_scores(t) for t in trajectories]
         asked: dict[str, _Asked] = {t.sample.sample_id: [] for t in fresh}
         scorers = self.scorers_of(fresh[0].prompt)
         for gates in (True, False):
@@ -157,16 +156,6 @@ async def _all(calls: Sequence[Coroutine[Any, Any, Mapping[str, Outcome]]]) -> l
     except BaseExceptionGroup as errors:
         raise next(leaves(errors)) from None
     return [task.result() for task in tasks]
-
-
-def _without_scores(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory as it was before it was scored."""
-    if not trajectory.sample.terms:
-        return trajectory
-    plain = trajectory.map_segments(lambda s: replace(s, score=None, scorer="", terms=()))
-    if not trajectory.by_agent:
-        plain = replace(plain, sample=replace(plain.sample, token_rewards=EMPTY_FLOATS))
-    return replace(plain, components={})
 
 
 def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:

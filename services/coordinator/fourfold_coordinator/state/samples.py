@@ -64,6 +64,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)  # numbers of the agent
     first_prompt: str = ""  # of an agent, without special tokens; empty: the prompt of the task
     components: Mapping[str, float] = field(default_factory=dict)  # parts of the scores, as SCORER/NAME
+    agent_rewards: Float32Array | None = None  # token rewards without those of scorers; None: scorers gave none
     last_turn: str | None = None  # text of the last sampled turn, for scorers; None: the completion
 
     @property

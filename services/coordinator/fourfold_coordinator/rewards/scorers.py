@@ -338,7 +338,10 @@ class ScorerTable:
                 return
             if router.clock.monotonic() >= end:
                 text = router.explain(Role.ROLE_REWARD, deployment.pool)
-                raise Unavailable(f"no answer within {_ANSWER_SECONDS:g} s: {text}", reason="SCORER_SILENT")
+                raise Unavailable(
+                    f"no answer within {_ANSWER_SECONDS:g} s ({text}); start the service first, and give its address",
+                    reason="SCORER_SILENT",
+                )
             await router.wait_for_change(timeout=0.1)
 
     async def _make_live(self, scorer: Scorer, deployment: Deployment, event: str) -> Scorer:

@@ -1,10 +1,10 @@
 """`fourfold reward ACTION RUN ...`: lists the scorers of a running run, and replaces them without a stop.
 
-scorer  weight  part      services                            samples  agreement
-math         1  live      accuracy@1.0 at registered            1,024
-                canary    accuracy@2.0 at 127.0.0.1:50061         256  25 % of the groups
-style      0.2  live      judge@7b at 127.0.0.1:50062           1,280
-                shadow    judge@14b at 127.0.0.1:50063            640  rank 0.93, flips 4 %, shift +0.02
+scorer  weight  part    services                       samples  agreement
+math         1  live    accuracy@1.0 at registered       1,024
+                canary  accuracy@2.0 at 127.0.0.1:50061    256  25% of the groups
+style      0.2  live    judge@7b at 127.0.0.1:50062      1,280
+                shadow  judge@14b at 127.0.0.1:50063       640  rank 0.930, flips 4.0%, shift +0.02 over 640 samples
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fourfold.coordinator.client import ScorerClient
 from fourfold.coordinator.v1 import scorer_service_pb2 as pb
+from fourfold.errors import ConfigError
 
-from .weights import find_coordinator
+from .weights import find_coordinator, text_lines
 
 # A change waits until new services have answered and scored one sample.
 _TIMEOUT_SECONDS: Final = 60.0
-_WIDTH: Final = 4096  # of the table: no text is cut off
 _ACTIONS: Final = {
     "list": "show the scorers",
     "add": "add a term to the score",
@@ -75,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Do one action, and print the scorers that it leaves."""
+    if not args.timeout > 0:
+        raise ConfigError(f"--timeout {args.timeout:g}: it must be above 0")
     address, certs = find_coordinator(args.where, args.recipe)
     with ScorerClient(address, certs=certs, timeout=args.timeout) as client:
         match args.action:
@@ -116,10 +117,7 @@ def table(scorers: list[pb.Scorer]) -> list[str]:
             samples = "" if part == "previous" else f"{deployment.samples:,}"
             grid.add_row(*map(Text, (name, weight, part, _services(deployment), samples, note)))
             name = weight = ""
-    console = Console(width=_WIDTH, color_system=None)
-    with console.capture() as capture:
-        console.print(grid)
-    return [line.rstrip() for line in capture.get().splitlines()]
+    return text_lines(grid)
 
 
 def _services(deployment: pb.Deployment) -> str:

@@ -74,7 +74,12 @@ def table(plane: pb.GetWeightPlaneResponse) -> list[str]:
         waits_for = ", ".join(party.waits_for) or "-"
         cells = (party.member_id, party.state, f"{party.state_seconds:.1f} s", version, party.backend or "-", waits_for)
         grid.add_row(*map(Text, (*cells, party.last_error)))  # a plain str would be read as markup
+    return [*lines, "", *text_lines(grid)]
+
+
+def text_lines(grid: Table) -> list[str]:
+    """Return a table as plain lines; no text is cut off."""
     console = Console(width=_WIDTH, color_system=None)
     with console.capture() as capture:
         console.print(grid)
-    return [*lines, "", *(line.rstrip() for line in capture.get().splitlines())]
+    return [line.rstrip() for line in capture.get().splitlines()]

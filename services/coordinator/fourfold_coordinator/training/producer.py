@@ -11,6 +11,8 @@ group that was admitted at version v trains version v + L at most, and short com
 whose group is filtered out or lost is free at once. The places of the next batch are admitted in any case, further ones
 only while engines have room.
 
+A group whose scorers are not in use any more when a batch takes it is scored again first (`rewards/scorers.py`).
+
 With L = 0 no prompt is drawn in advance: sampling and training alternate. As long as no group is lost, the groups of a
 step then do not depend on the order in which responses arrive.
 """

@@ -199,12 +199,15 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         positions = [np.flatnonzero(s.action_mask) for s in samples]
         counts = [len(p) for p in positions]
         state, steps, passes, shadows, dummies = AlgorithmState(), list[float](), list[float](), list[float](), 0.0
+        cosine = math.nan
         for step in range(1, settings.warmup + settings.runs + 1):
             began = time.perf_counter()
             compute_per_token(engine.compute_logprobs, samples, positions.__getitem__, counts, config)
             middle = time.perf_counter()
             result = train_step(engine, samples, config, step=step, state=state)
             shadows.append(0.0 if result.shadow is None else result.shadow.seconds)
+            if result.shadow is not None and step == 1:
+                cosine = result.shadow.cosine
             passes.append(middle - began)
             steps.append(time.perf_counter() - middle)
             engine.finish_step(release=settings.release)
@@ -231,6 +234,7 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             "old_logprobs": _row(logprobs, tokens, flop / settings.ranks, rate),
             "whole_step_seconds": round(whole, 3),
             "shadow_seconds": round(shadow, 3),  # part of the whole step
+            "shadow_cosine": None if math.isnan(cosine) else round(cosine, 6),  # of the first step
             "release_seconds": round(release, 4),
             "probe_seconds": round(probe, 4),
             "dummy_fraction": round(dummies, 4),
@@ -248,7 +252,8 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         return [
             *lines,
             f"matrix product {rate} TFLOP/s; dummies {dummies:.1%} of the tokens",
-            f"whole step {results['whole_step_seconds']} s, {results['shadow_seconds']} s of it for shadow scores",
+            f"whole step {results['whole_step_seconds']} s, {results['shadow_seconds']} s of it for shadow scores "
+            f"(cosine {results['shadow_cosine']})",
             f"then memory released in {results['release_seconds']} s, "
             f"probe of {_PROBE_TOKENS} tokens in {results['probe_seconds']} s",
         ]

@@ -54,6 +54,7 @@ ERROR_CODES: Final[dict[str, str]] = {
     "REFUSED": "UNAVAILABLE",
 }
 
+_MAX_FLOAT32: Final = (2 - 2**-23) * 2.0**127
 _RESULT_KEYS: Final = frozenset({"score", "components", "token_rewards", "turn_rewards"})
 
 
@@ -155,9 +156,9 @@ def pack_outcome(number: int, outcome: Outcome) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # a frozen one would take three times as long to make
 class Outcome:
-    """Result of scoring one sample. Exactly one of score, abstain_reason and error_reason is set."""
+    """Result of scoring one sample; do not change it. Exactly one of score, abstain_reason and error_reason is set."""
 
     score: float | None = None
     abstain_reason: str = ""
@@ -207,6 +208,8 @@ def outcome_of(result: object) -> Outcome:
     Raises ValueError: unknown keys, too many components, or an invalid component name.
     """
     match result:
+        case float():
+            return _scored(result, {})
         case None:
             return Outcome(abstain_reason=NO_SCORE)
         case Abstain(reason):
@@ -254,6 +257,8 @@ def _scored(value: object, components: object, token_rewards: object = (), turn_
 
 def _float32s(values: object, what: str) -> tuple[float, ...] | Outcome:
     """Return a sequence, array or tensor of numbers that float32 can represent, or else an error."""
+    if type(values) is tuple and not values:  # nearly always
+        return ()
     if hasattr(values, "tolist"):  # much faster than one number of a tensor after the other
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
@@ -271,6 +276,8 @@ def _float32s(values: object, what: str) -> tuple[float, ...] | Outcome:
 
 def _float32(value: object, what: str) -> float | Outcome:
     """Return a number that float32 can represent (the wire format), or else an error about `what`."""
+    if type(value) is float and abs(value) <= _MAX_FLOAT32:  # nearly always
+        return value
     try:
         # float("1") works, too, but a returned "1" is a mistake. numpy and torch scalars have `__float__`.
         if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):

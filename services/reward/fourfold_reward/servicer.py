@@ -179,7 +179,9 @@ def _token_rewards(experience: Experience, rewards: Sequence[float]) -> bytes:
 
 
 def _pack(experience: Experience, outcome: Outcome) -> pb.SampleScore:
-    score = pb.SampleScore(sample_id=experience.sample_id, components=outcome.components, cost_usd=outcome.cost_usd)
+    score = pb.SampleScore(sample_id=experience.sample_id, cost_usd=outcome.cost_usd)
+    if outcome.components:
+        score.components.update(outcome.components)
     if outcome.error_reason:
         score.error.code = Code.Value(outcome.error_code)
         score.error.reason = outcome.error_reason

@@ -44,8 +44,9 @@ from fourfold_trainer.batches import PolicyBatch, ReceivedBatches
 from fourfold_trainer.checkpoint.store import StepAnswer
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.ranks.main import run_rank
+from fourfold_trainer.ranks.placement import place_ranks
 from fourfold_trainer.ranks.rank_channel import RankMessage
-from fourfold_trainer.ranks.rank_processes import RankProcesses, place_ranks
+from fourfold_trainer.ranks.rank_processes import RankProcesses
 from fourfold_trainer.ranks.worker import ANSWER
 from fourfold_trainer.service.metrics import summarise
 from fourfold_trainer.service.servicer import TrainerServicer

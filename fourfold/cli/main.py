@@ -164,6 +164,13 @@ def _load(group: str, name: str, distribution: str) -> Any:
     raise ConfigError(f"`{name}` is not installed here; pip install {distribution}")
 
 
+def _ranks(text: str) -> range:
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+        raise argparse.ArgumentTypeError(f"{text!r} names no ranks; give one, as 0, or the first and the last, as 8-15")
+    return range(int(first), int(last or first) + 1)
+
+
 class _Serve:
     """`fourfold serve ROLE RECIPE`: start one service in this process."""
 
@@ -195,6 +202,18 @@ class _Serve:
             default="",
             metavar="NAME",
             help="reward only: the [[reward]] to serve; default: the first",
+        )
+        parser.add_argument(
+            "--rank",
+            type=_ranks,
+            metavar="FIRST[-LAST]",
+            help="trainer only: the ranks of this machine, e.g. 8-15; other machines hold the others",
+        )
+        parser.add_argument(
+            "--interface",
+            default="",
+            metavar="NAME",
+            help="trainer with --rank only: network interface of the collectives; default: the one that reaches rank 0",
         )
         parser.add_argument("--list", action="store_true", help="reward only: print the built-in verifiers")
 
@@ -237,6 +256,8 @@ class _Serve:
             gateway=args.gateway,
             scorer=args.scorer,
             engines=tuple(args.engine),
+            ranks=args.rank,
+            interface=args.interface,
         )
         code: int = service(options)
         return code

@@ -92,6 +92,8 @@ class TrainerConfig(Table):
     """Use fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel); needs CUDA."""
     step_timeout_seconds: Seconds = 3600.0
     """Longest time that one step, checkpoint or export may take."""
+    attach_seconds: Seconds = 600.0
+    """Longest time that rank 0 waits for the ranks on other machines (`fourfold serve trainer --rank`)."""
     lora: LoraConfig = LoraConfig()
 
     @property

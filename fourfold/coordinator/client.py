@@ -9,15 +9,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
+from fourfold.coordinator.v1 import rendezvous_service_pb2 as rendezvous
+from fourfold.coordinator.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
 from fourfold.coordinator.v1 import scorer_service_pb2 as scorers
 from fourfold.coordinator.v1 import scorer_service_pb2_grpc as scorers_grpc
+from fourfold.errors import ConfigError
+from fourfold.rpc.channel import split_target
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
+from fourfold.rpc.responses import ResponseCheck
 
 _MAX_TOKEN_BYTES: Final = 64
 # A member renews its lease three times per time to live; a shorter one would keep the member busy with renewals.
@@ -72,10 +78,7 @@ class MembershipClient(AsyncClient):
         return Lease(token=token, ttl_seconds=self._ttl(response))
 
     def _ttl(self, response: pb.RegisterResponse | pb.KeepAliveResponse) -> float:
-        seconds = response.ttl.seconds + response.ttl.nanos / 1e9
-        rule = f"the lease lasts {seconds:g} s; it must last {_MIN_TTL_SECONDS:g} to {_MAX_TTL_SECONDS:g} s"
-        self._check(response).require(_MIN_TTL_SECONDS <= seconds <= _MAX_TTL_SECONDS, rule)
-        return seconds
+        return _ttl_seconds(self._check(response), response.ttl, "lease")
 
     async def keep_alive(self, lease_token: bytes, *, timeout: float) -> tuple[float, bool]:
         """Renew a lease.
@@ -92,6 +95,35 @@ class MembershipClient(AsyncClient):
     async def deregister(self, lease_token: bytes, *, timeout: float) -> None:
         """End a lease before it expires."""
         await self._call(self._stub.Deregister, pb.DeregisterRequest(lease_token=lease_token), timeout)
+
+
+class RendezvousClient(AsyncClient):
+    """Lets the machines of one trainer find each other. All methods raise FourfoldError; timeouts are seconds."""
+
+    _role = "coordinator"
+    _caller_role = "trainer"
+
+    @cached_property
+    def _stub(self) -> rendezvous_grpc.RendezvousServiceAsyncStub:
+        return rendezvous_grpc.RendezvousServiceStub(self._open())
+
+    async def offer(self, *, member_id: str, target: str, secret: bytes, timeout: float) -> float:
+        """Offer the address of a rank 0; return the seconds for which the offer is kept."""
+        request = rendezvous.OfferRendezvousRequest(member_id=member_id, target=target, secret=secret)
+        response = await self._call(self._stub.OfferRendezvous, request, timeout)
+        return _ttl_seconds(self._check(response), response.ttl, "offer")
+
+    async def find(self, member_id: str, *, timeout: float) -> tuple[str, bytes]:
+        """Return address and secret of a trainer's rank 0; raise NotFound when it has made no offer."""
+        response = await self._call(
+            self._stub.FindRendezvous, rendezvous.FindRendezvousRequest(member_id=member_id), timeout
+        )
+        check = self._check(response)
+        try:
+            split_target(response.target)
+        except ConfigError as error:
+            check.require(False, error.message)
+        return response.target, response.secret
 
 
 class AsyncCoordinatorClient(AsyncClient):
@@ -249,3 +281,10 @@ class ScorerClient(SyncClient[AsyncScorerClient]):
     rollback = blocking(AsyncScorerClient.rollback)
     rescore = blocking(AsyncScorerClient.rescore)
     remove = blocking(AsyncScorerClient.remove)
+
+
+def _ttl_seconds(check: ResponseCheck, ttl: Duration, what: str) -> float:
+    seconds = ttl.seconds + ttl.nanos / 1e9
+    rule = f"the {what} lasts {seconds:g} s; it must last {_MIN_TTL_SECONDS:g} to {_MAX_TTL_SECONDS:g} s"
+    check.require(_MIN_TTL_SECONDS <= seconds <= _MAX_TTL_SECONDS, rule)
+    return seconds

@@ -9,6 +9,7 @@ This module imports no tensor library: the conversion runs in a child process, a
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -116,6 +117,17 @@ def shape(source: str) -> ModelShape:
     """Return the sizes of a model, without a conversion. The model must be decoder-only."""
     builtin = _builtin_of(source)
     return builtin.shape if builtin else folder_shape(_existing_folder(source))
+
+
+def fingerprint(folder: Path) -> bytes:
+    """Return a hash (32 bytes) of config.json and of the names and sizes of the weight files of a model folder.
+
+    It finds another model at once. It reads no weights, so it cannot find weights that were trained differently.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.digest()
 
 
 def tensor_shapes(source: str) -> dict[str, tuple[int, ...]]:

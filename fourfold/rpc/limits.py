@@ -49,7 +49,7 @@ def is_probe(service: str) -> bool:
 
 def is_watch(name: str) -> bool:
     """Return whether a method is a stream that lasts until its client leaves; such a method needs no deadline."""
-    return name.startswith("Watch") or name == _REFLECTION
+    return name.startswith(("Watch", "Attach")) or name == _REFLECTION
 
 
 class CallSlots:

@@ -52,6 +52,7 @@ WARN_DAYS: Final = 14
 
 MEMBER_ROLES: Final = frozenset({"rollout", "trainer", "reward", "reference", "gateway", "environment"})
 _COORDINATOR: Final = frozenset({"coordinator"})
+_TRAINER: Final = frozenset({"trainer"})
 
 # A service without a row is refused to every caller.
 POLICY: Final[Mapping[str, frozenset[str]]] = {
@@ -61,7 +62,9 @@ POLICY: Final[Mapping[str, frozenset[str]]] = {
     "fourfold.reference.v1.ReferenceService": _COORDINATOR,
     "fourfold.trainer.v1.TrainerService": _COORDINATOR,
     "fourfold.trainer.v1.TrainerWeightService": _COORDINATOR,
+    "fourfold.trainer.v1.RankService": _TRAINER,  # ranks on other machines
     "fourfold.coordinator.v1.MembershipService": MEMBER_ROLES,
+    "fourfold.coordinator.v1.RendezvousService": _TRAINER,
     "fourfold.coordinator.v1.ExperienceService": frozenset({"gateway"}),
     "fourfold.coordinator.v1.RunService": frozenset(
         {"viewer", "gateway", "environment"}

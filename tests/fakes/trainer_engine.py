@@ -123,6 +123,15 @@ class FakeEngine:
         self._enter("save")
         (folder / "policy-000.safetensors").write_text(str(self.updates))
 
+    def commit(self, partial: Path, target: Path) -> None:
+        self._enter("commit")
+
+    def keep_checkpoints(self, folder: Path, names: Sequence[str]) -> None:
+        self._enter("keep_checkpoints")
+
+    def collect_checkpoints(self, folder: Path) -> None:
+        self._enter("collect_checkpoints")
+
     def load(self, folder: Path) -> None:
         self._change("load")
         self.updates = int((folder / "policy-000.safetensors").read_text())

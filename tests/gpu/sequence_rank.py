@@ -87,14 +87,14 @@ def one_pass(model: Any, device: torch.device) -> tuple[Tensor, Tensor, list[Ten
 
 def main(rank: int, count: int, folder: Path, device_name: str = "cuda") -> None:
     """Compare."""
-    from fourfold_trainer.ranks import rank_processes
+    from fourfold_trainer.ranks import placement
 
     config = config_of(count, device_name)
-    place = rank_processes.place_ranks(config, critic=False)[rank]
-    os.environ.update(rank_processes.rank_environment(config, place))
-    from fourfold_trainer.zero import process_groups
+    place = placement.place_ranks(config, critic=False)[rank]
+    os.environ.update(placement.rank_environment(config, place))
+    from fourfold_trainer.zero import meeting, process_groups
 
-    process_groups.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")
+    process_groups.join(config, rank=rank, rank_count=count, gpu=place.gpu, meeting=meeting.file_meeting(folder))
     device = process_groups.device_of(config, rank)
     exchange = process_groups.make_exchange(config, rank=rank)
     assert exchange is not None

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 
 ALL = "optimizer+parameters"
 OFFLOADS = [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, ALL)]
+# Their code is that of the others.
+REPEATED = [(1, "none"), (1, "optimizer"), (3, "optimizer")]
 MUON = "muon"
 
 
@@ -78,7 +80,13 @@ def test_weights_stream_from_main_memory(seen: dict[str, Arrays]) -> None:
     assert (found["exported"] != found["before"]).any()
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "none"), (2, "none"), (3, "none"), *OFFLOADS])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        pytest.param(*case, marks=pytest.mark.soak if case in REPEATED else ())
+        for case in [(0, "none"), (1, "none"), (2, "none"), (3, "none"), *OFFLOADS]
+    ],
+)
 def test_muon_at_every_stage(llama: Path, truth: dict[str, Arrays], tmp_path: Path, stage: int, offload: str) -> None:
     folders = [str(tmp_path / name) for name in ("two ranks", "one rank")]
     for folder in folders:
@@ -155,7 +163,7 @@ def test_one_rank_goes_on_with_momentum_and_offloaded_moments_of_two_at_any_stag
     goes_on(made, "two", list(engines), dtype)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(1, "none"), (2, "none"), (3, ALL)])
+@pytest.mark.parametrize(("stage", "offload"), [pytest.param(1, "none", marks=pytest.mark.soak), (2, "none"), (3, ALL)])
 def test_two_ranks_go_on_with_momentum_and_offloaded_moments_of_one(
     llama: Path, tmp_path: Path, stage: int, offload: str
 ) -> None:

@@ -122,7 +122,9 @@ def test_what_two_ranks_saved_one_goes_on_with_at_any_stage(copies: Copies, stag
     np.testing.assert_array_equal(copies.random(f"one at {stage}", 0), copies.random("two", 0))
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(3, 3), *((2, n) for n in range(4))])
+@pytest.mark.parametrize(
+    ("ranks", "stage"), [(3, 3), (2, 0), pytest.param(2, 1, marks=pytest.mark.soak), (2, 2), (2, 3)]
+)
 def test_what_one_rank_saved_several_go_on_with(copies: Copies, ranks: int, stage: int) -> None:
     name = f"{ranks} at {stage}"
     copies.run(copies.case(name, source="one", ranks=ranks, stage=stage))
@@ -133,7 +135,7 @@ def test_what_one_rank_saved_several_go_on_with(copies: Copies, ranks: int, stag
         np.testing.assert_array_equal(copies.random(name, rank), torch.Generator().manual_seed(seed).get_state())
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_bfloat16_keeps_its_masters_at_any_stage(llama: Path, tmp_path: Path, stage: int) -> None:
     made = Copies(llama, tmp_path)
     made.run(
@@ -178,7 +180,9 @@ def check_average(folder: Path, name: str, seen: Arrays, model: Path) -> None:
     np.testing.assert_allclose(lookup(exported), plain(model, ema=DECAY)["average"], atol=2e-4)
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "stage"), [(1, 0), pytest.param(1, 1, marks=pytest.mark.soak), (1, 2), (1, 3), (2, 3)]
+)
 def test_the_average_is_what_plain_pytorch_averages(
     averages: tuple[Path, dict[str, Arrays]], llama: Path, ranks: int, stage: int
 ) -> None:
@@ -187,7 +191,7 @@ def test_the_average_is_what_plain_pytorch_averages(
     check_average(folder, name, seen[name], llama)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_two_ranks_average_as_one(llama: Path, tmp_path: Path, stage: int) -> None:
     case = average_case(llama, tmp_path, ranks=2, stage=stage)
     check_average(tmp_path, case.name, run([case], tmp_path)[case.name], llama)

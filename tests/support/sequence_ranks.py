@@ -33,14 +33,14 @@ def config_of(ranks: int, size: int) -> Config:
 
 def main(rank: int, count: int, size: int, folder: Path) -> None:
     """Join the ranks, run all cases, and write the results."""
-    from fourfold_trainer.ranks import rank_processes
+    from fourfold_trainer.ranks import placement
 
     config = config_of(count, size)
-    place = rank_processes.place_ranks(config, critic=False)[rank]
-    os.environ.update(rank_processes.rank_environment(config, place))
-    from fourfold_trainer.zero import process_groups
+    place = placement.place_ranks(config, critic=False)[rank]
+    os.environ.update(placement.rank_environment(config, place))
+    from fourfold_trainer.zero import meeting, process_groups
 
-    process_groups.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")
+    process_groups.join(config, rank=rank, rank_count=count, gpu=place.gpu, meeting=meeting.file_meeting(folder))
     exchange = process_groups.make_exchange(config, rank=rank)
     for index, case in enumerate(CASES):
         with float64_alone():

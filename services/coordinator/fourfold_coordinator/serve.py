@@ -26,12 +26,14 @@ from fourfold.config import dump
 from fourfold.coordinator.v1 import (
     experience_service_pb2,
     membership_service_pb2,
+    rendezvous_service_pb2,
     run_service_pb2,
     scorer_service_pb2,
 )
 from fourfold.coordinator.v1.experience_service_pb2_grpc import add_ExperienceServiceServicer_to_server
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
+from fourfold.coordinator.v1.rendezvous_service_pb2_grpc import add_RendezvousServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold.coordinator.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
@@ -54,6 +56,7 @@ from .rewards.servicer import ScorerServicer
 from .rewards.shadows import Shadows
 from .routing.membership import CertificateMonitor, MembershipServicer
 from .routing.registry import Member, MemberChange, Registry
+from .routing.rendezvous import RendezvousServicer
 from .routing.router import Router
 from .routing.trainer_session import TrainerSession
 from .state.experiences import FOLDER as EXPERIENCES_FOLDER
@@ -142,6 +145,11 @@ class Coordinator:
             membership_service_pb2.DESCRIPTOR.services_by_name["MembershipService"],
             add_MembershipServiceServicer_to_server,
             MembershipServicer(self._registry, self._certificates),
+        )
+        self._host.server.add(
+            rendezvous_service_pb2.DESCRIPTOR.services_by_name["RendezvousService"],
+            add_RendezvousServiceServicer_to_server,
+            RendezvousServicer(self._host.security),
         )
         self._host.server.add(
             run_service_pb2.DESCRIPTOR.services_by_name["RunService"],

@@ -159,6 +159,15 @@ class TrainerEngine(Protocol):
     def save(self, folder: Path) -> None:
         """Write every rank's state into an existing folder, durably."""
 
+    def commit(self, partial: Path, target: Path) -> None:
+        """Make a complete folder of `save` the checkpoint `target` on other machines that have disks of their own."""
+
+    def keep_checkpoints(self, folder: Path, names: Sequence[str]) -> None:
+        """Remove all other checkpoints from `folder` on other machines."""
+
+    def collect_checkpoints(self, folder: Path) -> None:
+        """Give every machine the newest checkpoint of `folder` all files of which are on some machine."""
+
     def load(self, folder: Path) -> None:
         """Restore the files of `save`. Raises WrongState, before anything changes, when they do not fit."""
 

@@ -6,6 +6,8 @@ import queue
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,9 +19,11 @@ from fourfold_trainer.batches import dummy_value_batch, to_arrays
 from fourfold_trainer.engine import EngineFailedError
 from fourfold_trainer.ranks import rank_processes
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
+from fourfold_trainer.ranks.local_ranks import LocalRanks
 from fourfold_trainer.ranks.main import QueuedBatches
+from fourfold_trainer.ranks.placement import place_ranks, rank_environment
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
-from fourfold_trainer.ranks.rank_processes import RankProcesses, SharedBatches, place_ranks, rank_environment
+from fourfold_trainer.ranks.rank_processes import RankProcesses, SharedBatches
 
 
 def recipe(**tables: Any) -> Config:
@@ -90,8 +94,8 @@ def test_calls_in_shared_ranks_take_turns_the_critic_first() -> None:
 def process_group(*channels: RankChannel) -> RankProcesses:
     """Return a group whose ranks are the other ends of these channels."""
     made = object.__new__(RankProcesses)
-    made._config, made._timeout, made._sequence, made._death = recipe(), 0.05, 0, ""
-    made._places = place_ranks(recipe(), critic=False)[1:]
+    made._config, made._timeout, made._sequence = recipe(), 0.05, 0
+    made._local, made._remote = cast(Any, SimpleNamespace(death="")), None
     made.channels, made.worker, made.change_count = list(channels), None, 0
     return made
 
@@ -196,11 +200,12 @@ class Dying:
 
 
 @pytest.mark.parametrize(("loaded", "words"), [(True, "died: "), (False, "died before it was ready: ")])
-def test_a_rank_that_dies_in_training_was_ready(loaded: bool, words: str) -> None:
-    made, told = object.__new__(RankProcesses), list[str]()
-    made._closing, made._loaded = threading.Event(), threading.Event()
-    made._supervisor, made._on_death = cast(Any, Dying()), told.append
+def test_a_rank_that_dies_in_training_was_ready(loaded: bool, words: str, tmp_path: Path) -> None:
+    told: list[str] = []
+    made = LocalRanks(run_dir=tmp_path, name="trainer-0", on_death=told.append)
+    made._supervisor = cast(Any, Dying())
     if loaded:
-        made._loaded.set()
+        made.loaded.set()
     made._watch()
+    made.scratch.remove()
     assert told[0].startswith(f"trainer-0-rank-1 {words}killed by SIGKILL; its sender is unknown")

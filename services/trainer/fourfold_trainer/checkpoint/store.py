@@ -91,19 +91,31 @@ class CheckpointStore:
         self._folder = folder
         self._keep, self._keep_best = keep, keep_best
         self._layout = dict(layout)
-        for partial in folder.glob(f"{_HIDDEN}*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        remove_partial(folder)
+
+    @property
+    def folders(self) -> list[str]:
+        """Return the names of the folders of all complete checkpoints."""
+        return [self._path(step).name for step in self._steps()]
 
     @property
     def newest_step(self) -> int:
         """Return the step of the newest complete checkpoint; -1 for none."""
         return max(self._steps(), default=-1)
 
-    def save(self, state: TrainerState, write: Callable[[Path], None], *, score: float | None = None) -> None:
+    def save(
+        self,
+        state: TrainerState,
+        write: Callable[[Path], None],
+        *,
+        commit: Callable[[Path, Path], None] = lambda _partial, _target: None,
+        score: float | None = None,
+    ) -> None:
         """Write a checkpoint, unless it exists; then remove those that are neither recent nor good enough.
 
         Args:
             write: writes every rank's file into the given folder, durably.
+            commit: makes the first folder the second one on other machines; called when the first one is complete.
             score: of a held-out evaluation of these weights, higher is better; None without an evaluation.
         """
         if self._is_there(state):
@@ -116,6 +128,7 @@ class CheckpointStore:
                 files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
                 record = {"format": FORMAT, "layout": self._layout, "files": files, "score": score}
                 write_text(partial / STATE_FILE, json.dumps(record | {"state": asdict(state)}, indent=1))
+                commit(partial, self._path(state.step))
         self._prune(state.step)
 
     def read(self, step: int) -> tuple[TrainerState, Path]:
@@ -163,14 +176,7 @@ class CheckpointStore:
         ranked = sorted((score, s) for s in past if (score := self._score(s)) is not None)  # of equals the newer wins
         best = [s for _, s in ranked[max(len(ranked) - self._keep_best, 0) :]]
         for gone in set(self._steps()) - {*past[-self._keep :], *best}:
-            self._remove(self._path(gone))
-
-    def _remove(self, folder: Path) -> None:
-        """Remove a checkpoint. Rename it first, so that a crash leaves no partial checkpoint under its name."""
-        hidden = folder.with_name(f"{_HIDDEN}{folder.name}-{os.getpid()}")
-        with suppress(OSError):  # the folder remains, and the next `_prune` tries again
-            folder.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+            remove(self._path(gone))
 
     def _score(self, step: int) -> float | None:
         """Return the score of a checkpoint, if it has one that can be read."""
@@ -195,6 +201,20 @@ class CheckpointStore:
         return self._folder / f"{_PREFIX}{step:06d}"
 
 
+def remove(folder: Path) -> None:
+    """Remove a checkpoint. Rename it first, so that a crash leaves no partial checkpoint under its name."""
+    hidden = folder.with_name(f"{_HIDDEN}{folder.name}-{os.getpid()}")
+    with suppress(OSError):  # the folder remains, and the next attempt may succeed
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what a crash left in a folder of checkpoints."""
+    for partial in folder.glob(f"{_HIDDEN}*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def _state(fields: dict[str, Any]) -> TrainerState:
     """Return the state that `asdict` turned into JSON."""
     answer = fields.pop("answer")
@@ -214,20 +234,25 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     partial = target.with_name(f"{_HIDDEN}{target.name}-{os.getpid()}")
     for left in target.parent.glob(f"{_HIDDEN}{target.name}-*"):  # by a process that died
         shutil.rmtree(left, ignore_errors=True)
-    with _writing(partial):
+    with disk_errors(partial):
         partial.mkdir(parents=True)
     try:
         yield partial
-        with _writing(target):
-            # Flush the folder before the rename: a crash of the machine could otherwise keep the name of an empty one.
-            sync(partial)
-            if target.exists():
-                _exchange(partial, target)  # `partial` then is the old folder, which is removed below
-            else:
-                partial.rename(target)
-            sync(target.parent)
+        put_in_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Give a folder its final name, durably; an older folder of that name then is `partial`."""
+    with disk_errors(target):
+        # Flush the folder before the rename: a crash of the machine could otherwise keep the name of an empty one.
+        sync(partial)
+        if target.exists():
+            _exchange(partial, target)
+        else:
+            partial.rename(target)
+        sync(target.parent)
 
 
 def _exchange(first: Path, second: Path) -> None:
@@ -241,21 +266,21 @@ def _exchange(first: Path, second: Path) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, durably."""
-    with _writing(path):
+    with disk_errors(path):
         safetensors.torch.save_file(dict(tensors), path, metadata=metadata)
         sync(path)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, durably."""
-    with _writing(path):
+    with disk_errors(path):
         path.write_text(text, encoding="utf-8")
         sync(path)
 
 
 def write_model(model: Any, state: dict[str, Tensor], folder: Path, *, source: Path) -> None:
     """Write a Hugging Face folder, durably: weights and configuration of `model`, tokenizer files of `source`."""
-    with _writing(folder):
+    with disk_errors(folder):
         model.save_pretrained(folder, state_dict=state)
         for path in source.iterdir():
             wanted = path.suffix in _COMPANIONS and not path.name.endswith(".index.json")
@@ -267,7 +292,7 @@ def write_model(model: Any, state: dict[str, Tensor], folder: Path, *, source: P
 
 def write_adapter(folder: Path, settings: str, tensors: Mapping[str, Tensor]) -> None:
     """Write an adapter in PEFT's format, durably."""
-    with _writing(folder):
+    with disk_errors(folder):
         folder.mkdir(exist_ok=True)
         write_text(folder / "adapter_config.json", settings)
         write_tensors(folder / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
@@ -284,7 +309,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """Raise the errors of a disk that refuses as Unavailable."""
     try:
         yield

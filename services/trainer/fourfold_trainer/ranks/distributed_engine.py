@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -22,10 +22,13 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
 from fourfold_trainer.batches import MicroBatch, PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.checkpoint.machines import FileCopy, complete_checkpoints, copies_to_keep, copies_to_read
+from fourfold_trainer.checkpoint.store import STATE_FILE
 from fourfold_trainer.engine import SentWeights, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import ModelSize
+from fourfold_trainer.ranks.placement import place_ranks
 from fourfold_trainer.ranks.rank_channel import RankMessage
-from fourfold_trainer.ranks.rank_processes import RankProcesses, place_ranks, raise_first_error
+from fourfold_trainer.ranks.rank_processes import OtherMachines, RankProcesses, raise_first_error
 from fourfold_trainer.ranks.worker import RankWorker, read_error, read_sums
 
 # An answer may arrive this much later than the deadline in its command.
@@ -41,7 +44,14 @@ class DistributedEngine:
     """
 
     def __init__(
-        self, config: Config, model_folder: Path, *, run_dir: Path, member_id: str, on_death: Callable[[str], None]
+        self,
+        config: Config,
+        model_folder: Path,
+        *,
+        run_dir: Path,
+        member_id: str,
+        on_death: Callable[[str], None],
+        others: OtherMachines | None = None,
     ) -> None:
         """Start all ranks and load the models.
 
@@ -50,21 +60,25 @@ class DistributedEngine:
             run_dir: the children write their logs into its folder `logs`.
             member_id: of the trainer; a part of the logs' names.
             on_death: called from another thread with the reason when a rank has died.
+            others: of the ranks on other machines; None: all ranks are on this one.
 
         Raises:
             FourfoldError: a rank cannot start.
         """
+        self._run_dir = run_dir
+        self._machines = [] if others is None else others.machines  # ranks of each, if there are several
         self._groups: list[RankProcesses] = []
         with ExitStack() as on_error:
             for critic in [False, True] if config.critic_apart else [False]:
                 group = RankProcesses(
                     config,
                     model_folder,
-                    place_ranks(config, critic=critic),
+                    place_ranks(config, critic=critic, machines=self._machines),
                     has_local_rank=not critic,
                     run_dir=run_dir,
                     name=f"{member_id}-critic" if critic else member_id,
                     on_death=on_death,
+                    others=others,
                 )
                 on_error.callback(group.close)
                 self._groups.append(group)
@@ -83,8 +97,10 @@ class DistributedEngine:
             self.machine = replace(self.machine, critic=size)
         answers = self._policy.call("describe_sender")
         self.device_uuids = tuple(_to_bytes(answer) for answer in answers if answer.arrays)
-        first, *others = (answer.fields["backends"] for answer in answers)
-        self.backends = tuple(name for name in first if all(name in names for names in others))
+        # Memory of several machines cannot be mapped by one process.
+        mapped = () if others is None else ("shm", "cuda_ipc")
+        first, *rest = (answer.fields["backends"] for answer in answers)
+        self.backends = tuple(name for name in first if name not in mapped and all(name in names for names in rest))
 
     @property
     def _worker(self) -> RankWorker:
@@ -125,13 +141,35 @@ class DistributedEngine:
 
     def save(self, folder: Path) -> None:
         for group in self._groups:
-            group.call("save", fields={"folder": str(folder.absolute())})
+            group.call("save", fields={"folder": self._on_each_machine(folder)})
+        if self._machines:
+            seen, _ = self._list_files(folder)
+            self._copy_files(folder, copies_to_keep(seen, self._machines))
+
+    def commit(self, partial: Path, target: Path) -> None:
+        if self._machines:
+            record = (partial / STATE_FILE).read_text(encoding="utf-8")
+            names = {"partial": self._on_each_machine(partial), "target": self._on_each_machine(target)}
+            self._policy.call("commit", fields={**names, "record": record, "ranks": self._other_first_ranks})
+
+    def keep_checkpoints(self, folder: Path, names: Sequence[str]) -> None:
+        if self._machines:
+            fields = {"folder": self._on_each_machine(folder), "names": list(names), "ranks": self._other_first_ranks}
+            self._policy.call("keep_only", fields=fields)
+
+    def collect_checkpoints(self, folder: Path) -> None:
+        if not self._machines:
+            return
+        seen, records = self._list_files(folder, tidy=True)
+        for name in complete_checkpoints(seen, records)[:1]:
+            wanted = {path: size for files in seen for path, size in files.items() if path.startswith(f"{name}/")}
+            self._copy_files(folder, copies_to_read(seen, self._machines, wanted))
 
     def load(self, folder: Path) -> None:
         # Every rank of every group reads its files before the first model changes.
         try:
             for group in self._groups:
-                group.call("read", fields={"folder": str(folder.absolute())})
+                group.call("read", fields={"folder": self._on_each_machine(folder)})
         except FourfoldError:
             with suppress(FourfoldError):
                 self._policy.call("forget")  # the shards that the policy read before the critic failed
@@ -188,6 +226,27 @@ class DistributedEngine:
             group.close()
         if self._critic_executor is not None:
             self._critic_executor.shutdown(wait=False)
+
+    def _on_each_machine(self, folder: Path) -> str:
+        """Return a folder of the run relative to the run's folder, which has another path on another machine."""
+        folder = folder.absolute()
+        return str(folder.relative_to(self._run_dir) if folder.is_relative_to(self._run_dir) else folder)
+
+    @property
+    def _other_first_ranks(self) -> list[int]:
+        """Return the first rank of each machine but this one."""
+        return [ranks.start for ranks in self._machines[1:]]
+
+    def _list_files(self, folder: Path, *, tidy: bool = False) -> tuple[list[dict[str, int]], list[dict[str, str]]]:
+        """Return the files in a folder, and the records of checkpoints there, on each machine."""
+        answers = self._policy.call("list_files", fields={"folder": self._on_each_machine(folder), "tidy": tidy})
+        firsts = [answers[ranks.start].fields for ranks in self._machines]
+        return [first["files"] for first in firsts], [first["records"] for first in firsts]
+
+    def _copy_files(self, folder: Path, copies: Sequence[FileCopy]) -> None:
+        if copies:
+            fields = {"folder": self._on_each_machine(folder), "copies": [astuple(copy) for copy in copies]}
+            self._policy.call("copy_files", fields=fields)
 
     def _transfer(self, name: str, epoch: int, timeout: float, fields: dict[str, Any]) -> list[RankMessage]:
         """Run one phase of a weight transfer. If some ranks fail, abort the epoch on the others."""

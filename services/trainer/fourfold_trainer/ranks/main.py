@@ -1,4 +1,6 @@
-"""Runs a rank as a process of its own: `python -m fourfold_trainer.ranks.main SOCKET`, started by rank 0.
+"""Runs a rank as a process of its own: `python -m fourfold_trainer.ranks.main [PATHS] SOCKET`.
+
+Rank 0 starts those of its machine. On other machines the holder of the ranks starts them, with the machine's PATHS.
 
 reader thread    rank 0's commands -> queue; carries out an abort immediately; exits when the channel ends
 main thread      queue -> worker -> answer
@@ -6,6 +8,7 @@ main thread      queue -> worker -> answer
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -22,8 +25,9 @@ from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
 from fourfold.host.process_tree import die_with_parent
 from fourfold_trainer.batches import Array
+from fourfold_trainer.ranks.loading import make_worker
+from fourfold_trainer.ranks.placement import RankPlacement
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
-from fourfold_trainer.ranks.rank_processes import RankPlacement, make_worker
 from fourfold_trainer.ranks.worker import ANSWER, RankWorker
 
 
@@ -54,8 +58,16 @@ def main() -> int:
     """Join the process group of rank 0 and carry out its commands; return the exit code."""
 
     def make(start: Mapping[str, Any], config: Config) -> RankWorker:
-        place, rendezvous = RankPlacement(**start["place"]), Path(start["rendezvous"])
-        return make_worker(config, Path(start["model_folder"]), place, rendezvous=rendezvous)
+        start = {**start, **(json.loads(sys.argv[1]) if len(sys.argv) > 2 else {})}
+        if source := start.get("critic_source"):
+            config.critic.source = source
+        return make_worker(
+            config,
+            Path(start["model_folder"]),
+            RankPlacement(**start["place"]),
+            meeting=start["meeting"],
+            run_dir=Path(start["run_dir"]),
+        )
 
     return run_rank(make)
 

@@ -22,7 +22,9 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.transport.base import available_backends
 from fourfold_trainer.batches import Array, PolicyBatch, ReceivedBatches, ValueBatch, WeightedBatch
+from fourfold_trainer.checkpoint import machines
 from fourfold_trainer.checkpoint.shards import Shard
+from fourfold_trainer.checkpoint.store import STATE_FILE, disk_errors, remove_partial
 from fourfold_trainer.engine import Critic, Policy, TrainedModel, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.rank_channel import RankMessage, from_bytes
@@ -37,9 +39,22 @@ class RankWorker:
     """The models of one rank and their commands. One thread calls all methods but `abort_weights`."""
 
     def __init__(
-        self, config: Config, policy: Policy | None, critic: Critic | None, *, rank: int, rank_count: int
+        self,
+        config: Config,
+        policy: Policy | None,
+        critic: Critic | None,
+        *,
+        rank: int,
+        rank_count: int,
+        run_dir: Path = Path(),
+        file_group: Any = None,
     ) -> None:
-        """Take over this rank's policy, critic, or both."""
+        """Take over this rank's policy, critic, or both.
+
+        `run_dir` is the folder of the run on this machine; the folders in commands may be relative to it. `file_group`
+        is a gloo group of all ranks, which files are copied over; None: all ranks are on one machine.
+        """
+        self._run_dir, self._file_group = run_dir, file_group
         self._config, self._rank, self._rank_count = config, rank, rank_count
         self._models: dict[str, TrainedModel] = {}  # by the name of their checkpoint files
         if policy is not None:
@@ -60,6 +75,10 @@ class RankWorker:
             "critic_size": lambda _: _answer(**asdict(self._critic.size)),
             "release_memory": lambda _: torch.cuda.empty_cache(),  # does nothing on CPU
             "save": self._save,
+            "list_files": self._list_files,
+            "copy_files": self._copy_files,
+            "commit": self._commit,
+            "keep_only": self._keep_only,
             "read": self._read,
             "restore": self._restore,
             "forget": lambda _: self._shards.clear(),
@@ -122,11 +141,35 @@ class RankWorker:
         return _answer(*(self._critic.values(b).cpu().numpy() for b in ReceivedBatches(TokenBatch, command.batches)))
 
     def _save(self, command: RankMessage) -> None:
+        folder = self._run_dir / command.fields["folder"]
+        with disk_errors(folder):  # another machine has made it on its own disk
+            folder.mkdir(parents=True, exist_ok=True)
         for name, model in self._models.items():
-            model.save(Path(command.fields["folder"]), name)
+            model.save(folder, name)
+
+    def _list_files(self, command: RankMessage) -> RankMessage:
+        """Return the files in a folder on this machine, and the texts of the records of checkpoints there."""
+        folder = self._run_dir / command.fields["folder"]
+        if command.fields.get("tidy"):
+            remove_partial(folder)
+        records = {path.parent.name: path.read_text("utf-8") for path in folder.glob(f"step-*/{STATE_FILE}")}
+        return _answer(files=machines.list_files(folder), records=records)
+
+    def _copy_files(self, command: RankMessage) -> None:
+        copies = [machines.FileCopy(*values) for values in command.fields["copies"]]
+        machines.copy_files(self._run_dir / command.fields["folder"], copies, rank=self._rank, group=self._file_group)
+
+    def _commit(self, command: RankMessage) -> None:
+        if self._rank in command.fields["ranks"]:
+            partial, target = (self._run_dir / command.fields[name] for name in ("partial", "target"))
+            machines.commit(partial, target, command.fields["record"])
+
+    def _keep_only(self, command: RankMessage) -> None:
+        if self._rank in command.fields["ranks"]:
+            machines.keep_only(self._run_dir / command.fields["folder"], command.fields["names"])
 
     def _read(self, command: RankMessage) -> None:
-        folder = Path(command.fields["folder"])
+        folder = self._run_dir / command.fields["folder"]
         self._shards.clear()
         self._shards |= {name: model.read(folder, name) for name, model in self._models.items()}
 

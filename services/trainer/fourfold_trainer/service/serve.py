@@ -16,8 +16,10 @@ from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
+from fourfold_trainer.ranks import holder
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.service.exported import trainer_source
+from fourfold_trainer.service.meeting_point import MeetingPoint, check_ranks
 from fourfold_trainer.service.servicer import TrainerServicer
 from fourfold_trainer.service.state import TrainerCore
 from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
@@ -25,6 +27,10 @@ from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
 
 def main(options: ServeOptions) -> int:
     """Serve until the end; return the exit code."""
+    if options.ranks is not None:
+        check_ranks(options)
+        if options.ranks.start > 0:
+            return holder.main(options)
     code = asyncio.run(_serve(options))
     # Exit without the interpreter's shutdown: the engine thread may be in a collective that never returns.
     sys.stdout.flush()
@@ -37,11 +43,17 @@ async def _serve(options: ServeOptions) -> int:
     run_dir = (options.run_dir or Path("runs") / config.name).absolute()
     host = ServiceHost(options, role=ROLE_TRAINER)
 
+    point = None if options.ranks is None or len(options.ranks) == config.trainer.ranks else MeetingPoint(options, host)
+    loop = asyncio.get_running_loop()
+
     def make_engine() -> DistributedEngine:
         folder = model_folder.resolve(config.model.source)
         check_sequence_parallel(config)
         servicer.tokenizer_sha256 = host.tokenizer_sha256 = tokenizer_sha256(folder)
-        return DistributedEngine(config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal)
+        others = None if point is None else point.gather(folder, loop)
+        return DistributedEngine(
+            config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal, others=others
+        )
 
     core = TrainerCore(config, run_dir=run_dir, make_engine=make_engine, fatal=host.fatal)
     servicer = TrainerServicer(core)

@@ -252,7 +252,8 @@ class TrainerCore:
         """Write a checkpoint of the current step, with the held-out score of its weights; return the step."""
         state, (engine, store) = self._status.state, self._get_loaded()
         self._status.gradient.refuse("no checkpoint can be written")
-        store.save(state, engine.save, score=score)
+        store.save(state, engine.save, commit=engine.commit, score=score)
+        engine.keep_checkpoints(self._run_dir / "checkpoints", store.folders)
         self._set(checkpoint_step=store.newest_step)
         return state.step
 
@@ -288,6 +289,7 @@ class TrainerCore:
 
     def _load(self) -> None:
         engine, kept = self._make_engine(), self.config.checkpoint
+        engine.collect_checkpoints(self._run_dir / "checkpoints")
         store = CheckpointStore(
             self._run_dir / "checkpoints",
             keep=kept.keep,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import deepspeed
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from fourfold.config import Config
 from fourfold.nn.sequence import Kernel
+from fourfold_trainer.zero.meeting import store_of
 
 # Dimensions of [1, tokens, heads, head size]. The all-to-all scatters the heads and gathers the tokens.
 _BATCH: Final = 0
@@ -28,10 +28,10 @@ def device_of(config: Config, gpu: int) -> torch.device:
     return torch.device(f"cuda:{gpu}" if config.trainer.device == "cuda" else "cpu")
 
 
-def join(config: Config, *, rank: int, rank_count: int, gpu: int, rendezvous: Path) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPUs. `rank_environment` binds both to loopback.
+def join(config: Config, *, rank: int, rank_count: int, gpu: int, meeting: str) -> None:
+    """Join the process group: NCCL on GPUs, gloo on CPUs. `rank_environment` names the network of both.
 
-    All ranks pass the same `rendezvous` file, in a private folder.
+    All ranks pass the same `meeting` place, of `meeting.py`.
     """
     if config.trainer.device == "cuda":
         torch.cuda.set_device(device_of(config, gpu))
@@ -41,14 +41,17 @@ def join(config: Config, *, rank: int, rank_count: int, gpu: int, rendezvous: Pa
     # DeepSpeed would compile an all-reduce through shared memory at its first use: 20 s, a compiler, and all ranks at
     # once. Only its inference calls it. With no operator known as compatible it looks for no compiler either.
     deepspeed.ops.__compatible_ops__ = {}
-    deepspeed.init_distributed(
-        dist_backend="nccl" if config.trainer.device == "cuda" else "gloo",
-        init_method=f"file://{rendezvous}",
+    backend, timeout = "nccl" if config.trainer.device == "cuda" else "gloo", config.trainer.step_timeout_seconds
+    torch.distributed.init_process_group(
+        backend,
+        store=store_of(meeting, rank_count, timeout=timeout),
         rank=rank,
         world_size=rank_count,
-        timeout=timedelta(seconds=config.trainer.step_timeout_seconds),
-        auto_mpi_discovery=False,
-        verbose=False,
+        timeout=timedelta(seconds=timeout),
+    )
+    # DeepSpeed takes over the group that exists.
+    deepspeed.init_distributed(
+        dist_backend=backend, timeout=timedelta(seconds=timeout), auto_mpi_discovery=False, verbose=False
     )
 
 
@@ -98,6 +101,12 @@ def make_exchange(config: Config, *, rank: int) -> UlyssesExchange | None:
     # Every rank must create every group, in the same order, also those that it is not in.
     groups = [torch.distributed.new_group([*range(start, start + size)], timeout=timeout) for start in starts]
     return UlyssesExchange(groups[rank // size])
+
+
+def make_file_group(config: Config) -> Any:
+    """Return a gloo group of all ranks, which files are copied over. A collective of all ranks, after `join`."""
+    timeout = timedelta(seconds=config.trainer.step_timeout_seconds)
+    return torch.distributed.new_group(backend="gloo", timeout=timeout)
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, *, kernel: Kernel) -> Tensor:

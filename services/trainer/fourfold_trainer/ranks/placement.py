@@ -1,0 +1,63 @@
+"""Says which process has which rank, GPU and models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from fourfold.config import Config
+
+INTERFACE_VARIABLE: Final = "FOURFOLD_RANK_INTERFACE"
+"""Environment variable with the network interface of collectives; unset: loopback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlacement:
+    """The GPU and the models of a rank."""
+
+    rank: int  # within its group
+    rank_count: int
+    holds: Literal["both", "policy", "critic"]
+    gpu: int  # among those that its service sees on its machine; ignored on CPUs
+    machine_ranks: int  # ranks of all groups on its machine, which share the cores
+
+
+def place_ranks(config: Config, *, critic: bool, machines: Sequence[range] = ()) -> list[RankPlacement]:
+    """Return the ranks of the policy's group, or of the group of a critic with ranks of its own.
+
+    `machines` has the ranks of each machine, without gaps; none: all ranks are on one.
+    """
+    first = config.trainer.ranks if critic else 0
+    count = config.critic.ranks if critic else config.trainer.ranks
+    has_both = config.algorithm.needs_critic and not config.critic_apart
+    holds: Literal["both", "policy", "critic"] = "critic" if critic else "both" if has_both else "policy"
+    return [
+        RankPlacement(
+            rank=rank,
+            rank_count=count,
+            holds=holds,
+            gpu=first + rank - ranks.start,
+            machine_ranks=len(ranks) if machines else config.trainer_processes,
+        )
+        for ranks in machines or [range(count)]
+        for rank in ranks
+    ]
+
+
+def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
+    """Return the environment variables of a rank: DeepSpeed's device, and the network of all collectives.
+
+    Collectives use loopback, unless the ranks are on several machines.
+    """
+    return {
+        "DS_ACCELERATOR": config.trainer.device,
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.gpu),
+        "WORLD_SIZE": str(place.rank_count),
+        "GLOO_SOCKET_IFNAME": os.environ.get(INTERFACE_VARIABLE, "lo"),
+        # A user who sends weights to engines on other machines sets the network for it.
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", os.environ.get(INTERFACE_VARIABLE, "lo")),
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -1,0 +1,155 @@
+"""Keeps the ranks that other machines hold, in rank 0's process: who may attach, their byte streams, their end.
+
+    machine with ranks 8-15 --AttachRanks--> service loop --socket pairs--> engine thread (RankChannel for each rank)
+
+The engine thread waits until all ranks are attached. From then on the end of one stream is the end of the engine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from fourfold.errors import DeadlinePassed, PermissionDenied, Unavailable, WrongState
+from fourfold.trainer.v1 import rank_service_pb2 as pb
+
+_SECRET_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttachedRanks:
+    """The ranks of one machine, and this process's two ends of each stream."""
+
+    ranks: range
+    host: str  # name of the machine
+    host_id: str
+    streams: dict[int, socket.socket]  # by rank, for the service loop; not blocking
+    engine_ends: dict[int, socket.socket]  # by rank, for `RankChannel`
+
+    @property
+    def title(self) -> str:
+        return f"{describe(self.ranks)} on {self.host}"
+
+
+class RemoteRanks:
+    """The ranks [held, rank_count) of a trainer whose process with rank 0 holds the ranks below. Thread-safe."""
+
+    def __init__(
+        self, held: int, rank_count: int, *, version: str, model_sha256: bytes, on_death: Callable[[str], None]
+    ) -> None:
+        """Expect the ranks.
+
+        Args:
+            version, model_sha256: of this process; a machine with others is refused.
+            on_death: called once, with the reason, when a stream has ended after all ranks were there.
+        """
+        self.secret = secrets.token_bytes(_SECRET_BYTES)
+        self.death = ""
+        self._held, self._rank_count = held, rank_count
+        self._version, self._model_sha256, self._on_death = version, model_sha256, on_death
+        self._attached: list[AttachedRanks] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def attach(self, hello: pb.RanksHello) -> AttachedRanks:
+        """Attach the ranks of a machine.
+
+        Raises:
+            PermissionDenied: the secret is not that of this process.
+            WrongState: version or model differ, or the ranks are not free.
+        """
+        if not hmac.compare_digest(hello.secret, self.secret):
+            raise PermissionDenied("the secret is not that of this rank 0; ask the coordinator for the present one")
+        ranks = range(hello.first_rank, hello.last_rank + 1)
+        with self._changed:
+            self._check(hello, ranks)
+            pairs = {rank: socket.socketpair() for rank in ranks}
+            for stream, _ in pairs.values():
+                stream.setblocking(False)
+            attached = AttachedRanks(
+                ranks=ranks,
+                host=hello.host,
+                host_id=hello.host_id,
+                streams={rank: pair[0] for rank, pair in pairs.items()},
+                engine_ends={rank: pair[1] for rank, pair in pairs.items()},
+            )
+            self._attached.append(attached)
+            self._changed.notify_all()
+        return attached
+
+    def detach(self, attached: AttachedRanks, reason: str) -> None:
+        """End the streams of a machine; `reason` is for users."""
+        with self._changed:
+            complete = self._missing() == []
+            self._attached.remove(attached)
+            first = complete and not self.death and not self._closed
+            if first:
+                self.death = f"{attached.title}: {reason}"
+            self._changed.notify_all()
+        # The other ends belong to the engine when it has them: another thread may use them now.
+        for stream in (*attached.streams.values(), *(() if complete else attached.engine_ends.values())):
+            stream.close()
+        if first:
+            self._on_death(self.death)
+
+    def wait(self, *, timeout: float) -> list[AttachedRanks]:
+        """Return the machines, ordered by rank, when all ranks are there.
+
+        Raises:
+            DeadlinePassed: some are missing after `timeout` seconds.
+            Unavailable: `close` was called.
+        """
+        end = time.monotonic() + timeout
+        with self._changed:
+            while missing := self._missing():
+                if self._closed:
+                    raise Unavailable("the trainer is stopped while it waits for ranks")
+                if (left := end - time.monotonic()) <= 0:
+                    raise DeadlinePassed(
+                        f"ranks {', '.join(map(str, missing))} did not attach within trainer.attach_seconds = "
+                        f"{timeout:g}; start them with `fourfold serve trainer RECIPE --rank FIRST-LAST --coordinator "
+                        f"HOST:PORT`, and look at the logs of those that run"
+                    )
+                self._changed.wait(left)
+            return sorted(self._attached, key=lambda attached: attached.ranks.start)
+
+    def close(self) -> None:
+        """Let `wait` return; later ends of streams are no deaths."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _missing(self) -> list[int]:
+        there = {rank for attached in self._attached for rank in attached.ranks}
+        return [rank for rank in range(self._held, self._rank_count) if rank not in there]
+
+    def _check(self, hello: pb.RanksHello, ranks: range) -> None:
+        if self._closed or self.death:
+            raise WrongState("this rank 0 is ending; ask the coordinator for the next one", reason="ENDING")
+        if hello.version != self._version:
+            raise WrongState(
+                f"the ranks have Fourfold {hello.version!r:.40}, rank 0 has {self._version!r}; install the same version"
+            )
+        if hello.model_sha256 != self._model_sha256:
+            raise WrongState(
+                "the ranks have another model than rank 0: names or sizes of its files, or its config.json, differ; "
+                "copy the model folder"
+            )
+        if not ranks or ranks.start < self._held or ranks.stop > self._rank_count:
+            raise WrongState(
+                f"{describe(ranks)} do not fit: rank 0's machine holds {describe(range(self._held))}, and "
+                f"trainer.ranks = {self._rank_count}; give the other ranks to the other machines"
+            )
+        if taken := sorted(set(ranks) - set(self._missing())):
+            raise WrongState(f"rank {taken[0]} is attached already; each rank is started once", reason="RANK_TAKEN")
+
+
+def describe(ranks: range) -> str:
+    """Return "rank 8" or "ranks 8-15"."""
+    return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start}-{ranks.stop - 1}"

@@ -23,6 +23,7 @@ from fourfold.config import SecurityConfig
 from fourfold.conformance.checks import Finding, Status
 from fourfold.conformance.gateway import CHECKS as GATEWAY_CHECKS
 from fourfold.conformance.gateway import GatewayProbe
+from fourfold.conformance.gateway.http_client import HttpClient
 from fourfold.conformance.membership import MEMBERSHIP, REGISTRATION, MembershipProbe, Started
 from fourfold.conformance.reward import CHECKS as REWARD_CHECKS
 from fourfold.conformance.reward import RewardProbe
@@ -41,6 +42,8 @@ from fourfold.text import align_columns, nearest_name
 from fourfold.types.v1.experience_pb2 import Experience
 
 _SECONDS: Final = 30.0
+_MAX_VALUE: Final = 3600.0
+"""Of seconds and tolerances."""
 _STATUSES: Final[tuple[Status, ...]] = ("ok", "broken", "skipped", "not run")
 _FIELDS: Final = ("prompt", "completion", "answer", "metadata")
 _HELP: Final = {
@@ -147,6 +150,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     _check(args)
+    if args.json is not None:
+        _write(args.json, "")  # a path that cannot be written fails before the checks, which take a while
     findings = asyncio.run(_run(args))
     counts = Counter(finding.status for finding in findings)
     if args.json is not None:
@@ -157,18 +162,25 @@ def _main(args: argparse.Namespace) -> int:
             "counts": dict(counts),
             "findings": [asdict(f) for f in findings],
         }
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        _write(args.json, json.dumps(document, indent=1) + "\n")
     _print_summary(args, findings, counts)
     return int(counts["broken"] > 0)
 
 
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written: {error.strerror or error}") from None
+
+
 def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for arguments that do not fit together."""
+    """Raise ConfigError for arguments that are malformed or do not fit together."""
     for name in ("timeout", "ttl", "tolerance"):
-        if getattr(args, name, 1.0) <= 0:
-            raise ConfigError(f"--{name} {getattr(args, name):g}: it must be above 0")
-    if getattr(args, "score_tolerance", 0.0) < 0:
-        raise ConfigError(f"--score-tolerance {args.score_tolerance:g}: it must not be negative")
+        if not 0 < (value := getattr(args, name, 1.0)) <= _MAX_VALUE:  # false for NaN, too
+            raise ConfigError(f"--{name} {value:g}: it must be above 0 and at most {_MAX_VALUE:g}")
+    if not 0 <= (value := getattr(args, "score_tolerance", 0.0)) <= _MAX_VALUE:
+        raise ConfigError(f"--score-tolerance {value:g}: it must be 0 to {_MAX_VALUE:g}")
     if args.token and args.certs is None:
         raise ConfigError("--token without --certs: a token never travels without TLS; give --certs DIR or ca.pem")
     listen = getattr(args, "coordinator_listen", "")
@@ -176,6 +188,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("the address HOST:PORT of the service is missing")
     if getattr(args, "start", "") and not listen:
         raise ConfigError("--start without --coordinator-listen: give the address at which the service registers")
+    if getattr(args, "http", ""):
+        HttpClient(args.http, seconds=args.timeout, authority=_authority(args.certs))
     known = {
         "reward": [*REWARD_CHECKS.names, *(MEMBERSHIP.names if listen else ())],
         "rollout": ROLLOUT_CHECKS.names,
@@ -216,7 +230,7 @@ async def _run_reward(args: argparse.Namespace) -> Sequence[Finding]:
     if not args.coordinator_listen:
         return await _score(args, args.target, fields)
     security = _security(args, COORDINATOR.role, "coordinator-0")
-    started = Started(shlex.split(args.start)) if args.start else None
+    started = Started(_words(args.start)) if args.start else None
     probe = MembershipProbe(
         listen=args.coordinator_listen,
         security=security,
@@ -239,6 +253,17 @@ async def _run_reward(args: argparse.Namespace) -> Sequence[Finding]:
         if wanted or not args.only:
             findings += await MEMBERSHIP.run(probe, only=wanted, on_finding=_print)
         return findings
+
+
+def _words(command: str) -> list[str]:
+    """Return the words of --start."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--start {command!r:.200}: {error}; quote it as for a shell") from None
+    if not words:
+        raise ConfigError(f"--start {command!r:.200}: give a program with its arguments")
+    return words
 
 
 async def _score(args: argparse.Namespace, target: str, fields: dict[str, Any]) -> Sequence[Finding]:
@@ -311,23 +336,28 @@ def _print_summary(args: argparse.Namespace, findings: Sequence[Finding], counts
 def _read_unscorable(path: Path) -> list[pb.ScoreItem]:
     items = list[pb.ScoreItem]()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at U+2028, within a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--unscorable {path}: cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"--unscorable {path}, line {number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"--unscorable {path}, line {number}: not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: not JSON: {error}") from None
         if not isinstance(row, dict) or not row.keys() <= set(_FIELDS):
-            raise ConfigError(f"--unscorable {path}, line {number}: it must be an object of {', '.join(_FIELDS)}")
-        items.append(
-            pb.ScoreItem(
+            raise ConfigError(f"{where}: it must be an object of {', '.join(_FIELDS)}")
+        try:
+            item = pb.ScoreItem(
                 experience=Experience(sample_id=f"unscorable-{number}"),
                 prompt_text=str(row.get("prompt", "")),
                 completion_text=str(row.get("completion", "")),
                 answer=str(row.get("answer", "")),
                 metadata_json=json.dumps(row["metadata"]) if "metadata" in row else "",
             )
-        )
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where}: half of a surrogate pair is no text: {error}") from None
+        items.append(item)
     return items

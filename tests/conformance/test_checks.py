@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from fourfold.conformance.checks import Checks, Finding, Skipped, Violation
-from fourfold.conformance.gateway.http_client import HttpClient
+from fourfold.conformance.gateway.http_client import HttpClient, Response
 from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, Unavailable
 
 
@@ -91,3 +91,9 @@ async def test_a_body_without_an_end_ends_at_the_deadline(dripping: str) -> None
     with pytest.raises(DeadlinePassed):
         await client.request("GET", "/v1/models")
     assert time.monotonic() - began < 20, "it must not read to the end of the body"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_server_sent_events_may_end_their_lines_in_two_ways(end: str) -> None:
+    lines = ["event: message", 'data: {"a": "b\u2028c"}', "", "data: [DONE]", "", ""]
+    assert Response(200, {}, end.join(lines).encode()).events() == ['{"a": "b\u2028c"}', "[DONE]"]

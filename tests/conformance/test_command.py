@@ -90,10 +90,39 @@ async def test_chosen_rules_alone_are_checked(capsys: pytest.CaptureFixture[str]
         (["reward", "127.0.0.1:1", "--start", "x"], "--start without --coordinator-listen"),
         (["reward", "--coordinator-listen", "192.0.2.1:1"], "listens on loopback only"),
         (["gateway", "127.0.0.1:1", "--token", "@/no/file", "--certs", "x"], "cannot be read"),
+        (["rollout", "127.0.0.1:1", "--tolerance", "nan"], "--tolerance nan: it must be above 0"),
+        (["reward", "127.0.0.1:1", "--timeout", "inf"], "--timeout inf"),
+        (["reward", "127.0.0.1:1", "--score-tolerance", "nan"], "--score-tolerance nan"),
+        (["reward", "127.0.0.1:1", "--json", "/no/such/folder/x.json"], "cannot be written"),
+        (["reward", "--coordinator-listen", "127.0.0.1:0", "--start", "a 'b"], "No closing quotation"),
+        (["reward", "--coordinator-listen", "127.0.0.1:0", "--start", " "], "give a program"),
+        (["gateway", "127.0.0.1:1", "--http", "ftp://127.0.0.1"], "give a URL such as"),
+        (["gateway", "127.0.0.1:1", "--http", "http://[::1"], "give a URL such as"),
+        (["gateway", "127.0.0.1:1", "--http", "http://127.0.0.1:99999"], "give a URL such as"),
+        (["gateway", "127.0.0.1:1", "--http", "https://127.0.0.1:1"], "https needs --certs"),
     ],
 )
 def test_wrong_usage_has_exit_code_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_main.main(["conformance", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"completion": 1', "line 1: not JSON"),
+        ('\n{"metadata": ' + "[" * 100_000 + "}", "line 2: not JSON"),
+        ('{"completion": "\\ud800"}', "line 1: half of a surrogate pair"),
+        ('{"text": ""}', "line 1: it must be an object of prompt"),
+        ('{"completion": "a\u2028b"}\n\n{"completion": ""}\n', ""),
+    ],
+)
+def test_lines_of_samples_that_cannot_be_judged(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "samples.jsonl").write_text(text, encoding="utf-8")
+    words = ["127.0.0.1:1", "--unscorable", str(tmp_path / "samples.jsonl"), "--only", "tokenizer"]
+    assert cli_main.main(["conformance", "reward", *words]) == (2 if said else 1)
     assert said in capsys.readouterr().err
 
 

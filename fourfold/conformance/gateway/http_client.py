@@ -42,8 +42,9 @@ class Response:
     def events(self) -> list[str]:
         """Return the data of server-sent events."""
         found = list[str]()
-        for block in self.body.decode("utf-8", "replace").split("\n\n"):
-            lines = [line.removeprefix("data:").strip() for line in block.splitlines() if line.startswith("data:")]
+        text = self.body.decode("utf-8", "replace").replace("\r\n", "\n")  # both are ends of a line
+        for block in text.split("\n\n"):
+            lines = [line.removeprefix("data:").strip() for line in block.split("\n") if line.startswith("data:")]
             if lines:
                 found.append("\n".join(lines))
         return found
@@ -63,11 +64,16 @@ class HttpClient:
         Raises:
             ConfigError: the URL is malformed, or the certificate cannot be read.
         """
-        parts = urlsplit(url)
+        wrong = ConfigError(f"--http {url!r:.120}: give a URL such as http://127.0.0.1:8000")
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:  # of an open bracket, or of a port above 65535
+            raise wrong from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--http {url!r:.120}: give a URL such as http://127.0.0.1:8000")
+            raise wrong
         self._host, self._prefix = parts.hostname, parts.path.rstrip("/")
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._port = port or (443 if parts.scheme == "https" else 80)
         self._seconds = seconds
         self._context: ssl.SSLContext | None = None
         if parts.scheme == "https":

@@ -100,6 +100,27 @@ async def test_a_variant_is_named(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert check in broken(findings), [(f.name, f.status, f.text) for f in findings]
 
 
+async def test_a_lease_that_was_lost_while_samples_were_scored_is_named() -> None:
+    member = ToyMember()
+    probe = MembershipProbe(
+        listen="127.0.0.1:0",
+        security=None,
+        seconds=5.0,
+        ttl=TTL,
+        launcher=member,
+        open_target=lambda target: grpc.aio.insecure_channel(target),
+    )
+    async with probe:
+        member.coordinator = probe.listen
+        await REGISTRATION.run(probe)
+        member.factor = 6.0  # of the pause after the next renewal: two times to live
+        await probe.watch(0.5 * TTL)
+        member.factor = 1.0
+        await probe.watch(2.5 * TTL)
+        (finding,) = await MEMBERSHIP.run(probe, only=["keep_alive"])
+    assert finding.status == "broken" and "passed without a KeepAlive" in finding.text
+
+
 async def test_a_service_that_never_registers_is_one_failure() -> None:
     probe = MembershipProbe(
         listen="127.0.0.1:0",

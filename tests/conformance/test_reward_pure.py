@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+import pytest
+
+from fourfold.errors import Overloaded
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from tests.conformance.test_variants import SHA256, Correct, broken, examine, informed
+from tests.conformance.toy_rollout import abort
 
 
 def pure(score: object = Correct.score, **fields: object) -> Correct:
@@ -36,3 +43,21 @@ async def test_a_pure_scorer_that_depends_on_other_items_is_named() -> None:
         return float(self.calls % 2)
 
     assert "pure" in broken(await examine(pure(of_the_calls)))
+
+
+@pytest.mark.parametrize("delay", [0.1, None])
+async def test_concurrent_calls_may_be_refused_with_a_retry_delay(delay: float | None) -> None:
+    class Busy(Correct):
+        running = 0
+
+        async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+            if self.running > 3:
+                await abort(context, Overloaded("busy", retry_after=delay))
+            self.running += 1
+            try:
+                await asyncio.sleep(0.01)
+                return await super().Score(request, context)
+            finally:
+                self.running -= 1
+
+    assert ("concurrent_calls" in broken(await examine(Busy()))) is (delay is None)

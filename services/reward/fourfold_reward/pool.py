@@ -198,15 +198,20 @@ class WorkerPool:
             self._queued_bytes += sum(entry.job.size_bytes for entry in again)
             self._wake_runners()
 
-    def _take_batch(self) -> list[Entry]:
-        """Take samples of one function from the queue: at most about 50 ms of work, and a share of each idle worker."""
+    def _take_batch(self, builtin: bool) -> list[Entry]:
+        """Take samples of one function from the queue: at most about 50 ms of work, and a share of each idle worker.
+
+        The function is a built-in one or not, as `builtin` says; the result is empty if the first sample is of the
+        other kind.
+        """
         batch: list[Entry] = []
         most, size, name = 1, 0, ""
         while self._queue and len(batch) < most and size < _BATCH_BYTES:
-            job = self._queue[0].job
-            if batch and job.function.name != name:
+            entry = self._queue[0]
+            job = entry.job
+            if entry.pending and (job.function.builtin != builtin or (batch and job.function.name != name)):
                 break
-            entry = self._queue.popleft()
+            self._queue.popleft()
             self._queued_bytes -= job.size_bytes
             if not entry.pending:
                 continue
@@ -284,8 +289,7 @@ class WorkerPool:
         self.busy += 1
         try:
             worker = await self._usable(workers.get(builtin), builtin)
-            # Other runners may have taken the sample meanwhile.
-            if self._queue and self._queue[0].job.function.builtin == builtin and (batch := self._take_batch()):
+            if batch := self._take_batch(builtin):  # other runners may have taken the sample meanwhile
                 worker, scored = await self._score_batch(worker, batch), True
         finally:
             self.busy -= 1
@@ -450,6 +454,8 @@ class WorkerPool:
             raise WorkerDied(f"the worker was stopped after {LOAD_TIMEOUT_SECONDS:g} s") from None
         if "error" in reply:
             raise VerifierError(str(reply["error"]))
+        if not {"version", "reads_tokens", "reads_messages", "pure"} <= reply.keys():  # the module wrote into the pipe
+            raise WorkerDied("the worker sent an invalid reply")
         worker.loaded.add(verifier.name)
         if verifier.name == self.verifier.name:
             self.reads = Reads(tokens=bool(reply["reads_tokens"]), messages=bool(reply["reads_messages"]))

@@ -92,6 +92,17 @@ class Proxy:
 reward = Proxy()
 """
 
+# Its reply to the request to load this file arrives before that of the worker.
+WRITER = """
+import os, struct
+
+for descriptor in range(3, 64):
+    try: os.write(descriptor, struct.pack("<I", 2) + b"{}")
+    except OSError: pass
+
+def reward(sample): return 1.0
+"""
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -345,6 +356,7 @@ async def test_edited_module_is_refused_by_a_new_worker(tmp_path: Path, monkeypa
         ("reward = 3\n", "reward", "must be a function"),
         ("import os; os._exit(9)\n", "reward", "exit code 9"),
         ("import sys; sys.exit(9)\n", "reward", "SystemExit"),
+        (WRITER, "reward", "the worker sent an invalid reply"),
         (PROXY, "reward", "ValueError: wrapper loop"),
     ],
 )

@@ -8,13 +8,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fourfold_reward import batch as batch_module
 from fourfold_reward import loader, protocol
 from fourfold_reward import pool as pool_module
-from fourfold_reward.batch import STUCK_SECONDS, Batch, FunctionTimes
+from fourfold_reward.batch import STUCK_SECONDS, Batch, Call, Entry, FunctionTimes
 from fourfold_reward.job import Job
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
@@ -256,6 +257,25 @@ async def test_worker_that_writes_without_a_request_is_replaced_before_the_next_
     await asyncio.sleep(0.4)
     assert [o.score for o in await score(pool, "ok 5", "ok 6")] == [5.0, 6.0]
     assert worker not in pool.worker_pids()
+
+
+def test_a_batch_has_functions_of_the_kind_of_its_worker() -> None:
+    own = loader.Verifier(name="mine.py:reward", file="mine.py", function="reward")
+    pool = WorkerPool(
+        verifier=own, options={}, processes=1, timeout_seconds=1, on_failure=lambda message: pytest.fail(message)
+    )
+    fields: dict[str, Any] = {"sample_id": "s", "prompt": "", "completion": "", "answer": "", "metadata_json": ""}
+    jobs = [Job(**fields, verifier=each, size_bytes=1) for each in (own, loader.Verifier(name="exact_match"), own)]
+
+    async def take() -> list[list[str]]:
+        calls = [Call([job]) for job in jobs]
+        pool._queue.extend(Entry(call, 0, job) for call, job in zip(calls, jobs, strict=True))
+        calls[0].close()  # the caller left just now
+        taken = [pool._take_batch(builtin) for builtin in (False, True, True, False)]
+        return [[entry.job.function.name for entry in entries] for entries in taken]
+
+    # A worker of the other kind has other rights.
+    assert asyncio.run(take()) == [[], ["exact_match"], [], ["mine.py:reward"]]
 
 
 @pytest.mark.slow

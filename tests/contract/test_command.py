@@ -141,6 +141,13 @@ async def test_every_form_of_a_result_is_read(program: Path) -> None:
         assert not pool.pure and (pool.busy, pool.waiting_samples, pool.process_count) == (0, 0, 1)
 
 
+async def test_a_row_just_below_the_depth_of_the_parser_is_an_error_of_its_sample(program: Path) -> None:
+    async with backend(str(program)) as pool:
+        rows = ['{"a": ' + "[" * depth + "]" * depth + "}" for depth in range(940, 1000)]
+        reasons = [(await one(pool, "number", metadata=row)).error_reason for row in rows]
+    assert reasons[-1] == "BAD_METADATA" and set(reasons) <= {"", "BAD_METADATA", "WORKER_DIED"}
+
+
 FAULTS = {
     "wrong id": "BAD_RESPONSE",
     "nan": "NOT_FINITE",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from aiohttp import web
 from fourfold.errors import ConfigError, Overloaded
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import ERROR_CODES, Outcome
+from fourfold_reward.scorers import openrlhf_server
 from fourfold_reward.scorers.openrlhf_server import BATCH, REQUESTS, OpenRlhfServer
 from tests.support.http_peers import HOSTILE, JsonServer, dumps, json_server, raw_server
 
@@ -120,6 +122,17 @@ async def test_a_wrong_reply_is_a_named_error(server: JsonServer, reply: Any, re
     async with backend(server.url) as scorer:
         (outcome,) = await scorer.score([job(0)], timeout=5)
     assert outcome.error_reason == reason and outcome.score is None and outcome.message
+
+
+def test_a_reply_just_below_the_depth_of_the_parser_is_no_number() -> None:
+    found = []
+    for depth in range(700, 1000):
+        with suppress(RecursionError):
+            found.append(json.loads('{"rewards": [' + "[" * depth + "1, 2" + "]" * depth + "]}"))
+    assert 0 < len(found) < 300
+    for reply in found:
+        (outcome,) = openrlhf_server._outcomes(reply, 1)
+        assert outcome.error_reason == "NOT_A_NUMBER" and len(outcome.message) < 300
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -294,4 +294,8 @@ def _float32(value: object, what: str) -> float | Outcome:
 
 
 def _show(value: object) -> str:
-    return f"{repr(value)[:200]} ({type(value).__name__})"
+    try:
+        text = repr(value)[:200]
+    except RecursionError:  # lists in lists, just below the limit of the JSON parser
+        text = "a deeply nested value"
+    return f"{text} ({type(value).__name__})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,13 @@ def test_a_missing_column_is_an_error_of_the_row(tmp_path: Path) -> None:
         with pytest.raises(InvalidSample) as info:
             Rubric(judge()).messages(broken)
         assert info.value.reason == "BAD_METADATA"
+
+
+def test_a_row_just_below_the_depth_of_the_parser_is_an_error_of_the_row(tmp_path: Path) -> None:
+    for depth in range(800, 1000):
+        sample = replace(job(), metadata_json='{"a": ' + "[" * depth + "]" * depth + "}")
+        with suppress(InvalidSample):
+            filled("{completion} {a}", sample, tmp_path)
 
 
 def test_a_rubric_with_answer_needs_one_and_the_general_one_does_not(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome, outcome_of
 from fourfold_reward.sample import Abstain, InvalidSample
 from fourfold_reward.scorers.command_process import CommandProcess, ProgramFault
-from fourfold_reward.scorers.rubric import parse_metadata
+from fourfold_reward.scorers.rubric import parse_metadata, to_json
 from fourfold_reward.scorers.sample_queue import SampleQueue
 from fourfold_reward.signatures import Reads
 from fourfold_reward.worker_sandbox import WorkerSandbox
@@ -124,7 +124,7 @@ class CommandPool:
             await self._end(slot)
         return [outcome]
 
-    async def _score_one(self, slot: int, job: Job, request: dict[str, Any]) -> tuple[Outcome, bool]:
+    async def _score_one(self, slot: int, job: Job, request: bytes) -> tuple[Outcome, bool]:
         """Return the outcome of a sample, and whether the process can score another one."""
         process = self._processes[slot]
         if process is not None and process.fault:  # between two samples: not the fault of this one
@@ -141,7 +141,7 @@ class CommandPool:
             return Outcome.error("TIMEOUT", text), False
         except ProgramFault as error:
             return Outcome.error(error.reason, str(error)), False
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return Outcome.error("BAD_RESPONSE", f"the program's result: {error}"), False
         except OSError as error:
             return Outcome.error("WORKER_DIED", f"the program could not be started: {error}"), False
@@ -152,10 +152,10 @@ class CommandPool:
             await process.kill()
 
 
-def _request(job: Job) -> dict[str, Any]:
+def _request(job: Job) -> bytes:
     """Return the line of a sample. Raises InvalidSample: its metadata is malformed."""
     texts = {"id": job.sample_id, "prompt": job.prompt, "completion": job.completion, "answer": job.answer}
-    return {**texts, "metadata": parse_metadata(job.metadata_json)}
+    return to_json({**texts, "metadata": parse_metadata(job.metadata_json)}, ensure_ascii=True).encode()
 
 
 def _outcome(result: Any, sample_id: str) -> Outcome:

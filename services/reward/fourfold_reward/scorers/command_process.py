@@ -112,8 +112,8 @@ class CommandProcess:
             return ""
         return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
 
-    async def ask(self, request: dict[str, Any], *, timeout: float) -> Any:
-        """Send one line; return the JSON value of the line that answers it.
+    async def ask(self, request: bytes, *, timeout: float) -> Any:
+        """Send one line, without its end; return the JSON value of the line that answers it.
 
         Raises:
             ProgramFault: there is no such line. Kill the program then.
@@ -127,7 +127,7 @@ class CommandProcess:
         try:
             async with asyncio.timeout(timeout):
                 with contextlib.suppress(ConnectionError):  # then it has ended, which the reader reports
-                    stdin.write(json.dumps(request).encode() + b"\n")
+                    stdin.write(request + b"\n")
                     await stdin.drain()
                 line = await self._waiting
         finally:

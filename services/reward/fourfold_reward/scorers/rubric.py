@@ -177,4 +177,12 @@ def _prompt(job: Job) -> str:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else to_json(value)
+
+
+def to_json(value: Any, *, ensure_ascii: bool = False) -> str:
+    """Return columns as JSON. Raises InvalidSample: the encoder's limit of depth is below that of the parser."""
+    try:
+        return json.dumps(value, ensure_ascii=ensure_ascii)
+    except RecursionError:
+        raise InvalidSample("BAD_METADATA", "metadata_json is nested too deeply; flatten it") from None

@@ -118,6 +118,7 @@ async def test_a_sample_without_the_answer_that_the_rubric_needs_is_not_sent(ser
         web.Response(status=500),
         web.Response(status=529),
         web.Response(status=408, headers={"Retry-After": formatdate(0)}),
+        web.Response(status=429, headers={"Retry-After": "-1"}),
         reply("no grade"),
         reply("Score: 99"),
         reply(None),
@@ -181,6 +182,16 @@ async def test_a_key_that_the_endpoint_repeats_is_removed(
     assert outcome.error_reason and KEY not in outcome.message and "***" in outcome.message
 
 
+async def test_no_part_of_a_key_is_left_where_a_verdict_is_cut(
+    server: JsonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    answer_in_turn(server, reply(KEY + " " * (200 - len(KEY) // 2)))
+    async with backend(server.url, api_key_env="JUDGE_KEY", tries=1) as scorer:
+        (outcome,) = await scorer.score([job(0)], timeout=5)
+    assert outcome.error_reason == "BAD_VERDICT" and KEY[-5:] not in outcome.message
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_hostile_endpoint_is_a_named_error(name: str) -> None:
     async with raw_server(HOSTILE[name]) as url, backend(url + "/v1", tries=2) as scorer:
@@ -209,10 +220,11 @@ async def test_the_time_limit_covers_all_tries_and_a_long_wait_ends_them(server:
     async with backend(server.url, timeout=0.2) as scorer:
         (outcome,) = await scorer.score([job(0)], timeout=5)
     assert outcome.error_reason == "TIMEOUT"
-    answer_in_turn(server, web.Response(status=429, headers={"Retry-After": "3600"}))
-    async with backend(server.url) as scorer:
-        (outcome,) = await scorer.score([job(0)], timeout=5)
-    assert outcome.error_reason == "OVERLOADED" and len(server.requests) == 2
+    for number, seconds in enumerate(("3600", "9" * 400), 2):  # the second has no float
+        answer_in_turn(server, web.Response(status=429, headers={"Retry-After": seconds}))
+        async with backend(server.url) as scorer:
+            (outcome,) = await scorer.score([job(0)], timeout=5)
+        assert outcome.error_reason == "OVERLOADED" and len(server.requests) == number
 
 
 async def test_concurrency_is_a_limit_and_outcomes_keep_their_order(server: JsonServer) -> None:

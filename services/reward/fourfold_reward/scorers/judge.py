@@ -128,8 +128,7 @@ class Judge:
                     break
                 wait = max(wait, error.retry_after)
             except ValueError as error:
-                text = self._client.redact(f"the verdict of {self._judge.model} has {error}")
-                failure = Outcome.error("BAD_VERDICT", text)
+                failure = Outcome.error("BAD_VERDICT", f"the verdict of {self._judge.model} has {error}")
                 wait = 0.0  # the endpoint works
             if number == self._judge.tries or loop.time() + wait >= deadline:
                 break
@@ -151,6 +150,7 @@ class Judge:
         if not isinstance(verdict, str):
             text = f"{self._client.title} sent a response without choices[0].message.content"
             raise WebError("BAD_RESPONSE", text, again=True)
+        verdict = self._client.redact(verdict)  # before errors quote parts of it
         try:
             grade, score = self._pattern.find(verdict)
         except ValueError as error:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_TEXT: Final = 300
 _SECRET_LENGTH: Final = 7  # shorter words of a header, such as Bearer, are no secrets
+_LONGEST_WAIT: Final = 1 << 30  # seconds of a Retry-After; a larger integer may have no float
 _OVERLOADED: Final = frozenset({408, 409, 425, 429})
 _REFUSED: Final = frozenset({401, 403, 404, 407})
 
@@ -147,7 +148,7 @@ class JsonClient:
         return text
 
     def _excerpt(self, text: bytes) -> str:
-        return repr(clean(self.redact(text[: 8 * _MAX_TEXT].decode(errors="replace")), _MAX_TEXT))
+        return repr(clean(self.redact(text.decode(errors="replace")), _MAX_TEXT))
 
     def _bad(self, what: str) -> WebError:
         return WebError("BAD_RESPONSE", f"{self.title} sent {what}", again=True)
@@ -181,7 +182,7 @@ def _is_loopback(host: str) -> bool:
 def _seconds(retry_after: str) -> float:
     """Return the seconds of a header Retry-After, which has a number or a date; 0 without a usable one."""
     try:
-        return max(float(int(retry_after)), 0.0)
+        return float(min(max(int(retry_after), 0), _LONGEST_WAIT))
     except ValueError:
         pass
     try:

@@ -25,7 +25,7 @@ from fourfold_reward.backends import make_scoring
 from fourfold_reward.exported import reward_source
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
-from fourfold_reward.servicer import RewardServicer
+from fourfold_reward.servicer import RewardServicer, sampled_ids
 from fourfold_reward.signatures import Reads
 from tests.conftest import Serve
 from tests.fakes.toy import make_config
@@ -140,6 +140,14 @@ async def test_token_rewards_are_spread_over_the_sampled_tokens(start: Start, tm
     assert list(scores[0].turn_rewards) == [0.5, -0.5]
     assert [score.error.reason for score in scores[1:]] == ["BAD_TOKEN_REWARDS", "NOT_FINITE", "RAISED"]
     assert not any(score.token_rewards for score in scores[1:])
+
+
+@pytest.mark.parametrize(
+    ("mask", "ids", "sampled"),
+    [(b"\1\1", bytes(6), []), (b"\1", bytes(8), []), (b"", bytes(4), []), (b"\0\2\xff", pack_ints(range(3)), [1, 2])],
+)
+def test_arrays_that_do_not_fit_are_no_tokens(mask: bytes, ids: bytes, sampled: list[int]) -> None:
+    assert sampled_ids(Experience(action_mask=mask, token_ids=ids)) == sampled
 
 
 async def test_token_rewards_need_the_tokens(start: Start, tmp_path: Path) -> None:

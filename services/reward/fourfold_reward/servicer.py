@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 from google.rpc.code_pb2 import Code
 
+from fourfold.arrays import BoolArray
 from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
@@ -131,9 +132,16 @@ def sampled_ids(experience: Experience) -> list[int]:
     """Return the tokens that the policy sampled; none if the item has no arrays, or they do not fit each other."""
     if not experience.action_mask:  # nearly always: few functions read tokens
         return []
-    mask = np.frombuffer(experience.action_mask, np.bool_)
-    ids = np.frombuffer(experience.token_ids[: len(mask) * 4], "<i4")
-    return [int(token) for token in ids[mask]] if len(ids) == len(mask) else []
+    mask = _mask(experience)
+    if len(experience.token_ids) != 4 * len(mask):
+        return []
+    return [int(token) for token in np.frombuffer(experience.token_ids, "<i4")[mask]]
+
+
+def _mask(experience: Experience) -> BoolArray:
+    """Return which tokens the policy sampled; any byte but 0 says yes."""
+    mask: BoolArray = np.frombuffer(experience.action_mask, np.uint8) != 0
+    return mask
 
 
 def _check(request: pb.ScoreRequest) -> None:
@@ -167,12 +175,12 @@ def _with_token_rewards_checked(item: pb.ScoreItem, outcome: Outcome) -> Outcome
 
 
 def _sampled_count(experience: Experience) -> int:
-    return int(np.count_nonzero(np.frombuffer(experience.action_mask, np.bool_)))
+    return int(np.count_nonzero(_mask(experience)))
 
 
 def _token_rewards(experience: Experience, rewards: Sequence[float]) -> bytes:
     """Return the rewards of the sampled tokens as an array of all tokens."""
-    mask = np.frombuffer(experience.action_mask, np.bool_)
+    mask = _mask(experience)
     values = np.zeros(len(mask), np.float32)
     values[mask] = rewards
     return pack_floats(values)

@@ -36,7 +36,7 @@ from fourfold.trainer.v1 import rank_service_pb2 as pb
 from fourfold.trainer.v1 import rank_service_pb2_grpc as pb_grpc
 from fourfold.weights.transport.locality import host_id
 from fourfold_trainer.ranks.local_ranks import PROGRAM, LocalRanks
-from fourfold_trainer.ranks.placement import INTERFACE_VARIABLE
+from fourfold_trainer.ranks.placement import ADDRESS_VARIABLE, INTERFACE_VARIABLE
 
 _log = logging.getLogger("fourfold.trainer")
 
@@ -161,12 +161,13 @@ class RankHolder:
             "run_dir": str(self._run_dir),
             "critic_source": self._options.config.critic.source,
         }
-        interface = self._options.interface or interface_of(_own_address(rank_zero))
+        address = _own_address(rank_zero)
+        interface = self._options.interface or interface_of(address)
         return ranks.start(
             list(self._ranks),
             timeout=self._options.config.trainer.step_timeout_seconds,
             program=(*PROGRAM, json.dumps(paths)),
-            env={INTERFACE_VARIABLE: interface},
+            env={INTERFACE_VARIABLE: interface, ADDRESS_VARIABLE: address},
         )
 
     def _hello(self, secret: bytes) -> pb.RanksHello:

@@ -11,6 +11,8 @@ from fourfold.config import Config
 
 INTERFACE_VARIABLE: Final = "FOURFOLD_RANK_INTERFACE"
 """Environment variable with the network interface of collectives; unset: loopback."""
+ADDRESS_VARIABLE: Final = "FOURFOLD_RANK_ADDRESS"
+"""Environment variable with the address at which peers reach a rank; unset: that of its trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class RankServicer(pb_grpc.RankServiceServicer):
         parts: asyncio.Queue[pb.AttachRanksResponse | None] = asyncio.Queue(_PARTS_AHEAD * len(attached.ranks))
         to_engine = asyncio.create_task(_then_end(_write_streams(requests, attached), parts))
         from_engine = asyncio.create_task(_then_end(_read_streams(attached, parts), parts))
-        reason = "the connection broke; is the machine or its network down?"
+        reason = "its process has ended, or its connection broke"
         try:
             yield pb.AttachRanksResponse(hello=pb.RankZeroHello(host=socket.gethostname()))
             while (part := await parts.get()) is not None:
@@ -94,7 +94,7 @@ async def _write_streams(requests: AsyncIterator[pb.AttachRanksRequest], attache
             await loop.sock_sendall(attached.streams[request.bytes.rank], request.bytes.data)
         except OSError:  # the engine has closed its end
             return "rank 0 has ended"
-    return "its process has ended, or its connection broke"
+    return "it has left"
 
 
 async def _read_streams(attached: AttachedRanks, parts: asyncio.Queue[pb.AttachRanksResponse | None]) -> None:

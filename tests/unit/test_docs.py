@@ -235,6 +235,7 @@ def test_the_contract_page_has_every_service_and_its_callers() -> None:
 def test_the_contract_page_has_every_method_that_other_programs_call() -> None:
     files = FileDescriptorSet.FromString((PROTO_DIR / DESCRIPTOR_SET).read_bytes()).file
     internal = {"RolloutControlService", "TrainerWeightService", "MembershipService", "ExperienceService"}
+    internal |= {"RendezvousService", "RankService"}
     methods = {
         f"`{file.package.removeprefix('fourfold.')}.{service.name}/{method.name}`": (file.package, service, method)
         for file in files

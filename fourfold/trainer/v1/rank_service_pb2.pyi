@@ -60,6 +60,9 @@ class AttachRanksResponse(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    leaving: _builtins.bool
+    """True: rank 0 ends in good order; the end of the ranks after it is no failure."""
     @_builtins.property
     def hello(self) -> Global___RankZeroHello:
         """First: the ranks are attached, and may now be started."""
@@ -73,12 +76,13 @@ class AttachRanksResponse(_message.Message):
         *,
         hello: Global___RankZeroHello | None = ...,
         bytes: Global___RankBytes | None = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "hello", b"hello", "leaving", b"leaving", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "hello", b"hello", "leaving", b"leaving", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bytes"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bytes", "leaving"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

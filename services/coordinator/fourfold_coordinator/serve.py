@@ -141,37 +141,36 @@ class Coordinator:
         self._run_source = RunSource(self._board, self._router.faults, folder / _LEDGER_FILE)
         self._host.exporter.add(self._run_source.read, refresh=self._run_source.refresh)
         self._certificates = CertificateMonitor(self._host.security, self._registry, self._board, own=options.member_id)
-        self._host.server.add(
-            membership_service_pb2.DESCRIPTOR.services_by_name["MembershipService"],
-            add_MembershipServiceServicer_to_server,
-            MembershipServicer(self._registry, self._certificates),
-        )
-        self._host.server.add(
-            rendezvous_service_pb2.DESCRIPTOR.services_by_name["RendezvousService"],
-            add_RendezvousServiceServicer_to_server,
-            RendezvousServicer(self._host.security),
-        )
-        self._host.server.add(
-            run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
-            add_RunServiceServicer_to_server,
-            RunServicer(self._board, lambda: self._weight_status.to_proto(self._router.replicas())),
-        )
         self._scorers = ScorerTable(config, self._registry, self._router)
         self._scoring = Scoring(config, self._router, self._scorers)
         self._scorer_servicer = ScorerServicer(self._scorers, self._router)
-        self._host.server.add(
-            scorer_service_pb2.DESCRIPTOR.services_by_name["ScorerService"],
-            add_ScorerServiceServicer_to_server,
-            self._scorer_servicer,
-        )
         self._tasks = TaskBoard(config.agents, max_refusals=config.retry.data)
         self._registry.add_listener(self._on_member)
         self._experience_servicer = ExperienceServicer()
-        self._host.server.add(
-            experience_service_pb2.DESCRIPTOR.services_by_name["ExperienceService"],
-            add_ExperienceServiceServicer_to_server,
-            self._experience_servicer,
-        )
+        self._add_servicers()
+
+    def _add_servicers(self) -> None:
+        """Add all services of the coordinator to its server."""
+        run = RunServicer(self._board, lambda: self._weight_status.to_proto(self._router.replicas()))
+        rendezvous = RendezvousServicer(self._host.security)
+        for module, name, add, servicer in (
+            (
+                membership_service_pb2,
+                "MembershipService",
+                add_MembershipServiceServicer_to_server,
+                MembershipServicer(self._registry, self._certificates),
+            ),
+            (rendezvous_service_pb2, "RendezvousService", add_RendezvousServiceServicer_to_server, rendezvous),
+            (run_service_pb2, "RunService", add_RunServiceServicer_to_server, run),
+            (scorer_service_pb2, "ScorerService", add_ScorerServiceServicer_to_server, self._scorer_servicer),
+            (
+                experience_service_pb2,
+                "ExperienceService",
+                add_ExperienceServiceServicer_to_server,
+                self._experience_servicer,
+            ),
+        ):
+            self._host.server.add(module.DESCRIPTOR.services_by_name[name], add, servicer)
 
     def _on_member(self, member: Member, change: MemberChange) -> None:
         """Return the tasks of a gateway that left. A new process of the same name has the sessions of the old one."""

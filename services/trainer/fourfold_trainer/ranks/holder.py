@@ -145,11 +145,13 @@ class RankHolder:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             if carrying.done():
-                carrying.result()  # raises the error of a connection that broke
+                error = carrying.exception()
+                if error is not None and not connection.leaving:  # the connection broke
+                    raise error
             else:
                 reason = died.result() if died.done() else "its process was stopped"
                 await connection.fail(carrying, reason)
-            return await asyncio.to_thread(ranks.wait_ended)
+            return connection.leaving or await asyncio.to_thread(ranks.wait_ended)
         finally:
             if connection is not None:
                 connection.close()
@@ -207,6 +209,7 @@ class _Streams:
     def __init__(self, call: Any, sockets: Mapping[int, socket.socket]) -> None:
         self._call, self._sockets = call, sockets
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
+        self.leaving = False  # rank 0 ends in good order
         for stream in sockets.values():
             stream.setblocking(False)
 
@@ -216,6 +219,7 @@ class _Streams:
         loop = asyncio.get_running_loop()
         try:
             while isinstance(part := await self._call.read(), pb.AttachRanksResponse):
+                self.leaving = self.leaving or part.leaving
                 with suppress(OSError, KeyError):  # a child that has ended; its death is reported apart
                     await loop.sock_sendall(self._sockets[part.bytes.rank], part.bytes.data)
         finally:

@@ -56,6 +56,8 @@ class RemoteRanks:
         self._attached: list[AttachedRanks] = []
         self._changed = threading.Condition()
         self._closed = False
+        self.on_close: list[Callable[[], object]] = []
+        """Called when rank 0 begins to end in good order, from any thread."""
 
     def attach(self, hello: pb.RanksHello) -> AttachedRanks:
         """Attach the ranks of a machine.
@@ -122,8 +124,10 @@ class RemoteRanks:
     def close(self) -> None:
         """Let `wait` return; later ends of streams are no deaths."""
         with self._changed:
-            self._closed = True
+            calls, self._closed = [] if self._closed else list(self.on_close), True
             self._changed.notify_all()
+        for call in calls:
+            call()
 
     def _missing(self) -> list[int]:
         there = {rank for attached in self._attached for rank in attached.ranks}

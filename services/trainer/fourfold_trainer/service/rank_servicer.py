@@ -51,6 +51,9 @@ class RankServicer(pb_grpc.RankServiceServicer):
         parts: asyncio.Queue[pb.AttachRanksResponse | None] = asyncio.Queue(_PARTS_AHEAD * len(attached.ranks))
         to_engine = asyncio.create_task(_then_end(_write_streams(requests, attached), parts))
         from_engine = asyncio.create_task(_then_end(_read_streams(attached, parts), parts))
+        loop = asyncio.get_running_loop()
+        leaving = pb.AttachRanksResponse(leaving=True)
+        remote.on_close.append(lambda: loop.call_soon_threadsafe(_put_if_room, parts, leaving))
         reason = "its process has ended, or its connection broke"
         try:
             yield pb.AttachRanksResponse(hello=pb.RankZeroHello(host=socket.gethostname()))
@@ -66,6 +69,11 @@ class RankServicer(pb_grpc.RankServiceServicer):
             await asyncio.gather(to_engine, from_engine, return_exceptions=True)
             remote.detach(attached, reason)
             _log.info("ranks left: %s: %s", attached.title, reason)
+
+
+def _put_if_room(parts: asyncio.Queue[pb.AttachRanksResponse | None], part: pb.AttachRanksResponse) -> None:
+    with suppress(asyncio.QueueFull):
+        parts.put_nowait(part)
 
 
 async def _hello(requests: AsyncIterator[pb.AttachRanksRequest]) -> pb.RanksHello:

@@ -165,10 +165,11 @@ def _load(group: str, name: str, distribution: str) -> Any:
 
 
 def _ranks(text: str) -> range:
-    first, _, last = text.partition("-")
-    if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
         raise argparse.ArgumentTypeError(f"{text!r} names no ranks; give one, as 0, or the first and the last, as 8-15")
-    return range(int(first), int(last or first) + 1)
+    return range(int(first), int(last) + 1)
 
 
 class _Serve:
@@ -227,6 +228,9 @@ class _Serve:
             return self._list_verifiers(args.role)
         if args.recipe is None:
             print("fourfold serve: the recipe is missing; give the path of a TOML file", file=sys.stderr)
+            return 2
+        if (args.rank is not None or args.interface) and args.role != "trainer":
+            print(f"fourfold serve {args.role}: --rank and --interface are for a trainer; remove them", file=sys.stderr)
             return 2
         from fourfold import config
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.coordinator.client import RendezvousClient
-from fourfold.errors import FourfoldError, NotFound, Unavailable, WrongState
+from fourfold.errors import FourfoldError, InvalidInput, PermissionDenied, Unauthenticated, Unavailable, WrongState
 from fourfold.host import logs
 from fourfold.host.network import interface_of
 from fourfold.host.process_tree import die_with_parent
@@ -88,12 +88,16 @@ class RankHolder:
 
     async def _find(self, client: RendezvousClient, patience: float) -> tuple[str, bytes] | None:
         """Return address and secret of rank 0; None when there was none for `patience` seconds, or at a signal."""
-        end = asyncio.get_running_loop().time() + patience
+        end, said = asyncio.get_running_loop().time() + patience, ""
         while not self._stop.is_set() and asyncio.get_running_loop().time() < end:
             try:
                 return await client.find(self._options.member_id, timeout=_CALL_SECONDS)
-            except (NotFound, Unavailable) as error:
-                _log.info("no rank 0 yet: %s", error)
+            except (InvalidInput, PermissionDenied, Unauthenticated):  # it stays so
+                raise
+            except FourfoldError as error:
+                if error.message != said:
+                    said = error.message
+                    _log.info("no rank 0 yet: %s", said)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ASK_SECONDS):
                     await self._stop.wait()

@@ -108,6 +108,11 @@ def check_ranks(options: ServeOptions) -> None:
         raise ConfigError(
             f"{text}: the machines of a trainer find each other through the coordinator; add --coordinator"
         )
+    if config.trainer.attach_seconds >= config.trainer.step_timeout_seconds:
+        raise ConfigError(
+            f"{text}: trainer.attach_seconds = {config.trainer.attach_seconds:g} must be below "
+            f"trainer.step_timeout_seconds = {config.trainer.step_timeout_seconds:g}, which limits the whole start"
+        )
     if config.critic_apart:
         raise ConfigError(
             f"{text}: a critic with ranks of its own (critic.ranks = {config.critic.ranks}) is on one machine with the "

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ from .rewards.servicer import ScorerServicer
 from .rewards.shadows import Shadows
 from .routing.membership import CertificateMonitor, MembershipServicer
 from .routing.registry import Member, MemberChange, Registry
-from .routing.router import Router
+from .routing.router import Router, rest_after
 from .routing.trainer_session import TrainerSession
 from .state.experiences import FOLDER as EXPERIENCES_FOLDER
 from .state.experiences import ExperienceStore
@@ -318,7 +319,9 @@ class Coordinator:
 
     async def _show_members(self) -> None:
         while True:
+            began = time.perf_counter()
             self._board.set_members(self._router.members())
+            await rest_after(began)
             await self._router.wait_for_change(timeout=_TICK_SECONDS)
 
 

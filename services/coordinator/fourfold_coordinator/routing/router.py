@@ -31,7 +31,7 @@ import grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
-from fourfold.rollout.load import TokenCounts, summarize_loads, watch_load
+from fourfold.rollout.load import TokenCounts, report_period, summarize_loads, watch_load
 
 from ..state.faults import FaultLog
 from ..state.files import DiskFull
@@ -154,6 +154,7 @@ class Router:
         # A method of its own: a loop variable in `run` would keep the last replica alive after it has left.
         now, started = self.clock.monotonic(), 0
         self._inspections = {key: task for key, task in self._inspections.items() if not task.done()}
+        period = report_period(len(self._by_role[Role.ROLE_ROLLOUT]))
         for replica in self._replicas.values():
             stale = replica.member.permanent and now - replica.inspected_at >= _REFRESH_SECONDS
             due = replica.unusable_reason == NOT_INSPECTED or stale
@@ -161,7 +162,10 @@ class Router:
                 if (started := started + 1) > _INSPECTIONS_PER_TURN:
                     return True
                 self._inspections[replica.key] = tasks.create_task(self._inspect(replica))
-            if replica.member.role == Role.ROLE_ROLLOUT and replica.present and replica not in self._watches:
+            if replica.member.role != Role.ROLE_ROLLOUT:
+                continue
+            replica.load.period = period
+            if replica.present and replica not in self._watches:
                 watch = watch_load(replica.rollout, replica.load, self.clock)
                 self._watches[replica] = tasks.create_task(watch)
             if replica.end_stalled_calls(now):

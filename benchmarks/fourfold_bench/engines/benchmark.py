@@ -35,9 +35,7 @@ class EngineSettings(BenchmarkSettings):
     warmup: int = option("steps before the measured ones", default=1, least=0)
     steps: int = option("measured steps", default=3, least=1)
     drivers: int = option("processes that simulate the engines", default=2, least=1)
-    speeds: tuple[str, ...] = option(
-        "tokens/s of unequal engines, relative; empty: none", default=("1", "2", "4", "8")
-    )
+    speeds: tuple[str, ...] = option("tokens/s of unequal engines, relative; empty: none", default=("1", "2", "4", "8"))
     speed_unit: float = option("tokens/s of relative speed 1", default=800.0, above=0)
     speed_tokens: int = option("mean tokens of a sample for unequal engines", default=64, least=2)
     speed_samples: int = option("samples of one step for unequal engines", default=1024, least=8)

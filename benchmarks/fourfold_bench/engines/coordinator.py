@@ -1,6 +1,6 @@
 """The coordinator process of the benchmark: the real coordinator, and a watch of its event loop.
 
-    python -m fourfold_bench.engines.coordinator RECIPE RUN_DIR RESULT.json
+python -m fourfold_bench.engines.coordinator RECIPE RUN_DIR RESULT.json
 """
 
 from __future__ import annotations

@@ -209,9 +209,7 @@ class SimulatedEngine:
             self._sampled += (last - first) * plan.tokens
             self.finished += last - first
 
-    async def _shared_samples(
-        self, shared: SharedSpeed, request: rollout.GenerateRequest
-    ) -> AsyncIterator[bytes]:
+    async def _shared_samples(self, shared: SharedSpeed, request: rollout.GenerateRequest) -> AsyncIterator[bytes]:
         """End each sample on its own; the lengths are even from half to one and a half of the mean."""
         rng = np.random.default_rng(request.sampling_params.seed)
         lengths = rng.integers(self._plan.tokens // 2, self._plan.tokens * 3 // 2 + 1, request.sample_count).tolist()

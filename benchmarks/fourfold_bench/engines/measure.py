@@ -105,7 +105,13 @@ class _Scene:
         self._sha256 = tokenizer_sha256(self._model).hex()
 
     def plan(
-        self, names: tuple[str, ...], *, tokens: int, capacity: int, speeds: tuple[float, ...] = (), silent: bool = False
+        self,
+        names: tuple[str, ...],
+        *,
+        tokens: int,
+        capacity: int,
+        speeds: tuple[float, ...] = (),
+        silent: bool = False,
     ) -> DriverPlan:
         """Return the plan of one driver."""
         return DriverPlan(

@@ -1,6 +1,6 @@
 """The trainer and the scorer of the simulated run, in one process: they accept everything and compute nothing.
 
-    python -m fourfold_bench.engines.peers ADDRESS_FILE TOKENIZER_SHA256
+python -m fourfold_bench.engines.peers ADDRESS_FILE TOKENIZER_SHA256
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ def scorer() -> grpc.GenericRpcHandler:
         "fourfold.reward.v1.RewardService",
         {
             "GetInfo": grpc.unary_unary_rpc_method_handler(get_info),
-            "Score": grpc.unary_unary_rpc_method_handler(
-                score, request_deserializer=reward.ScoreRequest.FromString
-            ),
+            "Score": grpc.unary_unary_rpc_method_handler(score, request_deserializer=reward.ScoreRequest.FromString),
         },
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,6 +21,7 @@ from fourfold.rollout.load import STALL_SECONDS, EngineLoad
 from fourfold.rpc.circuit_breaker import CircuitBreaker
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 
+from .cancellation import CancelScopes
 from .registry import Member
 from .scheduling import Demand, MeasuredSpeed
 
@@ -131,7 +131,7 @@ class Replica:
         self._changed_at = self._finished_at = clock.monotonic()  # of the outstanding samples; of the last finished one
         self._area = 0.0  # integral of the outstanding samples over time
         self._congested_at = 0  # outstanding samples at which it was overloaded, until a call succeeds; 0 if it was not
-        self._calls: set[asyncio.Timeout] = set()
+        self._calls = CancelScopes()
         self._cut_error: Callable[[], FourfoldError] = self._lease_ended  # of the calls that were ended last
         # Answers of the service to GetInfo.
         self.capacity = 0  # most outstanding samples; 0 for no limit
@@ -279,17 +279,9 @@ class Replica:
             if inspect.iscoroutine(work):
                 work.close()
             raise self._lease_ended()
-        try:
-            async with asyncio.timeout(None) as scope:
-                self._calls.add(scope)
-                try:
-                    return await work
-                finally:
-                    self._calls.discard(scope)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise self._cut_error() from None
+        if (done := await self._calls.run(work)) is None:
+            raise self._cut_error()
+        return done[0]
 
     def leave(self, reason: str, *, cut: bool) -> None:
         """Note that it is no member any more; with `cut`, end its calls in flight."""
@@ -307,8 +299,7 @@ class Replica:
 
     def _cut(self, error: Callable[[], FourfoldError]) -> None:
         self._cut_error = error
-        for scope in list(self._calls):
-            scope.reschedule(0.0)
+        self._calls.cancel()
 
     def _stalled(self) -> DeadlinePassed:
         text = f"the engine has samples and sampled no token for {STALL_SECONDS:g} s; look at its log, and restart it"

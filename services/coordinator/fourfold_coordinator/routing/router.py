@@ -37,7 +37,16 @@ from ..state.faults import FaultLog
 from ..state.files import DiskFull
 from .ranking import ReplicaRanking
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
-from .replica import NOT_INSPECTED, FatalRunError, Flight, Interrupted, Replica, ReplicaKey, ScorerInputs, ServiceMissing
+from .replica import (
+    NOT_INSPECTED,
+    FatalRunError,
+    Flight,
+    Interrupted,
+    Replica,
+    ReplicaKey,
+    ScorerInputs,
+    ServiceMissing,
+)
 from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
 
 log = logging.getLogger("fourfold.coordinator")

@@ -56,7 +56,7 @@ from .rewards.servicer import ScorerServicer
 from .rewards.shadows import Shadows
 from .routing.membership import CertificateMonitor, MembershipServicer
 from .routing.registry import Member, MemberChange, Registry
-from .routing.router import Router, rest_after
+from .routing.router import MemberState, Router, rest_after
 from .routing.trainer_session import TrainerSession
 from .state.experiences import FOLDER as EXPERIENCES_FOLDER
 from .state.experiences import ExperienceStore
@@ -325,9 +325,12 @@ class Coordinator:
         return np.asarray(self._tokenizer.encode(_PROBE_TEXT), np.int32)
 
     async def _show_members(self) -> None:
+        shown: list[MemberState] = []
         while True:
             began = time.perf_counter()
-            self._board.set_members(self._router.members())
+            if (members := self._router.members()) != shown:
+                shown = members
+                self._board.set_members(member.to_proto() for member in members)
             await rest_after(began)
             await self._router.wait_for_change(timeout=_TICK_SECONDS)
 

@@ -21,8 +21,15 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
@@ -67,6 +74,26 @@ class WaitLimit(NamedTuple):
 
     seconds: float
     key: str = "retry.service_wait_seconds"  # recipe key that sets it, for messages
+
+
+class MemberState(NamedTuple):
+    """What watchers see of a member."""
+
+    member: Member
+    policy_version: int  # -1: none, or another role than an engine
+    overdue: bool  # it should have renewed its lease
+    since: float  # start of that, or of the unbroken renewals, in seconds since the epoch
+
+    def to_proto(self) -> run_pb.Member:
+        row = run_pb.Member(
+            member_id=self.member.member_id,
+            role=self.member.role_name,
+            target=self.member.target,
+            policy_version=self.policy_version,
+            state=run_pb.MEMBER_STATE_SILENT if self.overdue else run_pb.MEMBER_STATE_LIVE,
+        )
+        row.state_since.FromNanoseconds(int(self.since * 1e9))
+        return row
 
 
 class _Wanted(NamedTuple):
@@ -124,6 +151,7 @@ class Router:
         self._by_role = defaultdict[int, list[Replica]](list)  # ordered by name
         self._rankings = defaultdict[int, ReplicaRanking](ReplicaRanking)
         self._waiting = defaultdict[int, set[_RoomWaiter]](set)
+        self._queued = defaultdict[int, int](int)  # sizes of the calls without a replica, by role
         # By role and pool; asyncio.Lock is first in, first out.
         self._turns = defaultdict[tuple[int, str], asyncio.Lock](asyncio.Lock)
         self._pinned_turn = asyncio.Lock()  # a call that waits for one full replica must not delay the others
@@ -327,22 +355,16 @@ class Router:
             await rest_after(began)
             await self.wait_for_change(timeout=_TICK_SECONDS)
 
-    def members(self) -> list[run_pb.Member]:
-        """Return the live members as watchers see them, ordered by name."""
-        return [self._row(replica) for _, replica in sorted(self._replicas.items())]
-
-    def _row(self, replica: Replica) -> run_pb.Member:
-        member = replica.member
-        overdue, since = self._registry.overdue(member.member_id)
-        row = run_pb.Member(
-            member_id=member.member_id,
-            role=member.role_name,
-            target=member.target,
-            policy_version=replica.version if member.role == Role.ROLE_ROLLOUT else -1,
-            state=run_pb.MEMBER_STATE_SILENT if overdue else run_pb.MEMBER_STATE_LIVE,
-        )
-        row.state_since.FromNanoseconds(int(since * 1e9))
-        return row
+    def members(self) -> list[MemberState]:
+        """Return the state of each live member, ordered by name."""
+        return [
+            MemberState(
+                replica.member,
+                replica.version if replica.member.role == Role.ROLE_ROLLOUT else -1,
+                *self._registry.overdue(name),
+            )
+            for name, replica in sorted(self._replicas.items())
+        ]
 
     def has_spare(self, role: int, demand: Demand, *, version: int, without: Replica) -> bool:
         """Return whether a replica other than `without` has room now, and no call waits for one."""
@@ -376,12 +398,22 @@ class Router:
     @asynccontextmanager
     async def _acquire(self, wanted: _Wanted) -> AsyncIterator[tuple[Replica, Flight]]:
         """Choose a replica, and count the call in its load within the block."""
-        with ExitStack() as call:
+        with ExitStack() as call, ExitStack() as queued:
+            queued.enter_context(self._in_queue(wanted))
             async with self._turns[wanted.role, wanted.pool] if wanted.pin is None else self._pinned_turn:
                 replica = await self._choose(wanted)
+                queued.close()
                 flight = call.enter_context(replica.in_flight(wanted.demand))
                 self._prefixes.add(wanted.demand.prefix, replica.cache_key)
             yield replica, flight
+
+    @contextmanager
+    def _in_queue(self, wanted: _Wanted) -> Iterator[None]:
+        self._queued[wanted.role] += wanted.demand.size
+        try:
+            yield
+        finally:
+            self._queued[wanted.role] -= wanted.demand.size
 
     async def _choose(self, wanted: _Wanted) -> Replica:
         """Return the replica for a call; wait for one with room, and raise ServiceMissing when none came in time."""
@@ -425,28 +457,18 @@ class Router:
         return [r for r in fitting if r.key == wanted.pin and r.key not in wanted.avoid] or fitting
 
     def _ranked(self, wanted: _Wanted, now: float) -> list[Replica]:
-        """Return the replicas that come into question for a call, without a look at all; none: look at all.
-
-        One of them is free, or will be and is expected to finish the call first.
-        """
+        """Return the replicas that come into question for a call; empty: look at all replicas."""
         if wanted.pin is not None or wanted.pool or wanted.choose is not _anyone:
             return []
-        demand, accepted = wanted.demand, False
+        demand = wanted.demand
 
         def fits(replica: Replica) -> bool:
             return _fits(replica, wanted.version) and replica.breaker.admits(now) and replica.takes(demand.samples)
 
-        def acceptable(replica: Replica) -> bool:
-            nonlocal accepted
-            usable = replica.key not in wanted.avoid and (
-                not self._is_full(replica, demand, now) or replica.speed(now) is not None
-            )
-            accepted = accepted or usable
-            return usable
+        def free(replica: Replica) -> bool:
+            return replica.key not in wanted.avoid and not self._is_full(replica, demand, now)
 
-        found = self._rankings[wanted.role].first(demand.size, fits, acceptable, now)
-        if not accepted:
-            return []
+        found = self._rankings[wanted.role].first(demand, fits, free, now)
         for holder in self._prefixes.held(demand.prefix):
             replica = self._replicas.get(holder[0])
             if replica is not None and replica not in found and fits(replica):
@@ -472,8 +494,14 @@ class Router:
         }
         if not candidates:
             return None
-        best = choose_replica(list(candidates.values()), demand.size)
+        best = choose_replica(list(candidates.values()), demand.size, backlog_seconds=self._backlog_seconds(wanted))
         return None if best.full else self._replicas[best.name]
+
+    def _backlog_seconds(self, wanted: _Wanted) -> float:
+        """Return when the replicas of known speed would have done all work that runs or waits, this call included."""
+        ranking = self._rankings[wanted.role]
+        work = ranking.outstanding_size + self._queued[wanted.role]
+        return work / ranking.speed_sum if ranking.speed_sum > 0 else math.inf
 
     def _is_full(self, replica: Replica, demand: Demand, now: float) -> bool:
         if not replica.has_room(demand.samples):

@@ -55,7 +55,7 @@ class Candidate:
     quiet: float = 0.0  # seconds since it finished a sample, or since it got work
 
 
-def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
+def choose_replica(candidates: Sequence[Candidate], size: int, *, backlog_seconds: float = 0.0) -> Candidate:
     """Return the candidate that is expected to finish a call of `size` first; if it is full, the call waits for it.
 
         seconds = (outstanding + size - held) / speed
@@ -65,8 +65,10 @@ def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
     another one finishes earlier even so. A call that does not fit into a KV cache waits in that engine's queue, however
     fast the engine is; so candidates with room come first. Ties go by name.
 
-    A call waits for a full replica only if both speeds are known, and only while that replica finishes samples: one that
-    is quiet for longer than all its work should take may hang.
+    A call waits for a full replica only if it then finishes earlier than at each one with room, and only if that one
+    would finish it after `backlog_seconds`, when all replicas together will have done all other work, too: as long as
+    many calls wait, every replica with room is of use. Both speeds must be known. A full replica that is quiet for
+    longer than all its work should take may hang, and is not waited for.
     """
     known = [candidate.speed for candidate in candidates if candidate.speed is not None]
     mean_speed = fmean(known) if known else 1.0
@@ -85,7 +87,7 @@ def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
     if not free:
         return min(candidates, key=rank)
     best = min(free, key=rank)
-    if best.avoided or best.speed is None:
+    if best.avoided or best.speed is None or seconds(best) <= backlog_seconds:
         return best
     busy = [c for c in candidates if c.full and c.speed and not c.avoided and not is_crowded(c)]
     sooner = [(max(seconds(c), c.quiet), c.name, c) for c in busy if max(seconds(c), c.quiet) < seconds(best)]

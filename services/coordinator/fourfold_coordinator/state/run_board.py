@@ -156,11 +156,10 @@ class RunBoard:
         self._changed()
 
     def set_members(self, members: Iterable[pb.Member]) -> None:
-        rows = list(members)
-        if rows != list(self.status.members):
-            del self.status.members[:]
-            self.status.members.extend(rows)
-            self._changed()
+        """Replace the rows of the members."""
+        del self.status.members[:]
+        self.status.members.extend(members)
+        self._changed()
 
     def close(self, *, failure: str = "") -> None:
         """Set the final state; watchers get it, and then their streams end."""

@@ -138,9 +138,12 @@ class Registry:
         """
         member = self._with_pool(member)
         self._check(member, owner)
-        self.expire()  # a lease that ran out since the last `expire` must not be renewed
-        self._check_only_trainer(member)
         held = self._leases.get(member.member_id)
+        late = held is not None and self._age(held) >= self.ttl
+        if late or member.role == Role.ROLE_TRAINER or len(self._leases) >= MAX_MEMBERS:
+            self.expire()  # a lease that ran out since the last `expire` must not be renewed, nor stand in the way
+            held = self._leases.get(member.member_id)
+        self._check_only_trainer(member)
         if held is not None and held.member.permanent:
             raise WrongState(
                 f"{member.member_id} is the name of the service at {held.member.target}, which the recipe names; start "

@@ -65,7 +65,7 @@ _TICK_SECONDS: Final = 0.25
 _NOTICE_SECONDS: Final = 0.02  # shortest time between two notices of changes
 _INSPECTIONS_PER_TURN: Final = 32  # started in one turn of the event loop, each with a connection
 _MAX_EXPLAINED: Final = 16  # members in one text
-_REST_SHARE: Final = 9  # times as long as its last pass over all members, a loop over them rests
+_REST_SHARE: Final = 19  # times as long as its last pass over all members, a loop over them rests
 _REFRESH_SECONDS: Final = 5.0  # between questions to a permanent member, whose process may be another one by now
 
 
@@ -583,7 +583,7 @@ class Router:
 
 
 async def rest_after(began: float) -> None:
-    """Rest after a pass over all members, so that passes take a tenth of the event loop at most.
+    """Rest after a pass over all members, so that passes take a twentieth of the event loop at most.
 
     `began` is when the pass began, on the clock of `time.perf_counter`.
     """

@@ -27,6 +27,7 @@ class LoopWatch:
         self._coordinator, self._engines = coordinator, engines
         self.start_seconds = 0.0  # from the first registration of an engine until all get calls
         self.start_gap = 0.0  # longest gap until then
+        self.start_cpu = 0.0  # CPU seconds until then
         self.steps: list[dict[str, float]] = []
 
     async def run(self) -> None:
@@ -40,9 +41,12 @@ class LoopWatch:
             gap = max(gap, now - began - _WATCH_SECONDS)
             if not self.start_seconds and now - last_look > 0.05:
                 replicas = self._coordinator._router.replicas(Role.ROLE_ROLLOUT)
-                first, last_look = first or (now if replicas else 0.0), now
+                if replicas and not first:
+                    first, cpu = now, time.process_time()
+                last_look = now
                 if sum(not replica.unusable_reason for replica in replicas) == self._engines:
                     self.start_seconds, self.start_gap, gap = now - first, gap, 0.0
+                    self.start_cpu = time.process_time() - cpu
             if (done := self._coordinator._board.status.step) > step:
                 times = time.monotonic(), time.process_time()
                 self.steps.append({"seconds": times[0] - wall, "cpu": times[1] - cpu, "gap": gap})
@@ -50,7 +54,12 @@ class LoopWatch:
 
     def document(self) -> dict[str, Any]:
         """Return the measurements as JSON values; the first step has the start-up in its times."""
-        return {"start_seconds": self.start_seconds, "start_gap": self.start_gap, "steps": self.steps}
+        return {
+            "start_seconds": self.start_seconds,
+            "start_gap": self.start_gap,
+            "start_cpu": self.start_cpu,
+            "steps": self.steps,
+        }
 
 
 async def _run(recipe: Path, folder: Path, result: Path) -> int:
@@ -63,7 +72,7 @@ async def _run(recipe: Path, folder: Path, result: Path) -> int:
         return await coordinator.run()
     finally:
         task.cancel()
-        result.write_text(json.dumps(watch.document()), encoding="utf-8")
+        await asyncio.to_thread(result.write_text, json.dumps(watch.document()), encoding="utf-8")
 
 
 if __name__ == "__main__":

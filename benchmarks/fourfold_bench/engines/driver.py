@@ -258,10 +258,10 @@ def probe_logprobs(count: int) -> bytes:
     return pack_floats(values)
 
 
-async def wait_for_address(file: Path) -> str:
-    """Return the coordinator's address when its file is there; the caller has a deadline."""
+def wait_for_address(file: Path) -> str:
+    """Return the coordinator's address when its file is there; the benchmark ends a process that waits too long."""
     while not file.is_file():
-        await asyncio.sleep(_ADDRESS_POLL_SECONDS)
+        time.sleep(_ADDRESS_POLL_SECONDS)
     return file.read_text(encoding="utf-8").strip()
 
 
@@ -269,7 +269,7 @@ async def _serve(plan: DriverPlan) -> None:
     engines = [SimulatedEngine(plan, index) for index in range(len(plan.names))]
     targets = [await engine.start() for engine in engines]
     print(f"READY {targets[0]}", flush=True)
-    address = await wait_for_address(Path(plan.address_file))
+    address = await asyncio.to_thread(wait_for_address, Path(plan.address_file))
     client = MembershipClient(open_channel(address, None), peer="coordinator")
     members = [
         Membership(
@@ -287,7 +287,8 @@ async def _serve(plan: DriverPlan) -> None:
     async def write_counts() -> None:
         while True:
             await asyncio.sleep(0.5)
-            counts.write_text(json.dumps({engine.name: engine.finished for engine in engines}), encoding="utf-8")
+            document = json.dumps({engine.name: engine.finished for engine in engines})
+            await asyncio.to_thread(counts.write_text, document, encoding="utf-8")
 
     await asyncio.gather(write_counts(), *(m.run() for m in members), *(e.run() for e in engines))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ from fourfold_bench.profiling import Profile
 _READY_SECONDS: Final = 60.0
 _RUN_SECONDS: Final = 600.0
 _PROMPTS: Final = 512
+_REFERENCE_ROUNDS: Final = 5_000_000
 _CONTEXT_TOKENS: Final = 4096
 
 
@@ -59,8 +61,18 @@ def _growth(
         "longest_gap_seconds": max(step["gap"] for step in measured["steps"]),
         "start_seconds": measured["start_seconds"],
         "start_gap_seconds": measured["start_gap"],
+        "start_cpu_seconds": measured["start_cpu"],
+        "reference_seconds": _reference_seconds(),
         "drivers_us_per_sample": 1e6 * driver_cpu / (settings.samples * len(measured["steps"])),
     }
+
+
+def _reference_seconds() -> float:
+    """Return the CPU seconds of a fixed loop: on a busy machine, everything takes more CPU time, too."""
+    began, total = time.process_time(), 0
+    for number in range(_REFERENCE_ROUNDS):
+        total += number
+    return time.process_time() - began
 
 
 def _unequal(settings: EngineSettings, folder: Path) -> dict[str, Any]:

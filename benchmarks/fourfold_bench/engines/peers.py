@@ -102,7 +102,8 @@ async def _serve(address_file: Path, tokenizer_sha256: bytes) -> None:
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     print(f"READY {target}", flush=True)
-    client = MembershipClient(open_channel(await wait_for_address(address_file), None), peer="coordinator")
+    address = await asyncio.to_thread(wait_for_address, address_file)
+    client = MembershipClient(open_channel(address, None), peer="coordinator")
     await Membership(
         client,
         member_id="trainer-0",

@@ -88,7 +88,7 @@ def test_the_order_is_that_of_a_full_comparison_whatever_happens() -> None:
             found = [r for r in fleet.first() if r.has_room(2) is not full]
             assert len(found) == min(len(here), 8)
             assert min((r.seconds() for r in found), default=0.0) == pytest.approx(best)
-    known = [r for r in fleet.replicas]
+    known = list(fleet.replicas)
     assert fleet.ranking.speed_sum == pytest.approx(sum(r.known_speed or 0.0 for r in known))
     assert fleet.ranking.outstanding_size == sum(r.outstanding_size for r in known)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import replace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,7 +110,7 @@ def test_targets_do_not_depend_on_how_many_samples_are_computed_at_once(
 
 @pytest.mark.slow
 def test_a_step_may_be_larger_than_two_gibibytes() -> None:
-    """No message of protobuf may be that large; the batch goes in messages of a mebibyte, and nothing counts in int32."""
+    """No message of protobuf may be that large; the batch goes in messages of a mebibyte."""
     tokens = 100_000
     recipe = Config.model_validate(
         config().model_dump(mode="json")

@@ -52,7 +52,7 @@ class ReplicaRanking:
     def first(
         self, demand: Demand, fits: Callable[[Replica], bool], free: Callable[[Replica], bool], now: float
     ) -> list[Replica]:
-        """Return the replicas that fit and come first: eight with room, or more until one is free, and eight full ones."""
+        """Return the first replicas that fit: eight with room, or more until one is free, and eight full ones."""
         self._mean_size += _SIZE_WEIGHT * (demand.size - self._mean_size) if self._mean_size else demand.size
         self._follow(demand.samples, now)
         while self._resting and self._resting[0][0] <= now:

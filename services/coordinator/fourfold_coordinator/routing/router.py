@@ -177,8 +177,7 @@ class Router:
                 while True:
                     began = time.perf_counter()
                     self._registry.expire()
-                    while self._watch_members(tasks):
-                        await asyncio.sleep(0)
+                    await self._watch_members(tasks)
                     await self._close_channels()
                     await rest_after(began)
                     await self.wait_for_change(timeout=_TICK_SECONDS)
@@ -186,19 +185,19 @@ class Router:
             for replica in (*self._leaving, *self._replicas.values()):
                 await replica.channel.close()
 
-    def _watch_members(self, tasks: asyncio.TaskGroup) -> bool:
-        """Start what is due; return whether more is due at once."""
+    async def _watch_members(self, tasks: asyncio.TaskGroup) -> None:
+        """Start what is due for each member."""
         # A method of its own: a loop variable in `run` would keep the last replica alive after it has left.
         now, started = self.clock.monotonic(), 0
         self._inspections = {key: task for key, task in self._inspections.items() if not task.done()}
         period = report_period(len(self._by_role[Role.ROLE_ROLLOUT]))
-        for replica in self._replicas.values():
+        for replica in list(self._replicas.values()):
             stale = replica.member.permanent and now - replica.inspected_at >= _REFRESH_SECONDS
             due = replica.unusable_reason == NOT_INSPECTED or stale
             if due and not replica.breaker.resting(now) and replica.key not in self._inspections:
-                if (started := started + 1) > _INSPECTIONS_PER_TURN:
-                    return True
                 self._inspections[replica.key] = tasks.create_task(self._inspect(replica))
+                if (started := started + 1) % _INSPECTIONS_PER_TURN == 0:
+                    await asyncio.sleep(0)
             if replica.member.role != Role.ROLE_ROLLOUT:
                 continue
             replica.load.period = period
@@ -207,7 +206,6 @@ class Router:
                 self._watches[replica] = tasks.create_task(watch)
             if replica.end_stalled_calls(now):
                 log.warning("engine samples nothing, its calls go elsewhere: member=%s", replica.member.member_id)
-        return False
 
     async def wait_for_change(self, *, timeout: float) -> None:
         """Wait until anything about the replicas changes, at most `timeout` seconds."""

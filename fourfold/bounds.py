@@ -15,6 +15,8 @@ MAX_NUMBER: Final = 2**53
 MAX_RAISED_VERSION: Final = 2**52
 # Most receivers of a group, and most groups, of a weight transfer. Each takes memory before the first one connects.
 MAX_RECEIVERS: Final = 4096
+# Experiences in one message of TrainStep. A step has any number of messages, and a sample is in one.
+TRAIN_MESSAGE_BYTES: Final = 4 << 20
 
 
 def check_number(value: int, name: str, *, least: int = 0, most: int = MAX_NUMBER) -> int:

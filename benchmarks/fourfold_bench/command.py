@@ -9,7 +9,7 @@ from typing import Any, Final
 from fourfold_bench import harness
 
 _BENCHMARKS: Final = (
-    *("weights", "rollout", "gateway", "reward", "reward-model", "step", "long-tail", "learning-curves"),
+    *("weights", "rollout", "gateway", "reward", "reward-model", "step", "long-tail", "learning-curves", "engines"),
 )
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 _SIZE: Final = (7.0, 4.2)
 _DPI: Final = 110
-_PLOTTED: Final = ("long-tail", "learning-curves")
+_PLOTTED: Final = ("long-tail", "learning-curves", "engines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

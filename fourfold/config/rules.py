@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from fourfold.bounds import TRAIN_MESSAGE_BYTES
 from fourfold.config.agents import CONSTRAINED_TOOL_PARSERS
+
+# Encoding of a token: id, log-probability and rewards, two masks; and the fields that a sample has once.
+_TOKEN_BYTES: Final = 4 + 4 + 4 + 2
+_REFERENCE_BYTES: Final = 4
+_SAMPLE_BYTES: Final = 4096
 
 if TYPE_CHECKING:
     from fourfold.config.schema import Config
@@ -44,6 +50,14 @@ def _check_lengths(config: Config) -> None:
                 f"{key} = {tokens} cannot hold one sample of model.max_context_tokens = {context}; raise the first or "
                 f"lower the second"
             )
+
+    token_bytes = _TOKEN_BYTES + (_REFERENCE_BYTES if config.needs_reference else 0)
+    most = (TRAIN_MESSAGE_BYTES - _SAMPLE_BYTES) // token_bytes
+    if context > most:
+        raise ValueError(
+            f"model.max_context_tokens = {context}: a sample of that length has {context * token_bytes} bytes, and "
+            f"TrainStep carries at most {TRAIN_MESSAGE_BYTES} bytes of one sample; lower it to {most}"
+        )
 
 
 def _check_asynchrony(config: Config) -> None:

@@ -30,6 +30,8 @@ _MAX_TOKEN_BYTES: Final = 64
 _MIN_TTL_SECONDS: Final = 0.01
 _MAX_TTL_SECONDS: Final = 3600.0
 
+_MAX_STEP_ROWS: Final = 1000  # of a status
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
@@ -166,9 +168,18 @@ class AsyncCoordinatorClient(AsyncClient):
 
     async def watch_run(self, *, timeout: float | None = None) -> AsyncGenerator[run.RunStatus, None]:
         """Yield the present snapshot at once, then one on every change. Default timeout: none."""
-        async with aclosing(self._stream(self._stub.WatchRun, run.WatchRunRequest(), timeout)) as responses:
+        request, before = run.WatchRunRequest(changes_only=True), run.RunStatus()
+        async with aclosing(self._stream(self._stub.WatchRun, request, timeout)) as responses:
             async for response in responses:
-                yield self._status(response)
+                status = self._status(response)
+                if response.steps_appended:
+                    steps = [*before.steps, *status.steps][-_MAX_STEP_ROWS:]
+                    del status.steps[:]
+                    status.steps.extend(steps)
+                if response.members_unchanged:
+                    status.members.extend(before.members)
+                before = status
+                yield status
 
 
 class CoordinatorClient(SyncClient[AsyncCoordinatorClient]):

@@ -1,6 +1,6 @@
 """Keeps the load that a rollout service reports: speed, and room in its KV cache.
 
-    WatchLoad --one report a second--> EngineLoad <--calls that begin and end-- router
+    WatchLoad --one report a period--> EngineLoad <--calls that begin and end-- router
 
 Reports influence which replica gets a call. A service that never sent a report is used like any other. A service whose
 reports stopped may hang: it comes after those that report room. Its stream is opened again. A service that reports
@@ -34,16 +34,26 @@ STALE_SECONDS: Final = 3.5 * PERIOD_SECONDS
 STALL_SECONDS: Final = 300.0
 # Reports in one period. A service that sends more would keep the coordinator busy.
 _MAX_REPORTS: Final = 20
+# With more engines than these, each one reports less often.
+_FAST_ENGINES: Final = 100
+# A change of the period by this factor opens the stream again.
+_PERIOD_CHANGE: Final = 1.5
 # A measured speed loses half of its weight in this time.
 _HALF_LIFE_SECONDS: Final = 60.0
 # Weight that each second between two reports leaves to those before it in the fit of the engine's step.
 _FIT_MEMORY: Final = 0.998
 
 
+def report_period(engines: int) -> float:
+    """Return the seconds between two reports of one of so many engines: each report costs the coordinator 0.1 ms."""
+    return PERIOD_SECONDS * max(1.0, engines / _FAST_ENGINES)
+
+
 class EngineLoad:
     """Load of one rollout replica. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
+        self.period = PERIOD_SECONDS  # between two reports
         self._arrived = -math.inf
         self._reports = 0
         self._speed = 0.0  # tokens per second
@@ -79,7 +89,7 @@ class EngineLoad:
         last, self._last = self._last, report
         tokens = report.sampled_token_count - last.sampled_token_count
         busy = all(r.running_sample_count > 0 and not r.updating_weights for r in (last, report))
-        if not busy or tokens <= 0 or not 0.5 * PERIOD_SECONDS <= seconds <= 2 * PERIOD_SECONDS:
+        if not busy or tokens <= 0 or not 0.5 * self.period <= seconds <= 2 * self.period:
             return
         held = [max(r.kv_cache_token_count - r.free_kv_cache_token_count, 0) for r in (last, report)]
         samples = (last.running_sample_count + report.running_sample_count) / 2
@@ -144,7 +154,7 @@ class EngineLoad:
                 self._begun -= tokens
 
     def _fresh(self, now: float) -> bool:
-        return now - self._arrived <= STALE_SECONDS
+        return now - self._arrived <= STALE_SECONDS * self.period / PERIOD_SECONDS
 
 
 class TokenCounts:
@@ -185,15 +195,18 @@ async def watch_load(client: AsyncRolloutClient, load: EngineLoad, clock: Clock)
     """Store a replica's reports in `load`, until cancelled; reopen a stream that ends or stops."""
     while True:
         try:
-            async with aclosing(client.watch_load(period=PERIOD_SECONDS)) as reports:
+            period = load.period
+            async with aclosing(client.watch_load(period=period)) as reports:
                 began = clock.monotonic()
                 for count in itertools.count():
                     periods = (clock.monotonic() - began) / PERIOD_SECONDS
                     if count > _MAX_REPORTS * (periods + 1):
                         raise PeerFault(client.peer, "FLOOD", f"WatchLoad: {count} reports in {periods:.1f} s")
-                    async with asyncio.timeout(STALE_SECONDS):
+                    async with asyncio.timeout(STALE_SECONDS * period / PERIOD_SECONDS):
                         report = await anext(reports, None)
                     if report is None:
+                        break
+                    if not 1 / _PERIOD_CHANGE < load.period / period < _PERIOD_CHANGE:
                         break
                     load.take(report, clock.monotonic())
         except (FourfoldError, TimeoutError) as error:

@@ -32,11 +32,11 @@ class CircuitBreaker:
         self.failures = 0  # since the last success; calls that failed together count once
         self.first: FourfoldError | None = None  # of these failures
         self.probing = False  # whether the call that must show it is in flight
-        self._retry_at = 0.0
+        self.retry_at = 0.0  # end of the rest
 
     def resting(self, now: float) -> bool:
         """Return whether the service failed so recently that it gets no call."""
-        return now < self._retry_at
+        return now < self.retry_at
 
     def admits(self, now: float) -> bool:
         """Return whether the service may get a call now."""
@@ -61,7 +61,7 @@ class CircuitBreaker:
         self.open = self.open or self.failures >= THRESHOLD
         longest = _MAX_OPEN_SECONDS if self.open else _MAX_CLOSED_SECONDS
         rest = min(_FIRST_REST_SECONDS * 2.0 ** min(self.failures - 1, 20), longest)  # 2.0**1024 would overflow
-        self._retry_at = now + (rest if error.retry_after is None else min(error.retry_after, _MAX_OPEN_SECONDS))
+        self.retry_at = now + (rest if error.retry_after is None else min(error.retry_after, _MAX_OPEN_SECONDS))
 
     def trip(self, error: FourfoldError, now: float) -> None:
         """Open at once, for a failure that costs too much to let it happen again, such as a hang."""
@@ -70,4 +70,4 @@ class CircuitBreaker:
 
     def record_success(self) -> None:
         """Close the breaker; a probe in flight stays one until it ends."""
-        self.open, self.failures, self.first, self._retry_at = False, 0, None, 0.0
+        self.open, self.failures, self.first, self.retry_at = False, 0, None, 0.0

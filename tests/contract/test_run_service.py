@@ -12,6 +12,7 @@ from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold_coordinator.reporting.run_service import RunServicer
+from fourfold_coordinator.state import run_board
 from fourfold_coordinator.state.ledger import EvalRow
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.conftest import Serve
@@ -208,3 +209,29 @@ async def test_history_is_replaced_after_a_restore(client: AsyncCoordinatorClien
         board.add_step(step, {"reward/mean": step / 10})
     board.set_history([(1, {"reward/mean": 0.1})], [])
     assert [row.step for row in (await client.get_run(timeout=5)).steps] == [1]
+
+
+async def test_a_watcher_gets_rows_once_and_sees_all_of_them(
+    client: AsyncCoordinatorClient, board: RunBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_board, "_PERIOD_SECONDS", 0.001)
+    board.add_step(1, {"reward/mean": 0.1})
+    board.set_members([pb.Member(member_id="rollout-0", role="rollout", target="x:1")])
+    watch, raw = client.watch_run(), client._stub.WatchRun(pb.WatchRunRequest(changes_only=True), timeout=5)
+    await anext(watch)
+    first = await raw.read()
+    assert len(first.status.steps) == len(first.status.members) == 1
+    assert not first.steps_appended and not first.members_unchanged
+    board.add_step(2, {"reward/mean": 0.2})
+    board.set_waiting_for("a scorer")
+    board.add_eval(EvalRow(step=2, score=0.5, half_width=None, answer_count=8, missing_count=0, answers=[]))
+    second, status = await raw.read(), await anext(watch)
+    assert second.steps_appended and [row.step for row in second.status.steps] == [2]
+    assert second.members_unchanged and not second.status.members
+    assert status == board.status or math.isnan(status.evals[0].half_width)
+    assert [row.step for row in status.steps] == [1, 2] and status.waiting_for == "a scorer"
+    assert [member.member_id for member in status.members] == ["rollout-0"]
+    board.set_history([(1, {"reward/mean": 0.3})], [])  # after a restore
+    third, status = await raw.read(), await anext(watch)
+    assert not third.steps_appended and [row.metrics["reward/mean"] for row in status.steps] == [0.3]
+    raw.cancel()

@@ -501,16 +501,23 @@ Global___GetRunResponse: _TypeAlias = GetRunResponse  # noqa: Y015
 
 @_typing.final
 class WatchRunRequest(_message.Message):
-    """Empty on purpose, so that fields can be added later."""
+    """What the watcher wants."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CHANGES_ONLY_FIELD_NUMBER: _builtins.int
+    changes_only: _builtins.bool
+    """True: responses after the first leave out what the watcher has; see WatchRunResponse. False: every
+    response has the whole state, a megabyte after a thousand steps.
+    """
     def __init__(
         self,
+        *,
+        changes_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_only", b"changes_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -523,6 +530,16 @@ class WatchRunResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
+    STEPS_APPENDED_FIELD_NUMBER: _builtins.int
+    MEMBERS_UNCHANGED_FIELD_NUMBER: _builtins.int
+    steps_appended: _builtins.bool
+    """True: `status.steps` has only the records after those of the response before; append them, and
+    keep the newest 1,000. False: it has all records. Only true if changes_only is.
+    """
+    members_unchanged: _builtins.bool
+    """True: `status.members` is empty, and the members are those of the response before. False: it has
+    all members. Only true if changes_only is.
+    """
     @_builtins.property
     def status(self) -> Global___RunStatus:
         """State at the time of the change; always set."""
@@ -531,10 +548,12 @@ class WatchRunResponse(_message.Message):
         self,
         *,
         status: Global___RunStatus | None = ...,
+        steps_appended: _builtins.bool = ...,
+        members_unchanged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members_unchanged", b"members_unchanged", "status", b"status", "steps_appended", b"steps_appended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -634,7 +653,9 @@ class WeightParty(_message.Message):
     """Last error; empty while it works."""
     @_builtins.property
     def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Members whose responses it waits for; empty: none."""
+        """Members whose responses it waits for, in order of their ids; of more than 16, the first 16. Empty:
+        none.
+        """
 
     def __init__(
         self,

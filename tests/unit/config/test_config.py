@@ -69,6 +69,22 @@ def test_constrained_tool_calls_need_tools_and_a_grammar(tmp_path: Path) -> None
     assert config.load(write(tmp_path, f'{tools}"hermes"\n')).environment.tool_calls == "required"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "kl", "most"), [(299_300, 0.0, 299_300), (299_301, 0.0, 299_300), (299_300, 0.1, 232_789)]
+)
+def test_a_sample_that_no_message_of_a_step_can_carry_is_refused(
+    tmp_path: Path, tokens: int, kl: float, most: int
+) -> None:
+    settings = config.load(write(tmp_path, RECIPE)).model_dump(mode="json")
+    settings["model"]["max_context_tokens"] = settings["batch"]["tokens_per_micro_batch"] = tokens
+    settings["algorithm"]["kl"]["coef"], settings["reference"]["tokens_per_batch"] = kl, tokens
+    if tokens <= most:
+        assert config.Config.model_validate(settings).model.max_context_tokens == tokens
+        return
+    with pytest.raises(ValueError, match=f"TrainStep carries at most 4194304 bytes of one sample; lower it to {most}"):
+        config.Config.model_validate(settings)
+
+
 def test_a_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
     settings = config.load(write(tmp_path, RECIPE))
     assert settings.sampling.temperature == 1.0

@@ -17,6 +17,7 @@ from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import (
     FatalRunError,
+    Flight,
     GivenUp,
     Interrupted,
     Replica,
@@ -444,3 +445,76 @@ async def test_more_samples_than_anybody_takes_at_once_are_an_error_and_no_endle
             bench.router.call(ROLE, never, demand=Demand(samples=8), spend=RetryBudget(infrastructure=5, data=1).spend),
             5,
         )
+
+
+async def test_finished_samples_of_a_call_make_room_for_the_next_one(bench: Bench) -> None:
+    replica = bench.join("a", capacity=4)
+    flights: list[Flight] = []
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    async def first(_: Replica) -> None:
+        begun.set()
+        await gate.wait()
+
+    budget = RetryBudget(infrastructure=5, data=1)
+    demand = Demand(samples=4, tokens=40)
+    call = bench.router.call(ROLE, first, demand=demand, spend=budget.spend, on_flight=flights.append)
+    task = asyncio.create_task(call)
+    await begun.wait()
+    other = asyncio.create_task(bench.call(name, samples=2))
+    await asyncio.sleep(0.02)
+    flights[0].finish_sample(5)
+    await asyncio.sleep(0.02)
+    assert not other.done() and (replica.outstanding, replica.outstanding_size) == (3, 30)
+    flights[0].finish_sample(5)
+    assert await asyncio.wait_for(other, 0.2) == "a", "not only after the next tick"
+    gate.set()
+    await task
+    assert (replica.outstanding, replica.outstanding_size) == (0, 0)
+    flights[0].finish_sample(5)
+    assert replica.outstanding == 0, "a late sample releases nothing"
+
+
+async def test_the_speed_is_measured_with_finished_samples_and_an_engine_is_on_trial_before(bench: Bench) -> None:
+    engines = [bench.join(name, capacity=16, role=Role.ROLE_ROLLOUT) for name in ("a", "b")]
+    flights: list[Flight] = []
+    gate = asyncio.Event()
+
+    async def work(_: Replica) -> None:
+        await gate.wait()
+
+    def call() -> asyncio.Task[None]:
+        budget, demand = RetryBudget(infrastructure=5, data=1), Demand(samples=2, tokens=20)
+        role = Role.ROLE_ROLLOUT
+        return asyncio.create_task(
+            bench.router.call(role, work, demand=demand, spend=budget.spend, on_flight=flights.append)
+        )
+
+    tasks = [call() for _ in range(9)]
+    await asyncio.sleep(0.05)
+    assert [engine.outstanding for engine in engines] == [4, 4], "a quarter of the capacity each"
+    flights[0].finish_sample(10)
+    assert engines[0].speed(0.0) is not None and engines[1].speed(0.0) is None
+    await asyncio.sleep(0.3)
+    assert [engine.outstanding for engine in engines] == [3 + 2 * 5, 4]
+    gate.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_many_changes_that_follow_each_other_are_one_notice(bench: Bench) -> None:
+    wakes = 0
+
+    async def count() -> None:
+        nonlocal wakes
+        while True:
+            await bench.router.wait_for_change(timeout=5)
+            wakes += 1
+
+    task = asyncio.create_task(count())
+    await asyncio.sleep(0)
+    for _ in range(100):
+        bench.router.notify()
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    task.cancel()
+    assert 2 <= wakes < 10, "one at once, and one after each pause"

@@ -144,7 +144,7 @@ async def test_a_member_is_shown_with_the_state_of_its_lease(
 ) -> None:
     scene.join("scorer", Role.ROLE_REWARD, 1)
     monkeypatch.setattr(scene.registry, "overdue", lambda _member_id: (late, 1_795_000_000.0))
-    (row,) = scene.router.members()
+    row = scene.router.members()[0].to_proto()
     assert (row.member_id, row.role, row.target) == ("scorer", "reward", "127.0.0.1:1")
     assert (row.policy_version, row.state) == (-1, state)
     assert row.state_since.ToNanoseconds() == 1_795_000_000 * 10**9

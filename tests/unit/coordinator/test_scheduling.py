@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fourfold_coordinator.routing.scheduling import (
     Candidate,
     CompletionLengths,
+    MeasuredSpeed,
     PrefixHolders,
     SamplingPace,
     choose_replica,
@@ -45,6 +48,47 @@ C = Candidate
 )  # fmt: skip
 def test_the_choice(candidates: list[Candidate], size: int, best: str) -> None:
     assert choose_replica(candidates, size).name == best
+
+
+SLOW, FAST = C(name="slow", outstanding=0, speed=1.0), C(name="fast", outstanding=40, speed=10.0, full=True)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "backlog", "best"),
+    [
+        # 20 s at the slow one beside (40 + 20) / 10 = 6 s at the fast one, which is full
+        ([SLOW, FAST], 0.0, "fast"),
+        ([SLOW, FAST], 19.0, "fast"),
+        ([SLOW, FAST], 20.0, "slow"),  # other calls take as long
+        ([SLOW, replace(FAST, outstanding=190)], 0.0, "slow"),
+        ([SLOW, replace(FAST, quiet=19.0)], 0.0, "fast"),
+        ([SLOW, replace(FAST, quiet=20.0)], 0.0, "slow"),  # it may hang
+        ([SLOW, replace(FAST, speed=None)], 0.0, "slow"),
+        ([replace(SLOW, speed=None), FAST], 0.0, "slow"),
+        ([SLOW, replace(FAST, avoided=True)], 0.0, "slow"),
+        ([replace(SLOW, avoided=True), FAST], 0.0, "slow"),
+        ([SLOW, replace(FAST, room=0)], 0.0, "slow"),
+        ([replace(SLOW, full=True), FAST], 0.0, "fast"),
+    ],
+)
+def test_a_call_waits_for_a_full_replica_that_will_finish_it_first(
+    candidates: list[Candidate], backlog: float, best: str
+) -> None:
+    assert choose_replica(candidates, 20, backlog_seconds=backlog).name == best
+
+
+def test_the_measured_speed_is_that_of_all_samples_in_flight_and_fades() -> None:
+    speed = MeasuredSpeed()
+    assert speed.tokens_per_second is None
+    speed.add(tokens=0, seconds=1.0, samples=1.0, now=0.0)
+    speed.add(tokens=5, seconds=0.0, samples=1.0, now=0.0)
+    assert speed.tokens_per_second is None
+    speed.add(tokens=100, seconds=2.0, samples=8.0, now=10.0)
+    assert speed.tokens_per_second == 400
+    speed.add(tokens=100, seconds=2.0, samples=1.0, now=10.0)
+    assert speed.tokens_per_second == (8 * 400 + 50) / 9, "an engine with one sample is slow because it has one"
+    speed.add(tokens=100, seconds=1.0, samples=9.0, now=70.0)
+    assert speed.tokens_per_second == pytest.approx((4 * 400 + 25 + 9 * 900) / 13.5)
 
 
 def test_keys_of_a_prompt_stand_for_its_leading_tokens() -> None:

@@ -111,3 +111,16 @@ def test_tensors_whose_sums_differ_are_named_in_their_order() -> None:
     assert differing_tensors(MANIFEST, left, b"") == [], "left out on one side"
     assert join_names(["a"]) == "a"
     assert join_names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def test_a_thousand_engines_are_reported_without_a_million_names() -> None:
+    names = [f"rollout-{index:04d}" for index in range(1000)]
+    plane = WeightPlaneStatus(lambda: 0.0)
+    plane.begin_phase(status.PAUSE, trainer="trainer-0", engines=names)
+    plane.mark_done("rollout-0000")
+    assert plane.waits_for("rollout-0000") == names[1:17]
+    assert plane.waits_for("rollout-0001") == []
+    assert plane.waits_for("trainer-0") == names[1:17]
+    plane.mark_done("rollout-0001")
+    assert plane.waits_for("rollout-0000") == names[2:18]
+    assert plane.describe().endswith("rollout-0017, 983 more)")

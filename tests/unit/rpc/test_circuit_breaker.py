@@ -40,8 +40,8 @@ def test_rests_double_up_to_a_limit() -> None:
     now = 0.0
     for _ in range(12):
         breaker.record_failure(AWAY, now)
-        rests.append(breaker._retry_at - now)
-        now = breaker._retry_at
+        rests.append(breaker.retry_at - now)
+        now = breaker.retry_at
     assert rests[:6] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0] and rests[-1] == 30.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,3 +106,29 @@ def test_targets_do_not_depend_on_how_many_samples_are_computed_at_once(
         result = train_step(LastingEngine(), list(samples()), recipe, step=1, state=AlgorithmState())
         found.append([part.tobytes() for part in result.targets.advantages])
     assert found[0] == found[1] == found[2] and len(found[0]) == SAMPLES
+
+
+@pytest.mark.slow
+def test_a_step_may_be_larger_than_two_gibibytes() -> None:
+    """No message of protobuf may be that large; the batch goes in messages of a mebibyte."""
+    tokens = 100_000
+    recipe = Config.model_validate(
+        config().model_dump(mode="json")
+        | {
+            "model": {"source": "none", "max_context_tokens": tokens},
+            "batch": {"prompts_per_step": 300, "group_size": 8, "tokens_per_micro_batch": tokens},
+        }
+    )
+    mask = np.arange(tokens) >= PROMPT
+    sample = replace(
+        next(iter(samples())),
+        token_ids=np.zeros(tokens, np.int32),
+        behavior_logprobs=np.where(mask, np.float32(-1), np.float32(np.nan)),
+        action_mask=mask,
+        loss_mask=mask,
+    )
+    wire, incoming = 0, IncomingBatch(1, recipe, lambda message: sample, keep=False)
+    for data in encode_stream(TrainStepRequest(step=1), 2, (encode_parts(sample) for _ in range(2400))):
+        wire += len(data)
+        incoming.add(TrainStepRequest.FromString(data))
+    assert wire > 1 << 31 and len(incoming.sha256) == 64

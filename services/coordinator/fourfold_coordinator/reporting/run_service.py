@@ -29,8 +29,8 @@ class RunServicer(pb_grpc.RunServiceServicer):
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         """Yield the status now and after every change."""
-        async for status in self._board.changes():
-            yield pb.WatchRunResponse(status=status)
+        async for response in self._board.changes(changes_only=request.changes_only):
+            yield response
 
     async def GetWeightPlane(self, request: pb.GetWeightPlaneRequest, context: Context) -> pb.GetWeightPlaneResponse:
         return self._weight_plane()

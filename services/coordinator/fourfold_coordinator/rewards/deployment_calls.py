@@ -23,8 +23,8 @@ import asyncio
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -35,6 +35,7 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.codec import encode
 from fourfold.types.v1.experience_pb2 import Experience
 
+from ..routing.cancellation import CancelScopes
 from ..routing.replica import FatalRunError, GivenUp, Replica, ReplicaKey, RetryBudget, ScorerInputs
 from ..routing.router import Router, WaitLimit
 from ..routing.scheduling import Demand
@@ -67,8 +68,9 @@ class DeploymentCalls:
         self.scored: Trajectory | None = None
         """A sample that had a score: it tells a scorer that fails from samples that do."""
         self._failing_since: float | None = None  # time of the first failed call since one worked
-        # Resolved when all services have used up their tries: the calls that wait for them are given up together.
-        self._all_failed: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
+        # When all services have used up their tries, the calls that wait for them are given up together.
+        self._calls = CancelScopes()
+        self._all_failed: FourfoldError | None = None  # the error of the last one
         self._version = ""  # name@version that gets calls
 
     @property
@@ -163,7 +165,7 @@ class DeploymentCalls:
 
         async def work(replica: Replica) -> dict[str, Outcome]:
             asked.append(replica.key)
-            async with self._shown_while_silent(replica, len(trajectories)):
+            with self._shown_while_silent(replica, len(trajectories)):
                 return await self._score_at(replica, trajectories)
 
         def spend(error: FourfoldError) -> None:
@@ -270,13 +272,12 @@ class DeploymentCalls:
             text = f"Score: a single sample has the error {score.error.message or score.error.reason}"
             raise PeerFault(replica.member.peer, score.error.reason, text)
 
-    @asynccontextmanager
-    async def _shown_while_silent(self, replica: Replica, samples: int) -> AsyncIterator[None]:
+    @contextmanager
+    def _shown_while_silent(self, replica: Replica, samples: int) -> Iterator[None]:
         """Show watchers a call that takes longer than one sample may; its own deadline may be far away."""
         seconds = self._config.timeout_seconds + SLACK_SECONDS
 
-        async def show_later() -> None:
-            await self._router.clock.sleep(seconds)
+        def show() -> None:
             self._router.faults.show(
                 replica.member.member_id,
                 replica.title,
@@ -284,25 +285,19 @@ class DeploymentCalls:
                 f"{self._config.timeout_seconds:g} is the longest time of one",
             )
 
-        task = asyncio.create_task(show_later())
+        timer = asyncio.get_running_loop().call_later(seconds, show)
         try:
             yield
         finally:
-            task.cancel()
+            timer.cancel()
 
     async def _unless_all_fail(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call, and give it up when another call finds that all scorers have failed."""
-        task, all_failed = asyncio.ensure_future(call), self._all_failed
-        either: set[asyncio.Future[Any]] = {task, all_failed}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                error = all_failed.result()
-                raise GivenUp(f"given up with the other calls: {error}", reason=error.reason)
-            return await task
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        if (done := await self._calls.run(call)) is None:
+            error = self._all_failed
+            assert error is not None, "set before the calls are cancelled"
+            raise GivenUp(f"given up with the other calls: {error}", reason=error.reason)
+        return done[0]
 
     def record_failure(self, error: FourfoldError, budget: RetryBudget) -> None:
         """Count a call that failed because of its scorer; raise ScorerFailed or GivenUp if it was the last try."""
@@ -312,8 +307,8 @@ class DeploymentCalls:
             if replicas and all(r.breaker.failures > self._tries for r in replicas):
                 # An open breaker admits one call at a time. If each waiting call had to use up its own tries, that
                 # would take hours; so all of them are given up at once.
-                all_failed, self._all_failed = self._all_failed, asyncio.get_running_loop().create_future()
-                all_failed.set_result(error)
+                self._all_failed = error
+                self._calls.cancel()
                 raise GivenUp(f"given up after its last try: {error}", reason=error.reason)
             budget.spend(error)
             return

@@ -22,6 +22,7 @@ import asyncio
 import hashlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
@@ -32,6 +33,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, InvalidInput, NotFound, Unavailable, WrongState
 from fourfold.host.clock import utc_text
 
+from ..routing.cancellation import CancelScopes
 from ..routing.registry import Registry
 from ..routing.replica import NOT_INSPECTED
 from ..routing.router import Router
@@ -102,7 +104,7 @@ class ScorerTable:
         """US dollars that each scorer has cost in the whole run; durable after each step (`changed_costs`)."""
         self._pools = 0  # deployments that were made during the run
         self._members: dict[str, list[str]] = {}  # member ids of the services known by their address, by pool
-        self._retired: dict[str, asyncio.Future[None]] = {}  # by pool; resolved when its deployment ends
+        self._in_use = defaultdict[str, CancelScopes](CancelScopes)  # by pool
         self._saved_costs = ""
         self.check: Callable[[RewardConfig, Deployment], Awaitable[None]] = _accept
         """Raises WrongState for new services that do not score."""
@@ -181,16 +183,7 @@ class ScorerTable:
             if asyncio.iscoroutine(work):
                 work.close()
             return None
-        if (retired := self._retired.get(deployment.pool)) is None:
-            retired = self._retired[deployment.pool] = asyncio.get_running_loop().create_future()
-        task = asyncio.ensure_future(work)
-        try:
-            either: set[asyncio.Future[Any]] = {task, retired}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return (task.result(),) if task.done() else None
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        return await self._in_use[deployment.pool].run(work)
 
     # -- changes ----------------------------------------------------------------------------------------------------
 
@@ -374,8 +367,8 @@ class ScorerTable:
         used = {d.pool for scorer in scorers for d in scorer.deployments}
         for gone in {d.pool: d for scorer in before for d in scorer.deployments if d.pool not in used}.values():
             self._remove_members(gone)
-            if (retired := self._retired.pop(gone.pool, None)) is not None:
-                retired.set_result(None)
+            if (calls := self._in_use.pop(gone.pool, None)) is not None:
+                calls.cancel()
         self._router.notify()
 
     def describe(self, deployment: Deployment) -> str:

@@ -114,6 +114,7 @@ class Registry:
         self.ttl, self.clock, self._security = ttl, clock, security
         self.tokenizer_sha256, self._scorers = tokenizer_sha256, tuple(scorers)
         self._leases: dict[str, _Lease] = {}  # by member_id
+        self._by_token: dict[bytes, _Lease] = {}
         self._fenced: dict[tuple[str, str], None] = {}  # (member_id, incarnation), the oldest first
         self._listeners: list[Listener] = []
 
@@ -137,9 +138,12 @@ class Registry:
         """
         member = self._with_pool(member)
         self._check(member, owner)
-        self.expire()  # a lease that ran out since the last `expire` must not be renewed
-        self._check_only_trainer(member)
         held = self._leases.get(member.member_id)
+        late = held is not None and self._age(held) >= self.ttl
+        if late or member.role == Role.ROLE_TRAINER or len(self._leases) >= MAX_MEMBERS:
+            self.expire()  # a lease that ran out since the last `expire` must not be renewed, nor stand in the way
+            held = self._leases.get(member.member_id)
+        self._check_only_trainer(member)
         if held is not None and held.member.permanent:
             raise WrongState(
                 f"{member.member_id} is the name of the service at {held.member.target}, which the recipe names; start "
@@ -164,9 +168,8 @@ class Registry:
                 self._fence(held.member)
             self._remove(held, MemberChange.REPLACED)
         token, now, now_at = secrets.token_bytes(16), self.clock.monotonic(), self.clock.now()
-        self._leases[member.member_id] = _Lease(
-            member=member, owner=owner, token=token, renewed=now, renewed_at=now_at, live_since=now_at
-        )
+        lease = _Lease(member=member, owner=owner, token=token, renewed=now, renewed_at=now_at, live_since=now_at)
+        self._leases[member.member_id] = self._by_token[token] = lease
         self._notify(member, MemberChange.JOINED)
         return token
 
@@ -265,10 +268,8 @@ class Registry:
 
     def _find(self, token: bytes, owner: Principal) -> _Lease | None:
         """Return the live lease with this token; None when it ran out, even before the next `expire`."""
-        for lease in self._leases.values():
-            if secrets.compare_digest(lease.token, token):
-                return lease if lease.owner == owner and self._age(lease) < self.ttl else None
-        return None
+        lease = self._by_token.get(token)  # a random token of 16 bytes; the hash of a dict leaks nothing of use
+        return lease if lease is not None and lease.owner == owner and self._age(lease) < self.ttl else None
 
     def _fence(self, member: Member) -> None:
         self._fenced[member.member_id, member.incarnation] = None
@@ -325,6 +326,7 @@ class Registry:
 
     def _remove(self, lease: _Lease, change: MemberChange) -> None:
         del self._leases[lease.member.member_id]
+        self._by_token.pop(lease.token, None)  # that of a permanent member is nobody's
         self._notify(lease.member, change)
 
     def _notify(self, member: Member, change: MemberChange) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,6 +13,7 @@ import grpc
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Unavailable, WrongState
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.reference.client import AsyncReferenceClient
 from fourfold.reward.client import AsyncRewardClient
 from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
@@ -21,14 +21,19 @@ from fourfold.rollout.load import STALL_SECONDS, EngineLoad
 from fourfold.rpc.circuit_breaker import CircuitBreaker
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 
+from .cancellation import CancelScopes
 from .registry import Member
-from .scheduling import Demand
+from .scheduling import Demand, MeasuredSpeed
 
 T = TypeVar("T")
 
 ReplicaKey = tuple[str, str]  # member id and incarnation of one process
 
 NOT_INSPECTED: Final = "not inspected yet"
+# An engine whose speed is not known gets this share of its capacity at most, or so many samples if it has no limit: it
+# could be the slowest, and a step waits for its last group.
+_TRIAL_SHARE: Final = 0.25
+_TRIAL_SAMPLES: Final = 64
 
 
 class ServiceMissing(Unavailable):
@@ -73,26 +78,60 @@ class ScorerInputs(NamedTuple):
     messages: bool = False  # the chat messages of the prompt
 
 
+class Flight:
+    """A call in flight: what it still takes of its replica's capacity. Finished samples take none."""
+
+    def __init__(self, replica: Replica, demand: Demand) -> None:
+        self.samples, self.size = demand.samples, demand.size
+        self._replica, (self._began, self._area) = replica, replica.add_outstanding(demand.samples, demand.size)
+
+    def finish_sample(self, tokens: int) -> None:
+        """Note that the replica finished one sample, of so many sampled tokens: it may get other work for it."""
+        if self.samples:
+            self._replica.measure(tokens, since=self._began, area=self._area)
+            self._release(1, self.size // self.samples)
+
+    def end(self) -> None:
+        """Release what is left."""
+        self._release(self.samples, self.size)
+
+    def _release(self, samples: int, size: int) -> None:
+        self.samples, self.size = self.samples - samples, self.size - size
+        self._replica.add_outstanding(-samples, -size)
+
+
 class Replica:
     """One member: its clients, its load, and why it gets no calls."""
 
-    def __init__(self, member: Member, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self,
+        member: Member,
+        channel: grpc.aio.Channel,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        on_change: Callable[[Replica], None] = lambda _replica: None,
+    ) -> None:
+        """Create a replica without calls; `on_change` is called when its load changes, or whether it may get calls."""
         self.member, self.channel = member, channel
+        self._clock, self._on_change = clock, on_change
         self.rollout = AsyncRolloutClient(channel, peer=member.peer)
         self.control = RolloutControlClient(channel, peer=member.peer)
         self.reward = AsyncRewardClient(channel, peer=member.peer)
         self.reference = AsyncReferenceClient(channel, peer=member.peer)
         self.trainer = AsyncTrainerClient(channel, peer=member.peer)
         self.weights = TrainerWeightClient(channel, peer=member.peer)
-        self.unusable_reason = NOT_INSPECTED  # shown to users; empty when the replica may get calls
+        self._unusable_reason = NOT_INSPECTED
         self.gone = ""  # why it is no member any more; empty while it is one
         self.breaker = CircuitBreaker()
         # Calls in flight.
         self.outstanding = 0  # samples
         self.outstanding_size = 0  # in the measure of `Demand.size`
         self.load = EngineLoad()
+        self._measured = MeasuredSpeed()
+        self._changed_at = self._finished_at = clock.monotonic()  # of the outstanding samples; of the last finished one
+        self._area = 0.0  # integral of the outstanding samples over time
         self._congested_at = 0  # outstanding samples at which it was overloaded, until a call succeeds; 0 if it was not
-        self._calls: set[asyncio.Timeout] = set()
+        self._calls = CancelScopes()
         self._cut_error: Callable[[], FourfoldError] = self._lease_ended  # of the calls that were ended last
         # Answers of the service to GetInfo.
         self.capacity = 0  # most outstanding samples; 0 for no limit
@@ -102,7 +141,27 @@ class Replica:
         self.pure = False  # of a reward service: an equal sample has an equal score
         self.inspected_at = 0.0  # time of the last GetInfo, on the monotonic clock
         self.scorer = ""  # of a reward service, as name@version
-        self.version = -1  # policy version that the broker has verified; -1 for none
+        self._version = -1
+
+    @property
+    def unusable_reason(self) -> str:
+        """Return why it gets no calls, for users; empty when it may get calls."""
+        return self._unusable_reason
+
+    @unusable_reason.setter
+    def unusable_reason(self, reason: str) -> None:
+        self._unusable_reason = reason
+        self._on_change(self)
+
+    @property
+    def version(self) -> int:
+        """Return the policy version that the broker has verified; -1 for none."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        self._on_change(self)
 
     @property
     def key(self) -> ReplicaKey:
@@ -135,16 +194,57 @@ class Replica:
         return bool(self._calls)
 
     @contextmanager
-    def in_flight(self, demand: Demand) -> Iterator[None]:
+    def in_flight(self, demand: Demand) -> Iterator[Flight]:
         """Count a call in the replica's load and in its breaker within the block."""
-        self.outstanding += demand.samples
-        self.outstanding_size += demand.size
+        flight = Flight(self, demand)
         try:
             with self.breaker.in_flight(), self.load.in_flight(demand.tokens):
-                yield
+                yield flight
         finally:
-            self.outstanding -= demand.samples
-            self.outstanding_size -= demand.size
+            flight.end()
+
+    def add_outstanding(self, samples: int, size: int) -> tuple[float, float]:
+        """Add to the calls in flight; return the time and the integral of the outstanding samples until then."""
+        now = self._clock.monotonic()
+        if not self.outstanding:
+            self._finished_at = now
+        self._area += self.outstanding * (now - self._changed_at)
+        self._changed_at = now
+        self.outstanding += samples
+        self.outstanding_size += size
+        self._on_change(self)
+        return now, self._area
+
+    def measure(self, tokens: int, *, since: float, area: float) -> None:
+        """Measure the speed with a finished sample of `tokens` tokens; time and integral are those of its start."""
+        now = self._clock.monotonic()
+        if (seconds := now - since) > 0:
+            samples = (self._area + self.outstanding * (now - self._changed_at) - area) / seconds
+            self._measured.add(tokens=tokens, seconds=seconds, samples=samples, now=now)
+        self._finished_at = now
+
+    def speed(self, now: float) -> float | None:
+        """Return the tokens per second that it samples under load: for this run, or else as it reports; None: unknown.
+
+        An engine whose reports stopped has no speed: it may hang.
+        """
+        measured = self._measured.tokens_per_second
+        if measured is None or self.load.silent(now):
+            return self.load.speed(now)
+        return measured
+
+    def quiet(self, now: float) -> float:
+        """Return the seconds since it finished a sample, or got work after it had none."""
+        return now - self._finished_at if self.outstanding else 0.0
+
+    def on_trial(self, samples: int, now: float) -> bool:
+        """Return whether so many samples more are too many for an engine whose speed is not known."""
+        most = _TRIAL_SHARE * self.capacity or _TRIAL_SAMPLES
+        return 0 < self.outstanding > most - samples and self.speed(now) is None
+
+    def takes(self, samples: int) -> bool:
+        """Return whether it takes so many samples at once when it has no others."""
+        return not self.capacity or samples <= self.capacity
 
     def has_room(self, samples: int) -> bool:
         """Return whether it may get so many samples more; a call that it refused next to others may fit alone."""
@@ -179,17 +279,9 @@ class Replica:
             if inspect.iscoroutine(work):
                 work.close()
             raise self._lease_ended()
-        try:
-            async with asyncio.timeout(None) as scope:
-                self._calls.add(scope)
-                try:
-                    return await work
-                finally:
-                    self._calls.discard(scope)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise self._cut_error() from None
+        if (done := await self._calls.run(work)) is None:
+            raise self._cut_error()
+        return done[0]
 
     def leave(self, reason: str, *, cut: bool) -> None:
         """Note that it is no member any more; with `cut`, end its calls in flight."""
@@ -207,8 +299,7 @@ class Replica:
 
     def _cut(self, error: Callable[[], FourfoldError]) -> None:
         self._cut_error = error
-        for scope in list(self._calls):
-            scope.reschedule(0.0)
+        self._calls.cancel()
 
     def _stalled(self) -> DeadlinePassed:
         text = f"the engine has samples and sampled no token for {STALL_SECONDS:g} s; look at its log, and restart it"

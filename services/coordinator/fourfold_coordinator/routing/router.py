@@ -8,18 +8,29 @@
       +----------------------------------------------+ no tries left: GivenUp(reason)
 
 Replicas come and go with their leases. A replica gets calls when it was inspected, the broker has verified its weights,
-and it did not just fail. `scheduling.py` chooses among these, with the load that `load.py` keeps. Calls of one role are
-served in order of arrival, so that a repeated run sends them in the same order.
+and it did not just fail. `ranking.py` orders these, and `scheduling.py` chooses among the first of them: also one that
+is full now, if it will finish the call sooner than those that are free. Calls of one role are served in order of
+arrival, so that a repeated run sends them in the same order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import logging
 import math
+import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
 import grpc
@@ -27,12 +38,22 @@ import grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
-from fourfold.rollout.load import TokenCounts, summarize_loads, watch_load
+from fourfold.rollout.load import TokenCounts, report_period, summarize_loads, watch_load
 
 from ..state.faults import FaultLog
 from ..state.files import DiskFull
+from .ranking import ReplicaRanking
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
-from .replica import NOT_INSPECTED, FatalRunError, Interrupted, Replica, ReplicaKey, ScorerInputs, ServiceMissing
+from .replica import (
+    NOT_INSPECTED,
+    FatalRunError,
+    Flight,
+    Interrupted,
+    Replica,
+    ReplicaKey,
+    ScorerInputs,
+    ServiceMissing,
+)
 from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
 
 log = logging.getLogger("fourfold.coordinator")
@@ -41,6 +62,10 @@ T = TypeVar("T")
 
 INFO_SECONDS: Final = 10.0  # deadline of calls that only ask for information
 _TICK_SECONDS: Final = 0.25
+_NOTICE_SECONDS: Final = 0.02  # shortest time between two notices of changes
+_INSPECTIONS_PER_TURN: Final = 32  # started in one turn of the event loop, each with a connection
+_MAX_EXPLAINED: Final = 16  # members in one text
+_REST_SHARE: Final = 19  # times as long as its last pass over all members, a loop over them rests
 _REFRESH_SECONDS: Final = 5.0  # between questions to a permanent member, whose process may be another one by now
 
 
@@ -49,6 +74,26 @@ class WaitLimit(NamedTuple):
 
     seconds: float
     key: str = "retry.service_wait_seconds"  # recipe key that sets it, for messages
+
+
+class MemberState(NamedTuple):
+    """What watchers see of a member."""
+
+    member: Member
+    policy_version: int  # -1: none, or another role than an engine
+    overdue: bool  # it should have renewed its lease
+    since: float  # start of that, or of the unbroken renewals, in seconds since the epoch
+
+    def to_proto(self) -> run_pb.Member:
+        row = run_pb.Member(
+            member_id=self.member.member_id,
+            role=self.member.role_name,
+            target=self.member.target,
+            policy_version=self.policy_version,
+            state=run_pb.MEMBER_STATE_SILENT if self.overdue else run_pb.MEMBER_STATE_LIVE,
+        )
+        row.state_since.FromNanoseconds(int(self.since * 1e9))
+        return row
 
 
 class _Wanted(NamedTuple):
@@ -62,6 +107,22 @@ class _Wanted(NamedTuple):
     wait: WaitLimit
     pool: str  # empty: any
     choose: Callable[[list[Replica]], list[Replica]]
+
+
+@dataclass(slots=True, eq=False)
+class _RoomWaiter:
+    """A call that waits for a replica with room for so many samples."""
+
+    samples: int
+    room: asyncio.Future[None]
+
+    def wake(self) -> None:
+        if not self.room.done():
+            self.room.set_result(None)
+
+
+def _anyone(replicas: list[Replica]) -> list[Replica]:
+    return replicas
 
 
 class Router:
@@ -87,10 +148,16 @@ class Router:
         self.tokens = TokenCounts()
         self._registry, self._open_channel = registry, open_channel
         self._replicas: dict[str, Replica] = {}  # by member_id
+        self._by_role = defaultdict[int, list[Replica]](list)  # ordered by name
+        self._rankings = defaultdict[int, ReplicaRanking](ReplicaRanking)
+        self._waiting = defaultdict[int, set[_RoomWaiter]](set)
+        self._queued = defaultdict[int, int](int)  # sizes of the calls without a replica, by role
         # By role and pool; asyncio.Lock is first in, first out.
         self._turns = defaultdict[tuple[int, str], asyncio.Lock](asyncio.Lock)
         self._pinned_turn = asyncio.Lock()  # a call that waits for one full replica must not delay the others
         self._change = asyncio.Event()
+        self._noticed_at = -math.inf  # on the event loop's clock
+        self._notice: asyncio.TimerHandle | None = None
         self._leaving: list[Replica] = []  # departed members whose channels are not closed yet
         self._watches: dict[Replica, asyncio.Task[None]] = {}
         self._inspections: dict[tuple[str, str], asyncio.Task[None]] = {}  # in progress, by replica key
@@ -99,36 +166,42 @@ class Router:
 
     def replicas(self, role: int | None = None, pool: str = "") -> list[Replica]:
         """Return the live replicas of one role, or of all, ordered by name; with `pool` only those of that pool."""
-        found = [
-            r
-            for r in self._replicas.values()
-            if (role is None or r.member.role == role) and pool in ("", r.member.pool)
-        ]
-        return sorted(found, key=lambda r: r.member.member_id)
+        if role is None:
+            return [replica for _, replica in sorted(self._replicas.items())]
+        return [replica for replica in self._by_role[role] if pool in ("", replica.member.pool)]
 
     async def run(self) -> None:
         """Expire leases, inspect new members, watch the engines' load and end stalled calls, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
+                    began = time.perf_counter()
                     self._registry.expire()
-                    self._watch_members(tasks)
+                    await self._watch_members(tasks)
                     await self._close_channels()
+                    await rest_after(began)
                     await self.wait_for_change(timeout=_TICK_SECONDS)
         finally:
             for replica in (*self._leaving, *self._replicas.values()):
                 await replica.channel.close()
 
-    def _watch_members(self, tasks: asyncio.TaskGroup) -> None:
+    async def _watch_members(self, tasks: asyncio.TaskGroup) -> None:
+        """Start what is due for each member."""
         # A method of its own: a loop variable in `run` would keep the last replica alive after it has left.
-        now = self.clock.monotonic()
+        now, started = self.clock.monotonic(), 0
         self._inspections = {key: task for key, task in self._inspections.items() if not task.done()}
-        for replica in self._replicas.values():
+        period = report_period(len(self._by_role[Role.ROLE_ROLLOUT]))
+        for replica in list(self._replicas.values()):
             stale = replica.member.permanent and now - replica.inspected_at >= _REFRESH_SECONDS
             due = replica.unusable_reason == NOT_INSPECTED or stale
             if due and not replica.breaker.resting(now) and replica.key not in self._inspections:
                 self._inspections[replica.key] = tasks.create_task(self._inspect(replica))
-            if replica.member.role == Role.ROLE_ROLLOUT and replica.present and replica not in self._watches:
+                if (started := started + 1) % _INSPECTIONS_PER_TURN == 0:
+                    await asyncio.sleep(0)
+            if replica.member.role != Role.ROLE_ROLLOUT:
+                continue
+            replica.load.period = period
+            if replica.present and replica not in self._watches:
                 watch = watch_load(replica.rollout, replica.load, self.clock)
                 self._watches[replica] = tasks.create_task(watch)
             if replica.end_stalled_calls(now):
@@ -141,9 +214,32 @@ class Router:
                 await self._change.wait()
 
     def notify(self) -> None:
-        """Wake everything that waits for a change."""
+        """Wake everything that waits for a change; for changes that follow each other fast, once."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # before the run: nothing waits
+            return
+        if self._notice is None:
+            wait = self._noticed_at + _NOTICE_SECONDS - loop.time()
+            if wait > 0:
+                self._notice = loop.call_later(wait, self._wake)
+            else:
+                self._wake()
+
+    def _wake(self) -> None:
+        self._notice, self._noticed_at = None, asyncio.get_running_loop().time()
         change, self._change = self._change, asyncio.Event()
         change.set()
+        for waiters in self._waiting.values():
+            for waiter in waiters:
+                waiter.wake()
+
+    def _on_replica(self, replica: Replica) -> None:
+        """Note that the load of a replica changed, or whether it may get calls."""
+        self._rankings[replica.member.role].update(replica, self.clock.monotonic())
+        for waiter in self._waiting[replica.member.role]:
+            if not replica.unusable_reason and replica.has_room(waiter.samples):
+                waiter.wake()
 
     def set_unusable_reason(self, replica: Replica, reason: str) -> None:
         """Stop calls to a replica; allow them again when the reason is empty."""
@@ -163,8 +259,9 @@ class Router:
         wait: WaitLimit | None = None,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         pool: str = "",
-        choose: Callable[[list[Replica]], list[Replica]] = lambda replicas: replicas,
+        choose: Callable[[list[Replica]], list[Replica]] = _anyone,
         without: ReplicaKey | None = None,
+        on_flight: Callable[[Flight], None] = lambda _flight: None,
     ) -> T:
         """Do `work` with a replica; when it fails, with another one if there is one.
 
@@ -180,6 +277,8 @@ class Router:
             on_try: Returns the context that one try runs in. It gets the error of a try, also when a lease ended.
             pool, choose: Pool of the replica, empty for any; returns those of its replicas that may get the work now.
             without: Replica that gets it only if there is no other.
+            on_flight: Called before each try with what the call takes of the replica's capacity, which `work` may
+                release sample by sample.
 
         Raises:
             GivenUp: No tries are left.
@@ -190,14 +289,15 @@ class Router:
         while True:
             size = demand if isinstance(demand, Demand) else demand()
             wanted = _Wanted(role, size, version, pin, avoid, wait or self._wait, pool, choose)
-            async with self._acquire(wanted) as replica:
+            async with self._acquire(wanted) as (replica, flight):
+                on_flight(flight)
                 try:
                     async with on_try():
                         result = await replica.call(work(replica))
                 except (DiskFull, FatalRunError):
                     raise  # of this process, or the run's end: another replica would not help
                 except Overloaded as error:
-                    if not replica.record_congestion(size.samples):  # calls of other clients fill it
+                    if not replica.record_congestion(flight.samples):  # calls of other clients fill it
                         self.record_failure(replica, error)
                         spend(error)
                 except Interrupted as error:
@@ -239,7 +339,7 @@ class Router:
         patience = self.wait_seconds if seconds is None else seconds
         end, complete_by = self.clock.monotonic() + patience, math.inf
         while True:
-            now = self.clock.monotonic()
+            now, began = self.clock.monotonic(), time.perf_counter()
             found = {role: sum(r.present for r in self.replicas(role)) for role in counts}
             short = [role for role in counts if found[role] < counts[role]]
             if all(found.values()):
@@ -250,24 +350,19 @@ class Router:
                 self.on_wait("")
                 return
             self.on_wait(", ".join(f"{ROLE_NAMES[r]} {found[r]} of {counts[r]} ({self.explain(r)})" for r in short))
+            await rest_after(began)
             await self.wait_for_change(timeout=_TICK_SECONDS)
 
-    def members(self) -> list[run_pb.Member]:
-        """Return the live members as watchers see them, ordered by name."""
-        return [self._row(replica) for _, replica in sorted(self._replicas.items())]
-
-    def _row(self, replica: Replica) -> run_pb.Member:
-        member = replica.member
-        overdue, since = self._registry.overdue(member.member_id)
-        row = run_pb.Member(
-            member_id=member.member_id,
-            role=member.role_name,
-            target=member.target,
-            policy_version=replica.version if member.role == Role.ROLE_ROLLOUT else -1,
-            state=run_pb.MEMBER_STATE_SILENT if overdue else run_pb.MEMBER_STATE_LIVE,
-        )
-        row.state_since.FromNanoseconds(int(since * 1e9))
-        return row
+    def members(self) -> list[MemberState]:
+        """Return the state of each live member, ordered by name."""
+        return [
+            MemberState(
+                replica.member,
+                replica.version if replica.member.role == Role.ROLE_ROLLOUT else -1,
+                *self._registry.overdue(name),
+            )
+            for name, replica in sorted(self._replicas.items())
+        ]
 
     def has_spare(self, role: int, demand: Demand, *, version: int, without: Replica) -> bool:
         """Return whether a replica other than `without` has room now, and no call waits for one."""
@@ -283,8 +378,14 @@ class Router:
     def explain(self, role: int, pool: str = "") -> str:
         """Return why the replicas of a role, or of a pool, get no calls, for users."""
         replicas = self.replicas(role, pool)
-        reasons = {r.title: ", ".join(filter(None, (r.unusable_reason, r.failure_text))) for r in replicas}
-        return "; ".join(f"{title}: {text or 'ready'}" for title, text in reasons.items()) or "none has registered"
+        replicas.sort(key=lambda r: not r.unusable_reason)  # those that are ready come last
+        texts = [
+            f"{r.title}: {', '.join(filter(None, (r.unusable_reason, r.failure_text))) or 'ready'}"
+            for r in replicas[:_MAX_EXPLAINED]
+        ]
+        if more := len(replicas) - len(texts):
+            texts.append(f"{more} more")
+        return "; ".join(texts) or "none has registered"
 
     def room(self, role: int, demand: Demand, *, version: int | None = None) -> float:
         """Return the number of such calls that the replicas would begin at once; infinite if they have no limit."""
@@ -293,15 +394,24 @@ class Router:
         return sum(replica.room(demand, now) for replica in usable)
 
     @asynccontextmanager
-    async def _acquire(self, wanted: _Wanted) -> AsyncIterator[Replica]:
+    async def _acquire(self, wanted: _Wanted) -> AsyncIterator[tuple[Replica, Flight]]:
         """Choose a replica, and count the call in its load within the block."""
-        with ExitStack() as call:
+        with ExitStack() as call, ExitStack() as queued:
+            queued.enter_context(self._in_queue(wanted))
             async with self._turns[wanted.role, wanted.pool] if wanted.pin is None else self._pinned_turn:
                 replica = await self._choose(wanted)
-                call.callback(self.notify)
-                call.enter_context(replica.in_flight(wanted.demand))
+                queued.close()
+                flight = call.enter_context(replica.in_flight(wanted.demand))
                 self._prefixes.add(wanted.demand.prefix, replica.cache_key)
-            yield replica
+            yield replica, flight
+
+    @contextmanager
+    def _in_queue(self, wanted: _Wanted) -> Iterator[None]:
+        self._queued[wanted.role] += wanted.demand.size
+        try:
+            yield
+        finally:
+            self._queued[wanted.role] -= wanted.demand.size
 
     async def _choose(self, wanted: _Wanted) -> Replica:
         """Return the replica for a call; wait for one with room, and raise ServiceMissing when none came in time."""
@@ -309,17 +419,16 @@ class Router:
         end = self.clock.monotonic() + seconds
         while True:
             now = self.clock.monotonic()
-            found = wanted.choose(self.replicas(role, wanted.pool))
-            fitting = [r for r in found if _fits(r, wanted.version)]
-            fitting = [r for r in fitting if r.key == wanted.pin and r.key not in wanted.avoid] or fitting
-            usable = [r for r in fitting if r.breaker.admits(now)]
-            free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}
-            if free:
-                chosen = free[choose_replica(self._candidates(free.values(), wanted), demand.size).name]
+            usable = self._ranked(wanted, now)
+            room_will_come = bool(usable)
+            if not usable:
+                fitting = self._fitting(wanted)
+                usable = [r for r in fitting if r.breaker.admits(now)]
+                room_will_come = len(usable) < len(fitting) or any(r.outstanding for r in usable)
+            if (chosen := self._best(usable, wanted, now)) is not None:
                 if not chosen.breaker.open:
                     self.on_wait("")
                 return chosen
-            room_will_come = len(usable) < len(fitting) or any(r.outstanding for r in usable)
             if room_will_come:
                 # This wait has no end of its own: the deadlines of the calls in flight bound it, or, where replicas
                 # rest, the retries of the calls that try them.
@@ -328,21 +437,75 @@ class Router:
                 raise self._missing(role, wanted.wait, pool=wanted.pool, samples=demand.samples if usable else 0)
             if not (room_will_come and usable):
                 self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role, wanted.pool)})")
-            await self.wait_for_change(timeout=_TICK_SECONDS)
+            await self._wait_for_room(role, demand.samples)
 
-    def _candidates(self, replicas: Iterable[Replica], wanted: _Wanted) -> list[Candidate]:
-        now, held = self.clock.monotonic(), self._prefixes.held(wanted.demand.prefix)
-        return [
-            Candidate(
+    async def _wait_for_room(self, role: int, samples: int) -> None:
+        """Wait until a replica may have room, at most for a tick: a rest ends without a notice."""
+        waiter = _RoomWaiter(samples, asyncio.get_running_loop().create_future())
+        self._waiting[role].add(waiter)
+        try:
+            await asyncio.wait((waiter.room,), timeout=_TICK_SECONDS)
+        finally:
+            self._waiting[role].discard(waiter)
+
+    def _fitting(self, wanted: _Wanted) -> list[Replica]:
+        """Return all replicas that may get a call; the pinned one alone if it is there and did not fail it."""
+        found = wanted.choose(self.replicas(wanted.role, wanted.pool))
+        fitting = [r for r in found if _fits(r, wanted.version)]
+        return [r for r in fitting if r.key == wanted.pin and r.key not in wanted.avoid] or fitting
+
+    def _ranked(self, wanted: _Wanted, now: float) -> list[Replica]:
+        """Return the replicas that come into question for a call; empty: look at all replicas."""
+        if wanted.pin is not None or wanted.pool or wanted.choose is not _anyone:
+            return []
+        demand = wanted.demand
+
+        def fits(replica: Replica) -> bool:
+            return _fits(replica, wanted.version) and replica.breaker.admits(now) and replica.takes(demand.samples)
+
+        def free(replica: Replica) -> bool:
+            return replica.key not in wanted.avoid and not self._is_full(replica, demand, now)
+
+        found = self._rankings[wanted.role].first(demand, fits, free, now)
+        for holder in self._prefixes.held(demand.prefix):
+            replica = self._replicas.get(holder[0])
+            if replica is not None and replica not in found and fits(replica):
+                found.append(replica)
+        return found
+
+    def _best(self, replicas: Iterable[Replica], wanted: _Wanted, now: float) -> Replica | None:
+        """Return the replica for a call; None: none is free, or the call should wait for one that is not."""
+        demand, held = wanted.demand, self._prefixes.held(wanted.demand.prefix)
+        candidates = {
+            replica.member.member_id: Candidate(
                 name=replica.member.member_id,
                 outstanding=replica.outstanding_size,
-                speed=replica.load.speed(now),
+                speed=replica.speed(now),
                 room=replica.load.room(now),
                 held=held.get(replica.cache_key, 0),
                 avoided=replica.key in wanted.avoid,
+                full=self._is_full(replica, demand, now),
+                quiet=replica.quiet(now),
             )
             for replica in replicas
-        ]
+            if replica.takes(demand.samples)
+        }
+        if not candidates:
+            return None
+        best = choose_replica(list(candidates.values()), demand.size, backlog_seconds=self._backlog_seconds(wanted))
+        return None if best.full else self._replicas[best.name]
+
+    def _backlog_seconds(self, wanted: _Wanted) -> float:
+        """Return when the replicas of known speed would have done all work that runs or waits, this call included."""
+        ranking = self._rankings[wanted.role]
+        work = ranking.outstanding_size + self._queued[wanted.role]
+        return work / ranking.speed_sum if ranking.speed_sum > 0 else math.inf
+
+    def _is_full(self, replica: Replica, demand: Demand, now: float) -> bool:
+        if not replica.has_room(demand.samples):
+            return True
+        among_others = demand.tokens > 0 and len(self._by_role[replica.member.role]) > 1
+        return among_others and replica.on_trial(demand.samples, now)
 
     def _missing(self, role: int, wait: WaitLimit, *, pool: str = "", samples: int = 0) -> ServiceMissing:
         """Return the error of a role; `samples` is set when its replicas are usable, but none takes so many at once."""
@@ -361,9 +524,13 @@ class Router:
 
     def _on_member(self, member: Member, change: MemberChange) -> None:
         if change is MemberChange.JOINED:
-            self._replicas[member.member_id] = Replica(member, self._open_channel(member))
+            replica = Replica(member, self._open_channel(member), clock=self.clock, on_change=self._on_replica)
+            self._replicas[member.member_id] = replica
+            bisect.insort(self._by_role[member.role], replica, key=lambda r: r.member.member_id)
             log.info("%s joined", member.member_id, extra={"target": member.target})
-        elif (replica := self._replicas.pop(member.member_id, None)) is not None:  # None if no channel could be opened
+        elif member.member_id in self._replicas:  # not if no channel could be opened
+            replica = self._replicas.pop(member.member_id)
+            self._by_role[member.role].remove(replica)
             if replica in self._watches:
                 self._watches.pop(replica).cancel()
             # A member that deregistered finishes its calls. One that fell silent or was replaced will not answer.
@@ -411,6 +578,14 @@ class Router:
         self.record_success(replica)
         self.set_unusable_reason(replica, reason)
         self.notify()
+
+
+async def rest_after(began: float) -> None:
+    """Rest after a pass over all members, so that passes take a twentieth of the event loop at most.
+
+    `began` is when the pass began, on the clock of `time.perf_counter`.
+    """
+    await asyncio.sleep(_REST_SHARE * (time.perf_counter() - began))
 
 
 def _fits(replica: Replica, version: int | None) -> bool:

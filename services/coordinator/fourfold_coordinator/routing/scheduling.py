@@ -23,6 +23,7 @@ PrefixKeys = tuple[tuple[int, bytes], ...]
 _MIN_PREFIX_TOKENS: Final = 64
 _MAX_PREFIXES: Final = 1 << 16  # about 5,000 prompts with a dozen prefixes each
 _PACE_WINDOW: Final = 64  # calls
+_SPEED_HALF_LIFE_SECONDS: Final = 60.0
 _MEAN_WINDOW: Final = 4096  # completions; from then on, a new length has the weight 1 / 4096
 
 
@@ -50,10 +51,12 @@ class Candidate:
     room: int | None = None  # tokens that still fit into its KV cache; None if unknown, which counts as enough
     held: int = 0  # leading tokens of the prompt that its prefix cache holds
     avoided: bool = False  # it failed this very call before
+    full: bool = False  # it takes the call only when some of its samples are finished
+    quiet: float = 0.0  # seconds since it finished a sample, or since it got work
 
 
-def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
-    """Return the candidate that is expected to finish a call of `size` first.
+def choose_replica(candidates: Sequence[Candidate], size: int, *, backlog_seconds: float = 0.0) -> Candidate:
+    """Return the candidate that is expected to finish a call of `size` first; if it is full, the call waits for it.
 
         seconds = (outstanding + size - held) / speed
 
@@ -61,16 +64,34 @@ def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
     outstanding work wins. A held prefix saves its prefill, so that a call goes to the replica that holds it unless
     another one finishes earlier even so. A call that does not fit into a KV cache waits in that engine's queue, however
     fast the engine is; so candidates with room come first. Ties go by name.
+
+    A call waits for a full replica only if it then finishes earlier than at each one with room, and only if that one
+    would finish it after `backlog_seconds`, when all replicas together will have done all other work, too: as long as
+    many calls wait, every replica with room is of use. Both speeds must be known. A full replica that is quiet for
+    longer than all its work should take may hang, and is not waited for.
     """
     known = [candidate.speed for candidate in candidates if candidate.speed is not None]
     mean_speed = fmean(known) if known else 1.0
 
-    def rank(candidate: Candidate) -> tuple[bool, bool, float, str]:
-        is_full = candidate.room is not None and candidate.room < size
-        work = candidate.outstanding + size - min(candidate.held, size)
-        return candidate.avoided, is_full, work / (candidate.speed or mean_speed), candidate.name
+    def is_crowded(candidate: Candidate) -> bool:
+        return candidate.room is not None and candidate.room < size
 
-    return min(candidates, key=rank)
+    def seconds(candidate: Candidate) -> float:
+        work = candidate.outstanding + size - min(candidate.held, size)
+        return work / (candidate.speed or mean_speed)
+
+    def rank(candidate: Candidate) -> tuple[bool, bool, float, str]:
+        return candidate.avoided, is_crowded(candidate), seconds(candidate), candidate.name
+
+    free = [candidate for candidate in candidates if not candidate.full]
+    if not free:
+        return min(candidates, key=rank)
+    best = min(free, key=rank)
+    if best.avoided or best.speed is None or seconds(best) <= backlog_seconds:
+        return best
+    busy = [c for c in candidates if c.full and c.speed and not c.avoided and not is_crowded(c)]
+    sooner = [(max(seconds(c), c.quiet), c.name, c) for c in busy if max(seconds(c), c.quiet) < seconds(best)]
+    return min(sooner)[2] if sooner else best
 
 
 def prefix_keys(token_ids: Int32Array) -> PrefixKeys:
@@ -129,6 +150,31 @@ class CompletionLengths:
     def expected(self, longest: int) -> int:
         """Return the expected length of a completion of at most `longest` tokens; `longest` before the first one."""
         return min(round(self._mean), longest) if self._count else longest
+
+
+class MeasuredSpeed:
+    """Tokens per second that one replica sampled for this run, from its finished samples.
+
+    By Little's law a sample of `tokens` tokens that took `seconds` beside `samples` others on average shows a speed of
+    tokens / seconds * samples, whether the samples share the speed or wait in a queue. An engine with few samples is
+    slow because it has few, so each measurement counts in proportion to its samples.
+    """
+
+    def __init__(self) -> None:
+        self._sum = self._weight = self._at = 0.0
+
+    def add(self, *, tokens: int, seconds: float, samples: float, now: float) -> None:
+        """Add a finished sample; `samples` is the mean number in flight at the replica meanwhile, itself included."""
+        if tokens <= 0 or seconds <= 0 or samples <= 0:
+            return
+        fade = 0.5 ** ((now - self._at) / _SPEED_HALF_LIFE_SECONDS)
+        self._at, self._weight = now, self._weight * fade + samples
+        self._sum = self._sum * fade + samples * (tokens / seconds * samples)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the speed; None before the first sample."""
+        return self._sum / self._weight if self._weight else None
 
 
 class SamplingPace:

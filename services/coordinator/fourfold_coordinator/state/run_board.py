@@ -1,7 +1,7 @@
 """Keeps the present state of a run for watchers: phase, queue, metrics, conditions and members.
 
 A watcher gets the present state at once, then the newest state after changes, never a backlog, and always the final
-state before its stream ends.
+state before its stream ends. A watcher that asks for changes only does not get the rows of steps again that it has.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from fourfold.coordinator.v1 import run_service_pb2 as pb
@@ -38,6 +39,7 @@ class RunBoard:
             name=name, step_count=step_count, phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for=""
         )
         self.closed = False
+        self._histories = self._steps_added = self._member_lists = 0  # so often, rows were replaced or added
         self._clock = clock
         self._change = asyncio.Event()
         self.set_max_policy_lag(max_policy_lag)
@@ -139,6 +141,7 @@ class RunBoard:
 
     def add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the row of a finished step, without values that are not finite numbers."""
+        self._steps_added += 1
         self.status.steps.append(_step_record(step, metrics))
         if len(self.status.steps) > _MAX_STEP_ROWS:
             del self.status.steps[0]
@@ -146,6 +149,7 @@ class RunBoard:
 
     def set_history(self, steps: Iterable[tuple[int, Mapping[str, Any]]], evals: Iterable[EvalRow]) -> None:
         """Replace all rows of steps and evaluations, after a restore."""
+        self._histories += 1
         del self.status.steps[:], self.status.evals[:]
         self.status.steps.extend([_step_record(step, metrics) for step, metrics in steps][-_MAX_STEP_ROWS:])
         self.status.evals.extend(_eval_record(row) for row in evals)
@@ -156,8 +160,10 @@ class RunBoard:
         self._changed()
 
     def set_members(self, members: Iterable[pb.Member]) -> None:
+        """Replace the rows of the members."""
         rows = list(members)
         if rows != list(self.status.members):
+            self._member_lists += 1
             del self.status.members[:]
             self.status.members.extend(rows)
             self._changed()
@@ -172,19 +178,41 @@ class RunBoard:
         self.closed = True
         self._changed()
 
-    async def changes(self) -> AsyncIterator[pb.RunStatus]:
+    async def changes(self, *, changes_only: bool = False) -> AsyncIterator[pb.WatchRunResponse]:
         """Yield the state now and after changes, until the run is over."""
+        seen = (-1, 0, -1)
         while True:
             change, closed = self._change, self.closed
-            yield self.status
+            response = self._changes_since(*seen) if changes_only else pb.WatchRunResponse(status=self.status)
+            seen = self._histories, self._steps_added, self._member_lists  # the state may change during `yield`
+            yield response
             if closed:
                 return
             await change.wait()
             # Changes come in bursts: send one state for all of them. The final state does not wait.
+            rows = 0 if changes_only else len(self.status.steps)
             with suppress(TimeoutError):
-                async with asyncio.timeout(_PERIOD_SECONDS + _SECONDS_PER_ROW * len(self.status.steps)):
+                async with asyncio.timeout(_PERIOD_SECONDS + _SECONDS_PER_ROW * rows):
                     while not self.closed:
                         await self._change.wait()
+
+    def _changes_since(self, histories: int, steps_added: int, member_lists: int) -> pb.WatchRunResponse:
+        """Return the state without the rows of steps and members that a watcher got when the counts were these."""
+        appended = histories == self._histories
+        new = self._steps_added - steps_added if appended else len(self.status.steps)
+        response = pb.WatchRunResponse(steps_appended=appended, members_unchanged=member_lists == self._member_lists)
+        for field, value in self.status.ListFields():
+            if field.name == "steps":
+                response.status.steps.extend(value[max(len(value) - new, 0) :])
+            elif field.name == "members":
+                response.status.members.extend(() if response.members_unchanged else value)
+            elif isinstance(value, Message):
+                getattr(response.status, field.name).CopyFrom(value)
+            elif isinstance(value, str | int | float):
+                setattr(response.status, field.name, value)
+            else:
+                getattr(response.status, field.name).extend(value)
+        return response
 
     def _stamp(self, timestamp: Timestamp) -> None:
         timestamp.FromNanoseconds(int(self._clock.now() * 1e9))

@@ -29,7 +29,7 @@ from fourfold.rollout.client import Completion, CompletionDraft
 from fourfold.rollout.group_requests import GroupRequest, Parts, join_parts, token_count
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
-from ..routing.replica import GivenUp, Interrupted, Replica, ServiceMissing
+from ..routing.replica import Flight, GivenUp, Interrupted, Replica, ServiceMissing
 from ..routing.router import Router
 from ..routing.scheduling import CompletionLengths, Demand, SamplingPace, prefix_keys
 from ..state.samples import check_completions
@@ -56,6 +56,7 @@ class _Leg:
     parts: dict[int, Parts]  # by index, ascending
     drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # of the call in flight
     replica: Replica | None = None  # that has the call in flight
+    flight: Flight | None = None  # what that call takes of the replica's capacity
     began: float = 0.0  # of that call, on the router's clock
     flush_seconds: float | None = None  # of that call
     forked: dict[int, int] = field(default_factory=dict)  # tokens that a rival has from the call in flight elsewhere
@@ -175,6 +176,7 @@ class _Group:
                 version=self._request.version,
                 pin=self._request.engine,
                 on_try=self._on_try,
+                on_flight=partial(setattr, leg, "flight"),
             )
         finally:
             self._legs.remove(leg)
@@ -235,6 +237,8 @@ class _Group:
                     index = indices[chunk.sample_index]
                     leg.drafts[index].add(chunk)
                     if chunk.finish_reason != rollout.FINISH_REASON_UNSPECIFIED:
+                        if leg.flight is not None:
+                            leg.flight.finish_sample(leg.drafts[index].token_count)
                         self._take(leg, replica, index)
         except FourfoldError as error:
             fault = error

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from fourfold import metrics as m
@@ -44,6 +46,8 @@ from .recovery import SAMPLES_FILE, RunPosition
 log = logging.getLogger("fourfold.coordinator")
 
 GROUPS_PER_TURN: Final = 32  # admitted in one turn of the event loop, which starts as many calls
+_MAX_UNSENT: Final = 512  # groups that wait for an engine; others wait for their admission
+_ROOM_REST: Final = 9  # times as long as it took, a look at the room of all engines counts
 _TICK_SECONDS: Final = 0.25  # room in an engine comes without a notice
 
 
@@ -57,9 +61,6 @@ class _Place:
     group: SampleGroup | None = None  # READY
     rolled: float = 0.0
     scored: float = 0.0
-
-    def mark_sent(self) -> None:
-        self.sent = True
 
 
 class GroupProducer:
@@ -84,6 +85,9 @@ class GroupProducer:
         self._next = 0  # above all positions that were drawn
         self._recovered: dict[int, SampleGroup] = {}  # by position
         self._places: list[_Place] = []  # in order of admission
+        self._running = self._unsent = 0  # places without a group; those of them whose request no engine got
+        self._ready_head = 0  # so many of the first places have a group, and perhaps more
+        self._room, self._room_until = 0.0, -math.inf  # calls that the engines would begin; when to look again
         self._in_training = 0  # groups of the batch that was taken and is not published yet
         self._window = StepBatch()  # what happened since the last batch
         self._skipped = 0  # prompts since then, by the curriculum
@@ -107,7 +111,7 @@ class GroupProducer:
     @property
     def running(self) -> bool:
         """Whether groups are in generation or scoring."""
-        return any(place.group is None for place in self._places)
+        return self._running > 0
 
     def publish(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """Note that the batch that was taken last is trained, and that engines serve `version`.
@@ -126,9 +130,11 @@ class GroupProducer:
         async with asyncio.TaskGroup() as tasks:
             while self._step < self._steps:
                 changed = self._changed
-                while self._may_admit() and (len(self._places) < self._count or self._engines_have_room()):
+                while self._may_admit() and (self._head_is_short() or self._engines_have_room()):
                     place = _Place(position=self._draw(), max_lag=self.rule.max_policy_lag)
                     self._places.append(place)
+                    self._running += 1
+                    self._unsent += 1
                     tasks.create_task(self._fill(place))
                     if len(self._places) % GROUPS_PER_TURN == 0:
                         await asyncio.sleep(0)
@@ -151,12 +157,13 @@ class GroupProducer:
             limits = [max(place.max_lag, self.rule.max_policy_lag) for place in head]
             stale = [(p, g) for p, lag in zip(head, limits, strict=True) if (g := p.group) and self._is_stale(g, lag)]
             for place, group in stale:
-                self._places.remove(place)
+                self._remove(place)
                 await self._drop_stale(group)
             if not stale and not await self._score_again(head):
                 break
             self._notify()
         del self._places[: len(head)]
+        self._ready_head = 0
         batch = self._close_window(head)
         batch.began = began
         self._step, self._in_training = step, self._count
@@ -188,12 +195,39 @@ class GroupProducer:
 
     def _engines_have_room(self) -> bool:
         """Return whether one more prompt would be sampled at once, or, by agents, soon."""
-        unsent = sum(not place.sent for place in self._places)
         if self._config.agents.source != "none":  # their number is not known: keep tasks of one batch waiting for them
-            return unsent < self._count
-        prompt = self._context.prompts.at(self.data_position)
-        room = self._context.service_calls.room(prompt, self._config.batch.group_size, version=self._version)
-        return room > unsent
+            return self._unsent < self._count
+        now = time.monotonic()
+        if now >= self._room_until:
+            prompt, size = self._context.prompts.at(self.data_position), self._config.batch.group_size
+            self._room = self._context.service_calls.room(prompt, size, version=self._version)
+            # With a thousand engines a look takes milliseconds, and there is an occasion for each group.
+            self._room_until = now + _ROOM_REST * (time.monotonic() - now)
+        return self._room > self._unsent
+
+    def _head_is_short(self) -> bool:
+        """Return whether the next batch lacks places; those beyond a number that waits for engines come later."""
+        waits = self._unsent >= _MAX_UNSENT and self._config.agents.source == "none"
+        return len(self._places) < self._count and not waits
+
+    def _mark_sent(self, place: _Place) -> None:
+        if not place.sent:
+            place.sent = True
+            self._unsent -= 1
+            if self._unsent == _MAX_UNSENT // 2:
+                self._notify()
+
+    def _set_group(self, place: _Place, group: SampleGroup) -> None:
+        self._mark_sent(place)
+        self._running -= place.group is None
+        place.group = group
+
+    def _remove(self, place: _Place) -> None:
+        """Free a place."""
+        self._mark_sent(place)
+        self._running -= place.group is None
+        self._places.remove(place)
+        self._ready_head = 0
 
     def _draw(self) -> int:
         self._window.prompts_drawn += 1
@@ -214,11 +248,11 @@ class GroupProducer:
             await self._drop_stale(group)
             group = None
         if group is not None:
-            place.group, place.sent = group, True
+            self._set_group(place, group)
             self._window.groups_kept += 1
         else:
             draft = await self._maker.make(
-                place.position, step=self._step + 1, version=self._version, on_sent=place.mark_sent
+                place.position, step=self._step + 1, version=self._version, on_sent=partial(self._mark_sent, place)
             )
             self._add(draft, place)
         self._notify()
@@ -229,10 +263,11 @@ class GroupProducer:
         window.dropped += draft.dropped
         self._meter.add_sampled(trajectories, draft.rolled)
         if draft.group is not None and draft.kept:
-            place.group, place.rolled, place.scored = draft.group, draft.rolled, draft.scored
+            self._set_group(place, draft.group)
+            place.rolled, place.scored = draft.rolled, draft.scored
             window.groups_kept += 1
             return
-        self._places.remove(place)
+        self._remove(place)
         if draft.group is not None:
             window.filtered.append(draft.group)
         else:
@@ -259,7 +294,7 @@ class GroupProducer:
             except GivenUp as error:
                 names = [t.sample.sample_id for t in group.trajectories if not t.dropped]
                 await self._context.disk.write(self._context.ledger.drop, names, error.reason)
-                self._places.remove(place)
+                self._remove(place)
                 self._window.dropped[error.reason] += len(names)
                 self._window.lost += [t.with_drop_reason(error.reason) for t in group.all_trajectories()]
                 self._window.groups_lost += 1
@@ -279,8 +314,10 @@ class GroupProducer:
     # -- batch ------------------------------------------------------------------------------------------------------
 
     def _head_is_ready(self) -> bool:
-        head = self._places[: self._count]
-        return all(place.group is not None for place in head) and (len(head) == self._count or not self._may_draw())
+        length = min(len(self._places), self._count)
+        while self._ready_head < length and self._places[self._ready_head].group is not None:
+            self._ready_head += 1
+        return self._ready_head >= length and (length == self._count or not self._may_draw())
 
     def _close_window(self, head: Sequence[_Place]) -> StepBatch:
         """Return the batch of these places, and begin the next window."""
@@ -291,11 +328,10 @@ class GroupProducer:
         batch.filtered.sort(key=lambda group: group.position)
         batch.rolled = max((place.rolled for place in head), default=self._meter.last_completion)
         batch.scored = max((place.scored for place in head), default=0.0)
-        running = sum(place.group is None for place in self._places)
         batch.measured = {
             m.LAG_LIMIT: float(self.lag_limit),
-            m.GROUPS_RUNNING: float(running),
-            m.GROUPS_READY: float(len(self._places) - running),
+            m.GROUPS_RUNNING: float(self._running),
+            m.GROUPS_READY: float(len(self._places) - self._running),
             **self._context.router.engine_metrics(),
             **self._meter.close_window(batch),
             **(self._context.tasks.take_metrics() if self._config.agents.source != "none" else {}),
@@ -343,9 +379,8 @@ class GroupProducer:
         await self._context.session.run_all(mute(group) for group in chosen)
 
     def _show_queue(self) -> None:
-        ready = sum(place.group is not None for place in self._places)
-        running = len(self._places) - ready
-        self._context.board.set_queue(lag_limit=self.lag_limit, running=running, ready=ready, needed=self._count)
+        ready = len(self._places) - self._running
+        self._context.board.set_queue(lag_limit=self.lag_limit, running=self._running, ready=ready, needed=self._count)
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

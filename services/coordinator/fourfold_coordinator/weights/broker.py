@@ -25,7 +25,7 @@ from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 
 from ..routing.replica import Replica, ReplicaKey
-from ..routing.router import INFO_SECONDS, Router
+from ..routing.router import INFO_SECONDS, Router, rest_after
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from ..state.files import DiskFull, DiskWriter
 from ..state.ledger import Ledger
@@ -128,7 +128,9 @@ class WeightBroker:
         """Update engines that join late or failed, until cancelled."""
         while True:
             await self._router.wait_for_change(timeout=_TICK_SECONDS)
+            began = time.perf_counter()
             if self.version < 0 or not self._outdated_engines():
+                await rest_after(began)
                 continue
             async with self.lock:
                 if self.version < 0:  # invalidated while this task waited for the lock
@@ -199,7 +201,8 @@ class WeightBroker:
         engines = [DescribedEngine(replica=replica, about=about[replica.key]) for replica in replicas]
         await self._outnumber_foreign_versions(engines)
         current = [engine for engine in engines if self._is_current(engine)]
-        outdated = [engine for engine in engines if engine not in current]
+        holders_now = {engine.key for engine in current}
+        outdated = [engine for engine in engines if engine.key not in holders_now]
         wake_seconds = await self._wake(current, outdated)
         result = await self._updater.accept_current(current, self.version)
         if outdated:

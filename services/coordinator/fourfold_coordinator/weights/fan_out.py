@@ -18,6 +18,7 @@ T = TypeVar("T")
 # A member that fails makes the others of its NCCL or gloo group fail a moment later. This is how long `call_all`
 # collects further errors after the first, so that the caller can tell the engines that failed from those that are well.
 _BLAME_SECONDS: Final = 1.0
+_STARTS_PER_TURN: Final = 32  # calls that begin in one turn of the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +60,23 @@ async def call_all(
         UpdateFailed: with every error that came within a second of the first; calls still running are cancelled.
         TrainerRestarted: the trainer is a new process.
     """
-    tasks = {key: asyncio.ensure_future(call) for key, call in calls.items()}
     sender: asyncio.Future[object] | None = None if trainer is None else asyncio.ensure_future(trainer)
-    everything: list[asyncio.Future[Any]] = [*tasks.values(), *([sender] if sender else [])]
+    tasks: dict[ReplicaKey, asyncio.Future[T]] = {}
+    everything: list[asyncio.Future[Any]] = [sender] if sender else []
     try:
+        for key, call in calls.items():
+            tasks[key] = asyncio.ensure_future(call)
+            everything.append(tasks[key])
+            if len(tasks) % _STARTS_PER_TURN == 0:  # a thousand starts in a row would block the event loop
+                await asyncio.sleep(0)
         _, pending = await asyncio.wait(everything, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             await asyncio.wait(pending, timeout=_BLAME_SECONDS)
     finally:
         for task in everything:
             task.cancel()
+        for key in calls.keys() - tasks.keys():
+            calls[key].close()
         await asyncio.gather(*everything, return_exceptions=True)
     failures = {key: error for key, task in tasks.items() if (error := service_error(task)) is not None}
     trainer_error = None if sender is None else service_error(sender)

@@ -12,6 +12,7 @@ The updater and the broker report changes here; this module makes no decisions. 
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ TRANSFER: Final = "transfer"
 COMMIT: Final = "commit"
 ABORT: Final = "abort"
 
+_MAX_WAITS: Final = 16  # members that one waits for, in a report: with a thousand engines, all would be a million
+
 
 @dataclass(slots=True, kw_only=True)
 class _EngineStatus:
@@ -58,6 +61,7 @@ class WeightPlaneStatus:
         self._trainer = ""
         self._engines: set[str] = set()  # members of the current update
         self._busy: set[str] = set()  # members with unfinished work in this phase
+        self._first_busy: list[str] | None = None  # the first engines among them, in order; None: not known
         self._statuses: dict[str, _EngineStatus] = {}
 
     def begin_phase(
@@ -66,17 +70,19 @@ class WeightPlaneStatus:
         """Start a phase of an update of `engines`, in which `busy` have work to do; default: all members."""
         self.phase, self._since, self._trainer = phase, self._now(), trainer
         self._engines, self._busy = set(engines), {trainer, *engines} if busy is None else set(busy)
+        self._first_busy = None
         for name in engines:
             self.set_state(name, UPDATING)
 
     def mark_done(self, name: str) -> None:
         """Note that a member has finished its work in this phase."""
         self._busy.discard(name)
+        self._first_busy = None
 
     def end_update(self) -> None:
         """Note that no update is in progress."""
         self.phase, self._since = "", self._now()
-        self._engines, self._busy = set(), set()
+        self._engines, self._busy, self._first_busy = set(), set(), None
 
     def set_state(self, name: str, state: str, error: str = "") -> None:
         """Set an engine's state and last error. The state `SERVING` clears the error."""
@@ -96,22 +102,30 @@ class WeightPlaneStatus:
         return self._now() - self._since
 
     def waits_for(self, name: str) -> list[str]:
-        """Return the members whose answers a member waits for."""
-        if not self.phase or name not in {*self._engines, self._trainer}:
+        """Return the members whose answers a member waits for, in order; of many, the first 16."""
+        if not self.phase or (name != self._trainer and name not in self._engines):
             return []
-        trainer = {self._trainer} & self._busy - {name}
-        engines = self._busy - {self._trainer, name}
-        if self.phase in (JOIN, TRANSFER, COMMIT) and name in self._busy - {self._trainer}:
-            return sorted(trainer)
+        trainer = [self._trainer] if self._trainer in self._busy and self._trainer != name else []
+        if self.phase in (JOIN, TRANSFER, COMMIT) and name != self._trainer and name in self._busy:
+            return trainer
         if self.phase == PAUSE and name != self._trainer:
-            return [] if name in self._busy else sorted(engines)
-        return [] if self.phase in (COMMIT, ABORT) else sorted(trainer | engines)
+            return [] if name in self._busy else self._busy_engines(name)
+        return [] if self.phase in (COMMIT, ABORT) else sorted(trainer + self._busy_engines(name))[:_MAX_WAITS]
+
+    def _busy_engines(self, without: str = "") -> list[str]:
+        """Return the first engines with unfinished work."""
+        if self._first_busy is None:
+            self._first_busy = heapq.nsmallest(_MAX_WAITS + 1, self._busy - {self._trainer})
+        return [name for name in self._first_busy if name != without][:_MAX_WAITS]
 
     def describe(self) -> str:
         """Return one line about the current update; empty between updates."""
         if not self.phase:
             return ""
-        unfinished = f" ({', '.join(sorted(self._busy))})" if self._busy else ""
+        names = sorted([*self._busy_engines(), *({self._trainer} & self._busy)])[:_MAX_WAITS]
+        if more := len(self._busy) - len(names):
+            names.append(f"{more} more")
+        unfinished = f" ({', '.join(names)})" if names else ""
         return f"weights of version {self.policy_version}: {self.phase} for {self.seconds:.0f} s{unfinished}"
 
     def to_proto(self, replicas: Iterable[Replica]) -> pb.GetWeightPlaneResponse:

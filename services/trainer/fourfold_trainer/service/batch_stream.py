@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from typing import Final
 
 from fourfold.arrays import Sample
+from fourfold.bounds import TRAIN_MESSAGE_BYTES
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1.experience_pb2 import Experience
 
-_MESSAGE_BYTES: Final = 4 << 20
 # Largest encoding of a token: an int32, three float32 and two flags, and a version span of its own.
 _TOKEN_BYTES: Final = 18 + 24
 # Largest encoding of the fields that a sample has once: ids, scorer, score, tags and lengths.
@@ -122,8 +122,8 @@ class IncomingBatch:
             data = message.SerializeToString(deterministic=True)
             size += len(data)
             self._bytes += len(data)
-            if size > _MESSAGE_BYTES:
-                raise InvalidInput(f"a message has more than {_MESSAGE_BYTES} bytes of experiences; send several")
+            if size > TRAIN_MESSAGE_BYTES:
+                raise InvalidInput(f"a message has more than {TRAIN_MESSAGE_BYTES} bytes of experiences; send several")
             if self._bytes > self._most_bytes:
                 raise InvalidInput(
                     f"the batch has more than {self._most_bytes} bytes, which {self._most} samples of "

@@ -1,0 +1,1 @@
+"""`fourfold bench engines`: many simulated engines on one coordinator."""

@@ -131,6 +131,10 @@ class Peer:
         self.start(method, *args)
         return self.result()
 
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None, "started"
+        os.kill(self.process.pid, number)
+
     def kill(self) -> None:
         """kill -9."""
         self.process.kill()
@@ -183,12 +187,26 @@ def receiver(pipe: multiprocessing.connection.Connection, manifest: bytes, recei
     def abort_in(seconds: float) -> None:
         threading.Timer(seconds, state["transport"].abort).start()
 
+    def corrupt() -> None:
+        """Flip a bit of the first chunk of gloo's next transfer between its arrival and its departure."""
+        upstream, arrived = state["transport"]._links[0], []
+        finish = upstream.finish
+
+        def finish_and_flip(*arguments: Any) -> None:
+            finish(*arguments)
+            arrived.append(1)
+            if len(arrived) == 2:  # the first was the header
+                state["transport"]._shards[0][0] ^= 1
+
+        upstream.finish = finish_and_flip
+
     methods: dict[str, Callable[..., Any]] = {
         "open": open_,
         "receive": receive,
         "values": values,
         "check": check,
         "abort_in": abort_in,
+        "corrupt": corrupt,
     }
     _serve(pipe, {**methods, "close": lambda: state["transport"].close(), "pid": os.getpid})
 

@@ -76,11 +76,15 @@ def has_cupy() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferGroup:
-    """The epoch, the layout and the number of receivers of a transfer."""
+    """The epoch, the layout and the number of receivers of a transfer, and where this member of it listens."""
 
     epoch: int
     manifest: Manifest
     receiver_count: int
+    host: str = "127.0.0.1"
+    """Host name or address by which the coordinator reaches this member's service; gloo listens there."""
+    interface: str = ""
+    """Network interface on which gloo listens instead; empty: that of `host`."""
 
     def __post_init__(self) -> None:
         if self.epoch < 0 or not 1 <= self.receiver_count <= 65_536:

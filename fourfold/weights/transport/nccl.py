@@ -223,13 +223,13 @@ class NcclReceiver(ReceiveTransport[_Offer, _Member]):
                 f"trainer rank {rank} has NCCL {theirs}, this engine {ours}; all members of a group need the same "
                 f"libnccl: install one version of nvidia-nccl in both environments"
             )
-        return _Offer(pid, host.decode(), unique_id)
+        return _Offer(pid, host.rstrip(b"\0").decode(), unique_id)
 
     def _connect(self, rank: int, offer: _Offer) -> _Member | None:
         if not self._group.manifest.spans_of_rank(rank):
             return None  # this rank has made no communicator
         member = _Member(self._group, rank, offer.unique_id, 1 + self._index, self._device, self._abort)
-        if offer.host == host_id():
+        if offer.host and offer.host == host_id():
             try:
                 member.sender = ProcessWatch(offer.pid)
             except OSError:

@@ -16,6 +16,7 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.tensor_sums import partial_sums, warm_up
 from fourfold.weights.transport.base import SendTransport, TransferGroup, make_sender
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline, aborted
 
 
@@ -47,7 +48,17 @@ class WeightSender:
     def manifest(self) -> Manifest:
         return self._manifest
 
-    def make_offer(self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float) -> bytes:
+    def make_offer(
+        self,
+        epoch: int,
+        backend: str,
+        receiver_count: int,
+        *,
+        group: int = 0,
+        host: str = LOOPBACK,
+        interface: str = "",
+        timeout: float,
+    ) -> bytes:
         """Start an epoch, closing the open one, or add a group of receivers to it; return this rank's offer.
 
         Args:
@@ -55,6 +66,8 @@ class WeightSender:
             backend: one of `transport.base.Backend`.
             receiver_count: workers of all engines of the group together.
             group: 0, then 1, 2, ...
+            host: where the receivers reach this rank; see `listen_address`.
+            interface: on which it listens instead.
             timeout: in seconds, as in all methods.
 
         Raises:
@@ -62,7 +75,9 @@ class WeightSender:
             WrongState: the backend cannot send from where the weights are.
         """
         Deadline(timeout)  # only checks the value: nothing here waits
-        members = TransferGroup(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
+        members = TransferGroup(
+            epoch=epoch, manifest=self._manifest, receiver_count=receiver_count, host=host, interface=interface
+        )
         with self._lock:
             if group:
                 self._check_next_group(epoch, group)

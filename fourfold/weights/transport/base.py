@@ -34,6 +34,7 @@ import torch
 from fourfold.errors import InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import WeightSource
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline
 
 MAX_OFFER_BYTES: Final = 4096
@@ -81,7 +82,7 @@ class TransferGroup:
     epoch: int
     manifest: Manifest
     receiver_count: int
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     """Host name or address by which the coordinator reaches this member's service; gloo listens there."""
     interface: str = ""
     """Network interface on which gloo listens instead; empty: that of `host`."""
@@ -193,6 +194,13 @@ class ReceiveTransport(ABC, Generic[_OfferT, _LinkT]):
 
     def check(self) -> None:
         """Raise WrongState if the data that `receive` handed over has changed since."""
+
+    def held_shards(self) -> Sequence[torch.Tensor]:
+        """Return the shards of all ranks as they arrived last, uint8 [bytes] each; they stay until the next `receive`.
+
+        Raises WrongState: this backend keeps no copy.
+        """
+        raise WrongState(f"{self.backend} keeps no copy of the weights that arrived; the trainer must send them")
 
     def abort(self) -> None:
         self._abort.set()

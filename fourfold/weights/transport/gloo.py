@@ -314,6 +314,9 @@ class GlooReceiver(ReceiveTransport[_Offer, _Pair]):
             self._downstream.join(deadline)
         self._member.watch()
 
+    def held_shards(self) -> list[torch.Tensor]:
+        return self._shards
+
     def close(self) -> None:
         super().close()
         if self._downstream is not None:

@@ -28,13 +28,14 @@ from fourfold.errors import NO_ADDRESS, WrongState
 _log = logging.getLogger(__name__)
 # NVML_P2P_CAPS_INDEX_READ of nvml.h. nvidia-ml-py exports a 1-tuple under that name, which its own call rejects.
 _P2P_READ: Final = 0
+LOOPBACK: Final = "127.0.0.1"
 _HOST_FILES: Final = (
     "/proc/sys/kernel/random/boot_id",
     "/proc/self/ns/pid",
     "/proc/self/ns/ipc",
     "/proc/self/ns/net",
 )
-_SHARED_MEMORY: Final = "/dev/shm"
+_SHARED_MEMORY: Final = Path("/dev/shm")
 _INTERFACE_FIX: Final = "start it with --advertise ADDRESS, or name the network of all machines in weights.interface"
 
 
@@ -49,7 +50,7 @@ def host_id() -> str:
     if not all(parts):
         return ""
     try:
-        shared = os.stat(_SHARED_MEMORY)
+        shared = _SHARED_MEMORY.stat()
         parts.append(f"{shared.st_dev} {shared.st_ino}")
     except OSError:
         parts.append("none")

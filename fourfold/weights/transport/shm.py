@@ -90,6 +90,11 @@ class ShmReceiver(ReceiveTransport[bytes, _MappedArena]):
             arena.taken = sequence
         hand_to_sink(self._group.manifest, [arena.shard for arena in self._links], sink)
 
+    def held_shards(self) -> list[torch.Tensor]:
+        """Raises WrongState: the trainer has begun to send the next version."""
+        self.check()
+        return [arena.shard for arena in self._links]
+
     def check(self) -> None:
         for rank, arena in enumerate(self._links):
             if arena.page.sequence != arena.taken:

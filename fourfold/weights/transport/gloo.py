@@ -30,6 +30,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
+from fourfold.bounds import chunk_bytes
 from fourfold.errors import PEER_LOST, PEER_SLOW, DeadlinePassed, FourfoldError, InvalidInput, Unavailable
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import WeightSource, torch_dtype
@@ -56,10 +57,6 @@ from fourfold.weights.transport.rendezvous import (
 from fourfold.weights.transport.staging import hand_to_sink
 from fourfold.weights.transport.waiting import Deadline, aborted
 
-# A chunk costs about 0.2 ms beside its bytes, and the chain's length times one chunk's time is added to the transfer.
-_LEAST_CHUNK: Final = 1 << 20
-_LARGEST_CHUNK: Final = 16 << 20
-_CHUNKS: Final = 256
 # Receives that are posted before the first has arrived.
 _AHEAD: Final = 4
 # A receiver that has everything gives its successor this share of the time that is left: it ends before all others, and
@@ -72,11 +69,6 @@ _ABORTED: Final = b"aborted"
 # port of the board, its secret; the rest is its IP address as text
 _BODY: Final = struct.Struct(f"<H{NONCE_BYTES}s")
 _TRAINER: Final = -1
-
-
-def chunk_bytes(shard_bytes: int) -> int:
-    """Return the bytes of a chunk of a shard, which all members derive alike."""
-    return min(max(shard_bytes // _CHUNKS, _LEAST_CHUNK), _LARGEST_CHUNK)
 
 
 class _Offer(NamedTuple):

@@ -17,7 +17,7 @@ MAX_RAISED_VERSION: Final = 2**52
 MAX_RECEIVERS: Final = 4096
 # A chunk costs about 0.3 ms beside its bytes, and the time of one chunk is added to a transfer for each engine of a
 # chain. So large shards have large chunks.
-_CHUNK_BYTES: Final = (1 << 20, 16 << 20)
+_CHUNK_BYTES: Final = (1 << 20, 8 << 20)
 _CHUNKS: Final = 256
 
 

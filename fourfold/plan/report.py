@@ -366,8 +366,8 @@ def _weights(config: Config, shape: ModelShape) -> list[str]:
         verified = f"Checksums of all tensors are compared with the trainer's {begin}{every}, {probe}."
     return [
         f"{weight_bytes(config, shape) / GIB:.2f} GiB go to {receivers} after every step, {path}.",
-        update_cost(config, shape),
         f"{_WEIGHT_PAUSES[config.pause_mode]} {verified}",
+        update_cost(config, shape),
     ]
 
 

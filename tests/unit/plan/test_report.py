@@ -53,10 +53,10 @@ reward      1 service, 1 worker process: `last_number`, at most 10 s per sample.
 reference   none, because algorithm.kl.coef is 0.
 weights     0.50 GiB go to the engine after every step, through shared memory, or by gloo to engines on other
             machines or in other containers.
-            Direct, because all engines read the one copy in shared memory, which takes the trainer about 0.11
-            s. Engines on other hosts are a chain: 0.51 s at 10 Gbit/s and 0.12 s at 100 Gbit/s.
             Running samples finish first. Checksums of all tensors are compared with the trainer's in the
             first 3 updates and every 10 versions, the log-probabilities of a probe prompt after every update.
+            Direct, because all engines read the one copy in shared memory, which takes the trainer about 0.11
+            s. Engines on other hosts are a chain: 0.51 s at 10 Gbit/s and 0.12 s at 100 Gbit/s.
 policy lag  0: the weights of each step sample the next one.
 speed       unknown. `fourfold plan RECIPE --rates runs/NAME` predicts it from the metrics of a run that has
             done a step.

@@ -31,4 +31,4 @@ def test_one_slow_link_sets_the_pace_of_all_behind_it() -> None:
 
 
 def test_chunks_grow_with_the_shard_within_bounds() -> None:
-    assert [chunk_bytes(size) for size in (0, 1 << 20, 512 << 20, 100 * _GB)] == [1 << 20, 1 << 20, 2 << 20, 16 << 20]
+    assert [chunk_bytes(size) for size in (0, 1 << 20, 512 << 20, 100 * _GB)] == [1 << 20, 1 << 20, 2 << 20, 8 << 20]

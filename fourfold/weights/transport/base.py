@@ -114,6 +114,9 @@ class Sink(Protocol):
 class SendTransport(Protocol):
     """The end of one trainer rank."""
 
+    through_host: bool
+    """Whether `send` works in main memory, and so in a thread of its own while other groups are sent to."""
+
     def offer(self) -> bytes:
         """Return the rendezvous data for the receivers: secret, at most MAX_OFFER_BYTES."""
 

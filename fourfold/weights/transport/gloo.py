@@ -203,6 +203,8 @@ class _Operation:
 class GlooSender:
     """One trainer rank: the head of the chain."""
 
+    through_host = True
+
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Open the board. Raises WrongState: this machine has no address that the receivers reach."""
         self._group, self._rank, self._source = group, rank, source

@@ -148,6 +148,8 @@ class _Member(SenderLink):
 class NcclSender:
     """Rank 0 of the communicator of one trainer rank."""
 
+    through_host = False
+
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Make the rendezvous id. Raises WrongState: CuPy is not installed, or the weights are not on a GPU."""
         self._group, self._rank, self._source = group, rank, source

@@ -29,6 +29,8 @@ from fourfold.weights.transport.waiting import Deadline, aborted
 class ShmSender(PageSender):
     """The arena of one trainer rank."""
 
+    through_host = True
+
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Allocate the arena. Raises Overloaded: not enough memory."""
         self._manifest, self._source = group.manifest, source

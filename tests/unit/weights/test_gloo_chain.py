@@ -5,15 +5,16 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
 
-from fourfold.errors import CONSEQUENCES, PEER_LOST, PEER_SLOW, DeadlinePassed, FourfoldError, Unavailable
+from fourfold.errors import CONSEQUENCES, PEER_LOST, PEER_SLOW, DeadlinePassed, FourfoldError, Unavailable, WrongState
 from fourfold.weights.digest import combine_digest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
-from tests.support.weight_peers import Peer, make_model, receiver
+from tests.support.weight_peers import Peer, engine, make_model, receiver
 
 _TIMEOUT = 20.0
 _BIG = 4_000_000  # elements: 8 chunks
@@ -133,3 +134,62 @@ def test_weights_that_change_in_one_receiver_differ_from_there_on() -> None:
         digest, received = it.publish(1)
         assert received[0] == digest
         assert received[1] == received[2] != digest
+
+
+def test_groups_are_sent_to_side_by_side() -> None:
+    weights = WeightSender(DenseSource(make_model(1, big=_BIG)), rank=0, rank_count=1)
+    slow, fast = (Peer(receiver, weights.manifest().to_bytes(), 1, 0) for _ in range(2))
+    try:
+        for group, (backend, peer) in enumerate((("gloo", slow), ("shm", fast))):
+            offer = weights.make_offer(1, backend, 1, group=group, timeout=_TIMEOUT)
+            peer.start("open", 1, backend, [offer], _TIMEOUT)
+        weights.open(1, timeout=_TIMEOUT)
+        slow.result()
+        fast.result()
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(weights.send, 1, 1, timeout=_TIMEOUT)
+            digest = fast.call("receive", 1, _TIMEOUT)  # while the other receiver does nothing
+            assert not sending.done()
+            assert slow.call("receive", 1, _TIMEOUT) == digest
+            sent = sending.result()
+        assert combine_digest(weights.manifest(), [sent.partial_sums]) == digest
+        assert sent.sent_bytes >= 2 * weights.manifest().byte_count
+        fast.start("receive", 2, 5.0)
+        slow.kill()
+        with pytest.raises(Unavailable, match="receiver 0 is gone"):
+            weights.send(1, 2, timeout=_TIMEOUT)
+    finally:
+        weights.close()
+        slow.stop()
+        fast.stop()
+
+
+def test_a_late_receiver_is_fed_by_one_that_holds_the_weights_and_the_sender_sends_nothing() -> None:
+    weights = WeightSender(DenseSource(make_model(1, big=_BIG)), rank=0, rank_count=1)
+    manifest = weights.manifest().to_bytes()
+    first, late = Peer(engine, manifest), Peer(receiver, manifest, 1, 0)
+    try:
+        first.start("open", 1, "gloo", [weights.make_offer(1, "gloo", 1, timeout=_TIMEOUT)], _TIMEOUT)
+        weights.open(1, timeout=_TIMEOUT)
+        first.result()
+        with pytest.raises(WrongState, match="does not hold version 1"):
+            first.call("feed", 2, 1, _TIMEOUT)
+        first.start("receive", 1, _TIMEOUT)
+        digest = combine_digest(weights.manifest(), [weights.send(1, 1, timeout=_TIMEOUT).partial_sums])
+        assert first.result() == digest
+        with pytest.raises(WrongState, match="does not hold version 1"):
+            first.call("feed", 2, 1, _TIMEOUT)  # received, and not committed
+        first.call("commit", 1)
+        weights.close()  # so that nothing can come from there
+        for epoch in (2, 3):
+            late.start("open", epoch, "gloo", first.call("feed", epoch, 1, _TIMEOUT), _TIMEOUT)
+            late.result()
+            assert late.call("receive", 1, _TIMEOUT) == digest
+        offers = first.call("feed", 4, 1, _TIMEOUT)
+        first.call("close")  # as with the next update
+        with pytest.raises(Unavailable, match="cannot connect to trainer rank 0"):
+            late.call("open", 4, "gloo", offers, _TIMEOUT)
+    finally:
+        weights.close()
+        first.stop()
+        late.stop()

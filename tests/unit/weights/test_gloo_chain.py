@@ -71,7 +71,7 @@ def chain(count: int) -> Iterator[Chain]:
     finally:
         made.weights.close()
         for peer in made.peers:
-            peer.stop()
+            peer.kill()  # gloo would keep the process until its operations have timed out
 
 
 def test_every_receiver_gets_the_weights_and_the_sender_sends_them_once() -> None:

@@ -153,9 +153,9 @@ def test_gloo_listens_where_the_service_is_known_or_on_the_named_interface() -> 
     ) as error:
         listen_address("192.0.2.1")  # an address of documentation, which no machine has
     assert error.value.reason == NO_ADDRESS
-    with pytest.raises(WrongState, match="no such interface with an IP address; it has .*lo"):
+    with pytest.raises(WrongState, match=r"no such interface with an IP address; it has .*lo"):
         listen_address("127.0.0.1", "nothing7")
-    with pytest.raises(WrongState, match="cannot receive weights on 'no-such-host.invalid'"):
+    with pytest.raises(WrongState, match=r"cannot receive weights on 'no-such-host\.invalid'"):
         listen_address("no-such-host.invalid")
     with pytest.raises(WrongState, match=r"none of its interfaces has 0\.0\.0\.0"):
         listen_address("0.0.0.0")

@@ -13,8 +13,15 @@ from typing import ClassVar, Final
 ARCHITECTURE_NOT_VERIFIED: Final = "ARCHITECTURE_NOT_VERIFIED"
 CANNOT_SLEEP: Final = "CANNOT_SLEEP"
 MODEL_MISMATCH: Final = "MODEL_MISMATCH"
+NO_ADDRESS: Final = "NO_ADDRESS"
 NO_BACKEND: Final = "NO_BACKEND"
 WEIGHTS_REFUSED: Final = frozenset({ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, NO_BACKEND})
+
+# Reasons of the errors with which members of a weight transfer end that are well: another member is to blame.
+PEER_LOST: Final = "PEER_LOST"
+PEER_SLOW: Final = "PEER_SLOW"
+TRANSFER_ABORTED: Final = "TRANSFER_ABORTED"
+CONSEQUENCES: Final = frozenset({PEER_LOST, PEER_SLOW, TRANSFER_ABORTED})
 
 
 class FourfoldError(Exception):

@@ -198,6 +198,9 @@ class WeightsConfig(Table):
     """Transport. auto: the fastest that works for each engine: cuda_ipc (an engine on the same GPUs, or on GPUs with
     peer access to them, reads the trainer's memory), nccl (other GPUs), shm (shared memory of the machine), gloo
     (network)."""
+    interface: str = Field(default="", max_length=64)
+    """Network interface of trainer and engines on which gloo listens, as "eth0". Empty: that of the address by which
+    the coordinator reaches each of them (`--advertise`)."""
     pause: Literal["auto", "keep", "recompute", "wait", "abort"] = "auto"
     """Running requests during an update. keep: they are paused and continue under the new weights, with the KV cache of
     the old ones. recompute: the same, but the new weights compute their KV cache again. wait: they finish first. abort:

@@ -31,6 +31,7 @@ from fourfold.plan.memory import (
 from fourfold.plan.models import AdapterPlan, check_sequence_parallel, model_sizes
 from fourfold.plan.placement import gpu_plan
 from fourfold.plan.rates import RunRates, read_rates
+from fourfold.plan.weight_update import update_cost
 from fourfold.text import align_columns
 
 _WIDTH: Final = 110
@@ -345,7 +346,7 @@ _WEIGHT_PAUSES: Final = {
 
 
 def _weights(config: Config, shape: ModelShape) -> list[str]:
-    """Return a paragraph on the transport of new weights, and one on running samples and verification."""
+    """Return paragraphs on the transport of new weights, its cost, and running samples and verification."""
     weights = config.weights
     path = _WEIGHT_PATHS.get(weights.backend)
     if path is None and config.weights_stay_on_gpus:
@@ -353,7 +354,7 @@ def _weights(config: Config, shape: ModelShape) -> list[str]:
             f"{_WEIGHT_PATHS['cuda_ipc']} if they can access it, else by NCCL, or through main memory if neither works"
         )
     elif path is None:
-        path = "through shared memory, or by gloo between containers of one machine"
+        path = "through shared memory, or by gloo to engines on other machines or in other containers"
     engines = max(config.rollout.replicas, 1)
     receivers = "the engine" if engines == 1 else f"each of {engines} engines"
     probe = "the log-probabilities of a probe prompt after every update"
@@ -366,6 +367,7 @@ def _weights(config: Config, shape: ModelShape) -> list[str]:
     return [
         f"{weight_bytes(config, shape) / GIB:.2f} GiB go to {receivers} after every step, {path}.",
         f"{_WEIGHT_PAUSES[config.pause_mode]} {verified}",
+        update_cost(config, shape),
     ]
 
 

@@ -321,9 +321,11 @@ class RolloutControlClient(AsyncClient):
         offers: Sequence[bytes],
         receiver_count: int,
         first_receiver_index: int,
+        host: str = "",
+        interface: str = "",
         timeout: float,
     ) -> control.OpenWeightsResponse:
-        """Join one epoch. Running requests go on."""
+        """Join one epoch. Running requests go on. The engine listens on `interface`, or at `host`, where needed."""
         request = control.OpenWeightsRequest(
             epoch=epoch,
             backend=backend,
@@ -331,6 +333,8 @@ class RolloutControlClient(AsyncClient):
             offers=offers,
             receiver_count=receiver_count,
             first_receiver_index=first_receiver_index,
+            host=host,
+            interface=interface,
         )
         return await self._call(self._stub.OpenWeights, request, timeout)
 
@@ -386,6 +390,28 @@ class RolloutControlClient(AsyncClient):
         response = await self._call(self._stub.GetWeightSums, control.GetWeightSumsRequest(epoch=epoch), timeout)
         self._check(response).sums(response.sums)
         return response.sums
+
+    async def feed(
+        self,
+        *,
+        epoch: int,
+        policy_version: int,
+        receiver_count: int,
+        host: str = "",
+        interface: str = "",
+        timeout: float,
+    ) -> list[bytes]:
+        """Let the engine send its weights to late engines, in the background and at most for `timeout`.
+
+        Returns:
+            The offers for the late engines. Never log them.
+        """
+        request = control.FeedWeightsRequest(
+            epoch=epoch, policy_version=policy_version, receiver_count=receiver_count, host=host, interface=interface
+        )
+        response = await self._call(self._stub.FeedWeights, request, timeout)
+        self._check(response).offers(response.offers)
+        return list(response.offers)
 
     async def sleep(self, *, level: int, timeout: float) -> None:
         """Free the engine's GPU memory; level 1 keeps the weights in host memory, 2 drops them."""

@@ -349,14 +349,26 @@ class TrainerWeightClient(AsyncClient):
         return found
 
     async def make_offer(
-        self, *, epoch: int, backend: str, receiver_count: int, group: int = 0, timeout: float
+        self,
+        *,
+        epoch: int,
+        backend: str,
+        receiver_count: int,
+        group: int = 0,
+        host: str = "",
+        interface: str = "",
+        timeout: float,
     ) -> list[bytes]:
         """Start an epoch (group 0), or add the next group of receivers to it.
+
+        The trainer listens on `interface`, or at `host`, where a backend needs that.
 
         Returns:
             One opaque offer per trainer rank, for the receivers of this group. Never log them.
         """
-        request = weight.MakeOfferRequest(epoch=epoch, backend=backend, receiver_count=receiver_count, group=group)
+        request = weight.MakeOfferRequest(
+            epoch=epoch, backend=backend, receiver_count=receiver_count, group=group, host=host, interface=interface
+        )
         response = await self._call(self._stub.MakeOffer, request, timeout)
         self._check(response).offers(response.offers)
         return list(response.offers)

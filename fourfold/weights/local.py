@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, Self, TypeVar
 
-from fourfold.errors import FourfoldError, InvalidInput, WrongState
+from fourfold.errors import CONSEQUENCES, FourfoldError, InvalidInput, WrongState
 from fourfold.host.scratch import Scratch
 from fourfold.weights.digest import add_sums, differing_tensors, digest_of, join_names, unsummed_digest
 from fourfold.weights.manifest import Manifest
@@ -28,8 +28,6 @@ from fourfold.weights.worker_control import AbortFlag, unwrap, unwrap_same
 _T = TypeVar("_T")
 
 _MISMATCH: Final = "DIGEST_MISMATCH"
-# Reason of the errors with which the other calls end after one has failed.
-_ABORTED: Final = "TRANSFER_ABORTED"
 
 
 class PublishEngine(Protocol):
@@ -242,7 +240,7 @@ class Publisher:
         except Exception as error:
             self._abort_transfers()
             wait(self._started)  # each call has a deadline, and an engine's state is known only after its call
-            causes = [e for e in (*self._errors, error) if getattr(e, "reason", "") != _ABORTED]
+            causes = [e for e in (*self._errors, error) if getattr(e, "reason", "") not in CONSEQUENCES]
             raise PublishFailed(next(iter(causes), error), clean=self._abort()) from error
 
     def _abort(self) -> bool:

@@ -19,9 +19,11 @@ from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
 from fourfold.weights.apply.base import Applier, ApplyReport, CannotApply, ModelState
 from fourfold.weights.consensus import GroupConsensus
 from fourfold.weights.digest import digest_of, unsummed_digest
+from fourfold.weights.feed import WeightFeed
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.tensor_sums import TensorSums, warm_up
 from fourfold.weights.transport.base import ReceiveTransport, Sink, TransferGroup, make_receiver
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline
 from fourfold.weights.worker_control import AbortFlag
 
@@ -51,6 +53,7 @@ class WeightReceiver:
         self._appliers, self._device = tuple(appliers), device
         self._consensus = consensus
         self._open_epoch: _Epoch | None = None
+        self._feed: WeightFeed | None = None
         self._last_epoch = -1
         self._uncommitted = False
         self._dirty = False
@@ -65,6 +68,8 @@ class WeightReceiver:
         receiver_index: int,
         timeout: float,
         abort_path: str = "",
+        host: str = LOOPBACK,
+        interface: str = "",
     ) -> ApplyReport:
         """Join an epoch, replacing the open one. If any worker refuses it, nothing changes in any worker.
 
@@ -77,6 +82,8 @@ class WeightReceiver:
             receiver_index: of this worker among them.
             timeout: in seconds, as in all methods.
             abort_path: file of the `AbortFlag` that ends waits of this epoch; empty: none.
+            host: where the other members reach this worker; see `listen_address`.
+            interface: on which it listens instead.
 
         Raises:
             StaleEpoch: the epoch is not above the last one, or was aborted already.
@@ -88,7 +95,8 @@ class WeightReceiver:
         deadline = _deadline(timeout, flag, epoch)
         own: FourfoldError | None = Internal("the epoch could not be checked; the engine's log has the traceback")
         try:
-            opening, report = self._prepare(epoch, backend, manifest, offers, receiver_count, receiver_index)
+            group = self._group(epoch, manifest, receiver_count, host, interface)
+            opening, report = self._prepare(group, backend, offers, receiver_index)
             own = None
         except FourfoldError as error:
             own = error
@@ -120,6 +128,7 @@ class WeightReceiver:
             DeadlinePassed, Unavailable: nothing arrived.
         """
         current = self._current(epoch)
+        self._end_feed()  # it reads what is overwritten now
         deadline = _deadline(timeout, current.abort_flag, epoch)
         self._dirty |= self._uncommitted  # the weights held now were received, but never served
         self._uncommitted = False
@@ -150,8 +159,31 @@ class WeightReceiver:
         return dict(self._current(epoch).seconds)
 
     def sums(self, epoch: int) -> bytes:
-        """Return the sums of the version received last; empty if it was received without sums."""
-        return self._current(epoch).sums
+        """Return the sums of the version received last; empty if it was received without sums and never fed."""
+        sums = self._current(epoch).sums
+        return sums if sums or self._feed is None else self._feed.sums
+
+    def feed(
+        self, epoch: int, policy_version: int, receiver_count: int, host: str, interface: str, timeout: float
+    ) -> list[bytes]:
+        """Begin to send the served version to late receivers by gloo, in a thread; return the offers for them.
+
+        The thread ends after `timeout` seconds, with the next `feed`, `receive` or `open`, and with `abort`. Args and
+        errors are those of `WeightSender.make_offer`.
+
+        Raises:
+            WrongState: the version is not the served one, or its transport keeps no copy of it.
+        """
+        current = self._open_epoch
+        if current is None or self._dirty or self._uncommitted or current.received_version != policy_version:
+            raise WrongState(f"this engine does not hold version {policy_version} as it arrived; another must send it")
+        shards = current.transport.held_shards()
+        group = TransferGroup(
+            epoch=epoch, manifest=current.manifest, receiver_count=receiver_count, host=host, interface=interface
+        )
+        self._end_feed()
+        self._feed = WeightFeed(group, shards, policy_version, timeout)
+        return self._feed.offers
 
     def commit(self, epoch: int, policy_version: int) -> None:
         """Record that the received version is served. Idempotent. Raises WrongState: it was not received."""
@@ -173,18 +205,22 @@ class WeightReceiver:
         self._close()
         return "dirty" if self._dirty else "clean"
 
-    def _prepare(
-        self, epoch: int, backend: str, manifest: bytes, offers: Sequence[bytes], receiver_count: int, index: int
-    ) -> tuple[_Epoch, ApplyReport]:
-        """Check everything and make the parts of the epoch, without a change to the open one."""
+    def _group(self, epoch: int, manifest: bytes, receiver_count: int, host: str, interface: str) -> TransferGroup:
         if epoch <= self._last_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._last_epoch}; use a higher one")
         parsed = Manifest.from_bytes(manifest)
-        group = TransferGroup(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
+        return TransferGroup(
+            epoch=epoch, manifest=parsed, receiver_count=receiver_count, host=host, interface=interface
+        )
+
+    def _prepare(
+        self, group: TransferGroup, backend: str, offers: Sequence[bytes], index: int
+    ) -> tuple[_Epoch, ApplyReport]:
+        """Check everything and make the parts of the epoch, without a change to the open one."""
         transport = make_receiver(backend, group, index, self._device)
         transport.accept(offers)
-        applier, report = self._bake(parsed)
-        return _Epoch(epoch, parsed, transport, applier), report
+        applier, report = self._bake(group.manifest)
+        return _Epoch(group.epoch, group.manifest, transport, applier), report
 
     def _bake(self, manifest: Manifest) -> tuple[Applier, ApplyReport]:
         """Return the best applier for a manifest, and how it will apply it."""
@@ -205,10 +241,16 @@ class WeightReceiver:
         return self._open_epoch
 
     def _close(self) -> None:
+        self._end_feed()
         closing, self._open_epoch = self._open_epoch, None
         if closing is not None:
             closing.transport.abort()
             closing.transport.close()
+
+    def _end_feed(self) -> None:
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
 
 
 class _SummingSink:

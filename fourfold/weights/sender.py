@@ -7,15 +7,18 @@ higher epoch. All methods but `abort` belong to one thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-from fourfold.errors import InvalidInput, StaleEpoch, WrongState
+from fourfold.errors import TRANSFER_ABORTED, FourfoldError, InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.source.base import WeightSource, torch_dtype
+from fourfold.weights.source.base import WeightSource, synchronize, torch_dtype
 from fourfold.weights.tensor_sums import partial_sums, warm_up
 from fourfold.weights.transport.base import SendTransport, TransferGroup, make_sender
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline, aborted
 
 
@@ -47,7 +50,17 @@ class WeightSender:
     def manifest(self) -> Manifest:
         return self._manifest
 
-    def make_offer(self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float) -> bytes:
+    def make_offer(
+        self,
+        epoch: int,
+        backend: str,
+        receiver_count: int,
+        *,
+        group: int = 0,
+        host: str = LOOPBACK,
+        interface: str = "",
+        timeout: float,
+    ) -> bytes:
         """Start an epoch, closing the open one, or add a group of receivers to it; return this rank's offer.
 
         Args:
@@ -55,6 +68,8 @@ class WeightSender:
             backend: one of `transport.base.Backend`.
             receiver_count: workers of all engines of the group together.
             group: 0, then 1, 2, ...
+            host: where the receivers reach this rank; see `listen_address`.
+            interface: on which it listens instead.
             timeout: in seconds, as in all methods.
 
         Raises:
@@ -62,7 +77,9 @@ class WeightSender:
             WrongState: the backend cannot send from where the weights are.
         """
         Deadline(timeout)  # only checks the value: nothing here waits
-        members = TransferGroup(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
+        members = TransferGroup(
+            epoch=epoch, manifest=self._manifest, receiver_count=receiver_count, host=host, interface=interface
+        )
         with self._lock:
             if group:
                 self._check_next_group(epoch, group)
@@ -105,7 +122,7 @@ class WeightSender:
                 raise WrongState(f"epoch {epoch} was not opened; call open after make_offer")
             self._source.begin_round()
             try:
-                sent_bytes = sum([transport.send(policy_version, deadline) for transport in transports])
+                sent_bytes = self._send(transports, policy_version, deadline)
                 # After the transfer, so that the receivers load while this rank computes its sums.
                 sums = b"" if skip_sums else self._partial_sums()
             finally:
@@ -128,6 +145,40 @@ class WeightSender:
 
     def close(self) -> None:
         self.abort(self._epoch)
+
+    def _send(self, transports: Sequence[SendTransport], policy_version: int, deadline: Deadline) -> int:
+        """Send to all groups side by side: engines of a fast group would otherwise wait for those of a slow one."""
+        here = [transport for transport in transports if not transport.through_host] or transports[:1]
+        others = [transport for transport in transports if transport not in here]
+        if others and self._spans:
+            synchronize(self._source.read(self._spans[0]).device)  # threads do not share the stream of this one
+        if not others:
+            return sum(transport.send(policy_version, deadline) for transport in here)
+
+        def run(transport: SendTransport) -> int:
+            with ExitStack() as on_error:
+                for each in transports:
+                    on_error.callback(each.abort)
+                sent = transport.send(policy_version, deadline)
+                on_error.pop_all()
+            return sent
+
+        with ThreadPoolExecutor(len(others), thread_name_prefix="weights-send") as pool:
+            running = [pool.submit(run, transport) for transport in others]
+            results: list[int | FourfoldError] = []
+            calls: list[Callable[[], int]] = [
+                *(partial(run, transport) for transport in here),
+                *(number.result for number in running),
+            ]
+            for call in calls:
+                try:
+                    results.append(call())
+                except FourfoldError as error:
+                    results.append(error)
+        errors = [result for result in results if isinstance(result, FourfoldError)]
+        if errors:
+            raise next((error for error in errors if error.reason != TRANSFER_ABORTED), errors[0])
+        return sum(result for result in results if isinstance(result, int))
 
     def _partial_sums(self) -> bytes:
         dtypes = [torch_dtype(spec.dtype) for spec in self._manifest.tensors]

@@ -8,11 +8,19 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
 from fourfold.coordinator.client import AsyncCoordinatorClient
-from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, DeadlinePassed, Unavailable, WrongState
+from fourfold.errors import (
+    ARCHITECTURE_NOT_VERIFIED,
+    MODEL_MISMATCH,
+    PEER_LOST,
+    DeadlinePassed,
+    Unavailable,
+    WrongState,
+)
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.weights import broker
@@ -124,6 +132,67 @@ async def test_one_engine_with_another_model_is_left_out_for_good(make_stage: Ca
     check_books(stage)
     assert stage.rollouts[0].version == stage.trainer.version > 0
     assert stage.rollouts[1].version == 0 and stage.rollouts[1].opened <= 2
+
+
+def _join_while_it_trains(stage: Stage, late: FakeRollout) -> None:
+    """Let an engine join in the second step, in which the trainer is busy until it serves or half a second is over."""
+
+    async def join(step: int) -> None:
+        if step == 2:
+            stage.rollouts.append(late)
+            await late.join(stage.address)
+            with suppress(TimeoutError):
+                await until(lambda: late.commits, 1.0)
+
+    stage.trainer.on_train = join
+
+
+async def test_a_late_engine_is_fed_by_a_peer_while_the_trainer_trains(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=3)
+    first, late = stage.rollouts[0], FakeRollout("rollout-1", stage.config, host_id="there")
+    stage.trainer.journal = []
+    _join_while_it_trains(stage, late)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert first.fed == [1]
+    assert late.places[0] == (b"offer of a peer", 1, 0)
+    assert late.commits[0] == first.commits[0], "the version of the first step"
+    sends = [word for word in stage.trainer.journal if word.endswith("send")]
+    assert len(sends) == len(stage.trainer.skipped_sums) == 3, "the trainer sent each version once"
+    assert late.commits == first.commits, "later versions come from the trainer"
+
+
+@pytest.mark.parametrize("fault", ["refuses", "dies", "damages"])
+async def test_the_trainer_feeds_a_late_engine_that_no_peer_can_feed(
+    make_stage: Callable[..., Stage], fault: str
+) -> None:
+    stage = make_stage(steps=3)
+    first, late = stage.rollouts[0], FakeRollout("rollout-1", stage.config)
+    first.feeds_nothing, late.wrong_digests = fault == "refuses", int(fault == "damages")
+    first.dies_in = "FeedWeights" if fault == "dies" else ""
+    _join_while_it_trains(stage, late)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert late.version == stage.trainer.version
+    assert all(offer.startswith(b"offer of group") for offer, _, _ in late.places[-1:])
+
+
+async def test_members_that_lost_another_one_are_not_fenced_for_it(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=2, rollout={"replicas": 3})
+    stage.rollouts += [FakeRollout(f"rollout-{i}", stage.config) for i in (1, 2)]
+    well, dead, behind = stage.rollouts
+    dead.dies_in = "BeginWeights"
+
+    async def lose() -> None:
+        if well.places[-1][1] == 3:
+            raise Unavailable("receiver 1 is gone from the chain of receivers", reason=PEER_LOST)
+
+    well.on_begin = behind.on_begin = lose
+    await stage.start()
+    assert await stage.finish() == 0
+    assert [engine.places[1][1] for engine in (well, behind)] == [2, 2], "the next update has all others at once"
 
 
 async def test_engines_on_another_host_get_their_weights_by_gloo(make_stage: Callable[..., Stage]) -> None:

@@ -15,6 +15,7 @@ from fourfold_rollout.engine import (
     EngineLoad,
     EngineSample,
     EpochTerms,
+    FeedTerms,
     Finish,
     OpenReport,
     SampleOutput,
@@ -205,6 +206,10 @@ class FakeEngine:
         self.loaded, self.has_old_prefixes = policy_version, bool(self.running)
         self.log.append(f"receive {policy_version}" + " without sums" * skip_sums)
         return DIGEST
+
+    async def feed_weights(self, terms: FeedTerms, *, timeout: float) -> list[bytes]:
+        self.log.append(f"feed {terms.policy_version} to {terms.receiver_count} at {terms.host}{terms.interface}")
+        return [b"offer"]
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
         """Note it, or raise `commit_error`."""

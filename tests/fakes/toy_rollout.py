@@ -27,6 +27,7 @@ from tests.fakes.toy import (
     Member,
     Services,
     receive,
+    send,
     toy_answer,
     toy_logprobs,
     weights_digest,
@@ -64,6 +65,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self.pause_modes: list[int] = []
         self.pause_seconds = 0.0001  # in the response to every commit
         self.places: list[tuple[bytes, int, int]] = []  # offer, receivers and first index, of every epoch
+        self.fed: list[int] = []  # receivers of every feed
+        self.feeds_nothing = False
         self.backends, self.device_uuids = ["shm", "gloo"], list[bytes]()
         self.held = False
         self.aborts = self.opened = 0
@@ -240,6 +243,15 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
     ) -> control.GetWeightSumsResponse:
         self._check(request.epoch)
         return control.GetWeightSumsResponse(sums=self._sums)
+
+    async def FeedWeights(self, request: control.FeedWeightsRequest, context: Context) -> control.FeedWeightsResponse:
+        await self._enter("FeedWeights")
+        if self.feeds_nothing or request.policy_version != self.version:
+            raise WrongState(f"version {request.policy_version} is not held")
+        send(request.epoch, request.policy_version, self.weights)
+        self.fed.append(request.receiver_count)
+        self._sums = weights_sums(self.weights)
+        return control.FeedWeightsResponse(offers=[b"offer of a peer"])
 
     async def AbortWeights(
         self, request: control.AbortWeightsRequest, context: Context

@@ -14,6 +14,7 @@ from fourfold.arrays import Float32Array, Sample, VersionSpan
 from fourfold.errors import StaleEpoch
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SentWeights, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine, ModelSize
@@ -145,7 +146,15 @@ class FakeEngine:
         return MANIFEST
 
     def make_offers(
-        self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float
+        self,
+        epoch: int,
+        backend: str,
+        receiver_count: int,
+        *,
+        group: int = 0,
+        host: str = LOOPBACK,
+        interface: str = "",
+        timeout: float,
     ) -> list[bytes]:
         self._enter("make_offers")
         if group == 0 and epoch <= self.epoch:

@@ -192,11 +192,16 @@ class Coordinator:
 
 
 def _without_peer_access(
-    wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[fan_out.DescribedEngine]
+    wanted: str,
+    trainer: weight.GetManifestResponse,
+    engines: Sequence[fan_out.DescribedEngine],
+    *,
+    host: str,
+    interface: str,
 ) -> list[backends.BackendGroup]:
     """Choose backends as where no GPU reads another one's memory."""
     trainer.reachable_device_uuids[:] = trainer.device_uuids
-    return backends.group_by_backend(wanted, trainer, engines)
+    return backends.group_by_backend(wanted, trainer, engines, host=host, interface=interface)
 
 
 async def ends_in(seconds: float, work: Awaitable[None]) -> None:

@@ -16,13 +16,16 @@ from typing import Any, Final
 import torch
 
 from fourfold.errors import FourfoldError
+from fourfold.weights.apply.base import ApplyReport, ModelState
 from fourfold.weights.digest import digest_of
 from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
+from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.source.fused_params import sent_parameters
 from fourfold.weights.tensor_sums import partial_sums
 from fourfold.weights.transport.base import TransferGroup, make_receiver
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {"embed.weight": (37, 8), "mlp.weight": (5, 7, 3), "norm.weight": (8,)}
@@ -131,6 +134,10 @@ class Peer:
         self.start(method, *args)
         return self.result()
 
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None, "started"
+        os.kill(self.process.pid, number)
+
     def kill(self) -> None:
         """kill -9."""
         self.process.kill()
@@ -183,14 +190,72 @@ def receiver(pipe: multiprocessing.connection.Connection, manifest: bytes, recei
     def abort_in(seconds: float) -> None:
         threading.Timer(seconds, state["transport"].abort).start()
 
+    def corrupt() -> None:
+        """Flip a bit of the first chunk of gloo's next transfer between its arrival and its departure."""
+        upstream, arrived = state["transport"]._links[0], []
+        finish = upstream.finish
+
+        def finish_and_flip(*arguments: Any) -> None:
+            finish(*arguments)
+            arrived.append(1)
+            if len(arrived) == 2:  # the first was the header
+                state["transport"]._shards[0][0] ^= 1
+
+        upstream.finish = finish_and_flip
+
     methods: dict[str, Callable[..., Any]] = {
         "open": open_,
         "receive": receive,
         "values": values,
         "check": check,
         "abort_in": abort_in,
+        "corrupt": corrupt,
     }
     _serve(pipe, {**methods, "close": lambda: state["transport"].close(), "pid": os.getpid})
+
+
+class _KeptModel:
+    """An applier that takes everything and applies nothing: the weights are in the transport."""
+
+    def bake(self, manifest: Manifest) -> ApplyReport:
+        return ApplyReport(direct_tensor_count=0, reload_tensor_count=len(manifest.tensors))
+
+    def begin(self, *, stable: bool) -> None:
+        pass
+
+    def slot(self, span: Span) -> torch.Tensor | None:
+        return None
+
+    def take(self, span: Span, values: torch.Tensor) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self) -> ModelState:
+        return "clean"
+
+
+def engine(pipe: multiprocessing.connection.Connection, manifest: bytes) -> None:
+    """An engine's only worker: open(epoch, backend, offers, timeout), receive, commit, feed -> offers, close."""
+    worker = WeightReceiver([_KeptModel()], torch.device("cpu"))
+    epochs: list[int] = []
+
+    def open_(epoch: int, backend: str, offers: Sequence[bytes], timeout: float) -> None:
+        epochs.append(epoch)
+        worker.open(epoch, backend, manifest, offers, 1, 0, timeout)
+
+    methods: dict[str, Callable[..., Any]] = {
+        "open": open_,
+        "receive": lambda version, timeout: worker.receive(epochs[-1], version, timeout),
+        "commit": lambda version: worker.commit(epochs[-1], version),
+        "feed": lambda epoch, version, timeout: worker.feed(epoch, version, 1, LOOPBACK, "", timeout),
+        "close": lambda: worker.abort(epochs[-1]),
+    }
+    _serve(pipe, methods)
 
 
 def sender(

@@ -125,8 +125,8 @@ class DescribeEngineResponse(_message.Message):
     model_sha256: _builtins.bytes
     """SHA-256 (32 bytes) of the model's config.json, parsed and written canonically."""
     host_id: _builtins.str
-    """Equal for processes that can map each other's memory: a hash of host name, boot, PID and IPC
-    namespace, 32 hexadecimal digits.
+    """Equal only for processes that can map each other's memory: a hash of host name, boot, user,
+    namespaces and shared memory mount, 32 hexadecimal digits. Empty: not known, so equal to none.
     """
     policy_version: _builtins.int
     """Version it serves, or served last when it is dirty; 0: that of the model folder."""
@@ -188,6 +188,8 @@ class OpenWeightsRequest(_message.Message):
     OFFERS_FIELD_NUMBER: _builtins.int
     RECEIVER_COUNT_FIELD_NUMBER: _builtins.int
     FIRST_RECEIVER_INDEX_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    INTERFACE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Grows with every change of membership, 0 to 2^53; ABORTED when it is not above the last."""
     backend: _builtins.str
@@ -198,6 +200,12 @@ class OpenWeightsRequest(_message.Message):
     """Number of receivers in the engine's group, over all engines that use these offers: 1 to 4,096."""
     first_receiver_index: _builtins.int
     """Index of this engine's first worker among them, from 0; all its workers must fit."""
+    host: _builtins.str
+    """Host name or address at which the coordinator reaches this engine; "gloo" listens there. Empty:
+    127.0.0.1.
+    """
+    interface: _builtins.str
+    """Network interface on which "gloo" listens instead, as "eth0"; empty: that of host."""
     @_builtins.property
     def offers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The trainer's offers, opaque, at most 4 KiB each, in rank order, never logged; at least one."""
@@ -211,10 +219,12 @@ class OpenWeightsRequest(_message.Message):
         offers: _abc.Iterable[_builtins.bytes] | None = ...,
         receiver_count: _builtins.int = ...,
         first_receiver_index: _builtins.int = ...,
+        host: _builtins.str = ...,
+        interface: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "first_receiver_index", b"first_receiver_index", "manifest", b"manifest", "offers", b"offers", "receiver_count", b"receiver_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "first_receiver_index", b"first_receiver_index", "host", b"host", "interface", b"interface", "manifest", b"manifest", "offers", b"offers", "receiver_count", b"receiver_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -570,7 +580,7 @@ class GetWeightSumsResponse(_message.Message):
     sums: _builtins.bytes
     """16 bytes per tensor of the manifest: two little-endian uint64, sum(w[i]) and
     sum((i + 1) * w[i]) modulo 2^64 over its 16- or 32-bit words. Empty when they were skipped,
-    or nothing was received in this epoch.
+    or nothing was received in this epoch. After FeedWeights has sent everything never empty.
     """
     def __init__(
         self,
@@ -584,6 +594,68 @@ class GetWeightSumsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetWeightSumsResponse: _TypeAlias = GetWeightSumsResponse  # noqa: Y015
+
+@_typing.final
+class FeedWeightsRequest(_message.Message):
+    """The late engines to feed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    RECEIVER_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    INTERFACE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the late engines; the epoch of this engine stays open."""
+    policy_version: _builtins.int
+    """Version to send: the one that this engine serves."""
+    receiver_count: _builtins.int
+    """Number of receivers, over all late engines: 1 to 4,096."""
+    host: _builtins.str
+    """As in OpenWeightsRequest."""
+    interface: _builtins.str
+    """As in OpenWeightsRequest."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+        receiver_count: _builtins.int = ...,
+        host: _builtins.str = ...,
+        interface: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "host", b"host", "interface", b"interface", "policy_version", b"policy_version", "receiver_count", b"receiver_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeedWeightsRequest: _TypeAlias = FeedWeightsRequest  # noqa: Y015
+
+@_typing.final
+class FeedWeightsResponse(_message.Message):
+    """One opaque offer per shard of the manifest, never logged."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """As those of the trainer, in rank order, at most 4 KiB each."""
+
+    def __init__(
+        self,
+        *,
+        offers: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offers", b"offers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeedWeightsResponse: _TypeAlias = FeedWeightsResponse  # noqa: Y015
 
 @_typing.final
 class SleepEngineRequest(_message.Message):

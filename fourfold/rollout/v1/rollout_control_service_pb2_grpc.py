@@ -85,6 +85,11 @@ class RolloutControlServiceStub(object):
                 request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsRequest.SerializeToString,
                 response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsResponse.FromString,
                 _registered_method=True)
+        self.FeedWeights = channel.unary_unary(
+                '/fourfold.rollout.v1.RolloutControlService/FeedWeights',
+                request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.FeedWeightsRequest.SerializeToString,
+                response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.FeedWeightsResponse.FromString,
+                _registered_method=True)
         self.SleepEngine = channel.unary_unary(
                 '/fourfold.rollout.v1.RolloutControlService/SleepEngine',
                 request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.SleepEngineRequest.SerializeToString,
@@ -177,6 +182,17 @@ class RolloutControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FeedWeights(self, request, context):
+        """Sends the weights that this engine serves to late engines, as the trainer would, by "gloo".
+        Returns the offers for them at once; the transfer goes on in the background while this engine
+        samples, at most for the timeout of this call. A further call, the next update or an abort ends
+        it. FAILED_PRECONDITION: this engine keeps no copy of that version as it arrived (only "gloo" and
+        "shm" do), or an update is open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SleepEngine(self, request, context):
         """Frees the GPU memory of an engine. New samples wait; running samples finish first.
         FAILED_PRECONDITION: samples still run after half of the deadline, an update is open, the engine
@@ -242,6 +258,11 @@ def add_RolloutControlServiceServicer_to_server(servicer, server):
                     servicer.GetWeightSums,
                     request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsRequest.FromString,
                     response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsResponse.SerializeToString,
+            ),
+            'FeedWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.FeedWeights,
+                    request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.FeedWeightsRequest.FromString,
+                    response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.FeedWeightsResponse.SerializeToString,
             ),
             'SleepEngine': grpc.unary_unary_rpc_method_handler(
                     servicer.SleepEngine,
@@ -503,6 +524,33 @@ class RolloutControlService(object):
             '/fourfold.rollout.v1.RolloutControlService/GetWeightSums',
             fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsRequest.SerializeToString,
             fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FeedWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.rollout.v1.RolloutControlService/FeedWeights',
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.FeedWeightsRequest.SerializeToString,
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.FeedWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,6 +70,13 @@ class RolloutControlServiceStub:
     """Returns the sums of every tensor received last, to find the tensor that differs when digests
     differ.
     """
+    FeedWeights: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.FeedWeightsRequest, _rollout_control_service_pb2.FeedWeightsResponse]
+    """Sends the weights that this engine serves to late engines, as the trainer would, by "gloo".
+    Returns the offers for them at once; the transfer goes on in the background while this engine
+    samples, at most for the timeout of this call. A further call, the next update or an abort ends
+    it. FAILED_PRECONDITION: this engine keeps no copy of that version as it arrived (only "gloo" and
+    "shm" do), or an update is open.
+    """
     SleepEngine: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.SleepEngineRequest, _rollout_control_service_pb2.SleepEngineResponse]
     """Frees the GPU memory of an engine. New samples wait; running samples finish first.
     FAILED_PRECONDITION: samples still run after half of the deadline, an update is open, the engine
@@ -122,6 +129,13 @@ class RolloutControlServiceAsyncStub(RolloutControlServiceStub):
     GetWeightSums: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.GetWeightSumsRequest, _rollout_control_service_pb2.GetWeightSumsResponse]  # type: ignore[assignment]
     """Returns the sums of every tensor received last, to find the tensor that differs when digests
     differ.
+    """
+    FeedWeights: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.FeedWeightsRequest, _rollout_control_service_pb2.FeedWeightsResponse]  # type: ignore[assignment]
+    """Sends the weights that this engine serves to late engines, as the trainer would, by "gloo".
+    Returns the offers for them at once; the transfer goes on in the background while this engine
+    samples, at most for the timeout of this call. A further call, the next update or an abort ends
+    it. FAILED_PRECONDITION: this engine keeps no copy of that version as it arrived (only "gloo" and
+    "shm" do), or an update is open.
     """
     SleepEngine: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.SleepEngineRequest, _rollout_control_service_pb2.SleepEngineResponse]  # type: ignore[assignment]
     """Frees the GPU memory of an engine. New samples wait; running samples finish first.
@@ -226,6 +240,19 @@ class RolloutControlServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_control_service_pb2.GetWeightSumsResponse, _abc.Awaitable[_rollout_control_service_pb2.GetWeightSumsResponse]]:
         """Returns the sums of every tensor received last, to find the tensor that differs when digests
         differ.
+        """
+
+    @_abc_1.abstractmethod
+    def FeedWeights(
+        self,
+        request: _rollout_control_service_pb2.FeedWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_control_service_pb2.FeedWeightsResponse, _abc.Awaitable[_rollout_control_service_pb2.FeedWeightsResponse]]:
+        """Sends the weights that this engine serves to late engines, as the trainer would, by "gloo".
+        Returns the offers for them at once; the transfer goes on in the background while this engine
+        samples, at most for the timeout of this call. A further call, the next update or an abort ends
+        it. FAILED_PRECONDITION: this engine keeps no copy of that version as it arrived (only "gloo" and
+        "shm" do), or an update is open.
         """
 
     @_abc_1.abstractmethod

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0fourfold/trainer/v1/trainer_weight_service.proto\x12\x13\x66ourfold.trainer.v1\"\x14\n\x12GetManifestRequest\"\x99\x01\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x17\n\x0fmanifest_sha256\x18\x02 \x01(\x0c\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x04 \x03(\t\x12\x14\n\x0c\x64\x65vice_uuids\x18\x05 \x03(\x0c\x12\x1e\n\x16reachable_device_uuids\x18\x06 \x03(\x0c\"Y\n\x10MakeOfferRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x16\n\x0ereceiver_count\x18\x03 \x01(\x05\x12\r\n\x05group\x18\x04 \x01(\x05\"#\n\x11MakeOfferResponse\x12\x0e\n\x06offers\x18\x01 \x03(\x0c\"#\n\x12OpenWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x15\n\x13OpenWeightsResponse\"N\n\x12SendWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tskip_sums\x18\x03 \x01(\x08\"O\n\x13SendWeightsResponse\x12\x16\n\x0eweights_digest\x18\x01 \x01(\x0c\x12\x12\n\nsent_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04sums\x18\x03 \x01(\x0c\"$\n\x13\x41\x62ortWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x16\n\x14\x41\x62ortWeightsResponse2\xfd\x03\n\x14TrainerWeightService\x12`\n\x0bGetManifest\x12\'.fourfold.trainer.v1.GetManifestRequest\x1a(.fourfold.trainer.v1.GetManifestResponse\x12Z\n\tMakeOffer\x12%.fourfold.trainer.v1.MakeOfferRequest\x1a&.fourfold.trainer.v1.MakeOfferResponse\x12`\n\x0bOpenWeights\x12\'.fourfold.trainer.v1.OpenWeightsRequest\x1a(.fourfold.trainer.v1.OpenWeightsResponse\x12`\n\x0bSendWeights\x12\'.fourfold.trainer.v1.SendWeightsRequest\x1a(.fourfold.trainer.v1.SendWeightsResponse\x12\x63\n\x0c\x41\x62ortWeights\x12(.fourfold.trainer.v1.AbortWeightsRequest\x1a).fourfold.trainer.v1.AbortWeightsResponseBL\n\x13\x66ourfold.trainer.v1P\x01Z\x1d\x66ourfold/trainer/v1;trainerv1\xaa\x02\x13\x46ourfold.Trainer.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0fourfold/trainer/v1/trainer_weight_service.proto\x12\x13\x66ourfold.trainer.v1\"\x14\n\x12GetManifestRequest\"\x99\x01\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x17\n\x0fmanifest_sha256\x18\x02 \x01(\x0c\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x04 \x03(\t\x12\x14\n\x0c\x64\x65vice_uuids\x18\x05 \x03(\x0c\x12\x1e\n\x16reachable_device_uuids\x18\x06 \x03(\x0c\"z\n\x10MakeOfferRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x16\n\x0ereceiver_count\x18\x03 \x01(\x05\x12\r\n\x05group\x18\x04 \x01(\x05\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x11\n\tinterface\x18\x06 \x01(\t\"#\n\x11MakeOfferResponse\x12\x0e\n\x06offers\x18\x01 \x03(\x0c\"#\n\x12OpenWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x15\n\x13OpenWeightsResponse\"N\n\x12SendWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tskip_sums\x18\x03 \x01(\x08\"O\n\x13SendWeightsResponse\x12\x16\n\x0eweights_digest\x18\x01 \x01(\x0c\x12\x12\n\nsent_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04sums\x18\x03 \x01(\x0c\"$\n\x13\x41\x62ortWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x16\n\x14\x41\x62ortWeightsResponse2\xfd\x03\n\x14TrainerWeightService\x12`\n\x0bGetManifest\x12\'.fourfold.trainer.v1.GetManifestRequest\x1a(.fourfold.trainer.v1.GetManifestResponse\x12Z\n\tMakeOffer\x12%.fourfold.trainer.v1.MakeOfferRequest\x1a&.fourfold.trainer.v1.MakeOfferResponse\x12`\n\x0bOpenWeights\x12\'.fourfold.trainer.v1.OpenWeightsRequest\x1a(.fourfold.trainer.v1.OpenWeightsResponse\x12`\n\x0bSendWeights\x12\'.fourfold.trainer.v1.SendWeightsRequest\x1a(.fourfold.trainer.v1.SendWeightsResponse\x12\x63\n\x0c\x41\x62ortWeights\x12(.fourfold.trainer.v1.AbortWeightsRequest\x1a).fourfold.trainer.v1.AbortWeightsResponseBL\n\x13\x66ourfold.trainer.v1P\x01Z\x1d\x66ourfold/trainer/v1;trainerv1\xaa\x02\x13\x46ourfold.Trainer.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,21 +37,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMANIFESTRESPONSE']._serialized_start=96
   _globals['_GETMANIFESTRESPONSE']._serialized_end=249
   _globals['_MAKEOFFERREQUEST']._serialized_start=251
-  _globals['_MAKEOFFERREQUEST']._serialized_end=340
-  _globals['_MAKEOFFERRESPONSE']._serialized_start=342
-  _globals['_MAKEOFFERRESPONSE']._serialized_end=377
-  _globals['_OPENWEIGHTSREQUEST']._serialized_start=379
-  _globals['_OPENWEIGHTSREQUEST']._serialized_end=414
-  _globals['_OPENWEIGHTSRESPONSE']._serialized_start=416
-  _globals['_OPENWEIGHTSRESPONSE']._serialized_end=437
-  _globals['_SENDWEIGHTSREQUEST']._serialized_start=439
-  _globals['_SENDWEIGHTSREQUEST']._serialized_end=517
-  _globals['_SENDWEIGHTSRESPONSE']._serialized_start=519
-  _globals['_SENDWEIGHTSRESPONSE']._serialized_end=598
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=600
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=636
-  _globals['_ABORTWEIGHTSRESPONSE']._serialized_start=638
-  _globals['_ABORTWEIGHTSRESPONSE']._serialized_end=660
-  _globals['_TRAINERWEIGHTSERVICE']._serialized_start=663
-  _globals['_TRAINERWEIGHTSERVICE']._serialized_end=1172
+  _globals['_MAKEOFFERREQUEST']._serialized_end=373
+  _globals['_MAKEOFFERRESPONSE']._serialized_start=375
+  _globals['_MAKEOFFERRESPONSE']._serialized_end=410
+  _globals['_OPENWEIGHTSREQUEST']._serialized_start=412
+  _globals['_OPENWEIGHTSREQUEST']._serialized_end=447
+  _globals['_OPENWEIGHTSRESPONSE']._serialized_start=449
+  _globals['_OPENWEIGHTSRESPONSE']._serialized_end=470
+  _globals['_SENDWEIGHTSREQUEST']._serialized_start=472
+  _globals['_SENDWEIGHTSREQUEST']._serialized_end=550
+  _globals['_SENDWEIGHTSRESPONSE']._serialized_start=552
+  _globals['_SENDWEIGHTSRESPONSE']._serialized_end=631
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=633
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=669
+  _globals['_ABORTWEIGHTSRESPONSE']._serialized_start=671
+  _globals['_ABORTWEIGHTSRESPONSE']._serialized_end=693
+  _globals['_TRAINERWEIGHTSERVICE']._serialized_start=696
+  _globals['_TRAINERWEIGHTSERVICE']._serialized_end=1205
 # @@protoc_insertion_point(module_scope)

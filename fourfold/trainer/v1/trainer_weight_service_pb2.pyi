@@ -52,7 +52,7 @@ class GetManifestResponse(_message.Message):
     manifest_sha256: _builtins.bytes
     """SHA-256 of them (32 bytes)."""
     host_id: _builtins.str
-    """As in RolloutControlService.DescribeEngine."""
+    """As in RolloutControlService.DescribeEngine; empty: not known."""
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Backends the trainer can use, of "cuda_ipc", "nccl", "shm" and "gloo", best first; at least one."""
@@ -96,6 +96,8 @@ class MakeOfferRequest(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     RECEIVER_COUNT_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    INTERFACE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Grows with every change of membership, 0 to 2^53; ABORTED when group is 0 and it is not above
     the last.
@@ -108,6 +110,12 @@ class MakeOfferRequest(_message.Message):
     """Index of the group in the epoch: 0 starts the epoch, and 1, 2, ... add groups that use
     backends of their own, before OpenWeights. ABORTED when it is not the next one.
     """
+    host: _builtins.str
+    """Host name or address at which the coordinator reaches this trainer; "gloo" listens there. Empty:
+    127.0.0.1.
+    """
+    interface: _builtins.str
+    """Network interface on which "gloo" listens instead, as "eth0"; empty: that of host."""
     def __init__(
         self,
         *,
@@ -115,10 +123,12 @@ class MakeOfferRequest(_message.Message):
         backend: _builtins.str = ...,
         receiver_count: _builtins.int = ...,
         group: _builtins.int = ...,
+        host: _builtins.str = ...,
+        interface: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "group", b"group", "receiver_count", b"receiver_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "group", b"group", "host", b"host", "interface", b"interface", "receiver_count", b"receiver_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

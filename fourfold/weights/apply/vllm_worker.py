@@ -40,6 +40,7 @@ from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source.base import synchronize
 from fourfold.weights.source.fused_params import storage_id
 from fourfold.weights.transport.base import available_backends
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.worker_control import error_reply
 
 _log = logging.getLogger(__name__)
@@ -236,6 +237,8 @@ class WeightWorker:
         first_receiver_index: int,
         timeout: float,
         abort_path: str = "",
+        host: str = LOOPBACK,
+        interface: str = "",
     ) -> Any:
         """Join an epoch; return {"direct": tensors written in place, "reload": reloaded, "reason": why}, or an error.
 
@@ -245,7 +248,7 @@ class WeightWorker:
         def run() -> dict[str, Any]:
             index = first_receiver_index + int(self.rank)  # type: ignore[attr-defined]
             report = self._fourfold_weights().open(
-                epoch, backend, manifest, offers, receiver_count, index, timeout, abort_path
+                epoch, backend, manifest, offers, receiver_count, index, timeout, abort_path, host, interface
             )
             return {
                 "direct": report.direct_tensor_count,
@@ -258,6 +261,18 @@ class WeightWorker:
     def weights_receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> Any:
         """Receive and load a version; return its digest (32 bytes), or an error. The engine must be paused."""
         return _reply(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout, skip_sums))
+
+    def weights_feed(
+        self, epoch: int, policy_version: int, receiver_count: int, host: str, interface: str, timeout: float
+    ) -> Any:
+        """Begin to send the served version to late engines; return the offers (none but in worker 0), or an error."""
+
+        def run() -> list[bytes]:
+            if int(self.rank):  # type: ignore[attr-defined]
+                return []  # one of the workers is enough: each holds all that arrived
+            return self._fourfold_weights().feed(epoch, policy_version, receiver_count, host, interface, timeout)
+
+        return _reply(run)
 
     def weights_timings(self, epoch: int) -> Any:
         return _reply(lambda: self._fourfold_weights().timings(epoch))

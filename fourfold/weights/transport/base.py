@@ -34,6 +34,7 @@ import torch
 from fourfold.errors import InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import WeightSource
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline
 
 MAX_OFFER_BYTES: Final = 4096
@@ -76,11 +77,15 @@ def has_cupy() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferGroup:
-    """The epoch, the layout and the number of receivers of a transfer."""
+    """The epoch, the layout and the number of receivers of a transfer, and where this member of it listens."""
 
     epoch: int
     manifest: Manifest
     receiver_count: int
+    host: str = LOOPBACK
+    """Host name or address by which the coordinator reaches this member's service; gloo listens there."""
+    interface: str = ""
+    """Network interface on which gloo listens instead; empty: that of `host`."""
 
     def __post_init__(self) -> None:
         if self.epoch < 0 or not 1 <= self.receiver_count <= 65_536:
@@ -108,6 +113,9 @@ class Sink(Protocol):
 
 class SendTransport(Protocol):
     """The end of one trainer rank."""
+
+    through_host: bool
+    """Whether `send` works in main memory, and so in a thread of its own while other groups are sent to."""
 
     def offer(self) -> bytes:
         """Return the rendezvous data for the receivers: secret, at most MAX_OFFER_BYTES."""
@@ -189,6 +197,13 @@ class ReceiveTransport(ABC, Generic[_OfferT, _LinkT]):
 
     def check(self) -> None:
         """Raise WrongState if the data that `receive` handed over has changed since."""
+
+    def held_shards(self) -> Sequence[torch.Tensor]:
+        """Return the shards of all ranks as they arrived last, uint8 [bytes] each; they stay until the next `receive`.
+
+        Raises WrongState: this backend keeps no copy.
+        """
+        raise WrongState(f"{self.backend} keeps no copy of the weights that arrived; the trainer must send them")
 
     def abort(self) -> None:
         self._abort.set()

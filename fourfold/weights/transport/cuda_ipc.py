@@ -48,6 +48,8 @@ _BUFFERS: Final = 2
 class CudaIpcSender(PageSender):
     """The page of one trainer rank."""
 
+    through_host = False
+
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Lay the windows out; nothing is exported yet. Raises WrongState: the weights are not on a GPU."""
         self._source, self._receiver_count = source, group.receiver_count

@@ -1,29 +1,37 @@
-"""Sends weights over loopback TCP with gloo, for engines that cannot map the trainer's memory. NCCL's twin on CPUs.
+"""Sends weights over TCP with gloo, through main memory, between any hosts: along a chain of receivers.
 
-Every trainer rank makes one process group with all receivers, in which it is rank 0, and broadcasts its shard in
-buckets. The groups are `ProcessGroupGloo` objects of their own; torch's global group is not touched.
+    trainer rank 0 --> receiver 0 --> receiver 1 --> receiver 2 --> ...
+    trainer rank 1 ------^
 
-The members meet in a folder that only this user can enter, with a `FileStore`; a TCPStore would listen on every
-interface. So both ends must share a host. A marker file in the folder exists while the sender keeps the epoch open: the
-sender's abort removes it. Gloo itself cannot be interrupted: an aborted call returns at once, and a thread keeps the
-group until the operation has timed out.
+Each arrow is a gloo group of two, `ProcessGroupGloo` objects that do not touch torch's global group. Every trainer rank
+sends its shard once, to receiver 0, whatever the number of receivers. A receiver passes each chunk on as soon as it has
+arrived, so a chain of N takes the time of one transfer and that of N chunks more.
+
+The members meet at the boards of the ranks (`rendezvous.py`), which listen on the address that the coordinator knows
+each process by. The board of rank 0 also tells all members who failed first: the neighbours of a process that died
+notice it and put its index there, and the others end with the same error. The errors of members that are well carry
+PEER_LOST or PEER_SLOW, so that the coordinator fences the one that failed.
+
+Gloo itself cannot be interrupted: a call that is aborted returns at once, and a thread keeps the group until the
+operation has timed out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
+import ipaddress
+import struct
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
-from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable
-from fourfold.host.scratch import Scratch
+from fourfold.bounds import chunk_bytes
+from fourfold.errors import PEER_LOST, PEER_SLOW, DeadlinePassed, FourfoldError, InvalidInput, Unavailable
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.transport.base import (
@@ -36,176 +44,332 @@ from fourfold.weights.transport.base import (
     pack_offer,
     used_up,
 )
+from fourfold.weights.transport.locality import listen_address
+from fourfold.weights.transport.rendezvous import (
+    FAULT,
+    NONCE_BYTES,
+    POLL_SECONDS,
+    Board,
+    BoardClient,
+    BoardGone,
+    connect_pair,
+)
 from fourfold.weights.transport.staging import hand_to_sink
 from fourfold.weights.transport.waiting import Deadline, aborted
 
-_BUCKET_BYTES: Final = 16 << 20
-_POLL_SECONDS: Final = 0.02
-_NONCE_BYTES: Final = 16
-_STORE_FILE: Final = "store"
+# Receives that are posted before the first has arrived.
+_AHEAD: Final = 4
+# A receiver that has everything gives its successor this share of the time that is left: it ends before all others, and
+# tells them who is slow.
+_PATIENCE: Final = 0.9
+_CONNECT_SECONDS: Final = 10.0
+# `_Pair.finish` ends first: gloo's own timeout closes the connection, which looks like the death of this member.
+_GLOO_EXTRA_SECONDS: Final = 5.0
+_ABORTED: Final = b"aborted"
+# port of the board, its secret; the rest is its IP address as text
+_BODY: Final = struct.Struct(f"<H{NONCE_BYTES}s")
+_TRAINER: Final = -1
 
 
-class _Member(SenderLink):
-    """One end, rank `rank` of `size`, of the group of the trainer rank `sender_rank` and all receivers."""
+class _Offer(NamedTuple):
+    address: str
+    port: int
+    nonce: bytes
 
-    def __init__(self, marker: Path, sender_rank: int, rank: int, size: int, abort: threading.Event) -> None:
-        self._marker, self._rank, self._size, self._abort = marker, rank, size, abort
-        self._name = f"the gloo group of trainer rank {sender_rank}"
+
+class _Membership:
+    """A member's view of the chain: its index (-1: a trainer rank), the board of its rank, and who failed first."""
+
+    def __init__(self, board: BoardClient, index: int, address: str, abort: threading.Event) -> None:
+        self.board, self.index, self.address, self.abort = board, index, address, abort
+        self._watching = False
+
+    def watch(self) -> None:
+        """Ask to be told who fails. After that the board may not be asked for anything else."""
+        self.board.ask(FAULT)
+        self._watching = True
+
+    def check(self) -> None:
+        """Raise the error of the first member that failed, if one did."""
+        if self._watching and (told := self.board.poll(0.0)) is not None:
+            raise self.fault(told)
+
+    def report(self, kind: str, index: int) -> None:
+        """Tell the others that a member is "gone" or "slow", unless they were told of one before."""
+        self.board.put(FAULT, f"{kind} {index}".encode())
+
+    def first_fault(self, seconds: float) -> FourfoldError | None:
+        """Return the error of the member that was reported first; None if nothing is known within `seconds`."""
+        if not self._watching:
+            return None
+        try:
+            told = self.board.poll(seconds)
+        except BoardGone as gone:
+            return gone
+        return None if told is None else self.fault(told)
+
+    def fault(self, told: bytes) -> FourfoldError:
+        kind, _, number = told.decode("ascii", "replace").partition(" ")
+        if told == _ABORTED or not number.lstrip("-").isdecimal():
+            return aborted()
+        index = int(number)
+        if index == self.index:
+            text = "the other members of the chain lost the connection to this one, or waited for it in vain"
+            return DeadlinePassed(text) if kind == "slow" else Unavailable(text)
+        name = "the trainer" if index == _TRAINER else f"receiver {index}"
+        if kind == "slow":
+            return DeadlinePassed(f"{name} took too long in the chain of receivers", reason=PEER_SLOW)
+        return Unavailable(f"{name} is gone from the chain of receivers", reason=PEER_LOST)
+
+
+class _Pair(SenderLink):
+    """One end of a connection of the chain. `upper`: this end sends."""
+
+    def __init__(self, member: _Membership, board: BoardClient, name: str, *, upper: bool, neighbour: int) -> None:
+        """Prepare the connection `name` to the member with the index `neighbour`, whom `board` knows, too."""
+        self._member, self._board, self._name = member, board, name
+        self._upper, self._neighbour = upper, neighbour
+        self._who = "the trainer" if neighbour == _TRAINER else f"receiver {neighbour}"
         self._group: ProcessGroupGloo | None = None
+        self._last: _Operation | None = None
 
     def join(self, deadline: Deadline) -> None:
-        """Wait for all members, then connect each with each.
-
-        Raises Unavailable: the folder does not exist: the sender is on another host, or has closed.
-        """
-        if not self._marker.is_file():
-            if self._abort.is_set():
-                raise aborted()
-            raise Unavailable(
-                f"the folder of {self._name} is not on this machine or not open any more; gloo needs "
-                f"trainer and engine on one host: make new offers"
-            )
-        folder = self._marker.parent
-        # Files show which ranks have joined: a FileStore call would block forever after the sender removes the folder.
-        with contextlib.suppress(FileNotFoundError):
-            (folder / f"here-{self._rank}").touch()
-        while not all((folder / f"here-{rank}").exists() for rank in range(self._size)):
-            if self._abort.wait(_POLL_SECONDS) or not self._marker.exists():
-                raise aborted()
-            deadline.check(f"the meeting of all {self._size} members of {self._name}")
-        left = timedelta(seconds=deadline.check(f"connecting {self._name}"))
-        store = FileStore(str(folder / _STORE_FILE), self._size)
-        store.set_timeout(left)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._threads = 1
-        options._timeout = left
+        """Wait for the other end and connect. Raises Unavailable: it has ended, or cannot be reached."""
+        member, rank, what = self._member, 0 if self._upper else 1, f"the meeting with {self._who}"
         try:
-            self._group = ProcessGroupGloo(store, self._rank, self._size, options)
+            self._group = connect_pair(self._board, self._name, rank, member.address, member.abort, deadline, what)
         except RuntimeError as error:
-            raise self._failure(error, deadline, "connecting") from None
+            # Both ends fail. The lower one is to blame: without it the others are a chain.
+            raise Unavailable(
+                f"cannot connect from {member.address} to {self._who} ({str(error)[:200]}); machines must reach each "
+                f"other on the network of this address: see weights.interface",
+                reason=PEER_LOST if self._upper else "",
+            ) from None
 
-    def broadcast(self, data: torch.Tensor, deadline: Deadline) -> None:
-        """Send `data` (rank 0) or receive into it: uint8, contiguous, on the CPU."""
+    def start(self, data: torch.Tensor, deadline: Deadline) -> _Operation:
+        """Begin to send `data`, or to receive into it: uint8, contiguous, on the CPU. Operations run in order."""
         if self._group is None:
             raise used_up()
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=deadline.check(f"a transfer of {self._name}"))
-        done = threading.Event()
+        left = deadline.check(f"a transfer with {self._who}")
+        options.timeout = timedelta(seconds=left + _GLOO_EXTRA_SECONDS)
         try:
-            work = self._group.broadcast([data], options)  # type: ignore[attr-defined]
-            work.get_future().add_done_callback(lambda _: done.set())
-            while not done.wait(_POLL_SECONDS):
-                if self._is_aborted() or deadline.is_stopped:
-                    self._abandon(work)
-                    raise aborted()
-            work.wait()
+            self._last = _Operation(self._group.broadcast([data], options))  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise self._failure(error, deadline, "a transfer") from None
+            raise self._lost(error) from None
+        return self._last
+
+    def finish(self, operation: _Operation, deadline: Deadline) -> None:
+        """Wait for the end of an operation. Raises the error of the member that failed first."""
+        what = f"{'sending to' if self._upper else 'receiving from'} {self._who}"
+        while not operation.done.wait(POLL_SECONDS):
+            if self._member.abort.is_set() or deadline.is_stopped:
+                raise aborted()
+            self._member.check()
+            if deadline.remaining <= 0 and self._upper:
+                self._member.report("slow", self._neighbour)
+            if deadline.remaining <= 0:
+                raise self._member.first_fault(POLL_SECONDS) or DeadlinePassed(
+                    f"{what} took too long; a member is slow or stuck, abort the epoch", reason=PEER_SLOW
+                )
+        try:
+            operation.work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from None
 
     def close(self) -> None:
-        self._group = None
-
-    def _is_aborted(self) -> bool:
-        return self._abort.is_set() or not self._marker.exists()
-
-    def _abandon(self, work: Any) -> None:
-        """Leave the group to a thread until its operation has timed out: dropping it earlier would block here."""
+        """Close the connection; with an operation under way a thread keeps it, because dropping it would block."""
         group, self._group = self._group, None
-        threading.Thread(target=_wait_for_end, args=(work, group), name="gloo-abandoned", daemon=True).start()
+        if group is not None and self._last is not None and not self._last.done.is_set():
+            arguments = (self._last.work, group)
+            threading.Thread(target=_wait_for_end, args=arguments, name="gloo-abandoned", daemon=True).start()
 
-    def _failure(self, error: RuntimeError, deadline: Deadline, what: str) -> Exception:
-        if self._is_aborted():
+    def _lost(self, error: RuntimeError) -> FourfoldError:
+        if self._member.abort.is_set():
             return aborted()
-        if deadline.remaining <= 0 or "imed out" in str(error):
-            return DeadlinePassed(f"{self._name}: {what} took too long; a member is slow or stuck, abort the epoch")
-        return Unavailable(f"{self._name}: {what} failed, a member is gone ({str(error)[:200]}); abort the epoch")
+        self._member.report("gone", self._neighbour)
+        return self._member.first_fault(1.0) or Unavailable(
+            f"{self._who} is gone ({str(error)[:200]}); abort the epoch", reason=PEER_LOST
+        )
+
+
+class _Operation:
+    def __init__(self, work: Any) -> None:
+        self.work, self.done = work, threading.Event()
+        work.get_future().add_done_callback(lambda _: self.done.set())
 
 
 class GlooSender:
-    """Rank 0 of the group of one trainer rank."""
+    """One trainer rank: the head of the chain."""
+
+    through_host = True
 
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
+        """Open the board. Raises WrongState: this machine has no address that the receivers reach."""
         self._group, self._rank, self._source = group, rank, source
         self._spans = sorted(group.manifest.spans_of_rank(rank), key=lambda span: span.offset)
-        self._scratch = Scratch("gloo")
-        self._nonce = secrets.token_hex(_NONCE_BYTES)
-        self._marker = self._scratch.path / self._nonce
-        self._marker.touch()
+        self._address = listen_address(group.host, group.interface)
+        self._board = Board(self._address)
         self._abort = threading.Event()
-        self._member = _Member(self._marker, rank, 0, 1 + group.receiver_count, self._abort)
+        self._member: _Membership | None = None
+        self._pair: _Pair | None = None
 
     def offer(self) -> bytes:
-        return pack_offer(Backend.GLOO, self._group, self._rank, (self._nonce + str(self._scratch.path)).encode())
+        body = _BODY.pack(self._board.port, self._board.nonce) + self._address.encode()
+        return pack_offer(Backend.GLOO, self._group, self._rank, body)
 
     def open(self, deadline: Deadline) -> None:
-        self._member.join(deadline)
+        client = BoardClient(self._address, self._board.port, self._board.nonce, "this rank's board", deadline)
+        self._member = _Membership(client, _TRAINER, self._address, self._abort)
+        self._pair = _Pair(self._member, client, "link-0", upper=True, neighbour=0)
+        self._pair.join(deadline)
+        self._member.watch()
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
+        if (pair := self._pair) is None:
+            raise used_up()
+        deadline = _earlier(deadline)
         shard_bytes = self._group.manifest.shard_bytes[self._rank]
-        header = torch.tensor([policy_version, shard_bytes], dtype=torch.int64)
-        self._member.broadcast(header.view(torch.uint8), deadline)
-        bucket = torch.zeros(min(_BUCKET_BYTES, shard_bytes), dtype=torch.uint8)
-        for start, end in _buckets(shard_bytes):
-            _fill(bucket, start, end, self._spans, self._group.manifest, self._source)
-            self._member.broadcast(bucket[: end - start], deadline)
+        header = torch.tensor([policy_version, shard_bytes], dtype=torch.int64).view(torch.uint8)
+        pair.finish(pair.start(header, deadline), deadline)
+        size = min(chunk_bytes(shard_bytes), shard_bytes)
+        # While gloo sends one buffer, the next is filled.
+        buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+        sending: deque[_Operation] = deque()
+        for number, (start, end) in enumerate(_chunks(shard_bytes)):
+            if len(sending) == len(buffers):
+                pair.finish(sending.popleft(), deadline)
+            buffer = buffers[number % len(buffers)]
+            _fill(buffer, start, end, self._spans, self._group.manifest, self._source)
+            sending.append(pair.start(buffer[: end - start], deadline))
+        for operation in sending:
+            pair.finish(operation, deadline)
         return shard_bytes
 
     def abort(self) -> None:
-        """End the waits of this sender and, by removing the marker, those of the receivers."""
+        """End the waits of this sender and, through its board, those of the receivers."""
         self._abort.set()
-        self._marker.unlink(missing_ok=True)
+        self._board.close(FAULT, _ABORTED)
 
     def close(self) -> None:
         self.abort()
-        self._member.close()
-        self._scratch.remove()
+        if self._pair is not None:
+            self._pair.close()
+        if self._member is not None:
+            self._member.board.close()
 
 
-class GlooReceiver(ReceiveTransport[Path, _Member]):
-    """Rank 1 + its index in the group of every trainer rank."""
+class GlooReceiver(ReceiveTransport[_Offer, _Pair]):
+    """A link of the chain."""
 
     backend = Backend.GLOO
     stable = True
-    _shards: Sequence[torch.Tensor] = ()
+    _address = ""
+    _member: _Membership | None = None
+    _downstream: _Pair | None = None
 
-    def _parse(self, rank: int, body: bytes) -> Path:
-        nonce_length = 2 * _NONCE_BYTES
-        if len(body) <= nonce_length:
-            raise InvalidInput(
-                f"gloo offer {rank} has a body of {len(body)} bytes; it must have more than {nonce_length}"
-            )
+    def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
+        super().__init__(group, receiver_index, device)
+        self._shards: list[torch.Tensor] = []
+        self._boards: list[BoardClient] = []
+
+    def accept(self, offers: Sequence[bytes]) -> None:
+        """Also raises WrongState: this machine has no address that the neighbours reach."""
+        super().accept(offers)
+        self._address = listen_address(self._group.host, self._group.interface)
+
+    def _parse(self, rank: int, body: bytes) -> _Offer:
         try:
-            text = body.decode()
-        except UnicodeDecodeError:
-            text = ""  # refused below
-        folder, nonce = Path(text[nonce_length:]), text[:nonce_length]
-        if not nonce.isalnum() or "\0" in text or not folder.is_absolute():
-            raise InvalidInput(f"gloo offer {rank} holds no absolute path; pass MakeOffer's bytes unchanged")
-        return folder / nonce
-
-    def _connect(self, rank: int, offer: Path) -> _Member:
-        return _Member(offer, rank, 1 + self._index, 1 + self._group.receiver_count, self._abort)
+            port, nonce = _BODY.unpack_from(body)
+            address = str(ipaddress.ip_address(body[_BODY.size :].decode("ascii")))
+        except (struct.error, ValueError):
+            raise InvalidInput(
+                f"gloo offer {rank} has a body of {len(body)} bytes without an IP address; pass MakeOffer's bytes "
+                f"unchanged"
+            ) from None
+        return _Offer(address, port, nonce)
 
     def open(self, deadline: Deadline) -> None:
-        """Join all groups, and allocate memory for all shards: buckets cut across tensors."""
-        super().open(deadline)
+        """Connect to both neighbours, and allocate memory for all shards: chunks cut across tensors.
+
+        Receivers with an odd index connect to their successor first, so that the chain is connected in two rounds.
+        """
         self._shards = [torch.empty(size, dtype=torch.uint8) for size in self._group.manifest.shard_bytes]
+        board = self._visit(0, self._offers[0], deadline)
+        self._member = _Membership(board, self._index, self._address, self._abort)
+        successor = self._index + 1
+        if successor < self._group.receiver_count:
+            self._downstream = _Pair(self._member, board, f"link-{successor}", upper=True, neighbour=successor)
+        if self._downstream is not None and self._index % 2:
+            self._downstream.join(deadline)
+        super().open(deadline)
+        if self._downstream is not None and not self._index % 2:
+            self._downstream.join(deadline)
+        self._member.watch()
+
+    def held_shards(self) -> list[torch.Tensor]:
+        return self._shards
 
     def close(self) -> None:
         super().close()
-        self._shards = ()
+        if self._downstream is not None:
+            self._downstream.close()
+        for board in self._boards:
+            board.close()
+        self._shards, self._boards, self._downstream = [], [], None
+
+    def _connect(self, rank: int, offer: _Offer) -> _Pair | None:
+        """Return the connection to a rank, which the first receiver alone has, or for rank 0 to the predecessor."""
+        assert self._member is not None, "opened"
+        if rank and self._index:
+            return None
+        # Without a deadline of its own: the rank has just sent this offer, so its board answers or refuses at once.
+        board = self._visit(rank, offer, Deadline(_CONNECT_SECONDS)) if rank else self._boards[0]
+        return _Pair(self._member, board, f"link-{self._index}", upper=False, neighbour=self._index - 1)
+
+    def _visit(self, rank: int, offer: _Offer, deadline: Deadline) -> BoardClient:
+        self._boards.append(BoardClient(*offer, f"trainer rank {rank}", deadline))
+        return self._boards[-1]
 
     def _receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
-        for rank, (member, shard) in enumerate(zip(self._links, self._shards, strict=True)):
-            header = torch.zeros(2, dtype=torch.int64)
-            member.broadcast(header.view(torch.uint8), deadline)
-            version, shard_bytes = header.tolist()
-            check_header(rank, (version, shard_bytes), (policy_version, shard.numel()))
-            for start, end in _buckets(shard.numel()):
-                member.broadcast(shard[start:end], deadline)
+        if self._member is None:
+            raise used_up()
+        try:
+            self._relay(policy_version, deadline)
+        except FourfoldError:
+            self._member.report("gone", self._index)  # so that the neighbours do not wait for it
+            raise
         hand_to_sink(self._group.manifest, self._shards, sink)
+
+    def _relay(self, policy_version: int, deadline: Deadline) -> None:
+        """Receive all shards, and pass on each chunk that has arrived."""
+        sending: list[_Operation] = []
+        for rank, shard in enumerate(self._shards):
+            upstream = self._links[0 if self._index else rank]
+            header = torch.zeros(2, dtype=torch.int64)
+            parts = [header.view(torch.uint8), *(shard[start:end] for start, end in _chunks(shard.numel()))]
+            arriving: deque[tuple[torch.Tensor, _Operation]] = deque()
+            for number in range(len(parts) + _AHEAD):
+                if number < len(parts):
+                    arriving.append((parts[number], upstream.start(parts[number], deadline)))
+                if number >= _AHEAD:
+                    part, operation = arriving.popleft()
+                    upstream.finish(operation, deadline)
+                    if self._downstream is not None:
+                        sending.append(self._downstream.start(part, deadline))
+                if number == _AHEAD:
+                    version, shard_bytes = header.tolist()
+                    check_header(rank, (version, shard_bytes), (policy_version, shard.numel()))
+        patience = _earlier(deadline)
+        for operation in sending:
+            assert self._downstream is not None, "it sends"
+            self._downstream.finish(operation, patience)
+
+
+def _earlier(deadline: Deadline) -> Deadline:
+    """Return a deadline at `_PATIENCE` of the time that is left."""
+    return Deadline(max(_PATIENCE * deadline.remaining, 1e-3), stopped=lambda: deadline.is_stopped)
 
 
 def _wait_for_end(work: Any, group: ProcessGroupGloo) -> None:
@@ -215,9 +379,10 @@ def _wait_for_end(work: Any, group: ProcessGroupGloo) -> None:
     del group
 
 
-def _buckets(shard_bytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, shard_bytes, _BUCKET_BYTES):
-        yield start, min(start + _BUCKET_BYTES, shard_bytes)
+def _chunks(shard_bytes: int) -> Iterator[tuple[int, int]]:
+    size = chunk_bytes(shard_bytes)
+    for start in range(0, shard_bytes, size):
+        yield start, min(start + size, shard_bytes)
 
 
 def _fill(

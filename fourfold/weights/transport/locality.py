@@ -1,4 +1,4 @@
-"""Tells which processes and which GPUs of a host can read each other's memory. Needs no torch.
+"""Tells which processes and GPUs of a host can read each other's memory, and where a host listens. Needs no torch.
 
 NVIDIA's management library sees every GPU of the host, including those that this process may not use:
 
@@ -10,7 +10,9 @@ NVIDIA's management library sees every GPU of the host, including those that thi
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import logging
+import os
 import socket
 import uuid
 from collections.abc import Sequence
@@ -19,20 +21,75 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
+from fourfold.errors import NO_ADDRESS, WrongState
+
 _log = logging.getLogger(__name__)
 # NVML_P2P_CAPS_INDEX_READ of nvml.h. nvidia-ml-py exports a 1-tuple under that name, which its own call rejects.
 _P2P_READ: Final = 0
+LOOPBACK: Final = "127.0.0.1"
+_HOST_FILES: Final = (
+    "/proc/sys/kernel/random/boot_id",
+    "/proc/self/ns/pid",
+    "/proc/self/ns/ipc",
+    "/proc/self/ns/net",
+)
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_INTERFACE_FIX: Final = "start it with --advertise ADDRESS, or name the network of all machines in weights.interface"
 
 
 def host_id() -> str:
-    """Return a name that is equal for processes that can map each other's memory.
+    """Return a name that is equal only for processes that can map each other's memory, or "" if that is not known.
 
-    It is a hash of host name, boot, PID and IPC namespace: 32 hexadecimal digits that disclose none of these.
+    It is a hash of host name, boot, user, namespaces (PID, IPC, network) and the mount of shared memory: 32 hexadecimal
+    digits that disclose none of these. Initial namespaces have the same number on every host, so without the id of the
+    boot two hosts could look like one.
     """
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/ipc"):
-        parts.append(_read(Path(path)))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    parts = [_read(Path(path)) for path in _HOST_FILES]
+    if not all(parts):
+        return ""
+    try:
+        shared = _SHARED_MEMORY.stat()
+        parts.append(f"{shared.st_dev} {shared.st_ino}")
+    except OSError:
+        parts.append("none")
+    return hashlib.sha256("\0".join([socket.gethostname(), str(os.getuid()), *parts]).encode()).hexdigest()[:32]
+
+
+def listen_address(host: str, interface: str = "") -> str:
+    """Return the IP address of this machine on which peers reach it: that of `interface`, or else that of `host`.
+
+    Raises WrongState: there is no such interface, it has no address, or no interface of this machine has the address
+    of `host`.
+    """
+    if interface:
+        known = psutil.net_if_addrs()
+        own = [item for item in known.get(interface, []) if item.family in (socket.AF_INET, socket.AF_INET6)]
+        if not own:
+            raise WrongState(
+                f"weights.interface = {interface!r}: this machine ({socket.gethostname()}) has no such interface with "
+                f"an IP address; it has {', '.join(sorted(known))}",
+                reason=NO_ADDRESS,
+            )
+        return min(own, key=lambda item: item.family != socket.AF_INET).address.partition("%")[0]
+    try:
+        found = list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)))
+    except OSError as error:
+        raise WrongState(f"{_unusable(host)} ({error}); {_INTERFACE_FIX}", reason=NO_ADDRESS) from None
+    for address in found:
+        if not ipaddress.ip_address(address).is_unspecified and _can_listen(address):
+            return address
+    raise WrongState(
+        f"{_unusable(host)}: none of its interfaces has {' or '.join(found)}; {_INTERFACE_FIX}", reason=NO_ADDRESS
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is that of the own machine, by its form; no name is looked up."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def reachable_gpus(device_uuids: Sequence[bytes]) -> list[bytes]:
@@ -61,6 +118,19 @@ def reachable_gpus(device_uuids: Sequence[bytes]) -> list[bytes]:
         return [name for name, gpu in gpus.items() if all(gpu is owner or _reads(nvml, gpu, owner) for owner in owners)]
     finally:
         nvml.nvmlShutdown()
+
+
+def _unusable(host: str) -> str:
+    return f"machine {socket.gethostname()} cannot receive weights on {host!r}, the address its service is known by"
+
+
+def _can_listen(address: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _read(path: Path) -> str:

@@ -148,6 +148,8 @@ class _Member(SenderLink):
 class NcclSender:
     """Rank 0 of the communicator of one trainer rank."""
 
+    through_host = False
+
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Make the rendezvous id. Raises WrongState: CuPy is not installed, or the weights are not on a GPU."""
         self._group, self._rank, self._source = group, rank, source
@@ -223,13 +225,13 @@ class NcclReceiver(ReceiveTransport[_Offer, _Member]):
                 f"trainer rank {rank} has NCCL {theirs}, this engine {ours}; all members of a group need the same "
                 f"libnccl: install one version of nvidia-nccl in both environments"
             )
-        return _Offer(pid, host.decode(), unique_id)
+        return _Offer(pid, host.rstrip(b"\0").decode(), unique_id)
 
     def _connect(self, rank: int, offer: _Offer) -> _Member | None:
         if not self._group.manifest.spans_of_rank(rank):
             return None  # this rank has made no communicator
         member = _Member(self._group, rank, offer.unique_id, 1 + self._index, self._device, self._abort)
-        if offer.host == host_id():
+        if offer.host and offer.host == host_id():
             try:
                 member.sender = ProcessWatch(offer.pid)
             except OSError:

@@ -29,6 +29,8 @@ from fourfold.weights.transport.waiting import Deadline, aborted
 class ShmSender(PageSender):
     """The arena of one trainer rank."""
 
+    through_host = True
+
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Allocate the arena. Raises Overloaded: not enough memory."""
         self._manifest, self._source = group.manifest, source
@@ -89,6 +91,11 @@ class ShmReceiver(ReceiveTransport[bytes, _MappedArena]):
             arena.page.check_version(policy_version)
             arena.taken = sequence
         hand_to_sink(self._group.manifest, [arena.shard for arena in self._links], sink)
+
+    def held_shards(self) -> list[torch.Tensor]:
+        """Raises WrongState: the trainer has begun to send the next version."""
+        self.check()
+        return [arena.shard for arena in self._links]
 
     def check(self) -> None:
         for rank, arena in enumerate(self._links):

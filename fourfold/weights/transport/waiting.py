@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch
+from fourfold.errors import TRANSFER_ABORTED, DeadlinePassed, InvalidInput, StaleEpoch
 
 # Seconds between two polls. Even the longest is short, because the engine samples nothing while it waits.
 _FIRST_SLEEP: Final = 2e-5
@@ -74,4 +74,4 @@ class ProcessWatch:
 
 
 def aborted() -> StaleEpoch:
-    return StaleEpoch("the weight transfer was aborted; its epoch is closed, open a new one", reason="TRANSFER_ABORTED")
+    return StaleEpoch("the weight transfer was aborted; its epoch is closed, open a new one", reason=TRANSFER_ABORTED)

@@ -16,6 +16,7 @@ import numpy as np
 
 from fourfold.arrays import Float32Array, Int32Array
 from fourfold.errors import FourfoldError
+from fourfold.weights.transport.locality import LOOPBACK
 
 EMPTY_IDS: Final[Int32Array] = np.empty(0, np.int32)
 
@@ -178,6 +179,19 @@ class EpochTerms:
     offers: tuple[bytes, ...] = field(repr=False)  # opaque addresses of the senders; never logged
     receiver_count: int
     first_receiver_index: int
+    host: str = LOOPBACK  # where the other members reach this engine
+    interface: str = ""  # on which it listens instead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedTerms:
+    """The late engines that this one feeds: the fields of FeedWeightsRequest."""
+
+    epoch: int
+    policy_version: int
+    receiver_count: int
+    host: str = LOOPBACK
+    interface: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +261,9 @@ class RolloutEngine(Protocol):
 
     async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
         """Receive and load a version; return its digest. No sample may run meanwhile."""
+
+    async def feed_weights(self, terms: FeedTerms, *, timeout: float) -> list[bytes]:
+        """Begin to send the served weights to late engines; return their offers. See `WeightReceiver.feed`."""
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
         """Record that the received version is now served."""

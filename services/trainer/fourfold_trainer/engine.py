@@ -23,6 +23,7 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.nn.router import Routers
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.source.base import WeightSource
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.checkpoint.shards import Shard
 from fourfold_trainer.flops import Machine, ModelSize
@@ -186,9 +187,20 @@ class TrainerEngine(Protocol):
         """Transports that every rank can send weights with, best first."""
 
     def make_offers(
-        self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float
+        self,
+        epoch: int,
+        backend: str,
+        receiver_count: int,
+        *,
+        group: int = 0,
+        host: str = LOOPBACK,
+        interface: str = "",
+        timeout: float,
     ) -> list[bytes]:
-        """Start an epoch (group 0), or add the next group of receivers to it; one offer per rank."""
+        """Start an epoch (group 0), or add the next group of receivers to it; one offer per rank.
+
+        `host` and `interface`: see `fourfold.weights.transport.locality.listen_address`.
+        """
 
     def open_weights(self, epoch: int, *, timeout: float) -> None: ...
 

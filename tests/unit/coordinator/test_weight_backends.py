@@ -11,7 +11,7 @@ from fourfold.errors import NO_BACKEND
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold_coordinator.routing.registry import Member
-from fourfold_coordinator.weights.backends import group_by_backend
+from fourfold_coordinator.weights.backends import BackendGroup, group_by_backend
 from fourfold_coordinator.weights.fan_out import DescribedEngine, UpdateFailed
 
 ALL = ["cuda_ipc", "nccl", "shm", "gloo"]
@@ -29,32 +29,42 @@ def trainer(*own: int, reachable: tuple[int, ...] = (), **more: Any) -> weight.G
 
 
 class _Replica:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, target: str) -> None:
         self.member = Member(
-            member_id=name, incarnation="1", role=Role.ROLE_ROLLOUT, target="x:1", tokenizer_sha256=b""
+            member_id=name, incarnation="1", role=Role.ROLE_ROLLOUT, target=target, tokenizer_sha256=b""
         )
         self.key = (name, "1")
 
 
-def engine(name: str, *own: int, **more: Any) -> DescribedEngine:
+def engine(name: str, *own: int, target: str = "x:1", **more: Any) -> DescribedEngine:
     """On the host "here", with one worker on each GPU of `own`, or one on the CPU."""
     fields: dict[str, Any] = {"host_id": "here", "backends": ALL if own else ANYWHERE, **more}
     about = control.DescribeEngineResponse(
         device_uuids=gpus(*own), worker_count=max(len(own), 1), device_type="cuda" if own else "cpu", **fields
     )
-    return DescribedEngine(replica=cast(Any, _Replica(name)), about=about)
+    return DescribedEngine(replica=cast(Any, _Replica(name, target)), about=about)
+
+
+def _group(
+    wanted: str,
+    source: weight.GetManifestResponse,
+    engines: tuple[DescribedEngine, ...],
+    host: str = "10.0.0.1",
+    interface: str = "",
+) -> list[BackendGroup]:
+    return group_by_backend(wanted, source, engines, host=host, interface=interface)
 
 
 def groups(
     source: weight.GetManifestResponse, *engines: DescribedEngine, wanted: str = "auto"
 ) -> list[tuple[str, list[str]]]:
-    return [(group.backend, [e.name for e in group.engines]) for group in group_by_backend(wanted, source, engines)]
+    return [(group.backend, [e.name for e in group.engines]) for group in _group(wanted, source, engines)]
 
 
 def refusal(source: weight.GetManifestResponse, *engines: DescribedEngine, wanted: str = "auto") -> str:
     """Return the message about the one engine that is refused."""
     with pytest.raises(UpdateFailed) as failed:
-        group_by_backend(wanted, source, engines)
+        _group(wanted, source, engines)
     assert failed.value.trainer is None
     (error,) = failed.value.engines.values()
     assert error.reason == NO_BACKEND
@@ -115,7 +125,7 @@ def test_what_either_side_does_not_have_is_not_used() -> None:
 
 def test_workers_have_places_within_their_group() -> None:
     a, b, c = engine("a", 1, 2), engine("b", host_id="there"), engine("c", 1)
-    first, second = group_by_backend("auto", trainer(1, 2), [a, b, c])
+    first, second = _group("auto", trainer(1, 2), (a, b, c))
     assert (first.receiver_count, first.first_receiver(a), first.first_receiver(c)) == (3, 0, 2)
     assert (second.receiver_count, second.first_receiver(b)) == (1, 0)
 
@@ -170,8 +180,28 @@ def test_an_engine_that_nothing_reaches_is_refused_with_every_reason() -> None:
 
 def test_a_trainer_that_lacks_the_backend_is_to_blame_itself() -> None:
     with pytest.raises(UpdateFailed) as failed:
-        group_by_backend("nccl", trainer(), [engine("a")])
+        _group("nccl", trainer(), (engine("a"),))
     assert failed.value.engines == {} and failed.value.trainer is not None
     assert "the trainer cannot send weights by nccl, only by shm, gloo; set weights.backend" in str(
         failed.value.trainer
     )
+
+
+def test_gloo_is_refused_where_one_side_is_known_by_a_loopback_address_alone() -> None:
+    there = engine("a", host_id="there", target="10.0.0.7:1")
+    with pytest.raises(UpdateFailed) as failed:
+        _group("auto", trainer(), (there,), host="127.0.0.1")
+    (error,) = failed.value.engines.values()
+    assert "gloo: the trainer is known by a loopback address, which 10.0.0.7 does not reach" in error.message
+    assert "--advertise HOST" in error.message and error.reason == NO_BACKEND
+    (group,) = _group("auto", trainer(), (there,), host="127.0.0.1", interface="eth1")
+    assert group.backend == "gloo", "the recipe names a network"
+    near = engine("b", host_id="there", target="127.0.0.1:2")  # another container with the same network
+    (group,) = _group("auto", trainer(), (near,), host="127.0.0.1")
+    assert group.backend == "gloo"
+
+
+def test_engines_of_one_host_are_neighbours_in_a_chain() -> None:
+    engines = [engine(name, host_id=host) for name, host in zip("abcde", ("y", "x", "here", "y", "x"), strict=True)]
+    (group,) = _group("gloo", trainer(), tuple(engines))
+    assert [member.name for member in group.engines] == ["c", "b", "e", "a", "d"]

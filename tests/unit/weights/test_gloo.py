@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 
-from fourfold.errors import DeadlinePassed, StaleEpoch, Unavailable, WrongState
+from fourfold.errors import PEER_LOST, DeadlinePassed, StaleEpoch, Unavailable, WrongState
 from fourfold.weights.digest import combine_digest
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
@@ -33,8 +30,19 @@ def _peers(*peers: Peer) -> Iterator[None]:
             peer.stop()
 
 
+_made: list[WeightSender] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_senders() -> Iterator[None]:
+    yield
+    while _made:
+        _made.pop().close()
+
+
 def _weights(seed: int = 1, big: int = 0) -> WeightSender:
-    return WeightSender(DenseSource(make_model(seed, big=big)), rank=0, rank_count=1)
+    _made.append(WeightSender(DenseSource(make_model(seed, big=big)), rank=0, rank_count=1))
+    return _made[-1]
 
 
 def _join(weights: WeightSender, *receivers: Peer, epoch: int = 1) -> None:
@@ -90,7 +98,7 @@ def test_a_receiver_that_does_not_come_ends_open_at_its_deadline() -> None:
     weights = _weights()
     weights.make_offer(1, "gloo", 1, timeout=_TIMEOUT)
     start = time.monotonic()
-    with pytest.raises(DeadlinePassed, match="meeting of all 2 members"):
+    with pytest.raises(DeadlinePassed, match="meeting with receiver 0"):
         weights.open(1, timeout=0.3)
     assert 0.25 < time.monotonic() - start < 15
     with pytest.raises(StaleEpoch, match="closed"):
@@ -152,7 +160,7 @@ def test_abort_while_the_receivers_are_awaited_ends_open() -> None:
             peer.start("open", 1, "gloo", [offer], 20.0)
             time.sleep(0.2)
             trainer.call("abort", 1)
-            with pytest.raises(StaleEpoch, match="aborted"):
+            with pytest.raises(Unavailable, match="aborted this epoch"):
                 peer.result()
 
 
@@ -167,7 +175,7 @@ def test_a_killed_sender_is_noticed_at_once() -> None:
         time.sleep(0.1)
         start = time.monotonic()
         trainer.kill()
-        with pytest.raises(Unavailable, match="a member is gone"):
+        with pytest.raises(Unavailable, match=r"has ended|is gone"):
             peer.result()
         assert time.monotonic() - start < 15
 
@@ -179,7 +187,7 @@ def test_a_killed_receiver_ends_the_send_and_the_next_epoch_works() -> None:
         _join(weights, peer)
         peer.kill()
         start = time.monotonic()
-        with pytest.raises(Unavailable, match="a member is gone"):
+        with pytest.raises(Unavailable, match=r"has ended|is gone"):
             weights.send(1, 1, timeout=20)
         assert time.monotonic() - start < 15
     other = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
@@ -191,20 +199,19 @@ def test_a_killed_receiver_ends_the_send_and_the_next_epoch_works() -> None:
 
 
 def test_another_version_than_the_expected_one_is_refused_and_the_sender_learns_of_it() -> None:
-    weights = _weights()
+    weights = _weights(big=_BIG)
     peer = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
     with _peers(peer):
         _join(weights, peer)
         peer.start("receive", 2, _TIMEOUT)
-        peer.start("close")
-        with pytest.raises(Unavailable, match="a member is gone"):
+        with pytest.raises(Unavailable, match="receiver 0 is gone") as lost:
             weights.send(1, 3, timeout=_TIMEOUT)
+        assert lost.value.reason == PEER_LOST, "the trainer is well"
         with pytest.raises(WrongState, match="version 3"):
             peer.result()
 
 
-def test_closing_leaves_no_folder_and_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_closing_leaves_no_descriptor() -> None:
     weights = _weights()
     peer = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
     with _peers(peer):
@@ -217,19 +224,3 @@ def test_closing_leaves_no_folder_and_no_descriptor(tmp_path: Path, monkeypatch:
             weights.close()
             peer.call("close")
         assert count_descriptors() <= before
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_folder_of_a_killed_sender_goes_with_the_next_one() -> None:
-    temporary = Path(tempfile.gettempdir())
-    before = set(temporary.glob("fourfold-gloo-*"))
-    trainer = Peer(sender, 1, 0, 0, 1)
-    with _peers(trainer):
-        trainer.call("make_offer", 1, "gloo", 1)
-        (left,) = set(temporary.glob("fourfold-gloo-*")) - before
-        trainer.kill()
-    os.utime(left, (0, 0))  # a minute later
-    weights = _weights()
-    weights.make_offer(1, "gloo", 1, timeout=_TIMEOUT)
-    assert not left.exists()
-    weights.close()

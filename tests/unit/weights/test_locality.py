@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fourfold.weights.transport.locality import reachable_gpus
+from fourfold.errors import NO_ADDRESS, WrongState
+from fourfold.weights.transport import locality
+from fourfold.weights.transport.locality import host_id, listen_address, reachable_gpus
 
 
 def gpu(number: int) -> bytes:
@@ -117,3 +120,42 @@ def test_without_library_or_driver_the_log_says_why(
     assert reachable_gpus([gpu(0)]) == [] and "Driver Not Loaded" in caplog.text
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert reachable_gpus([gpu(0)]) == [] and "pip install nvidia-ml-py" in caplog.text
+
+
+@pytest.mark.parametrize("differs", ["boot_id", "pid", "net", "ipc", "host", "user", "shared memory"])
+def test_processes_of_different_hosts_and_containers_never_share_memory(
+    differs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = host_id()
+    read = locality._read
+    monkeypatch.setattr(locality, "_read", lambda path: "another" if path.name == differs else read(path))
+    if differs == "host":
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
+    if differs == "user":
+        monkeypatch.setattr("os.getuid", lambda: -1)
+    if differs == "shared memory":
+        monkeypatch.setattr(locality, "_SHARED_MEMORY", tmp_path)
+    assert len(host_id()) == 32 and host_id() != here
+
+
+def test_a_host_without_the_id_of_its_boot_is_equal_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = locality._read
+    monkeypatch.setattr(locality, "_read", lambda path: "" if path.name == "boot_id" else read(path))
+    assert host_id() == "", "initial namespaces have the same numbers on every host"
+
+
+def test_gloo_listens_where_the_service_is_known_or_on_the_named_interface() -> None:
+    assert listen_address("127.0.0.1") == "127.0.0.1"
+    assert listen_address("localhost") in ("127.0.0.1", "::1")
+    assert listen_address("192.0.2.1", "lo") == "127.0.0.1"
+    with pytest.raises(
+        WrongState, match=r"none of its interfaces has 192\.0\.2\.1; start it with --advertise"
+    ) as error:
+        listen_address("192.0.2.1")  # an address of documentation, which no machine has
+    assert error.value.reason == NO_ADDRESS
+    with pytest.raises(WrongState, match=r"no such interface with an IP address; it has .*lo"):
+        listen_address("127.0.0.1", "nothing7")
+    with pytest.raises(WrongState, match=r"cannot receive weights on 'no-such-host\.invalid'"):
+        listen_address("no-such-host.invalid")
+    with pytest.raises(WrongState, match=r"none of its interfaces has 0\.0\.0\.0"):
+        listen_address("0.0.0.0")

@@ -7,7 +7,10 @@
     nccl       trainer and engine are on GPUs and share none
     cuda_ipc   same host and readable memory, with more workers than ranks, where NCCL cannot work
     shm        same host
-    gloo       any host, through main memory and the network
+    gloo       any host, through main memory and the network; both are known by addresses of one network
+
+The engines of a gloo group are a chain: each passes the weights on to the next. Those of a host are neighbours, so that
+the weights cross the network once per host.
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from fourfold.errors import NO_BACKEND, FourfoldError, WrongState
+from fourfold.rpc.channel import split_target
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
+from fourfold.weights.transport.locality import is_loopback
 
+from ..routing.replica import Replica
 from .fan_out import DescribedEngine, UpdateFailed
 
 # Fastest first; the trainer sends to the groups of an epoch in this order.
@@ -43,10 +49,17 @@ class BackendGroup:
         return sum(other.about.worker_count for other in before)
 
 
+def host_of(replica: Replica) -> str:
+    """Return the host name or address by which a service is known."""
+    return split_target(replica.member.target)[0]
+
+
 def group_by_backend(
-    wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[DescribedEngine]
+    wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[DescribedEngine], *, host: str, interface: str
 ) -> list[BackendGroup]:
     """Choose a backend for each engine (`wanted`: that of the recipe); return one group per backend, the fastest first.
+
+    `host`: by which the trainer is known. `interface`: that of the recipe.
 
     Raises UpdateFailed with each engine that no allowed backend reaches, or with the trainer, when it lacks `wanted`.
     """
@@ -60,7 +73,7 @@ def group_by_backend(
         )
     chosen: dict[str, list[DescribedEngine]] = {}
     refused: dict[tuple[str, str], FourfoldError] = {}
-    rules = _BackendRules(trainer, engines)
+    rules = _BackendRules(trainer, engines, host="" if interface else host)
     for engine in engines:
         obstacles = rules.obstacles(engine, nccl_engines=chosen.get("nccl", []))
         backend = wanted if wanted != "auto" else rules.best(engine, obstacles)
@@ -70,14 +83,17 @@ def group_by_backend(
             chosen.setdefault(backend, []).append(engine)
     if refused:
         raise UpdateFailed(refused)
+    if "gloo" in chosen:
+        chosen["gloo"].sort(key=lambda engine: (engine.about.host_id != trainer.host_id, engine.about.host_id))
     return [BackendGroup(backend=name, engines=tuple(chosen[name])) for name in _ORDER if name in chosen]
 
 
 class _BackendRules:
     """Decides which backends work between one trainer and an engine."""
 
-    def __init__(self, trainer: weight.GetManifestResponse, engines: Sequence[DescribedEngine]) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: weight.GetManifestResponse, engines: Sequence[DescribedEngine], *, host: str) -> None:
+        """`host`: by which the trainer is known; empty: the recipe names an interface."""
+        self._trainer, self._host = trainer, host
         self._trainer_gpus, self._readable_gpus = set(trainer.device_uuids), set(trainer.reachable_device_uuids)
         readers = [engine for engine in engines if not self._ipc_obstacle(engine)]
         # Workers that could read the ranks' memory from a GPU without a rank.
@@ -98,7 +114,7 @@ class _BackendRules:
             "cuda_ipc": self._ipc_obstacle(engine),
             "nccl": self._nccl_obstacle(engine, nccl_engines),
             "shm": self._host_obstacle(engine),
-            "gloo": "",
+            "gloo": self._network_obstacle(engine),
         }
         for name in found:
             if name not in self._trainer.backends:
@@ -111,6 +127,16 @@ class _BackendRules:
         if self._trainer.host_id and engine.about.host_id == self._trainer.host_id:
             return ""
         return "it is on another host than the trainer, or in another container"
+
+    def _network_obstacle(self, engine: DescribedEngine) -> str:
+        host = host_of(engine.replica)
+        if not self._host or not self._host_obstacle(engine) or is_loopback(host) == is_loopback(self._host):
+            return ""
+        local, remote = ("the trainer", host) if is_loopback(self._host) else ("it", self._host)
+        return (
+            f"{local} is known by a loopback address, which {remote} does not reach: start every service with "
+            f"--advertise HOST, or set weights.interface"
+        )
 
     def _gpu_obstacle(self, engine: DescribedEngine) -> str:
         if not self._trainer.device_uuids:

@@ -70,7 +70,8 @@ class WeightBroker:
 
         `probe_ids`, int32 [n] with n >= 1, are the tokens whose log-probabilities are compared after each update.
         """
-        self.lock = asyncio.Lock()  # held while the trainer's weights change; no engine is updated meanwhile
+        self.lock = asyncio.Lock()  # held while the trainer computes or its weights change: it sends none meanwhile
+        self._updates = asyncio.Lock()  # held in an update of engines; taken after `lock`
         self.version = -1  # published last; -1: none, or its trainer died
         self.held: ReplicaKey | None = None  # the engine that keeps the version that it has
         self.sleeper = EngineSleeper(config, router, status)
@@ -82,6 +83,7 @@ class WeightBroker:
         for name, incarnation, version in json.loads(ledger.get(_ENGINES_KEY) or "[]"):
             self._updater.verified[name, incarnation] = version
         self._timeout = config.weights.timeout_seconds
+        self._sleeps = bool(config.placement.colocated)  # engines give their memory to the trainer
         self._step = 0
         self._failures: dict[ReplicaKey, tuple[int, float]] = {}  # failures in a row, monotonic time of the next try
 
@@ -107,8 +109,8 @@ class WeightBroker:
         Engines whose update fails are fenced. With no engine left, sampling waits for one. `on_sampling` is called when
         all engines of an update sample with the new weights and take requests, while the probes are still compared.
         """
-        await self._set_version(version, step)
-        async with self._show_slow_update():
+        async with self._updates, self._show_slow_update():
+            await self._set_version(version, step)
             return await self._update_or_fence(self._next_engines(), on_sampling)
 
     def hold(self, key: ReplicaKey | None) -> None:
@@ -132,20 +134,46 @@ class WeightBroker:
             if self.version < 0 or not self._outdated_engines():
                 await rest_after(began)
                 continue
+            if await self._update_from_peer():
+                continue
             async with self.lock:
                 if self.version < 0:  # invalidated while this task waited for the lock
                     continue
-                try:
-                    # A restart that ended the loop's update released the lock before it invalidated the version.
-                    self._session.check_process()
-                    await self._update_or_fence(self._next_engines())
-                except (DiskFull, WeightsRefused):
-                    raise  # no later attempt can succeed
-                except TrainerRestarted:
-                    self.invalidate()  # the loop gets the same error, and calls `resync`
-                except FourfoldError as error:  # the loop gets the trainer's error with its next call
-                    log.warning("weight update postponed error=%s", error)
-                    await self._router.clock.sleep(1.0)
+                async with self._updates:
+                    try:
+                        # A restart that ended the loop's update released the lock before it invalidated the version.
+                        self._session.check_process()
+                        await self._update_or_fence(self._next_engines())
+                    except (DiskFull, WeightsRefused):
+                        raise  # no later attempt can succeed
+                    except TrainerRestarted:
+                        self.invalidate()  # the loop gets the same error, and calls `resync`
+                    except FourfoldError as error:  # the loop gets the trainer's error with its next call
+                        log.warning("weight update postponed error=%s", error)
+                        await self._router.clock.sleep(1.0)
+
+    async def _update_from_peer(self) -> bool:
+        """Let an engine that serves the current version send it to late engines, while the trainer may train.
+
+        Return whether they serve it now; otherwise the trainer sends it as soon as it can.
+        """
+        async with self._updates:
+            late = [r for r in self._outdated_engines() if r.key not in self._failures]
+            feeder = next((r for r in self._router.replicas(Role.ROLE_ROLLOUT) if self._can_feed(r)), None)
+            if self._sleeps or not late or feeder is None:
+                return False
+            try:
+                await self._update(late, feeder=feeder)
+            except (DiskFull, WeightsRefused):
+                raise
+            except (UpdateFailed, FourfoldError) as failed:
+                log.warning("late engines were not updated by a peer peer=%s error=%s", feeder.member.member_id, failed)
+                return False
+        return True
+
+    def _can_feed(self, replica: Replica) -> bool:
+        serves = replica.version == self.version and not replica.unusable_reason and not replica.gone
+        return serves and self._updater.can_feed(replica.key, self.version)
 
     async def _set_version(self, version: int, step: int) -> None:
         if version > 0:
@@ -195,18 +223,32 @@ class WeightBroker:
                 replicas = [replica for replica in replicas if replica.key not in failed.engines]
         return WeightUpdateResult()
 
-    async def _update(self, replicas: Sequence[Replica], on_sampling: Callable[[], None]) -> WeightUpdateResult:
-        """Send weights to the replicas that need them, probe the others, and make all of them usable."""
-        about = await call_all({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in replicas})
+    async def _update(
+        self,
+        replicas: Sequence[Replica],
+        on_sampling: Callable[[], None] = lambda: None,
+        *,
+        feeder: Replica | None = None,
+    ) -> WeightUpdateResult:
+        """Send weights to the replicas that need them, probe the others, and make all of them usable.
+
+        `feeder` sends them in the trainer's place, of which nothing is asked then.
+        """
+        asked = [*replicas, *([feeder] if feeder else [])]
+        about = await call_all({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in asked})
         engines = [DescribedEngine(replica=replica, about=about[replica.key]) for replica in replicas]
-        await self._outnumber_foreign_versions(engines)
+        source = DescribedEngine(replica=feeder, about=about[feeder.key]) if feeder else None
+        if source is None:
+            await self._outnumber_foreign_versions(engines)
+        elif foreign := [engine.name for engine in engines if self._is_foreign(engine)]:
+            raise UpdateFailed({}, WrongState(f"{', '.join(foreign)} had weights of another run"))
         current = [engine for engine in engines if self._is_current(engine)]
         holders_now = {engine.key for engine in current}
         outdated = [engine for engine in engines if engine.key not in holders_now]
         wake_seconds = await self._wake(current, outdated)
         result = await self._updater.accept_current(current, self.version)
         if outdated:
-            sent = await self._send(outdated, on_sampling)
+            sent = await self._send(outdated, on_sampling, source)
             holders = [(*key, version) for key, version in self._updater.verified.items() if version == self.version]
             await self._disk.write(self._ledger.put, {_ENGINES_KEY: json.dumps(holders)})
             wake_seconds += sent.seconds.get(m.TIME_WAKE, 0.0)
@@ -221,7 +263,9 @@ class WeightBroker:
         self._router.notify()
         return result
 
-    async def _send(self, engines: Sequence[DescribedEngine], on_sampling: Callable[[], None]) -> WeightUpdateResult:
+    async def _send(
+        self, engines: Sequence[DescribedEngine], on_sampling: Callable[[], None], feeder: DescribedEngine | None
+    ) -> WeightUpdateResult:
         """Update engines. Each gets requests as soon as it samples, which is before its tokens are released.
 
         An engine whose last update failed gets none before its probe has agreed: each try would cost its groups one of
@@ -240,7 +284,7 @@ class WeightBroker:
                 on_sampling()
 
         try:
-            return await self._updater.run(engines, self.version, on_sampling=admit)
+            return await self._updater.run(engines, self.version, on_sampling=admit, feeder=feeder)
         finally:
             for engine in engines:
                 if engine.replica.version != self.version:
@@ -290,17 +334,14 @@ class WeightBroker:
     async def _outnumber_foreign_versions(self, engines: Sequence[DescribedEngine]) -> None:
         """Raise the trainer's version above those of engines that hold weights of another run."""
         # Versions never decrease on an engine, so it would refuse ours under its own number or a lower one.
-        foreign = [
-            engine.about.policy_version
-            for engine in engines
-            if not self._is_current(engine)
-            and engine.about.policy_version >= self.version
-            and engine.about.weight_state != control.WEIGHT_STATE_DIRTY
-        ]
-        if foreign:
+        if foreign := [engine.about.policy_version for engine in engines if self._is_foreign(engine)]:
             version = await self._session.raise_policy_version(max(foreign) + 1)
             await self._set_version(version, self._step)
             log.warning("Engine holds weights of another run; republishing ours as version %d", self.version)
+
+    def _is_foreign(self, engine: DescribedEngine) -> bool:
+        newer = engine.about.policy_version >= self.version
+        return not self._is_current(engine) and newer and engine.about.weight_state != control.WEIGHT_STATE_DIRTY
 
     def _fence(self, replica: Replica, error: FourfoldError) -> None:
         """Route nothing to an engine until an update of it succeeds.

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from fourfold.errors import FourfoldError
+from fourfold.errors import CONSEQUENCES, FourfoldError
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 
 from ..routing.replica import Replica, ReplicaKey
@@ -57,7 +57,8 @@ async def call_all(
     """Run one call per engine, and one to the trainer, concurrently; return the engines' answers.
 
     Raises:
-        UpdateFailed: with every error that came within a second of the first; calls still running are cancelled.
+        UpdateFailed: with the errors that came within a second of the first, without those of members that only lost
+            another one (`errors.CONSEQUENCES`) where that one is among them; calls still running are cancelled.
         TrainerRestarted: the trainer is a new process.
     """
     sender: asyncio.Future[object] | None = None if trainer is None else asyncio.ensure_future(trainer)
@@ -82,6 +83,10 @@ async def call_all(
     trainer_error = None if sender is None else service_error(sender)
     if isinstance(trainer_error, TrainerRestarted):
         raise trainer_error
+    if causes := {key: error for key, error in failures.items() if error.reason not in CONSEQUENCES}:
+        failures = causes
+        if trainer_error is not None and trainer_error.reason in CONSEQUENCES:
+            trainer_error = None
     # The trainer served at least one engine, so its error is a consequence of the engines that failed.
     if failures and any(task.done() and not task.cancelled() and task.exception() is None for task in tasks.values()):
         trainer_error = None

@@ -12,6 +12,9 @@ After that every engine has the weights, and an engine that fails is aborted alo
 the end of BeginWeights to the start of CommitWeights; the engine measures it. The trainer computes the probe after the
 transfer, because it computes and sends on one thread: its 0.1 s then pass while the engines sample.
 
+A late engine can get the weights from one that holds them already, while the trainer computes: `FeedWeights` of that
+engine takes the place of MakeOffer, OpenWeights and SendWeights of the trainer.
+
 The weights themselves never pass through this process: it hands over opaque offers and compares digests. Every call
 carries a deadline that the worker enforces, too.
 """
@@ -22,7 +25,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -30,16 +33,17 @@ from typing import Any, Final, TypeVar
 from fourfold import metrics as m
 from fourfold.arrays import Float32Array
 from fourfold.config import Config
-from fourfold.errors import FourfoldError, Internal, StaleEpoch, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, FourfoldError, Internal, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
-from fourfold.weights.digest import differing_tensors, join_names
+from fourfold.weights.digest import differing_tensors, digest_of, join_names
+from fourfold.weights.manifest import Manifest
 
-from ..routing.replica import ReplicaKey
+from ..routing.replica import Replica, ReplicaKey
 from ..routing.router import INFO_SECONDS
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from . import status
-from .backends import BackendGroup, group_by_backend
+from .backends import BackendGroup, group_by_backend, host_of
 from .fan_out import DescribedEngine, UpdateFailed, call_all, service_error
 from .probe import LogprobProbe
 from .status import WeightPlaneStatus
@@ -51,6 +55,10 @@ T = TypeVar("T")
 _ABORT_SECONDS: Final = 15.0
 _PROBE_SECONDS: Final = 3 * INFO_SECONDS
 _SUMS_SECONDS: Final = 10.0
+_SUMS_POLL_SECONDS: Final = 0.1
+# Backends whose receivers keep what arrived, and values of weights.backend with which engines feed others (by gloo).
+_KEPT: Final = frozenset({"shm", "gloo"})
+_FED: Final = frozenset({"auto", "gloo"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,15 @@ class WeightUpdateResult:
     """By metric name: the whole update and its parts; empty when nothing was sent."""
     probe_diffs: tuple[tuple[float, float], ...] = ()
     """Mean and largest |trainer - engine| on the probe, in nats, of every engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A version as it was sent: what every receiver must have."""
+
+    policy_version: int
+    digest: bytes
+    sums: bytes  # of every tensor; empty: `digest` covers only the manifest and the version
 
 
 class PhaseTimer:
@@ -106,13 +123,28 @@ class WeightUpdater:
         self._manifest = b""
         self._timer = PhaseTimer()
         self._skip_sums = False
+        self._groups: list[BackendGroup] = []  # of the open epoch
+        self._sent: _Sent | None = None  # by the trainer last
+        self._holders: dict[ReplicaKey, tuple[int, int]] = {}
+        """Version and epoch of the engines that keep a copy of what arrived, and can feed others."""
         self.verified: dict[ReplicaKey, int] = {}
         """Version of this run that each engine holds with an agreeing probe; it may not serve it yet."""
 
+    def can_feed(self, key: ReplicaKey, version: int) -> bool:
+        """Return whether an engine can send `version` to others, and nothing else is needed of the trainer."""
+        known = self._sent is not None and self._sent.policy_version == version
+        held = self._holders.get(key, (-1, 0))[0] == version
+        return known and held and self._probe.has_trainer_logprobs(version) and self._weights.backend in _FED
+
     async def run(
-        self, engines: Sequence[DescribedEngine], version: int, *, on_sampling: Callable[[DescribedEngine], None]
+        self,
+        engines: Sequence[DescribedEngine],
+        version: int,
+        *,
+        on_sampling: Callable[[DescribedEngine], None],
+        feeder: DescribedEngine | None = None,
     ) -> WeightUpdateResult:
-        """Bring `engines` to `version`, which the trainer holds.
+        """Bring `engines` to `version`, which the trainer holds, or an engine that feeds them (see `can_feed`).
 
         `on_sampling` is called for each engine that samples with the new weights. The engine takes requests from then
         on, and delivers their tokens when its probe has agreed; otherwise these requests fail.
@@ -127,13 +159,13 @@ class WeightUpdater:
         arrived = False
         try:
             with timer.measure(m.JOIN_SECONDS):
-                await self._open_epoch(engines)
+                await (self._open_epoch(engines) if feeder is None else self._open_feed(engines, feeder, version))
             end = time.monotonic() + self._weights.timeout_seconds
-            await self._transfer(engines, version, end)
+            await self._transfer(engines, version, end, feeder)
             arrived = True
         finally:
             if not arrived:
-                await self._abort(engines)
+                await self._abort(engines, trainer=feeder is None)
         self._begin_phase(status.COMMIT, engines)
         lookup = asyncio.create_task(self._look_up(version, end))
         try:
@@ -193,20 +225,60 @@ class WeightUpdater:
     async def _open_epoch(self, engines: Sequence[DescribedEngine]) -> None:
         """Open an epoch with these engines, unless the open one has the same members and groups."""
         layout = await self._get_layout()
-        groups = group_by_backend(self._weights.backend, layout, engines)
+        host, interface = await self._trainer_host(), self._weights.interface
+        groups = group_by_backend(self._weights.backend, layout, engines, host=host, interface=interface)
         shape = tuple((group.backend, tuple(e.key for e in group.engines)) for group in groups)
         members = (self._session.incarnation, layout.manifest_sha256, shape)
         if members == self._members:
             return
-        self._members, self._manifest = None, layout.manifest
-        self._epoch += 1
-        self._rounds, self._status.epoch = 0, self._epoch
+        self._next_epoch(groups, layout.manifest)
         self._begin_phase(status.JOIN, engines)
         # All offers come first: a coroutine that is made before a failed call would never be awaited.
-        offers = [await self._make_offers(group, index) for index, group in enumerate(groups)]
-        calls: dict[ReplicaKey, Coroutine[Any, Any, object]] = {}
+        offers = [await self._make_offers(group, index, host) for index, group in enumerate(groups)]
         timeout = self._weights.timeout_seconds
-        for group, offer in zip(groups, offers, strict=True):
+
+        async def open_trainer() -> None:
+            await self._session.try_once(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
+            self._status.mark_done(self._session.name)
+
+        await call_all(self._open_calls(offers), trainer=open_trainer())
+        self._members = members
+        names = " ".join(f"{g.backend}={','.join(e.name for e in g.engines)}" for g in groups)
+        log.info("weight epoch opened epoch=%d %s", self._epoch, names, extra={"epoch": self._epoch})
+
+    async def _open_feed(self, engines: Sequence[DescribedEngine], feeder: DescribedEngine, version: int) -> None:
+        """Open an epoch in which `feeder` takes the trainer's place, by gloo."""
+        about, host, interface = feeder.about, host_of(feeder.replica), self._weights.interface
+        source = weight.GetManifestResponse(host_id=about.host_id, backends=about.backends)
+        groups = group_by_backend("gloo", source, engines, host=host, interface=interface)
+        self._next_epoch(groups, self._manifest)
+        self._begin_phase(status.JOIN, engines, busy=[engine.name for engine in engines])
+        feed = feeder.replica.control.feed(
+            epoch=self._epoch,
+            policy_version=version,
+            receiver_count=groups[0].receiver_count,
+            host=host,
+            interface=interface,
+            timeout=self._weights.timeout_seconds,
+        )
+        try:
+            offers = await feeder.replica.call(feed)
+        except FourfoldError as error:
+            raise UpdateFailed({}, error) from error
+        await call_all(self._open_calls([offers]))
+
+    def _next_epoch(self, groups: list[BackendGroup], manifest: bytes) -> None:
+        self._members, self._groups, self._manifest = None, groups, manifest
+        for group in groups:
+            for engine in group.engines:
+                self._holders.pop(engine.key, None)
+        self._epoch += 1
+        self._rounds, self._status.epoch = 0, self._epoch
+
+    def _open_calls(self, offers: Sequence[Sequence[bytes]]) -> dict[ReplicaKey, Coroutine[Any, Any, object]]:
+        """Return the call by which each engine joins the epoch; `offers`: for each group."""
+        calls: dict[ReplicaKey, Coroutine[Any, Any, object]] = {}
+        for group, offer in zip(self._groups, offers, strict=True):
             for engine in group.engines:
                 self._status.set_backend(engine.name, group.backend)
                 open_engine = engine.replica.control.open(
@@ -216,18 +288,18 @@ class WeightUpdater:
                     offers=offer,
                     receiver_count=group.receiver_count,
                     first_receiver_index=group.first_receiver(engine),
-                    timeout=timeout,
+                    host=host_of(engine.replica),
+                    interface=self._weights.interface,
+                    timeout=self._weights.timeout_seconds,
                 )
                 calls[engine.key] = self._call_engine(engine, open_engine)
+        return calls
 
-        async def open_trainer() -> None:
-            await self._session.try_once(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
-            self._status.mark_done(self._session.name)
+    async def _trainer_host(self) -> str:
+        async def host(replica: Replica) -> str:
+            return host_of(replica)
 
-        await call_all(calls, trainer=open_trainer())
-        self._members = members
-        names = " ".join(f"{g.backend}={','.join(e.name for e in g.engines)}" for g in groups)
-        log.info("weight epoch opened epoch=%d %s", self._epoch, names, extra={"epoch": self._epoch})
+        return await self._session.try_once(host)
 
     async def _get_layout(self) -> weight.GetManifestResponse:
         """Return the trainer's manifest, host and GPUs, which are constant for one trainer process."""
@@ -238,7 +310,7 @@ class WeightUpdater:
             self._layout = self._session.incarnation, layout
         return self._layout[1]
 
-    async def _make_offers(self, group: BackendGroup, index: int) -> list[bytes]:
+    async def _make_offers(self, group: BackendGroup, index: int, host: str) -> list[bytes]:
         try:
             return await self._session.try_once(
                 lambda r: r.weights.make_offer(
@@ -246,6 +318,8 @@ class WeightUpdater:
                     backend=group.backend,
                     receiver_count=group.receiver_count,
                     group=index,
+                    host=host,
+                    interface=self._weights.interface,
                     timeout=self._weights.timeout_seconds,
                 )
             )
@@ -256,12 +330,14 @@ class WeightUpdater:
 
     # -- transfer -------------------------------------------------------------------------------------------------
 
-    async def _transfer(self, engines: Sequence[DescribedEngine], version: int, end: float) -> None:
+    async def _transfer(
+        self, engines: Sequence[DescribedEngine], version: int, end: float, feeder: DescribedEngine | None
+    ) -> None:
         """Pause all engines, send the weights, and compare each engine's digest with the trainer's."""
         epoch = self._epoch
-        skip = self._rounds >= self._weights.verify_first and version % self._weights.verify_every != 0
-        self._skip_sums = skip
-        sent: list[weight.SendWeightsResponse] = []
+        settled = self._rounds >= self._weights.verify_first and version % self._weights.verify_every != 0
+        self._skip_sums = skip = settled and feeder is None
+        sent: list[_Sent] = []
         mode = control.PauseMode.Value(f"PAUSE_MODE_{self.pause_mode.upper()}")
         all_paused = asyncio.Barrier(len(engines))
 
@@ -272,7 +348,7 @@ class WeightUpdater:
                         epoch=epoch, policy_version=version, skip_sums=skip, timeout=_seconds_until(end)
                     )
                 )
-            sent.append(response)
+            sent.append(_Sent(policy_version=version, digest=response.weights_digest, sums=response.sums))
             self._status.mark_done(self._session.name)
 
         async def pause_and_receive(engine: DescribedEngine) -> bytes:
@@ -281,7 +357,8 @@ class WeightUpdater:
             await self._call_engine(engine, begin)
             if await all_paused.wait() == 0:  # exactly one task gets 0
                 busy = [other.name for other in engines]
-                self._begin_phase(status.TRANSFER, engines, busy=busy if sent else [*busy, self._session.name])
+                trainer_sends = feeder is None and not sent
+                self._begin_phase(status.TRANSFER, engines, busy=[*busy, self._session.name] if trainer_sends else busy)
             with self._timer.measure(m.TRANSFER_SECONDS):
                 receive = calls.receive(
                     epoch=epoch, policy_version=version, skip_sums=skip, timeout=_seconds_until(end)
@@ -290,15 +367,47 @@ class WeightUpdater:
 
         self._begin_phase(status.PAUSE, engines)
         # The trainer's send waits for its receivers, so that no time passes between the last pause and the first byte.
-        digests = await call_all({engine.key: pause_and_receive(engine) for engine in engines}, trainer=send())
-        wrong = [engine for engine in engines if digests[engine.key] != sent[0].weights_digest]
-        if wrong:
-            raise UpdateFailed({e.key: await self._digest_error(e, digests[e.key], sent[0], version) for e in wrong})
+        calls = {engine.key: pause_and_receive(engine) for engine in engines}
+        digests = await call_all(calls, trainer=send() if feeder is None else None)
+        self._sent = source = sent[0] if feeder is None else await self._fed(feeder, version)
+        if wrong := self._wrong_engines(digests, source.digest):
+            raise UpdateFailed({e.key: await self._digest_error(e, digests[e.key], source) for e in wrong})
         self._rounds += 1
+        held = (group.engines for group in self._groups if group.backend in _KEPT)
+        self._holders.update({engine.key: (version, epoch) for group in held for engine in group})
 
-    async def _digest_error(
-        self, engine: DescribedEngine, digest: bytes, sent: weight.SendWeightsResponse, version: int
-    ) -> FourfoldError:
+    def _wrong_engines(self, digests: Mapping[ReplicaKey, bytes], digest: bytes) -> list[DescribedEngine]:
+        """Return the engines to blame for other digests than the one that was sent.
+
+        In a chain the first one is: those behind it got their weights from it.
+        """
+        wrong: list[DescribedEngine] = []
+        for group in self._groups:
+            found = [engine for engine in group.engines if digests[engine.key] != digest]
+            wrong += found[:1] if group.backend == "gloo" else found
+        return wrong
+
+    async def _fed(self, feeder: DescribedEngine, version: int) -> _Sent:
+        """Return what `feeder` has sent: as the trainer sent it, or, if that had no sums, with those of the feeder.
+
+        Raises UpdateFailed: the feeder does not tell its sums.
+        """
+        assert self._sent is not None, "can_feed"
+        if self._sent.sums:
+            return self._sent
+        epoch, sums = self._holders[feeder.key][1], b""
+        end = time.monotonic() + _SUMS_SECONDS
+        try:
+            while not sums and time.monotonic() < end:  # it computes them when it has sent everything
+                sums = await feeder.replica.call(feeder.replica.control.sums(epoch=epoch, timeout=_SUMS_SECONDS))
+                await asyncio.sleep(0 if sums else _SUMS_POLL_SECONDS)
+        except FourfoldError as error:
+            raise UpdateFailed({}, error) from error
+        if not sums:
+            raise UpdateFailed({}, DeadlinePassed(f"{feeder.name} did not compute its sums in {_SUMS_SECONDS:.0f} s"))
+        return _Sent(policy_version=version, digest=digest_of(Manifest.from_bytes(self._manifest), sums), sums=sums)
+
+    async def _digest_error(self, engine: DescribedEngine, digest: bytes, sent: _Sent) -> FourfoldError:
         """Return the error of an engine whose digest differs; it lists the tensors when sums were computed."""
         which = "sums were not computed in this update"
         if sent.sums:
@@ -310,8 +419,8 @@ class WeightUpdater:
             except FourfoldError as error:
                 which = f"the engine did not return its sums: {error.message}"
         return WrongState(
-            f"{engine.name}: the weights of version {version} arrived with digest {digest.hex()[:16]}, the trainer "
-            f"sent {sent.weights_digest.hex()[:16]}: {which}; the engine does not serve them",
+            f"{engine.name}: the weights of version {sent.policy_version} arrived with digest {digest.hex()[:16]}, "
+            f"the trainer sent {sent.digest.hex()[:16]}: {which}; the engine does not serve them",
             reason="DIGEST_MISMATCH",
         )
 
@@ -369,15 +478,19 @@ class WeightUpdater:
 
     # -- abort ----------------------------------------------------------------------------------------------------
 
-    async def _abort(self, engines: Sequence[DescribedEngine]) -> None:
-        """Abort the update on the trainer and on all engines, and close the epoch."""
+    async def _abort(self, engines: Sequence[DescribedEngine], *, trainer: bool) -> None:
+        """Abort the update on all engines and, if it takes part, on the trainer, and close the epoch."""
         self._members = None
-        # The next GetManifest is repeated until a trainer that died has been restarted.
-        self._layout = None
+        if trainer:
+            self._layout = None  # the next GetManifest is repeated until a trainer that died has been restarted
         self._begin_phase(status.ABORT, engines)
-        trainer = self._session.try_once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
+
+        async def abort_trainer() -> None:
+            if trainer:
+                await self._session.try_once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
+
         trainer_result, *engine_results = await asyncio.gather(
-            trainer, *(self._abort_engine(engine) for engine in engines), return_exceptions=True
+            abort_trainer(), *(self._abort_engine(engine) for engine in engines), return_exceptions=True
         )
         self._status.end_update()
         if isinstance(trainer_result, FourfoldError) and not isinstance(trainer_result, StaleEpoch | Unavailable):

@@ -30,7 +30,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Any, Final, TypeVar, cast
 
 from fourfold.errors import DeadlinePassed, FourfoldError, StaleEpoch, WrongState
-from fourfold_rollout.engine import EpochTerms, OpenReport, RolloutEngine
+from fourfold_rollout.engine import EpochTerms, FeedTerms, OpenReport, RolloutEngine
 from fourfold_rollout.pause.controller import PauseMode, SamplingController
 from fourfold_rollout.pause.hold import TokenHold
 from fourfold_rollout.pause.in_flight import RequestLease
@@ -261,6 +261,17 @@ class WeightController:
     async def sums(self, *, epoch: int, timeout: float) -> bytes:
         self._epochs.check(epoch)
         return await self._engine.weight_sums(epoch=epoch)
+
+    @_in_order
+    async def feed(self, terms: FeedTerms, *, timeout: float) -> list[bytes]:
+        """Begin to send the served weights to late engines, while this one samples; return the offers for them.
+
+        Raises WrongState: an update is open, or the weights are not those of `terms`, whole and as they arrived.
+        """
+        if self.updating or self._sampling.dirty or terms.policy_version != self.policy_version:
+            state = "an update is open" if self.updating else f"it serves version {self.policy_version}"
+            raise WrongState(f"this engine cannot send version {terms.policy_version}: {state}")
+        return await self._engine.feed_weights(terms, timeout=timeout)
 
     @_in_order
     async def sleep(self, level: int, *, timeout: float) -> None:

@@ -12,7 +12,8 @@ from fourfold.errors import InvalidInput
 from fourfold.rollout.v1 import rollout_control_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceServicer
 from fourfold.rpc.codec import pack_floats
-from fourfold_rollout.engine import EpochTerms, RolloutEngine
+from fourfold.weights.transport.locality import LOOPBACK
+from fourfold_rollout.engine import EpochTerms, FeedTerms, RolloutEngine
 from fourfold_rollout.pause.controller import PauseMode
 from fourfold_rollout.update.controller import WeightController
 
@@ -77,6 +78,8 @@ class RolloutControlServicer(RolloutControlServiceServicer):
             offers=tuple(request.offers),
             receiver_count=request.receiver_count,
             first_receiver_index=request.first_receiver_index,
+            host=request.host or LOOPBACK,
+            interface=request.interface,
         )
         report = await self._weights.open(terms, timeout=self._timeout(context))
         return pb.OpenWeightsResponse(
@@ -134,6 +137,16 @@ class RolloutControlServicer(RolloutControlServiceServicer):
     async def GetWeightSums(self, request: pb.GetWeightSumsRequest, context: Context) -> pb.GetWeightSumsResponse:
         sums = await self._weights.sums(epoch=request.epoch, timeout=self._timeout(context))
         return pb.GetWeightSumsResponse(sums=sums)
+
+    async def FeedWeights(self, request: pb.FeedWeightsRequest, context: Context) -> pb.FeedWeightsResponse:
+        terms = FeedTerms(
+            epoch=check_number(request.epoch, "epoch"),
+            policy_version=check_number(request.policy_version, "policy_version"),
+            receiver_count=check_number(request.receiver_count, "receiver_count", least=1, most=MAX_RECEIVERS),
+            host=request.host or LOOPBACK,
+            interface=request.interface,
+        )
+        return pb.FeedWeightsResponse(offers=await self._weights.feed(terms, timeout=self._timeout(context)))
 
     async def SleepEngine(self, request: pb.SleepEngineRequest, context: Context) -> pb.SleepEngineResponse:
         await self._weights.sleep(request.level, timeout=self._timeout(context))

@@ -29,6 +29,7 @@ from fourfold_rollout.engine import (
     EngineSample,
     EngineSettings,
     EpochTerms,
+    FeedTerms,
     OpenReport,
     SampleRequest,
 )
@@ -205,7 +206,10 @@ class VllmEngine:
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
         session = (terms.epoch, terms.backend, terms.manifest, list(terms.offers))
         places = (terms.receiver_count, terms.first_receiver_index)
-        replies = await self._call("weights_open", *session, *places, timeout, str(self._abort_path), timeout=timeout)
+        listen = (terms.host, terms.interface)
+        replies = await self._call(
+            "weights_open", *session, *places, timeout, str(self._abort_path), *listen, timeout=timeout
+        )
         report = unwrap_same(replies)
         return OpenReport(
             direct_tensor_count=report["direct"], reload_tensor_count=report["reload"], reload_reason=report["reason"]
@@ -214,6 +218,11 @@ class VllmEngine:
     async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
         replies = await self._call("weights_receive", epoch, policy_version, timeout, skip_sums, timeout=timeout)
         return bytes(unwrap_same(replies))
+
+    async def feed_weights(self, terms: FeedTerms, *, timeout: float) -> list[bytes]:
+        numbers = (terms.epoch, terms.policy_version, terms.receiver_count)
+        replies = await self._call("weights_feed", *numbers, terms.host, terms.interface, timeout, timeout=timeout)
+        return [bytes(offer) for offer in unwrap(replies)[0]]
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
         unwrap_same(await self._call("weights_commit", epoch, policy_version, timeout=_ABORT_SECONDS))

@@ -21,6 +21,7 @@ from fourfold.errors import FourfoldError
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
+from fourfold.weights.transport.locality import LOOPBACK
 from fourfold_trainer.batches import MicroBatch, PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.checkpoint.machines import FileCopy, complete_checkpoints, copies_to_keep, copies_to_read
 from fourfold_trainer.checkpoint.store import STATE_FILE
@@ -184,9 +185,18 @@ class DistributedEngine:
         return self._manifest
 
     def make_offers(
-        self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float
+        self,
+        epoch: int,
+        backend: str,
+        receiver_count: int,
+        *,
+        group: int = 0,
+        host: str = LOOPBACK,
+        interface: str = "",
+        timeout: float,
     ) -> list[bytes]:
         fields = {"backend": backend, "receiver_count": receiver_count, "group": group}
+        fields |= {"host": host, "interface": interface}
         return [_to_bytes(answer) for answer in self._transfer("make_offer", epoch, timeout, fields)]
 
     def open_weights(self, epoch: int, *, timeout: float) -> None:

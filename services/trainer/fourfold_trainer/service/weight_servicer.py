@@ -18,7 +18,7 @@ from fourfold.bounds import MAX_RECEIVERS, check_number
 from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, WrongState
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as pb_grpc
-from fourfold.weights.transport.locality import host_id, reachable_gpus
+from fourfold.weights.transport.locality import LOOPBACK, host_id, reachable_gpus
 from fourfold_trainer.engine import SentWeights
 from fourfold_trainer.service.engine_thread import Phase
 from fourfold_trainer.service.servicer import time_left
@@ -67,7 +67,10 @@ class TrainerWeightServicer(pb_grpc.TrainerWeightServiceServicer):
         group = check_number(request.group, "group", most=MAX_RECEIVERS)
 
         def make(left: float) -> list[bytes]:
-            return engine.make_offers(epoch, request.backend, count, group=group, timeout=left)
+            host = request.host or LOOPBACK
+            return engine.make_offers(
+                epoch, request.backend, count, group=group, host=host, interface=request.interface, timeout=left
+            )
 
         return pb.MakeOfferResponse(offers=await self._run_phase(epoch, make, context))
 

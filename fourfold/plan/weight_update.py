@@ -1,0 +1,108 @@
+"""Predicts the seconds of a weight update from the bytes, the number of engines and the network, and names the path.
+
+    direct   every engine reads the trainer's memory, or memory of its host (cuda_ipc, shm); the trainer's work does not
+             depend on the number of engines
+    ring     one NCCL group of all engines: NCCL passes pieces on from GPU to GPU
+    chain    gloo: each engine passes each chunk on when it has arrived
+
+With B bytes at R bytes per second over the slowest link, chunks of C bytes that cost t seconds each, and N engines:
+
+    chain    B / R + (B / C) t + (N - 1) (C / R + t)      the trainer sends B
+    copies   N B / R                                      the trainer sends N B; for comparison only
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fourfold.bounds import chunk_bytes
+from fourfold.config import Config
+from fourfold.model.folder import ModelShape
+from fourfold.plan.memory import weight_bytes
+
+_GBIT: Final = 1e9 / 8
+_NETWORKS: Final = (10, 100)  # Gbit/s
+# Measured: 0.2 to 0.3 ms for chunks that cost almost nothing else, on a busy machine with two cores.
+_CHUNK_SECONDS: Final = 0.3e-3
+# Measured: copies of one core into shared memory.
+_MEMORY_BYTES_PER_SECOND: Final = 5e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection between two members of a chain."""
+
+    bytes_per_second: float
+    chunk_seconds: float = _CHUNK_SECONDS  # of each chunk, beside its bytes
+
+    def seconds(self, byte_count: int) -> float:
+        """Return the time of one chunk."""
+        return byte_count / self.bytes_per_second + self.chunk_seconds
+
+
+def chain_seconds(byte_count: int, engines: int, link: Link) -> float:
+    """Return the time until the last engine of a chain has everything; all links are equal."""
+    size = min(chunk_bytes(byte_count), byte_count)
+    return (math.ceil(byte_count / size) + engines - 1) * link.seconds(size)
+
+
+def copies_seconds(byte_count: int, engines: int, link: Link) -> float:
+    """Return the time in which the trainer sends a copy to each engine, one after another or through one link."""
+    size = min(chunk_bytes(byte_count), byte_count)
+    return engines * math.ceil(byte_count / size) * link.seconds(size)
+
+
+def simulate_chain(byte_count: int, links: Sequence[Link]) -> list[float]:
+    """Return when each engine of a chain has everything; `links`: from the trainer to the first, and so on.
+
+    A link carries one chunk at a time, in order; a chunk departs when it has arrived whole.
+    """
+    size = min(chunk_bytes(byte_count), byte_count)
+    arrivals = [0.0] * math.ceil(byte_count / size)
+    done: list[float] = []
+    for link in links:
+        seconds, free = link.seconds(size), 0.0
+        for number, arrived in enumerate(arrivals):
+            free = max(free, arrived) + seconds
+            arrivals[number] = free
+        done.append(free)
+    return done
+
+
+def update_cost(config: Config, shape: ModelShape) -> str:
+    """Return a sentence on the path of the weights, its reason and its duration."""
+    byte_count, engines = weight_bytes(config, shape), max(config.rollout.replicas, 1)
+    backend = config.weights.backend
+    if backend == "gloo" and engines > 1:
+        times = " and ".join(_chain_text(byte_count, engines, gbit) for gbit in _NETWORKS)
+        return (
+            f"Chain: the trainer sends each shard once, to the first engine, and each engine passes it on while it "
+            f"arrives: {times}."
+        )
+    network = " and ".join(_network_text(byte_count, gbit) for gbit in _NETWORKS)
+    if backend == "gloo":
+        return f"Direct, because there is one engine: {network}."
+    if backend == "nccl":
+        return f"Ring: NCCL passes the weights on from GPU to GPU, in the time of one copy: between hosts {network}."
+    if backend == "auto" and config.weights_stay_on_gpus:
+        return f"Direct or NCCL's ring, by what each engine reaches; to engines on other hosts {network}."
+    if backend == "cuda_ipc":
+        return "Direct: each engine reads the trainer's memory at the speed of the GPUs' memory or links."
+    seconds = byte_count / _MEMORY_BYTES_PER_SECOND
+    direct = f"all engines read the one copy in shared memory, which takes the trainer about {seconds:.2g} s"
+    chain = " and ".join(_chain_text(byte_count, engines, gbit) for gbit in _NETWORKS)
+    return f"Direct, because {direct}. Engines on other hosts are a chain: {chain}."
+
+
+def _chain_text(byte_count: int, engines: int, gbit: int) -> str:
+    link = Link(bytes_per_second=gbit * _GBIT)
+    chain, copies = chain_seconds(byte_count, engines, link), copies_seconds(byte_count, engines, link)
+    more = f" (a copy for each: {copies:.2g} s)" if engines > 1 else ""
+    return f"{chain:.2g} s at {gbit} Gbit/s{more}"
+
+
+def _network_text(byte_count: int, gbit: int) -> str:
+    return f"{byte_count / (gbit * _GBIT):.2g} s at {gbit} Gbit/s"

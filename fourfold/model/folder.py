@@ -32,6 +32,9 @@ _CONVERSION: Final = 1
 _CONVERT_TIMEOUT_SECONDS: Final = 600.0
 _CONVERTER_MODULES: Final = ("gguf", "tokenizers")
 _REQUIRED_FILES: Final = ("config.json", "tokenizer.json")
+# The file with all weights, or the index of several files.
+WEIGHTS_FILE: Final = "model.safetensors"
+WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,17 @@ class ModelShape:
     vocabulary: int
     tied: bool  # true if the output projection is the embedding matrix
     parameter_count: int  # parameters of the model; a tied matrix counts once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor in a safetensors file: bytes [begin, end) of the file, elements in row-major order."""
+
+    file: Path
+    dtype: str  # in the words of safetensors, such as BF16
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,18 +296,46 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors in a folder, by name."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: shape for file in files for name, shape in read_header(file).items()}
+    return {name: entry.shape for name, entry in tensor_entries(folder).items()}
 
 
-def read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a safetensors header: its length in 8 bytes, little-endian, then JSON."""
+def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Return where the tensors of the model in a folder are, by name. Raises ConfigError: a file is damaged."""
+    return {name: entry for file in _weight_files(folder) for name, entry in read_header(file).items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers would read: a folder may hold the weights a second time, in other files."""
+    whole, index = folder / WEIGHTS_FILE, folder / WEIGHTS_INDEX
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{index}: has no weight_map of tensor names to file names; save the model again")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Return the tensors in a safetensors header: its length in 8 bytes, little-endian, then JSON."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > 100 << 20:
                 raise ValueError(f"header of {size} bytes")
             header = json.loads(stream.read(size))
-        return {name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
+            file_bytes = stream.seek(0, os.SEEK_END)
+        entries = {name: _entry(file, size + 8, fields) for name, fields in header.items() if name != "__metadata__"}
+        for name, entry in entries.items():
+            if not size + 8 <= entry.begin <= entry.end <= file_bytes:
+                raise ValueError(f"{name} is at bytes {entry.begin} to {entry.end} of {file_bytes}")
+        return entries
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: not a safetensors file ({error}); save the model again") from None
+
+
+def _entry(file: Path, data: int, fields: dict[str, Any]) -> TensorEntry:
+    begin, end = map(int, fields["data_offsets"])
+    shape = tuple(map(int, fields["shape"]))
+    return TensorEntry(file=file, dtype=str(fields["dtype"]), shape=shape, begin=data + begin, end=data + end)

@@ -14,11 +14,13 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +48,11 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
+    intermediate: int  # inner size of the MLP; in a mixture of experts that of all experts of one token together
     vocabulary: int
     tied: bool  # true if the output projection is the embedding matrix
     parameter_count: int  # parameters of the model; a tied matrix counts once
+    largest_block: int  # parameters of the largest decoder layer, or of the largest tensor outside of the layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,7 @@ _SMOLLM2: Final = Builtin(
         vocabulary=49152,
         tied=True,
         parameter_count=134_515_008,
+        largest_block=28_311_552,
     ),
 )
 BUILTINS: Final = {_SMOLLM2.name: _SMOLLM2}
@@ -167,21 +171,40 @@ def folder_shape(folder: Path) -> ModelShape:
     config = read_json(path)
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        shapes = _tensor_shapes(folder)
         return ModelShape(
             hidden=hidden,
             layers=int(config["num_hidden_layers"]),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=int(config["intermediate_size"]),
+            intermediate=_intermediate(config),
             vocabulary=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
-            parameter_count=sum(math.prod(shape) for shape in _tensor_shapes(folder).values()),
+            parameter_count=sum(math.prod(shape) for shape in shapes.values()),
+            largest_block=_largest_block(shapes),
         )
     except KeyError as error:
         raise ConfigError(
             f"{path}: no key {error}; the model must be a decoder-only language model with a flat config.json"
         ) from None
+
+
+def _intermediate(config: Mapping[str, Any]) -> int:
+    chosen, experts = config.get("num_experts_per_tok"), config.get("num_experts") or config.get("num_local_experts")
+    if not chosen or not experts:
+        return int(config["intermediate_size"])
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return int(chosen) * int(width) + int(config.get("shared_expert_intermediate_size") or 0)
+
+
+def _largest_block(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the parameters of the largest block, from the shapes of tensors such as `model.layers.3.mlp.up_proj`."""
+    sizes: dict[str, int] = defaultdict(int)
+    for name, shape in shapes.items():
+        layer = re.match(r"(.*?\.\d+)\.", name)
+        sizes[layer.group(1) if layer else name] += math.prod(shape)
+    return max(sizes.values(), default=0)
 
 
 def cache_folder(builtin: Builtin) -> Path:

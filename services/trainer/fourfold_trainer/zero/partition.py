@@ -7,6 +7,7 @@ the last one. Nothing is sent, so a rank can load without the others.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -112,6 +113,9 @@ def gathered_modules(model: nn.Module) -> Iterator[None]:
     def release(module: nn.Module, _arguments: Any, _output: Any) -> None:
         if parameters := held.pop(module, None):
             parameters[0].partition(parameters)
+            if parameters[0].device.type == "cpu":
+                # glibc keeps freed blocks below 32 MiB: measured, all layers of a 1.5B model one after another.
+                ctypes.CDLL(None).malloc_trim(0)
 
     # Hooks of all modules, because the block may add some to the model.
     hooks = [

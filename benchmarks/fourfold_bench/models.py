@@ -48,6 +48,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "0.5b": _shape(_QWEN2, (896, 24, 14, 2, 4864, 151_936), tied=True),  # Qwen2.5-0.5B
     "1.5b": _shape(_QWEN2, (1536, 28, 12, 2, 8960, 151_936), tied=True),  # Qwen2.5-1.5B
     "7b": _shape(_QWEN2, (3584, 28, 28, 4, 18_944, 152_064), tied=False),  # Qwen2.5-7B
+    "70b": _shape(_LLAMA, (8192, 80, 64, 8, 28_672, 128_256), tied=False),  # Llama 3.1 70B
 }
 """Contents of config.json by name."""
 SHAPE_NAMES: Final = sorted(SHAPES)
@@ -78,6 +79,22 @@ def write_model(folder: Path, shape: str, *, context: int, dtype: str = "bfloat1
     (folder / "generation_config.json").unlink(missing_ok=True)
     write_config(folder, shape, context=context)
     write_tokenizer(folder, shape)
+
+
+def write_sparse_model(folder: Path, shape: str) -> Path:
+    """Write a model whose weights are all 0, as holes of sparse files that take no space; return the folder."""
+    import torch
+    import transformers
+
+    from fourfold_trainer.checkpoint.model_export import WeightsWriter
+
+    write_config(folder, shape)
+    write_tokenizer(folder, shape)
+    make: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = make.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    WeightsWriter(folder, {name: (p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}).write_zeros()
+    return folder
 
 
 def write_reward_model(folder: Path, shape: str, *, context: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.model.folder import read_header, read_json
+from fourfold.model.folder import read_json, tensor_entries
 from fourfold.model.tokenizer import tokenizer_sha256
 
 _KEY: Final = "reward.model.source"
@@ -64,7 +64,7 @@ class ClassifierFolder:
         if not files:
             raise ConfigError(f"{_KEY} = {source!r}: {_without_safetensors(path)}")
         config = read_json(path / "config.json")
-        shapes = {name: shape for file in files for name, shape in read_header(file).items()}
+        shapes = {name: entry.shape for name, entry in tensor_entries(path).items()}
         folder = cls(path=path.resolve(), config=config, shapes=shapes)
         folder._check(source)
         return folder

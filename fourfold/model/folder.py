@@ -15,11 +15,13 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,9 @@ _CONVERSION: Final = 1
 _CONVERT_TIMEOUT_SECONDS: Final = 600.0
 _CONVERTER_MODULES: Final = ("gguf", "tokenizers")
 _REQUIRED_FILES: Final = ("config.json", "tokenizer.json")
+# The file with all weights, or the index of several files.
+WEIGHTS_FILE: Final = "model.safetensors"
+WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +49,22 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
+    intermediate: int  # inner size of the MLP; in a mixture of experts that of all experts of one token together
     vocabulary: int
     tied: bool  # true if the output projection is the embedding matrix
     parameter_count: int  # parameters of the model; a tied matrix counts once
+    largest_block: int  # parameters of the largest decoder layer, or of the largest tensor outside of the layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor in a safetensors file: bytes [begin, end) of the file, elements in row-major order."""
+
+    file: Path
+    dtype: str  # in the words of safetensors, such as BF16
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +93,7 @@ _SMOLLM2: Final = Builtin(
         vocabulary=49152,
         tied=True,
         parameter_count=134_515_008,
+        largest_block=28_311_552,
     ),
 )
 BUILTINS: Final = {_SMOLLM2.name: _SMOLLM2}
@@ -165,21 +183,40 @@ def folder_shape(folder: Path) -> ModelShape:
     config = read_json(path)
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        shapes = _tensor_shapes(folder)
         return ModelShape(
             hidden=hidden,
             layers=int(config["num_hidden_layers"]),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=int(config["intermediate_size"]),
+            intermediate=_intermediate(config),
             vocabulary=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
-            parameter_count=sum(math.prod(shape) for shape in _tensor_shapes(folder).values()),
+            parameter_count=sum(math.prod(shape) for shape in shapes.values()),
+            largest_block=_largest_block(shapes),
         )
     except KeyError as error:
         raise ConfigError(
             f"{path}: no key {error}; the model must be a decoder-only language model with a flat config.json"
         ) from None
+
+
+def _intermediate(config: Mapping[str, Any]) -> int:
+    chosen, experts = config.get("num_experts_per_tok"), config.get("num_experts") or config.get("num_local_experts")
+    if not chosen or not experts:
+        return int(config["intermediate_size"])
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return int(chosen) * int(width) + int(config.get("shared_expert_intermediate_size") or 0)
+
+
+def _largest_block(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the parameters of the largest block, from the shapes of tensors such as `model.layers.3.mlp.up_proj`."""
+    sizes: dict[str, int] = defaultdict(int)
+    for name, shape in shapes.items():
+        layer = re.match(r"(.*?\.\d+)\.", name)
+        sizes[layer.group(1) if layer else name] += math.prod(shape)
+    return max(sizes.values(), default=0)
 
 
 def cache_folder(builtin: Builtin) -> Path:
@@ -294,18 +331,46 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors in a folder, by name."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: shape for file in files for name, shape in read_header(file).items()}
+    return {name: entry.shape for name, entry in tensor_entries(folder).items()}
 
 
-def read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a safetensors header: its length in 8 bytes, little-endian, then JSON."""
+def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Return where the tensors of the model in a folder are, by name. Raises ConfigError: a file is damaged."""
+    return {name: entry for file in _weight_files(folder) for name, entry in read_header(file).items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers would read: a folder may hold the weights a second time, in other files."""
+    whole, index = folder / WEIGHTS_FILE, folder / WEIGHTS_INDEX
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{index}: has no weight_map of tensor names to file names; save the model again")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Return the tensors in a safetensors header: its length in 8 bytes, little-endian, then JSON."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > 100 << 20:
                 raise ValueError(f"header of {size} bytes")
             header = json.loads(stream.read(size))
-        return {name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
+            file_bytes = stream.seek(0, os.SEEK_END)
+        entries = {name: _entry(file, size + 8, fields) for name, fields in header.items() if name != "__metadata__"}
+        for name, entry in entries.items():
+            if not size + 8 <= entry.begin <= entry.end <= file_bytes:
+                raise ValueError(f"{name} is at bytes {entry.begin} to {entry.end} of {file_bytes}")
+        return entries
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: not a safetensors file ({error}); save the model again") from None
+
+
+def _entry(file: Path, data: int, fields: dict[str, Any]) -> TensorEntry:
+    begin, end = map(int, fields["data_offsets"])
+    shape = tuple(map(int, fields["shape"]))
+    return TensorEntry(file=file, dtype=str(fields["dtype"]), shape=shape, begin=data + begin, end=data + end)

@@ -62,9 +62,10 @@ class LogprobHead(nn.Module):
 class ValueHead(nn.Linear):
     """Maps a hidden state to one number."""
 
-    def __init__(self, embedding: Tensor, weight: Tensor | None) -> None:
-        """Begin with `weight` [1, h] or zeros, on the device and in the dtype of `embedding` [v, h]."""
-        super().__init__(embedding.shape[1], 1, bias=False, device=embedding.device, dtype=embedding.dtype)
+    def __init__(self, embedding: nn.Linear, weight: Tensor | None) -> None:
+        """Begin with `weight` [1, h] or zeros, on the device and in the dtype of an output embedding, h wide."""
+        like = embedding.weight
+        super().__init__(embedding.in_features, 1, bias=False, device=like.device, dtype=like.dtype)
         with torch.no_grad():
             self.weight.zero_() if weight is None else self.weight.copy_(weight)
 
@@ -77,7 +78,7 @@ class ValueHead(nn.Linear):
 def install(model: Any) -> None:
     """Make `model` return log-probabilities, and compare them with its own logits on a few tokens.
 
-    `model` is a `PreTrainedModel` with an output embedding, whole in memory.
+    `model` is a `PreTrainedModel` with an output embedding; its passes must work, so it is whole or gathered for them.
 
     Raises ConfigError: samples of this architecture cannot be packed, or it computes its logits in an unknown way.
     """
@@ -125,7 +126,7 @@ def install_values(model: Any, weight: Tensor | None = None) -> None:
         _replace_attention(model)
         name = next(name for name, module in model.named_children() if module is linear)
         delattr(model, name)
-        model.score = ValueHead(linear.weight, weight)
+        model.score = ValueHead(linear, weight)
         model.forward = types.MethodType(_forward_values, model)
         probe = _probe_arguments(ids)
         found = _asked_states(

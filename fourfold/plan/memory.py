@@ -3,7 +3,7 @@
 With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4):
 
     trainer, per rank    weights     b P        at ZeRO stage 3 b P / N, and b for each of the first 1e9 parameters,
-                                                which DeepSpeed gathers for the passes
+                                                which DeepSpeed gathers for the passes; b for each of a larger layer
                          gradients   4 P        summed in float32, divided by N from stage 2; b P at stage 0
                          optimizer   12 P       divided by N from stage 1: float32 master and both Adam moments (Muon
                                                 has one); with bfloat16 or offloading 4 P more, a flat copy of the
@@ -14,6 +14,12 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                          With LoRA, P of gradients, optimizer and average is the number of adapter parameters.
     offloaded, per rank  in main memory: `optimizer`; at stage 3 the gradients, at stages 1 and 2 b P / N, the new
                          weights; with optimizer+parameters the weights, b P / N; the device keeps the gathered ones
+    host, per rank       in main memory, of a trainer on GPUs, at its start and for its checkpoints; never a whole model
+                         at stage 3: the larger of
+                         weights     b P / N    DeepSpeed moves the partitions into one buffer (stage 3)
+                         optimizer   12 P       what a rank reads of a checkpoint, divided by N from stage 1; with an
+                                                average 16 P. Nothing with offloading, where it is in place
+                         An export takes a rank the weights that are gathered, at most 1 GiB or one parameter.
     critic, per rank     weights, gradients and optimizer as the trainer's, no average. In the policy's ranks its passes
                          come after the policy's; with critic.ranks it has activations of its own
     transfer             weights     b P        one copy in shared memory, which the engines read in place; with gloo
@@ -114,6 +120,8 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
     if config.algorithm.needs_critic:
         rows += _split_offloaded(config, _critic(config, sizes.critic), sizes.critic)
     rows.append(_rollout(config, shape))
+    if config.trainer.device == "cuda":
+        rows += _hosts(config, sizes)
     if not config.weights_stay_on_gpus:
         rows.append(_transfer(config, shape))
     if config.needs_reference:
@@ -141,7 +149,8 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
     weights = weight_bytes(config, shape)
     has_copy = config.model.dtype == "bfloat16" or config.trainer.offload != "none"
     copies = (1 if has_copy else 0) + (1 if config.trainer.ema_decay else 0)
-    gathered = min(shape.parameter_count, _GATHERED_PARAMETERS) * _bytes_per_weight(config) if stage == 3 else 0
+    gathered = min(shape.parameter_count, max(_GATHERED_PARAMETERS, shape.largest_block)) if stage == 3 else 0
+    gathered *= _bytes_per_weight(config)
     return MemoryRow(
         role="trainer",
         count=ranks,
@@ -162,6 +171,32 @@ def _critic(config: Config, shape: ModelShape) -> MemoryRow:
     if config.critic_apart:
         return replace(row, role="critic")
     return replace(row, role="critic", activations=0, programs=0)
+
+
+def _hosts(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
+    """Return the main memory of the processes of a trainer on GPUs, besides what is offloaded."""
+    rows = [_host(config, "trainer", sizes.policy, sizes.trained, config.trainer.ranks, bool(config.trainer.ema_decay))]
+    if config.algorithm.needs_critic:
+        critic = _host(config, "critic", sizes.critic, None, config.critic_ranks, average=False)
+        rows.append(critic if config.critic_apart else replace(critic, programs=0))
+    return rows
+
+
+def _host(config: Config, role: str, shape: ModelShape, trained: int | None, ranks: int, average: bool) -> MemoryRow:
+    count = shape.parameter_count if trained is None else trained
+    stage = config.trainer.zero_stage
+    moved = weight_bytes(config, shape) // ranks if stage == 3 else 0
+    restored = (_master_bytes(config, shape, trained) + (4 * count if average else 0)) // (ranks if stage else 1)
+    if config.trainer.offload != "none":
+        moved = restored = 0
+    return MemoryRow(
+        role=f"{role}, host",
+        count=ranks,
+        on_gpu=False,
+        weights=moved if moved > restored else 0,
+        optimizer=restored if restored >= moved else 0,
+        programs=_TRAINER_PROGRAM,
+    )
 
 
 def _split_offloaded(config: Config, whole: MemoryRow, shape: ModelShape) -> list[MemoryRow]:

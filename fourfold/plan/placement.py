@@ -13,9 +13,12 @@ from typing import Final
 
 from fourfold.config import Config, gpu_count, gpu_places
 from fourfold.errors import ConfigError
-from fourfold.plan.memory import GIB, MemoryRow, memory_plan
-from fourfold.plan.models import model_sizes
+from fourfold.plan.memory import GIB, MemoryRow, memory_plan, weight_bytes
+from fourfold.plan.models import ModelSizes, model_sizes
 
+# A model of this size is worth a warning if every rank holds all of it.
+_LARGE_WEIGHTS: Final = 8 * GIB
+_MOST_RANKS: Final = 4096
 # CUDA context and captured graphs of an engine, and the contexts of the other services: about 1 GiB on an H200.
 _ENGINE_REST: Final = 1 * GIB
 
@@ -85,6 +88,62 @@ def check_gpu_memory(config: Config, gpu_bytes: int) -> None:
             f"{config.rollout.kv_cache_gib}, raise trainer.ranks{sleep}, or set placement.colocated = false "
             f"(`fourfold plan` shows the parts)"
         )
+
+
+def memory_warnings(
+    config: Config, sizes: ModelSizes, *, gpu_bytes: int | None = None, host_bytes: int | None = None
+) -> list[str]:
+    """Return why a trainer on GPUs does not fit, as sentences with what helps; [] if it does, or sizes are unknown.
+
+    Args:
+        gpu_bytes: memory of the smallest GPU of this machine; None: unknown.
+        host_bytes: free main memory of this machine; None: unknown.
+    """
+    if config.trainer.device != "cuda":
+        return []
+    rows, trainer, found = memory_plan(config, sizes), config.trainer, []
+    needed = _fullest(config, rows)
+    weights = weight_bytes(config, sizes.policy)
+    if trainer.zero_stage < 3 and trainer.ranks > 1 and weights > _LARGE_WEIGHTS:
+        found.append(
+            f"Each rank holds all {weights / GIB:.1f} GiB of weights, because trainer.zero_stage = "
+            f"{trainer.zero_stage}; at stage 3 it holds its part."
+        )
+    said = config.placement.colocated and config.asynchrony.max_policy_lag  # by `gpu_plan`
+    if gpu_bytes is not None and needed > gpu_bytes and not said:
+        ranks = _ranks_that_fit(config, sizes, gpu_bytes)
+        more = "raise rollout.gpus_per_replica, use trainer.offload, or lower batch.tokens_per_micro_batch"
+        helps = f"use at least {ranks} ranks" if ranks else more
+        found.append(
+            f"A GPU must hold about {needed / GIB:.1f} GiB, and this machine's have {gpu_bytes / GIB:.1f}: {helps}."
+        )
+    in_main_memory = sum(row.total * row.count for row in rows if not row.on_gpu)
+    if host_bytes is not None and in_main_memory > host_bytes:
+        found.append(
+            f"All processes together take about {in_main_memory / GIB:.1f} GiB of main memory, and this machine has "
+            f"{host_bytes / GIB:.1f} free: spread the ranks over several machines."
+        )
+    return found
+
+
+def _fullest(config: Config, rows: Sequence[MemoryRow]) -> int:
+    """Return the most bytes that a GPU holds in either phase."""
+    if config.placement.colocated:
+        return max((max(phases) for phases in _bytes_by_gpu(config, rows)), default=0)
+    within = () if config.critic_apart else ("trainer", "critic")  # ranks that hold both
+    together = sum(row.total for row in rows if row.on_gpu and row.role in within)
+    return max(together, *(row.total for row in rows if row.on_gpu))
+
+
+def _ranks_that_fit(config: Config, sizes: ModelSizes, gpu_bytes: int) -> int | None:
+    """Return the smallest multiple of the ranks, by doubling, with which every GPU has enough; None if none has."""
+    ranks = config.trainer.ranks
+    while ranks < _MOST_RANKS:
+        ranks *= 2
+        wider = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": ranks})})
+        if _fullest(wider, memory_plan(wider, sizes)) <= gpu_bytes:
+            return ranks
+    return None
 
 
 def _bytes_by_gpu(config: Config, rows: Sequence[MemoryRow], *, only_persistent: bool = False) -> list[tuple[int, int]]:

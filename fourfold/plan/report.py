@@ -12,7 +12,7 @@ from fourfold import config as configuration
 from fourfold.config import Config, CriticConfig, DataSourceConfig, RewardConfig, TrainerConfig
 from fourfold.config.reward import RewardModelConfig
 from fourfold.errors import ConfigError
-from fourfold.host.hardware import smallest_memory, visible_gpus
+from fourfold.host.hardware import available_memory, smallest_memory, visible_gpus
 from fourfold.model.classifier import ClassifierFolder
 from fourfold.model.folder import ModelShape
 from fourfold.plan.agents import agents_plan
@@ -29,7 +29,7 @@ from fourfold.plan.memory import (
     weight_bytes,
 )
 from fourfold.plan.models import AdapterPlan, check_sequence_parallel, model_sizes
-from fourfold.plan.placement import gpu_plan
+from fourfold.plan.placement import gpu_plan, memory_warnings
 from fourfold.plan.rates import RunRates, read_rates
 from fourfold.plan.weight_update import update_cost
 from fourfold.text import align_columns
@@ -66,7 +66,10 @@ def describe(config: Config, run: RunRates | None = None) -> str:
     sizes, plan = model_sizes(config), batch_plan(config)
     shape = sizes.policy
     rows = memory_plan(config, sizes)
-    on_gpus = gpu_plan(config, rows, smallest_memory(visible_gpus()))
+    gpu_bytes = smallest_memory(visible_gpus())
+    on_gpus = gpu_plan(config, rows, gpu_bytes)
+    host_bytes = None if gpu_bytes is None else available_memory()  # a plan may be made on another machine
+    warnings = memory_warnings(config, sizes, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     # Label and paragraph; further paragraphs of a label have an empty one.
     paragraphs = [
         ("model", _model(config, shape)),
@@ -83,6 +86,7 @@ def describe(config: Config, run: RunRates | None = None) -> str:
         ("reward", _reward(config)),
         ("reference", _reference(config)),
         *zip_longest(["placement"] if on_gpus else [], on_gpus, fillvalue=""),
+        *zip_longest(["warning"] if warnings else [], warnings, fillvalue=""),
         *zip_longest(["weights"], _weights(config, shape), fillvalue=""),
         *zip_longest(["policy lag"], lag_plan(config, shape), fillvalue=""),
         ("speed", rates_text(run) if run else f"unknown. {NO_RATES}"),

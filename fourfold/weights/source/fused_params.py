@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +39,15 @@ class ParameterSlice:
         return math.prod(self.shape)
 
 
+SentParameter: TypeAlias = tuple[str, Any, tuple[ParameterSlice, ...]]
+"""Name of a parameter, the parameter, and its checkpoint tensors, which tile it."""
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter on all ranks together: under ZeRO-3 it is empty between passes."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def named_weights(model: torch.nn.Module, rename: Rename | None = None) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield name and parameter of everything that is sent; tied parameters once.
 
@@ -56,12 +65,10 @@ def named_weights(model: torch.nn.Module, rename: Rename | None = None) -> Itera
             yield sent, parameter
 
 
-def sent_parameters(
-    model: torch.nn.Module, rename: Rename | None = None
-) -> list[tuple[str, Any, tuple[ParameterSlice, ...]]]:
-    """Return (name, parameter, its checkpoint tensors) of everything that is sent. Raises WrongState."""
+def sent_parameters(model: torch.nn.Module, rename: Rename | None = None) -> list[SentParameter]:
+    """Return everything that is sent. Raises WrongState."""
     named = list(named_weights(model, rename))
-    shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named}
+    shapes = {name: whole_shape(parameter) for name, parameter in named}
     slices = checkpoint_slices(model, shapes)
     return [(name, parameter, slices[name]) for name, parameter in named]
 

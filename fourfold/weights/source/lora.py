@@ -19,6 +19,7 @@ from torch import Tensor
 from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import ParameterSource, torch_dtype
+from fourfold.weights.source.fused_params import whole_shape
 
 # Elements whose float32 copies exist at the same time: 64 MiB each.
 _CHUNK_ELEMENTS: Final = 1 << 24
@@ -113,14 +114,10 @@ def _check(adapters: Mapping[str, Adapter], base: ParameterSource) -> None:
     for name, part in base.slices:
         sent.setdefault(name, []).append(part.shape)
     for name, adapter in adapters.items():
-        height, width = _whole_shape(adapter.b)[0], _whole_shape(adapter.a)[1]
+        height, width = whole_shape(adapter.b)[0], whole_shape(adapter.a)[1]
         shapes = sent.get(name, [])
         if any(len(shape) != 2 or shape[1] != width for shape in shapes) or sum(s[0] for s in shapes) != height:
             raise WrongState(
                 f"the adapter of {name} changes a matrix {(height, width)}; of it {shapes or 'nothing'} is sent: "
                 f"let trainer.lora.target_modules name linear layers alone"
             )
-
-
-def _whole_shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

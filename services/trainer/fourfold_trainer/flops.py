@@ -16,14 +16,14 @@ checkpointing and dummies are not counted.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
 from fourfold import metrics
+from fourfold.weights.source.fused_params import whole_shape
 
 # Dense bfloat16 FLOP/s of one GPU by a part of its name; the first match counts. From the data sheets of NVIDIA and
 # AMD: half of the numbers advertised "with sparsity". A board with a lower power limit has less.
@@ -63,11 +63,14 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: Any) -> ModelSize:
-        """Count the parameters of a model that is not partitioned."""
+        """Count the parameters of a model."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        used = {name: p.numel() * _used_share(p, config) for name, p in model.named_parameters()}
+        used = {
+            name: math.prod(whole_shape(p)) * _used_share(whole_shape(p), config)
+            for name, p in model.named_parameters()
+        }
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         return cls(
             parameters=round(sum(used.values())),
@@ -76,11 +79,11 @@ class ModelSize:
         )
 
 
-def _used_share(parameter: torch.Tensor, config: Any) -> float:
+def _used_share(shape: tuple[int, ...], config: Any) -> float:
     """Return the share of a parameter that one token uses: transformers keeps all experts of a layer in one tensor."""
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
-    if not experts or not chosen or parameter.dim() != 3 or parameter.shape[0] != experts:
+    if not experts or not chosen or len(shape) != 3 or shape[0] != experts:
         return 1.0
     return float(chosen) / float(experts)
 

@@ -16,7 +16,7 @@ from fourfold.plan.models import ModelSizes, model_sizes
 
 SHAPE = ModelShape(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocabulary=512, tied=False,
-    parameter_count=1_000_000,
+    parameter_count=1_000_000, largest_block=40_000,
 )  # fmt: skip
 SIZES = ModelSizes(policy=SHAPE, critic=SHAPE, adapters=None)
 

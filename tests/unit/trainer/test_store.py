@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from fourfold.algorithm.state import AlgorithmState, RunningMoments
 from fourfold.errors import NotFound, Unavailable, WrongState
+from fourfold_trainer.checkpoint import model_export
 from fourfold_trainer.checkpoint import store as checkpoint_store
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder
 from tests.support.descriptors import count_descriptors
@@ -259,17 +261,23 @@ def test_a_disk_that_refuses_is_one_clear_error(tmp_path: Path) -> None:
 
 
 class Model:
-    """The part of a Hugging Face model that `write_model` uses."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    """The part of a Hugging Face model that `write_companions` uses."""
 
     def save_pretrained(self, folder: Path, *, state_dict: dict[str, torch.Tensor]) -> None:
-        """Write config and weights, or fail after the config."""
+        """Write the configuration."""
+        assert not state_dict
         (folder / "config.json").write_text("the model's")
-        if self.error is not None:
-            raise self.error
-        safetensors.torch.save_file(state_dict, folder / "model.safetensors")
+
+
+def export(folder: Path, weight: torch.Tensor, *, source: Path) -> None:
+    """Write a model of one weight."""
+    writer = model_export.WeightsWriter(folder, {"w": (weight.dtype, tuple(weight.shape))})
+    try:
+        writer.write("w", weight)
+        writer.finish()
+    finally:
+        writer.close()
+    model_export.write_companions(Model(), folder, source=source)
 
 
 def source(folder: Path) -> Path:
@@ -285,7 +293,7 @@ def source(folder: Path) -> Path:
 def test_an_export_has_the_tokenizers_files_and_the_trained_weights(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with atomic_folder(target) as partial:
-        checkpoint_store.write_model(Model(), {"w": torch.ones(2)}, partial, source=source(tmp_path / "source"))
+        export(partial, torch.ones(2), source=source(tmp_path / "source"))
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "spiece.model", "merges.txt"}
     assert {path.name for path in target.iterdir()} == copied | {"config.json", "model.safetensors"}
     assert all((target / name).read_text() == f"{name} of the source" for name in copied)
@@ -293,33 +301,40 @@ def test_an_export_has_the_tokenizers_files_and_the_trained_weights(tmp_path: Pa
     assert safetensors.torch.load_file(target / "model.safetensors")["w"].tolist() == [1, 1]
 
 
-FULL = [OSError(28, "No space left on device"), safetensors.SafetensorError("I/O error: No space left on device")]
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function that fills the disk."""
+
+    def fill() -> None:
+        def refuse(*_: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", refuse)
+
+    return fill
 
 
-@pytest.mark.parametrize("error", FULL)
-def test_weights_that_cannot_be_written_leave_the_old_export(tmp_path: Path, error: Exception) -> None:
+def test_weights_that_cannot_be_written_leave_the_old_export(tmp_path: Path, full_disk: Callable[[], None]) -> None:
     target, tokenizer = tmp_path / "model", source(tmp_path / "source")
     with atomic_folder(target) as partial:
-        checkpoint_store.write_model(Model(), {"w": torch.ones(2)}, partial, source=tokenizer)
+        export(partial, torch.ones(2), source=tokenizer)
+    full_disk()
+    before = count_descriptors()
     with pytest.raises(Unavailable, match=r"No space left on device.*make room"), atomic_folder(target) as partial:
-        checkpoint_store.write_model(Model(error), {"w": torch.zeros(2)}, partial, source=tokenizer)
+        export(partial, torch.zeros(2), source=tokenizer)
+    assert count_descriptors() == before
     assert safetensors.torch.load_file(target / "model.safetensors")["w"].tolist() == [1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "source"]
 
 
-@pytest.mark.parametrize("error", FULL)
-def test_tensors_that_cannot_be_written_are_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_tensors_that_cannot_be_written_are_no_checkpoint(tmp_path: Path, full_disk: Callable[[], None]) -> None:
     ours = store(tmp_path)
     ours.save(state(1), write)
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    full_disk()
+    before = count_descriptors()
     with pytest.raises(Unavailable, match=r"policy-000\.safetensors cannot be written .*No space left"):
         ours.save(state(2), write)
+    assert count_descriptors() == before
     assert ours.newest_step == 1 and steps(tmp_path) == [1]
 
 
@@ -359,7 +374,7 @@ def test_an_export_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, disk
     for _ in range(2):  # the second one takes the place of the first
         disk.clear()
         with atomic_folder(tmp_path / "model") as partial:
-            checkpoint_store.write_model(Model(), {"w": torch.ones(2)}, partial, source=tokenizer)
+            export(partial, torch.ones(2), source=tokenizer)
             names = {path.name for path in partial.iterdir()}
         place = disk.index(("place", "model"))
         assert {name for what, name in disk[:place] if what == "flush"} == names | {partial.name}

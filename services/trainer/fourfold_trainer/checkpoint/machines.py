@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from fourfold.errors import InvalidInput
-from fourfold_trainer.checkpoint.store import STATE_FILE, disk_errors, put_in_place, remove, sync, write_text
+from fourfold_trainer.checkpoint.store import STATE_FILE, writing, put_in_place, remove, sync, write_text
 
 _PART_BYTES: Final = 16 << 20
 _COPYING: Final = ".copying-"
@@ -100,7 +100,7 @@ def copy_files(folder: Path, copies: Sequence[FileCopy], *, rank: int, group: An
         if rank == copy.source:
             _send(path, copy, group)
         elif rank == copy.target:
-            with disk_errors(path):
+            with writing(path):
                 _receive(path, copy, group)
 
 

@@ -72,9 +72,8 @@ def write(
     for piece in [] if masters.shared and rank else masters.slices:
         for kind, value in states[piece.master].items():
             flat = value.detach().reshape(-1)
-            # All slices of a master share one STEP, and safetensors refuses tensors that share memory: so clone it.
-            part = flat.clone() if kind == STEP else flat[piece.offset : piece.offset + piece.count]
-            tensors[f"{kind}/{piece.first}/{piece.name}"] = part.cpu()
+            part = flat if kind == STEP else flat[piece.offset : piece.offset + piece.count]
+            tensors[f"{kind}/{piece.first}/{piece.name}"] = part
     store.write_tensors(folder / rank_file(model, rank), tensors)
 
 

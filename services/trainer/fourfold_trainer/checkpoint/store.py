@@ -1,4 +1,4 @@
-"""Stores checkpoints and model exports on disk, each complete or absent, and removes old checkpoints.
+"""Stores checkpoints on disk, each complete or absent, and removes old ones; `export` has model folders.
 
 checkpoints/step-000012/
     trainer.json            step, policy version, last answer, held-out score, layout, names and sizes of all files
@@ -23,14 +23,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import safetensors
-import safetensors.torch
 from torch import Tensor
 
 from fourfold.algorithm.state import AlgorithmState, RunningMoments
 from fourfold.config import Config
 from fourfold.errors import NotFound, Unavailable, WrongState
 from fourfold.weights.manifest import Manifest
+from fourfold_trainer.checkpoint.tensor_files import TensorFileWriter
 
 FORMAT: Final = 3
 STATE_FILE: Final = "trainer.json"
@@ -38,8 +37,6 @@ _PREFIX: Final = "step-"
 _HIDDEN: Final = ".partial-"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
-# Suffixes of the files besides weights in a Hugging Face folder: tokenizer, chat template, configuration.
-_COMPANIONS: Final = (".json", ".jinja", ".model", ".txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +231,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     partial = target.with_name(f"{_HIDDEN}{target.name}-{os.getpid()}")
     for left in target.parent.glob(f"{_HIDDEN}{target.name}-*"):  # by a process that died
         shutil.rmtree(left, ignore_errors=True)
-    with disk_errors(partial):
+    with writing(partial):
         partial.mkdir(parents=True)
     try:
         yield partial
@@ -245,7 +242,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 def put_in_place(partial: Path, target: Path) -> None:
     """Give a folder its final name, durably; an older folder of that name then is `partial`."""
-    with disk_errors(target):
+    with writing(target):
         # Flush the folder before the rename: a crash of the machine could otherwise keep the name of an empty one.
         sync(partial)
         if target.exists():
@@ -265,34 +262,29 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, durably."""
-    with disk_errors(path):
-        safetensors.torch.save_file(dict(tensors), path, metadata=metadata)
-        sync(path)
+    """Write a safetensors file, durably. Its tensors are contiguous; they are copied from their device in parts."""
+    with writing(path):
+        specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        file = TensorFileWriter(path, specs, metadata=metadata)
+        try:
+            for name, tensor in tensors.items():
+                file.write(name, tensor)
+        except BaseException:
+            file.abandon()
+            raise
+        file.close()
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, durably."""
-    with disk_errors(path):
+    with writing(path):
         path.write_text(text, encoding="utf-8")
         sync(path)
 
 
-def write_model(model: Any, state: dict[str, Tensor], folder: Path, *, source: Path) -> None:
-    """Write a Hugging Face folder, durably: weights and configuration of `model`, tokenizer files of `source`."""
-    with disk_errors(folder):
-        model.save_pretrained(folder, state_dict=state)
-        for path in source.iterdir():
-            wanted = path.suffix in _COMPANIONS and not path.name.endswith(".index.json")
-            if path.is_file() and wanted and path.name != "config.json":
-                shutil.copyfile(path, folder / path.name)
-        for path in folder.iterdir():
-            sync(path)
-
-
 def write_adapter(folder: Path, settings: str, tensors: Mapping[str, Tensor]) -> None:
     """Write an adapter in PEFT's format, durably."""
-    with disk_errors(folder):
+    with writing(folder):
         folder.mkdir(exist_ok=True)
         write_text(folder / "adapter_config.json", settings)
         write_tensors(folder / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
@@ -309,11 +301,11 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Raise the errors of a disk that refuses as Unavailable."""
     try:
         yield
-    except (OSError, safetensors.SafetensorError) as error:
+    except OSError as error:
         raise Unavailable(
             f"{path} cannot be written ({error}); nothing was changed: make room, then try again"
         ) from None

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fourfold.nn.forward import LogprobHead, ValueHead
+from fourfold.weights.source.fused_params import whole_shape
 from fourfold_trainer.optim.master_weights import MasterWeights
 
 MOMENTUM: Final = "momentum"
@@ -53,7 +54,9 @@ def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if id(parameter) in weights - heads_or_embeddings and parameter.requires_grad and parameter.dim() == 2
+        if id(parameter) in weights - heads_or_embeddings
+        and parameter.requires_grad
+        and len(whole_shape(parameter)) == 2
     }
 
 

@@ -24,7 +24,7 @@ from fourfold.weights.transport.base import available_backends
 from fourfold_trainer.batches import Array, PolicyBatch, ReceivedBatches, ValueBatch, WeightedBatch
 from fourfold_trainer.checkpoint import machines
 from fourfold_trainer.checkpoint.shards import Shard
-from fourfold_trainer.checkpoint.store import STATE_FILE, disk_errors, remove_partial
+from fourfold_trainer.checkpoint.store import STATE_FILE, writing, remove_partial
 from fourfold_trainer.engine import Critic, Policy, TrainedModel, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.rank_channel import RankMessage, from_bytes
@@ -142,7 +142,7 @@ class RankWorker:
 
     def _save(self, command: RankMessage) -> None:
         folder = self._run_dir / command.fields["folder"]
-        with disk_errors(folder):  # another machine has made it on its own disk
+        with writing(folder):  # another machine has made it on its own disk
             folder.mkdir(parents=True, exist_ok=True)
         for name, model in self._models.items():
             model.save(folder, name)

@@ -1,13 +1,14 @@
-"""Builds DeepSpeed's configuration and the optimizer from the recipe, and partitions a model that is offloaded."""
+"""Builds DeepSpeed's configuration and the optimizer from the recipe."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
-import deepspeed
 import torch
 
 from fourfold.config import Config, CriticConfig, TrainerConfig
+from fourfold.weights.source.fused_params import whole_shape
 from fourfold_trainer.optim import muon
 
 _ADAM_EPSILON: Final = 1e-8
@@ -19,7 +20,7 @@ _PERSISTENT_ELEMENTS: Final = 100_000
 
 
 def make_optimizer(config: Config, table: TrainerConfig | CriticConfig, model: torch.nn.Module) -> torch.optim.AdamW:
-    """Return the recipe's optimizer for a whole model, with the weight decay of `table`; biases and norms have none."""
+    """Return the recipe's optimizer for a model, with the weight decay of `table`; biases and norms have none."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     decay, betas = table.weight_decay, config.trainer.adam_betas
     if config.trainer.optimizer != "muon":
@@ -31,7 +32,7 @@ def make_optimizer(config: Config, table: TrainerConfig | CriticConfig, model: t
     groups += [{**g, "muon": False} for g in _adam_groups([p for p in parameters if id(p) not in taken], decay)]
     return muon.Muon(
         groups,
-        {name: (p.shape[0], p.shape[1]) for name, p in matrices.items()},
+        {name: (whole_shape(p)[0], whole_shape(p)[1]) for name, p in matrices.items()},
         momentum=config.trainer.muon_momentum,
         betas=betas,
         eps=_ADAM_EPSILON,
@@ -42,14 +43,14 @@ def _adam_groups(parameters: list[torch.nn.Parameter], decay: float) -> list[dic
     if not decay:
         return [{"params": parameters, "weight_decay": 0.0}] if parameters else []
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
 def deepspeed_config(config: Config, model: torch.nn.Module, *, max_grad_norm: float) -> dict[str, Any]:
-    """Return the `config` of `deepspeed.initialize` for a model that is whole on this rank."""
+    """Return the `config` of `deepspeed.initialize` for a model."""
     stage = config.trainer.zero_stage
     zero: dict[str, Any] = {
         "stage": stage,
@@ -77,25 +78,6 @@ def deepspeed_config(config: Config, model: torch.nn.Module, *, max_grad_norm: f
     if stage == 3 and not all(p.requires_grad for p in model.parameters()):
         # Keep LoRA adapters whole on every rank between steps: they are small and many. The passes then gather nothing
         # for them, and neither does a weight transfer, in which an aborted rank would leave the others waiting.
-        largest = max(p.numel() for p in model.parameters() if p.requires_grad)
+        largest = max(math.prod(whole_shape(p)) for p in model.parameters() if p.requires_grad)
         zero["stage3_param_persistence_threshold"] = max(largest, _PERSISTENT_ELEMENTS)
     return settings
-
-
-def partition_in_main_memory(model: torch.nn.Module, settings: dict[str, Any], device: torch.device) -> None:
-    """Partition a model over the ranks in main memory, parameter by parameter, and move its buffers to the device.
-
-    `deepspeed.initialize` would first move the whole model to the GPU, where it need not fit. The parameters remain the
-    same objects, but are empty.
-    """
-    zero = settings["zero_optimization"]
-    # DeepSpeed copies trained partitions to pinned buffers of its own, and torch never returns freed pinned memory to
-    # the system: so partition into memory that is not pinned, and pin what DeepSpeed leaves in place.
-    unpinned = {**settings, "zero_optimization": {**zero, "offload_param": {"device": "cpu", "pin_memory": False}}}
-    deepspeed.zero.Init(module=model, config_dict_or_path=unpinned, dtype=next(model.parameters()).dtype)
-    for parameter in model.parameters():
-        if zero["offload_param"]["pin_memory"] and not parameter.requires_grad:
-            kept: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-            kept.data = kept.data.pin_memory()
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)

@@ -18,9 +18,10 @@ from fourfold_trainer.flops import ModelSize
 from fourfold_trainer.optim import master_weights
 from fourfold_trainer.optim.ema import WeightAverage
 from fourfold_trainer.optim.muon import MOMENTUM, Muon
-from fourfold_trainer.zero.deepspeed_config import deepspeed_config, make_optimizer, partition_in_main_memory
+from fourfold_trainer.zero.deepspeed_config import deepspeed_config, make_optimizer
 from fourfold_trainer.zero.gradients import KeptGradient, intercepted
 from fourfold_trainer.zero.load_model import speed_up
+from fourfold_trainer.zero.partition import pin_frozen
 from fourfold_trainer.zero.process_groups import device_of, leave
 
 _ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", shards.STEP)
@@ -43,7 +44,7 @@ class DeepSpeedModel:
         gpu: int,
         ema_decay: float = 0.0,
     ) -> None:
-        """Pass a model that is whole on this rank to DeepSpeed.
+        """Pass a model from `load_model` to DeepSpeed.
 
         Args:
             table: the optimizer's settings of this model.
@@ -53,12 +54,12 @@ class DeepSpeedModel:
         self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
         self._device = device_of(config, gpu)
-        self.size = ModelSize.of(model)  # before DeepSpeed partitions the model
+        self.size = ModelSize.of(model)
         speed_up(config, model)
         optimizer = make_optimizer(config, table, model)
         settings = deepspeed_config(config, model, max_grad_norm=table.max_grad_norm)
-        if config.trainer.offload == "optimizer+parameters":
-            partition_in_main_memory(model, settings, self._device)
+        if config.trainer.offload == "optimizer+parameters" and config.trainer.device == "cuda":
+            pin_frozen(model)
         self._engine: Any = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )[0]

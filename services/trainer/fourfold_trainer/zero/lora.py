@@ -14,15 +14,17 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.config import LoraConfig
 from fourfold.errors import ConfigError, WrongState
 from fourfold.plan.models import select_adapter_layers
+from fourfold.weights.source.fused_params import whole_shape
 from fourfold.weights.source.lora import Adapter
 from fourfold_trainer.checkpoint import store
 
@@ -41,7 +43,7 @@ class LoraAdapters:
 
         Args:
             config: with a rank above 0.
-            model: whole on this rank. Its output embedding was replaced and gets no adapter.
+            model: its output embedding was replaced and gets no adapter.
             source: folder of the model, for PEFT's configuration.
             seed: of A.
 
@@ -137,11 +139,35 @@ def _describe(key: str, record: dict[str, Any]) -> str:
 
 @torch.no_grad()
 def _fingerprint(model: nn.Module) -> str:
-    """Return a digest of some elements of every weight, which differs between any two trained models."""
+    """Return a digest of some elements of every weight, which differs between any two trained models.
+
+    A collective if the weights are partitioned.
+    """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // _FINGERPRINT_ELEMENTS)].contiguous().cpu()
-        digest.update(f"{name} {tuple(parameter.shape)} ".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    samples = {name: _sample(parameter) for name, parameter in parameters.items()}
+    if any(hasattr(parameter, "ds_tensor") for parameter in parameters.values()):
+        # Each element is on one rank, and 0 on the others. All are sent at once, as integers, which keep -0.0.
+        joined = torch.cat([sample.view(torch.uint8) for sample in samples.values()]).int()
+        torch.distributed.all_reduce(joined)
+        parts = torch.split(joined.to(torch.uint8), [sample.nbytes for sample in samples.values()])
+        samples = dict(zip(samples, parts, strict=True))
+    for name, sample in samples.items():
+        digest.update(f"{name} {whole_shape(parameters[name])} ".encode())
+        digest.update(sample.cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _sample(parameter: Any) -> Tensor:
+    """Return evenly spaced elements of a parameter, 1-D; 0 for those that another rank holds."""
+    count = math.prod(whole_shape(parameter))
+    indices = torch.arange(0, count, max(1, count // _FINGERPRINT_ELEMENTS))
+    partition = getattr(parameter, "ds_tensor", None)
+    if partition is None:
+        taken: Tensor = parameter.detach().reshape(-1)[indices.to(parameter.device)]
+        return taken
+    indices -= parameter.ds_zero_partition_rank * len(partition)
+    mine = (indices >= 0) & (indices < len(partition))
+    sample: Tensor = partition.new_zeros(len(indices), device=parameter.device)
+    sample[mine.to(sample.device)] = partition[indices[mine].to(partition.device)].to(sample.device)
+    return sample

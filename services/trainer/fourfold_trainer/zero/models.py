@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -11,18 +12,21 @@ import deepspeed
 from torch import Tensor
 
 from fourfold.config import Config
+from fourfold.errors import Unavailable
 from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.sequence import Exchange
 from fourfold.weights.source.base import ParameterSource, WeightSource
 from fourfold.weights.source.dense import DenseSource
-from fourfold.weights.source.fused_params import named_weights
+from fourfold.weights.source.fused_params import SentParameter, sent_parameters, whole_shape
 from fourfold.weights.source.lora import MergedSource, merged
 from fourfold.weights.source.zero3 import Zero3Source, gathering, make_whole
-from fourfold_trainer.checkpoint import store
+from fourfold_trainer.checkpoint import model_export
 from fourfold_trainer.zero import lora
 from fourfold_trainer.zero.deepspeed_model import DeepSpeedModel
 from fourfold_trainer.zero.load_model import load_model
+from fourfold_trainer.zero.partition import gathered_modules
+from fourfold_trainer.zero.process_groups import device_of
 
 # Elements that the export gathers at once: 1 GiB in float32 on each rank.
 _GATHER_ELEMENTS: Final = 1 << 28
@@ -38,12 +42,13 @@ class DeepSpeedPolicy(DeepSpeedModel):
     ) -> None:
         """Load the model. The ranks of `exchange` share every row. Raises ConfigError if it cannot be trained."""
         self._rank_count, self._source_folder = rank_count, model_folder
-        model = load_model(config, model_folder)
-        forward.install(model)
+        model = load_model(config, model_folder, device_of(config, rank))
+        with gathered_modules(model):
+            forward.install(model)
         if exchange is not None:
             forward.share_rows(model, exchange)
         self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef, exchange=exchange)
-        self.vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+        self.vocabulary_size = whole_shape(model.get_output_embeddings().weight)[0]
         table = config.trainer.lora
         self._adapters = lora.LoraAdapters(table, model, source=model_folder, seed=config.seed) if table.rank else None
         decay = config.trainer.ema_decay
@@ -66,33 +71,48 @@ class DeepSpeedPolicy(DeepSpeedModel):
             self._copy_masters_to_weights()
 
     def _export(self, folder: Path) -> None:
+        """Gather some parameters at a time; rank 0 writes them before the next ones are gathered."""
+        rename = self._adapters.rename if self._adapters is not None else None
+        ignored = self._model._keys_to_ignore_on_save or ()
+        sent = [one for one in sent_parameters(self._model, rename) if one[0] not in ignored]
+        specs = {one.name: (p.dtype, one.shape) for _, p, slices in sent for one in slices}
+        failure: Unavailable | None = None  # of rank 0, which gathers on: the others would wait for it
+        writer = model_export.WeightsWriter(folder, specs) if self._rank == 0 else None
         # ZeRO-3 prefetches parameters, and some are still in flight after a pass without gradients. GatheredParameters
         # then fails with "Cannot partition a param in flight"; `gathering` waits for them first.
         with gathering(self._engine) if self._stage == 3 else nullcontext():
-            state: dict[str, Tensor] = {}
             # Every group needs the adapters, which are small: gather them once around all groups.
             with self._gathered(self._adapters.parameters if self._adapters is not None else []):
-                for names, parameters in self._gather_groups():
-                    with self._gathered(parameters):
-                        if self._rank == 0:
-                            state.update({n: self._exported(n, p) for n, p in zip(names, parameters, strict=True)})
-                if self._rank == 0 and self._adapters is not None:
+                for group in _groups(sent):
+                    with self._gathered([parameter for _, parameter, _ in group]):
+                        if writer is not None and failure is None:
+                            failure = self._write(writer, group)
+                if self._rank == 0 and self._adapters is not None and failure is None:
                     self._adapters.write(folder / _ADAPTER_FOLDER)
-        if self._rank == 0:
-            store.write_model(self._model, state, folder, source=self._source_folder)
+        if writer is not None:
+            writer.close()
+            if failure is not None:
+                raise failure
+            writer.finish()
+            model_export.write_companions(self._model, folder, source=self._source_folder)
+
+    def _write(self, writer: model_export.WeightsWriter, group: Sequence[SentParameter]) -> Unavailable | None:
+        """Write parameters that are whole on this rank, merged with their LoRA adapters; return the disk's error."""
+        try:
+            for name, parameter, slices in group:
+                flat = parameter.detach().reshape(-1)
+                if self._adapters is not None and (adapter := self._adapters.by_weight.get(name)) is not None:
+                    flat = merged(flat, adapter)
+                for one in slices:
+                    writer.write(one.name, flat[one.start : one.start + one.count])
+        except Unavailable as error:
+            return error
+        return None
 
     def _gathered(self, parameters: list[Any]) -> AbstractContextManager[Any]:
         """Return a context in which these parameters are whole on every rank; only valid inside `gathering`."""
         whole: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
         return whole if self._stage == 3 and parameters else nullcontext()
-
-    def _exported(self, name: str, parameter: Any) -> Tensor:
-        """Return a copy of a weight on the CPU, merged with its LoRA adapter."""
-        weight: Tensor = parameter.detach()
-        adapter = self._adapters.by_weight.get(name) if self._adapters is not None else None
-        if adapter is not None:
-            weight = merged(weight.reshape(-1), adapter).view(weight.shape)
-        return weight.cpu().clone()
 
     def weight_source(self) -> WeightSource:
         adapters = self._adapters
@@ -119,20 +139,19 @@ class DeepSpeedPolicy(DeepSpeedModel):
     def _check(self, folder: Path) -> None:
         lora.check_record(folder, self._adapters)
 
-    def _gather_groups(self) -> Iterator[tuple[list[str], list[Any]]]:
-        """Yield names and parameters in groups of at most _GATHER_ELEMENTS, or one parameter that is larger."""
-        names: list[str] = []
-        parameters: list[Any] = []
-        size = 0
-        for name, parameter in named_weights(self._model, self._adapters.rename if self._adapters else None):
-            count = int(getattr(parameter, "ds_numel", parameter.numel()))
-            if parameters and size + count > _GATHER_ELEMENTS:
-                yield names, parameters
-                names, parameters, size = [], [], 0
-            names.append(name)
-            parameters.append(parameter)
-            size += count
-        yield names, parameters
+
+def _groups(sent: Sequence[SentParameter]) -> Iterator[list[SentParameter]]:
+    """Yield parameters in groups of at most _GATHER_ELEMENTS, or one parameter that is larger."""
+    group: list[SentParameter] = []
+    size = 0
+    for one in sent:
+        count = math.prod(whole_shape(one[1]))
+        if group and size + count > _GATHER_ELEMENTS:
+            yield group
+            group, size = [], 0
+        group.append(one)
+        size += count
+    yield group
 
 
 class DeepSpeedCritic(DeepSpeedModel):
@@ -142,8 +161,9 @@ class DeepSpeedCritic(DeepSpeedModel):
         self, config: Config, model_folder: Path, *, rank: int, gpu: int, exchange: Exchange | None = None
     ) -> None:
         """Load the model. The ranks of `exchange` share every row. Raises ConfigError if it cannot be trained."""
-        model = load_model(config, model_folder)
-        forward.install_values(model, forward.read_value_head(model_folder))
+        model = load_model(config, model_folder, device_of(config, gpu))
+        with gathered_modules(model):
+            forward.install_values(model, forward.read_value_head(model_folder))
         if exchange is not None:
             forward.share_rows(model, exchange)
         super().__init__(config, config.critic, model, rank=rank, gpu=gpu)

@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Final
+from urllib.parse import urlsplit
 
 # Limits in characters.
 MAX_TEXT: Final = 4096
@@ -55,6 +56,16 @@ def is_metric_name(text: str) -> bool:
 def printable(text: str) -> str:
     """Replace characters that could control a terminal by "?"; line feeds and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def public_url(url: str) -> str:
+    """Return scheme, host, port and path of an address; its password, query and fragment may hold keys."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return "a malformed address"
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}{f':{port}' if port else ''}{parts.path}"
 
 
 def format_duration(seconds: float) -> str:

@@ -6,14 +6,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from fourfold.config.table import Name, Seconds
 from fourfold.table import Table
+from fourfold.text import public_url
 
 MAX_SCORERS: Final = 64
 _KINDS: Final = ("function", "target", "command", "model", "http", "judge")
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
+
+
+def _check_address(value: str) -> str:
+    if value and not value.startswith(("http://", "https://")):
+        # The value is not shown: it may have a key, and its parts are unknown.
+        raise ValueError("the address does not begin with http:// or https://; write http://HOST:PORT/PATH")
+    return value
+
+
+WebAddress = Annotated[str, AfterValidator(_check_address)]
 
 
 class RewardModelConfig(Table):
@@ -38,7 +49,7 @@ class RewardModelConfig(Table):
 class JudgeConfig(Table):
     """A generative judge, `judge = {...}`: a model behind an OpenAI-compatible endpoint that reads a rubric."""
 
-    url: str = Field(pattern=r"^https?://")
+    url: WebAddress = Field(min_length=1)
     """Base address of the endpoint, such as http://127.0.0.1:8000/v1."""
     model: str = Field(min_length=1)
     """Name of the model at the endpoint."""
@@ -94,7 +105,7 @@ class RewardConfig(Table):
     object, and writes one result per line to stdout (docs/rewards.md)."""
     model: RewardModelConfig | None = None
     """A reward model: the folder of the model, or a table with `source`."""
-    http: str = Field(default="", pattern=r"^(https?://.*)?$")
+    http: WebAddress = ""
     """URL of an OpenRLHF reward server, such as http://127.0.0.1:5000/get_reward."""
     judge: JudgeConfig | None = None
     """A generative judge."""
@@ -159,7 +170,15 @@ class RewardConfig(Table):
             return value
         if "verifier" in value and "function" not in value:  # its name in older recipes
             value = {{"verifier": "function"}.get(key, key): entry for key, entry in value.items()}
-        return value if any(value.get(kind) for kind in _KINDS) else {**value, "function": "exact_match"}
+        given = [kind for kind in _KINDS if kind in value]
+        if not given:
+            return {**value, "function": "exact_match"}
+        if not any(value[kind] for kind in given):
+            raise ValueError(
+                f"{given[0]} = {value[given[0]]!r} is empty, so that nothing scores; write what scores, or remove the "
+                f"key for exact_match"
+            )
+        return value
 
     @field_validator("target", "command", mode="before")
     @classmethod
@@ -209,7 +228,7 @@ class RewardConfig(Table):
 
     @property
     def title(self) -> str:
-        """What scores, as one text for users."""
+        """What scores, as one text for users, without the keys that an address may have."""
         match self.kind:
             case "function":
                 return self.function
@@ -221,9 +240,9 @@ class RewardConfig(Table):
                 assert self.model is not None
                 return self.model.source
             case "http":
-                return self.http
+                return public_url(self.http)
         assert self.judge is not None
-        return f"{self.judge.model} at {self.judge.url}"
+        return f"{self.judge.model} at {public_url(self.judge.url)}"
 
 
 def check_scorers(tables: Sequence[RewardConfig]) -> None:

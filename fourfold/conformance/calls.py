@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -25,6 +26,10 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 _UNKNOWN_FIELD: Final = b"\xc2\x3e\x03new"
 # Of these errors none tells that the service looked at the request.
 _NOT_LOOKED_AT: Final = frozenset({"UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED", "DEADLINE_EXCEEDED"})
+# Of a call that came too fast for the caller's limit; it comes again after the retry delay.
+_TOO_FAST: Final = "TOO_MANY_CALLS_PER_SECOND"
+MOST_PAUSES: Final = 20
+LONGEST_PAUSE: Final = 10.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,60 @@ def _read(error: grpc.aio.AioRpcError) -> tuple[Refusal, str]:
                     delay = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     text = clean(error.details() or "", 200)
     return Refusal(error.code().name, reason, delay, text), domain
+
+
+class PatientStub:
+    """The calls of a stub. One above the caller's limit of calls per second is made again after its retry delay."""
+
+    def __init__(self, stub: Any, *, streams: Collection[str]) -> None:
+        """Wrap a stub; `streams` are the names of its methods that stream responses."""
+        self._stub, self._streams = stub, streams
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._stub, name)
+        return partial(_PatientStream if name in self._streams else _call_patiently, method)
+
+
+async def _call_patiently(method: Any, request: Message, **options: Any) -> Any:
+    for _ in range(MOST_PAUSES):
+        try:
+            return await method(request, **options)
+        except grpc.aio.AioRpcError as error:
+            await _pause(error)
+    return await method(request, **options)
+
+
+class _PatientStream:
+    """A streaming call. The limit refuses it before its first message."""
+
+    def __init__(self, method: Any, request: Message, **options: Any) -> None:
+        self._start = partial(method, request, **options)
+        self._call: Any = None
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for number in range(MOST_PAUSES + 1):
+            self._call = self._start()
+            try:
+                async for message in self._call:
+                    yield message
+                return
+            except grpc.aio.AioRpcError as error:
+                if number == MOST_PAUSES:
+                    raise
+                await _pause(error)
+
+    def cancel(self) -> None:
+        """Cancel the call."""
+        if self._call is not None:
+            self._call.cancel()
+
+
+async def _pause(error: grpc.aio.AioRpcError) -> None:
+    """Wait for the retry delay of a call that came too fast; raise any other error."""
+    refusal, domain = _read(error)
+    if (domain, refusal.reason) != (DOMAIN, _TOO_FAST) or not 0 < (refusal.retry_after or 0) <= LONGEST_PAUSE:
+        raise error
+    await asyncio.sleep(refusal.retry_after or 0)
 
 
 def check_retry_delay(refusal: Refusal, what: str) -> None:

@@ -24,6 +24,15 @@ _ENDING: Final = "ForSequenceClassification"
 # Names of the longest sequence in config.json, and in tokenizer_config.json (where "no limit" is 1e30).
 _POSITIONS: Final = ("max_position_embeddings", "n_positions")
 _NO_LIMIT: Final = 1 << 30
+# Models whose first token has the position pad_token_id + 1, so that they cannot use all positions: RoBERTa has 514 of
+# them for 512 tokens.
+_OFFSET_TYPES: Final = frozenset(
+    {
+        *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet", "roberta"),
+        *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    }
+)
+_DEFAULT_PAD: Final = 1  # of these models
 _HASH_THREADS: Final = 8
 
 
@@ -106,6 +115,10 @@ class ClassifierFolder:
     def longest(self) -> int | None:
         """Most tokens of one text, from config.json and tokenizer_config.json; None if neither has a limit."""
         found = [self.config.get(name) for name in _POSITIONS]
+        if self.config.get("model_type") in _OFFSET_TYPES:
+            pad = self.config.get("pad_token_id")
+            unused = (pad if isinstance(pad, int) else _DEFAULT_PAD) + 1
+            found = [value - unused for value in found if isinstance(value, int)]
         text_config = self.config.get("text_config")
         if isinstance(text_config, dict):
             found += [text_config.get(name) for name in _POSITIONS]

@@ -66,6 +66,19 @@ async def test_the_limit_of_calls_of_a_public_gateway(tmp_path: Path, capsys: py
     assert code == 0 and "ok       call_rate" in capsys.readouterr().out
 
 
+async def test_a_low_limit_of_calls_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "certs"
+    pki = Pki(folder)
+    certs.add(folder, [certs.parse_member("gateway-0")])
+    security = pki.load("gateway-0", tokens=True)
+    async with gateway(tmp_path, security=security, limits=CallerLimits(calls_per_second=10)) as running:
+        words = [running.target, "--certs", str(folder / "ca.pem"), "--token", pki.token, "--http", running.url]
+        rules = ("open", "concurrent_sessions", "cancelled_turn", "watch", "http_session", "http_models")
+        code = await run("gateway", *words, *(word for rule in rules for word in ("--only", rule)))
+    out = capsys.readouterr().out
+    assert code == 0 and all(f"ok       {rule}" in out for rule in rules), out
+
+
 async def test_chosen_rules_alone_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     server = Server(listen="127.0.0.1:0", security=None)
     server.add(ROLLOUT, add_RolloutServiceServicer_to_server, ToyRollout())

@@ -22,6 +22,7 @@ from fourfold.errors import NotFound, Overloaded, WrongState
 from fourfold.rpc.codec import pack_floats, pack_ints, read_ints
 from fourfold.security.principal import CallerLimits
 from fourfold_rollout.gateway.servicer import AgentServicer, Context
+from tests.conformance import toy_gateway
 from tests.conformance.toy_gateway import gateway
 
 
@@ -259,6 +260,16 @@ async def test_the_real_gateway_keeps_the_contract(tmp_path: Path, run: bool) ->
     assert broken(findings) == set(), findings
     skipped = {finding.name for finding in findings if finding.status != "ok"}
     assert skipped == {"tokenizer", "call_rate", "http_keys"}, findings
+
+
+@pytest.mark.parametrize("most", [1, 2])
+async def test_a_low_quota_of_sessions_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(toy_gateway, "SESSIONS", most)
+    rules = ("open", "concurrent_sessions", "session_limit", "http_session")
+    findings = await examine(tmp_path, AgentServicer, *rules)
+    assert broken(findings) == set(), findings
+    skipped = {finding.name for finding in findings if finding.status == "skipped"}
+    assert skipped == ({"open", "concurrent_sessions", "http_session"} if most == 1 else set()), findings
 
 
 async def test_programs_of_the_same_machine_have_no_limit_of_calls(tmp_path: Path) -> None:

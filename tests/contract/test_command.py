@@ -19,6 +19,7 @@ from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.scorers import command as command_module
 from fourfold_reward.scorers.command import CommandPool
+from fourfold_reward.scorers.command_process import CommandProcess
 from fourfold_reward.worker_sandbox import WorkerSandbox
 from tests.fakes.stage import until
 
@@ -218,6 +219,25 @@ async def test_programs_that_it_started_end_with_it(program: Path, tmp_path: Pat
         await until(lambda: bool(marked()), 10)
         assert (await scoring).error_reason == "TIMEOUT"
         await until(lambda: not marked(), 10)
+
+
+async def test_a_failed_start_leaves_no_other_program(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, ready, real = list[CommandProcess](), asyncio.Event(), CommandProcess.start
+
+    async def start(*args: Any) -> CommandProcess:
+        if not ready.is_set():
+            ready.set()
+            while not started:
+                await asyncio.sleep(0.01)
+            raise OSError("no process is left")
+        started.append(await real(*args))
+        return started[-1]
+
+    monkeypatch.setattr(CommandProcess, "start", start)
+    with pytest.raises(ConfigError, match="no process is left"):
+        async with backend(str(program), processes=2):
+            pass
+    assert [await process.ended(0) for process in started] == ["was killed by SIGKILL"]
 
 
 async def test_the_sandbox_is_that_of_functions(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

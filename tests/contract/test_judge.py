@@ -227,6 +227,13 @@ async def test_the_time_limit_covers_all_tries_and_a_long_wait_ends_them(server:
         assert outcome.error_reason == "OVERLOADED" and len(server.requests) == number
 
 
+async def test_the_query_of_an_address_stays_behind_its_path(server: JsonServer) -> None:
+    answer_in_turn(server, reply("Score: 5"))
+    async with backend(server.url + "/?api-version=1") as scorer:
+        (outcome,) = await scorer.score([job(0)], timeout=5)
+    assert outcome.score == 0.5
+
+
 async def test_concurrency_is_a_limit_and_outcomes_keep_their_order(server: JsonServer) -> None:
     async def respond(body: dict[str, Any]) -> Any:
         await asyncio.sleep(0.01)

@@ -209,6 +209,23 @@ async def test_a_sample_that_the_server_cannot_score_fails_alone(server: JsonSer
     assert failed == {40: {"fails": "OVERLOADED", "hangs": "TIMEOUT", "wrong count": "BAD_RESPONSE"}[how]}
 
 
+async def test_a_sample_that_hangs_does_not_keep_the_scores_of_its_request(
+    server: JsonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openrlhf_server, "_SINGLE_SECONDS", 0.5)
+
+    async def respond(body: dict[str, Any]) -> Any:
+        await asyncio.sleep(60 * any("poison" in query for query in body["query"]))
+        return {"rewards": [1.0] * len(body["query"])}
+
+    server.respond = respond
+    jobs = [job(number, "4" if number else "poison") for number in range(20)]
+    async with backend(server.url, timeout=1.5) as scorer:
+        outcomes = await scorer.score(jobs, timeout=2.7)  # less than two times the limit of a sample
+    assert [outcome.error_reason for outcome in outcomes] == ["TIMEOUT"] + [""] * 19
+    assert outcomes[0].error_code == "DEADLINE_EXCEEDED"
+
+
 async def test_the_deadline_of_a_call_ends_it_and_a_full_queue_refuses(
     server: JsonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

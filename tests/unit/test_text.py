@@ -14,7 +14,7 @@ from fourfold.coordinator.v1 import experience_service_pb2 as experience
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.responses import clean_strings
-from fourfold.text import clean, is_metric_name, is_reason
+from fourfold.text import clean, is_metric_name, is_reason, public_url
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,20 @@ def test_names_must_match_their_pattern() -> None:
     assert not any(map(is_reason, ("", "raised", "1A", "A B", "A" * 64, "RAISED\n")))
     assert all(map(is_metric_name, ("train/loss", "format ok", "\u00fcbung", "a.b:c@1-2+3")))
     assert not any(map(is_metric_name, ("", " a", "a" * 65, "a\n", "\x1b[2J", "a\u202eb", "a<b>")))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://user:pw@host:8000/v1/score?key=sk-1#x", "https://host:8000/v1/score"),
+        ("http://u:p@[::1]:50/a", "http://[::1]:50/a"),
+        ("http://host", "http://host"),
+        ("http://user:pa/ss@host/x", "a malformed address"),
+        ("http://[::1/x", "a malformed address"),
+    ],
+)
+def test_a_shown_address_has_no_keys(url: str, shown: str) -> None:
+    assert public_url(url) == shown
 
 
 def test_every_string_of_a_message_is_cleaned() -> None:

@@ -11,10 +11,12 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from fourfold.conformance.calls import LONGEST_PAUSE, MOST_PAUSES
 from fourfold.conformance.checks import Violation
 from fourfold.errors import ConfigError, DeadlinePassed, Unavailable
 from fourfold.security.material import server_name
@@ -85,13 +87,19 @@ class HttpClient:
     async def request(
         self, verb: str, path: str, body: Any = None, *, key: str = "", headers: Mapping[str, str] | None = None
     ) -> Response:
-        """Make a request; a body that is not bytes is sent as JSON.
+        """Make a request; a body that is not bytes is sent as JSON. A response with Retry-After is waited for.
 
         Raises:
             Unavailable: the API cannot be reached, or does not speak HTTP.
             DeadlinePassed: it did not answer in time.
         """
-        return await asyncio.to_thread(self._request, verb, path, body, key, dict(headers or {}))
+        for _ in range(MOST_PAUSES):
+            response = await asyncio.to_thread(self._request, verb, path, body, key, dict(headers or {}))
+            delay = response.headers.get("retry-after", "")
+            if response.status != HTTPStatus.TOO_MANY_REQUESTS or not delay.isdecimal() or int(delay) > LONGEST_PAUSE:
+                break
+            await asyncio.sleep(int(delay))
+        return response
 
     def _request(self, verb: str, path: str, body: Any, key: str, headers: dict[str, str]) -> Response:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()

@@ -131,7 +131,7 @@ async def check_session_limit(probe: GatewayProbe) -> None:
         for number in range(most + 1):
             try:
                 await stack.enter_async_context(probe.session())
-            except Overloaded:
+            except (Overloaded, Skipped):
                 what = f"session {number + 1}"
                 request = pb.OpenSessionRequest(session_id=f"conformance-{uuid.uuid4().hex}")
                 work = probe.stub.OpenSession(request, timeout=probe.seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -17,9 +18,9 @@ import numpy as np
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.agent.v1.agent_service_pb2_grpc import AgentServiceStub
 from fourfold.bounds import MAX_NUMBER
-from fourfold.conformance.calls import unary
+from fourfold.conformance.calls import PatientStub, unary
 from fourfold.conformance.checks import Skipped, Violation
-from fourfold.errors import FourfoldError, WrongState
+from fourfold.errors import FourfoldError, Overloaded, WrongState
 from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.codec import read_floats, read_ints
 
@@ -70,8 +71,8 @@ class GatewayProbe:
 
     @cached_property
     def stub(self) -> Any:
-        """The calls themselves."""
-        return AgentServiceStub(self.channel)
+        """The calls themselves, which keep the caller's limit of calls per second."""
+        return PatientStub(AgentServiceStub(self.channel), streams=("Generate", "WatchSession"))
 
     async def call(self, request: Any) -> Any:
         """Make a unary call, named by its request."""
@@ -217,14 +218,24 @@ class GatewayProbe:
 
     @asynccontextmanager
     async def session(self, session_id: str = "", **fields: Any) -> AsyncIterator[pb.OpenSessionResponse]:
-        """Open a session; give it up at the end, if it is still open."""
+        """Open a session; give it up at the end, if it is still open. Raise Skipped where the quota has none left."""
         name = session_id or f"conformance-{uuid.uuid4().hex}"
-        response: pb.OpenSessionResponse = await self.call(pb.OpenSessionRequest(session_id=name, **fields))
+        try:
+            response: pb.OpenSessionResponse = await self.call(pb.OpenSessionRequest(session_id=name, **fields))
+        except Overloaded as error:
+            if error.reason == "TOO_MANY_SESSIONS" and not await self.sessions_left():
+                raise Skipped("the check needs one more session than the quota of the caller allows") from None
+            raise
         try:
             yield response
         finally:
             with suppress(FourfoldError):
                 await self.give_up(name)
+
+    async def sessions_left(self) -> float:
+        """Return how many sessions the caller may open now."""
+        quota: pb.GetQuotaResponse = await self.call(pb.GetQuotaRequest())
+        return max(quota.max_open_sessions - quota.open_session_count, 0) if quota.max_open_sessions else math.inf
 
     async def give_up(self, session_id: str) -> pb.Session:
         """Abandon a session."""

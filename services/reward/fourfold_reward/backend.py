@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
+from fourfold.errors import Overloaded
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.signatures import Reads
+
+MAX_WAITING_SAMPLES: Final = 16_384
+MAX_WAITING_BYTES: Final = 256 << 20
+_MAX_RETRY_AFTER_SECONDS: Final = 30.0
 
 
 class Backend(Protocol):
@@ -41,3 +46,27 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """End all work and all processes. Queued samples get no outcome."""
+
+
+def check_room(
+    jobs: Sequence[Job], *, waiting: int, waiting_bytes: int, max_waiting: int, seconds_per_sample: float
+) -> int:
+    """Return the bytes of new samples if they fit into a queue.
+
+    Args:
+        waiting: samples in the queue, of `waiting_bytes`.
+        seconds_per_sample: mean time in which the queue gets shorter by one sample.
+
+    Raises Overloaded: the queue is full.
+    """
+    size = sum(job.size_bytes for job in jobs)
+    full = waiting + len(jobs) > max_waiting or waiting_bytes + size > MAX_WAITING_BYTES
+    if full and waiting:  # an empty queue takes any call; the servicer limits its size
+        raise Overloaded(
+            f"{waiting} samples wait and {len(jobs)} more do not fit (limit {max_waiting} samples, "
+            f"{MAX_WAITING_BYTES >> 20} MiB); come back later, or start more reward services",
+            reason="QUEUE_FULL",
+            # The expected time until half of the queue is empty.
+            retry_after=min(max(seconds_per_sample * waiting / 2, 0.1), _MAX_RETRY_AFTER_SECONDS),
+        )
+    return size

@@ -30,8 +30,9 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Final
 
-from fourfold.errors import ConfigError, Overloaded
+from fourfold.errors import ConfigError
 from fourfold.host.timing import Histogram
+from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
 from fourfold_reward.batch import Batch, Call, Entry, FunctionTimes
 from fourfold_reward.job import Job
 from fourfold_reward.loader import Verifier, VerifierError
@@ -45,8 +46,6 @@ _log = logging.getLogger(__name__)
 
 # The import of a verifier's libraries has a limit of its own, because no sample causes it.
 LOAD_TIMEOUT_SECONDS: Final = 120.0
-MAX_WAITING_SAMPLES: Final = 16_384
-MAX_WAITING_BYTES: Final = 256 << 20
 MAX_EXTRA_WORKERS: Final = 64
 """Most workers beside the `processes` ones, in place of stuck ones; and at most 8 for each of `processes`."""
 _EXTRA_PER_PROCESS: Final = 8
@@ -56,7 +55,6 @@ _BATCH_SECONDS: Final = 0.05  # expected time of a batch
 _UNDIVIDED_SECONDS: Final = 0.002  # so short a batch is not worth a second worker
 _BATCH_SAMPLES: Final = 512
 _BATCH_BYTES: Final = 1 << 20
-_MAX_RETRY_AFTER_SECONDS: Final = 30.0
 _NEWEST_WEIGHT: Final = 0.1
 _DEFAULT_SANDBOX: Final = WorkerSandbox()
 
@@ -137,18 +135,13 @@ class WorkerPool:
         Raises:
             Overloaded: the queue is full. No sample was queued.
         """
-        size = sum(job.size_bytes for job in jobs)
-        full = len(self._queue) + len(jobs) > self._max_waiting or self._queued_bytes + size > MAX_WAITING_BYTES
-        if full and self._queue:  # an empty queue takes any call; the servicer limits its size
-            raise Overloaded(
-                f"{len(self._queue)} samples wait and {len(jobs)} more do not fit (limit {self._max_waiting} "
-                f"samples, {MAX_WAITING_BYTES >> 20} MiB); come back later, or start more reward services",
-                reason="QUEUE_FULL",
-                # The expected time until half of the queue is empty.
-                retry_after=min(
-                    max(self._mean_seconds * len(self._queue) / (2 * self._processes), 0.1), _MAX_RETRY_AFTER_SECONDS
-                ),
-            )
+        size = check_room(
+            jobs,
+            waiting=len(self._queue),
+            waiting_bytes=self._queued_bytes,
+            max_waiting=self._max_waiting,
+            seconds_per_sample=self._mean_seconds / self._processes,
+        )
         call = Call(jobs)
         self._queue.extend([Entry(call, index, job) for index, job in enumerate(jobs)])
         self._queued_bytes += size

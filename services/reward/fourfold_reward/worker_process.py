@@ -158,7 +158,7 @@ class WorkerProcess(ChildProcess):
             self._ended = True
             return frames
         try:
-            while not self._ended and len(self._unread) <= protocol.MAX_REPLY_BYTES:
+            while not self._ended and len(self._unread) < protocol.HEADER.size + protocol.MAX_REPLY_BYTES:
                 data = os.read(self._reader, _READ_BYTES)
                 self._unread += data
                 self._ended = not data

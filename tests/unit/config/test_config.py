@@ -14,6 +14,7 @@ from fourfold import config
 from fourfold.algorithm.advantages import Gae, Grpo
 from fourfold.algorithm.losses import CispoLoss, GspoLoss, PpoLoss, SapoLoss
 from fourfold.config import Config
+from fourfold.config.reward import JudgeConfig, RewardConfig
 from fourfold.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -313,11 +314,30 @@ def test_values_never_change(tmp_path: Path) -> None:
             "[algorithm.kl]\ncoef = 0.1\ntarget = 0.1\nhorizon = 1\n[sampling]",
             "algorithm.kl.horizon = 1 is too short for 8 samples a step",
         ),
+        (
+            "[sampling]",
+            "[reward]\ncommand = []\n[sampling]",
+            ":15  reward: command = [] is empty, so that nothing scores",
+        ),
+        ("[sampling]", "[reward]\ntarget = []\n[sampling]", "reward: target = [] is empty"),
+        ("[sampling]", '[reward]\nhttp = ""\n[sampling]', "reward: http = '' is empty"),
+        (
+            "[sampling]",
+            '[reward]\nhttp = "htp://u:password@host/x"\n[sampling]',
+            ":16  reward.http: the address does not begin with http:// or https://",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_line_rule_and_fix(tmp_path: Path, change: str, to: str, message: str) -> None:
     assert change in RECIPE
     assert message in refused(tmp_path, RECIPE.replace(change, to))
+
+
+def test_the_title_of_a_scorer_has_no_keys() -> None:
+    address = "https://user:password@host:8000/v1?key=secret"
+    assert RewardConfig(http=address).title == "https://host:8000/v1"
+    judge = JudgeConfig(url=address, model="judge-7b")
+    assert RewardConfig(judge=judge).title == "judge-7b at https://host:8000/v1"
 
 
 def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:

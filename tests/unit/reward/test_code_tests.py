@@ -58,7 +58,19 @@ def test_tests_come_from_the_column_or_from_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "tests", [[], [1], ["f(1) == 2"], ["assert f("], [{"input": "1"}], [{"output": 3}], ["assert 1"] * 513, 4, ["\0"]]
+    "tests",
+    [
+        [],
+        [1],
+        ["f(1) == 2"],
+        ["assert f("],
+        [{"input": "1"}],
+        [{"output": 3}],
+        ["assert 1"] * 513,
+        4,
+        ["\0"],
+        [{"input": "1" * (3 << 20), "output": "1"}],
+    ],
 )
 def test_malformed_tests_are_an_error_of_the_row(tests: Any) -> None:
     with pytest.raises(InvalidSample) as info:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ from fourfold_reward.batch import STUCK_SECONDS, Batch, Call, Entry, FunctionTim
 from fourfold_reward.job import Job
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
+from fourfold_reward.worker_process import WorkerProcess
 
 # The first word of a completion selects the behaviour; each call is a line in the log.
 FUNCTION = """
@@ -257,6 +259,21 @@ async def test_worker_that_writes_without_a_request_is_replaced_before_the_next_
     await asyncio.sleep(0.4)
     assert [o.score for o in await score(pool, "ok 5", "ok 6")] == [5.0, 6.0]
     assert worker not in pool.worker_pids()
+
+
+def test_a_frame_of_the_largest_size_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_REPLY_BYTES", 100)
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    worker = WorkerProcess.__new__(WorkerProcess)
+    worker._reader, worker._unread, worker._ended = reader, bytearray(), False
+    frame = protocol.HEADER.pack(100) + b"x" * 100
+    os.write(writer, frame[:-2])
+    assert worker.read_replies() == []
+    os.write(writer, frame[-2:])
+    assert worker.read_replies() == [b"x" * 100]
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_batch_has_functions_of_the_kind_of_its_worker() -> None:

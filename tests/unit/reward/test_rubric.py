@@ -147,6 +147,11 @@ def test_patterns_may_have_words_and_other_ranges() -> None:
                 GradePattern(judge(pattern=text)).find(verdict)
 
 
+def test_a_pattern_of_exponential_time_is_cut_off() -> None:
+    with pytest.raises(ValueError, match=r"within 0\.25 s"):
+        GradePattern(judge(pattern=r"(a|aa)+:(\d)")).find("a" * 60 + ":x")
+
+
 @pytest.mark.parametrize(("pattern", "message"), [("(", "no regular expression"), (r"Score: \d+", "has no group")])
 def test_a_pattern_that_cannot_work_is_refused_at_the_start(pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -33,6 +33,8 @@ SECONDS: Final = "seconds"
 """Option that the service adds: wall-clock time for all tests of a sample."""
 _MAX_TESTS: Final = 512
 _MAX_OUTPUT: Final = 1 << 20
+# Of the input of a test, as JSON. The code has the rest of the frame; more code fails its tests.
+_MAX_INPUT_BYTES: Final = wire.MAX_FRAME_BYTES // 2
 _START_SECONDS: Final = 60.0
 # The sandbox shows the packages, but not the folder of a source checkout in which they are, so that an import by
 # `sys.path` does not find them.
@@ -160,6 +162,12 @@ def _test_of(entry: object, number: int) -> _Test:
     if isinstance(entry, Mapping) and isinstance(entry.get("output"), str):
         stdin = entry.get("input", "")
         if isinstance(stdin, str):
+            if (size := len(json.dumps(stdin))) > _MAX_INPUT_BYTES or len(entry["output"]) > _MAX_OUTPUT:
+                raise InvalidSample(
+                    "BAD_METADATA",
+                    f"test {number} has an input of {size} bytes and an output of {len(entry['output'])} characters; "
+                    f"{_MAX_INPUT_BYTES} and {_MAX_OUTPUT} may be: shorten it",
+                )
             return _Test(stdin=stdin, stdout=entry["output"])
     raise InvalidSample(
         "BAD_METADATA",

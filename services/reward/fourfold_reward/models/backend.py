@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Final
 
 from fourfold.config import Config, RewardConfig
 from fourfold.config.reward import RewardModelConfig
-from fourfold.errors import ConfigError, Overloaded
+from fourfold.errors import ConfigError
 from fourfold.host.timing import Histogram
 from fourfold.model.classifier import ClassifierFolder
+from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
 from fourfold_reward.job import Job
 from fourfold_reward.models.calls import Call, Entry
 from fourfold_reward.protocol import Outcome
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MAX_WAITING_SAMPLES: Final = 16_384
-MAX_WAITING_BYTES: Final = 256 << 20
-_MAX_RETRY_AFTER_SECONDS: Final = 30.0
 _NEWEST_WEIGHT: Final = 0.1
 # Samples that are encoded at once: the first pass of a large call begins before its last text is encoded.
 _ENCODED_AT_ONCE: Final = 128
@@ -125,8 +123,13 @@ class RewardModelBackend:
 
         Raises Overloaded: the queue is full, and no sample was queued.
         """
-        size = sum(job.size_bytes for job in jobs)
-        self._check_room(len(jobs), size)
+        size = check_room(
+            jobs,
+            waiting=self._open_samples,
+            waiting_bytes=self._open_bytes,
+            max_waiting=self._max_waiting,
+            seconds_per_sample=self._mean_seconds,
+        )
         if self._failure:
             return [Outcome.error("WORKER_DIED", self._failure) for _ in jobs]
         call = Call(jobs)
@@ -191,17 +194,6 @@ class RewardModelBackend:
         return encoder, thread, scorer, Reads(messages=chat)
 
     # -- the queue -----------------------------------------------------------------------------------------------------
-
-    def _check_room(self, count: int, size: int) -> None:
-        full = self._open_samples + count > self._max_waiting or self._open_bytes + size > MAX_WAITING_BYTES
-        if full and self._open_samples:  # an empty queue takes any call; the servicer limits its size
-            raise Overloaded(
-                f"{self._open_samples} samples wait and {count} more do not fit (limit {self._max_waiting} samples, "
-                f"{MAX_WAITING_BYTES >> 20} MiB); come back later, or start more reward services",
-                reason="QUEUE_FULL",
-                # The expected time until half of the queue is empty.
-                retry_after=min(max(self._mean_seconds * self._open_samples / 2, 0.1), _MAX_RETRY_AFTER_SECONDS),
-            )
 
     def _encode(self, call: Call, first: int) -> None:
         """Encode some samples of a call and queue them for the forward passes. Runs in the encoding thread."""

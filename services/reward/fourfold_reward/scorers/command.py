@@ -21,7 +21,7 @@ from fourfold_reward.protocol import Outcome, outcome_of
 from fourfold_reward.sample import Abstain, InvalidSample
 from fourfold_reward.scorers.command_process import CommandProcess, ProgramFault
 from fourfold_reward.scorers.rubric import parse_metadata, to_json
-from fourfold_reward.scorers.sample_queue import SampleQueue
+from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.signatures import Reads
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _WATCHED_SECONDS: Final = 0.5
 
 
-class CommandPool:
+class CommandPool(QueuedScorer):
     """A backend of one program in several processes; see `fourfold_reward.backend.Backend`."""
 
     def __init__(
@@ -53,10 +53,8 @@ class CommandPool:
             raise ConfigError(f"reward.command: {error}") from None
         self._timeout, self._sandbox = timeout_seconds, sandbox
         self._processes: list[CommandProcess | None] = [None] * processes
-        self._queue = SampleQueue(self._score_batch, slots=processes, on_failure=on_failure)
-        self.seconds = self._queue.seconds
+        super().__init__(SampleQueue(self._score_batch, slots=processes, on_failure=on_failure))
         self.reads = Reads()
-        self.pure = False  # no one knows what the program reads
 
     @property
     def scorer(self) -> str:
@@ -67,14 +65,6 @@ class CommandPool:
     def process_count(self) -> int:
         return len(self._processes)
 
-    @property
-    def busy(self) -> int:
-        return self._queue.busy
-
-    @property
-    def waiting_samples(self) -> int:
-        return self._queue.waiting_samples
-
     def worker_pids(self) -> list[int]:
         """Return the process ids of the running programs."""
         return [process.pid for process in self._processes if process is not None]
@@ -82,9 +72,12 @@ class CommandPool:
     async def start(self) -> None:
         """Start the processes. Raises ConfigError: the program cannot be started, or ends at once."""
         try:
-            self._processes = list(await asyncio.gather(*(self._start_process() for _ in self._processes)))
-        except (OSError, ProgramFault) as error:
-            raise ConfigError(f"reward.command = {self._title} cannot be started: {error}") from None
+            async with asyncio.TaskGroup() as group:  # after a failure it ends the other starts; `close` ends the rest
+                for slot in range(len(self._processes)):
+                    group.create_task(self._start_slot(slot))
+        except* (OSError, ProgramFault) as errors:
+            cause = errors.exceptions[0]
+            raise ConfigError(f"reward.command = {self._title} cannot be started: {cause}") from None
         for process in self._processes:
             if process is not None and (end := await process.ended(_WATCHED_SECONDS / len(self._processes))):
                 raise ConfigError(
@@ -92,9 +85,6 @@ class CommandPool:
                     f"until their end. Its errors are in the log of this service"
                 )
         self._queue.start()
-
-    async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
-        return await self._queue.score(jobs, timeout=timeout)
 
     async def close(self) -> None:
         await self._queue.close()
@@ -104,6 +94,9 @@ class CommandPool:
     @property
     def _title(self) -> str:
         return repr(" ".join(self._words))[:200]
+
+    async def _start_slot(self, slot: int) -> None:
+        self._processes[slot] = await self._start_process()
 
     async def _start_process(self) -> CommandProcess:
         if _digest(self._files) != self._version:

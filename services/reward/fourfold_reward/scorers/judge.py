@@ -19,7 +19,7 @@ from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.sample import InvalidSample
 from fourfold_reward.scorers.rubric import GradePattern, Rubric
-from fourfold_reward.scorers.sample_queue import SampleQueue
+from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.scorers.web import JsonClient, WebError
 from fourfold_reward.signatures import Reads
 
@@ -43,25 +43,23 @@ class _Usage:
     cost_usd: float = 0.0
 
 
-class Judge:
+class Judge(QueuedScorer):
     """A backend; see `fourfold_reward.backend.Backend`."""
 
     def __init__(self, judge: JudgeConfig, *, timeout_seconds: float, on_failure: Callable[[str], None]) -> None:
         """Raises ConfigError: rubric, pattern or address is malformed, or the key is missing."""
         self._judge, self._timeout = judge, timeout_seconds
         self._rubric, self._pattern = Rubric(judge), GradePattern(judge)
-        url = judge.url.rstrip("/") + "/chat/completions"
+        address, mark, query = judge.url.partition("?")
         self._client = JsonClient(
-            url,
+            f"{address.rstrip('/')}/chat/completions{mark}{query}",
             key="reward.judge.url",
             connections=judge.concurrency,
             max_bytes=_MAX_BYTES,
             headers=_authorization(judge.api_key_env),
         )
-        self._queue = SampleQueue(self._score_batch, slots=judge.concurrency, on_failure=on_failure)
-        self.seconds = self._queue.seconds
+        super().__init__(SampleQueue(self._score_batch, slots=judge.concurrency, on_failure=on_failure))
         self.reads = Reads(messages=True)
-        self.pure = False  # also at temperature 0: batches of the endpoint change its roundings
         self.tokens: Counter[str] = Counter()  # of all responses so far: prompt, completion
         self.cost_usd = 0.0  # of all responses so far
 
@@ -72,21 +70,10 @@ class Judge:
         parts = [self._rubric.text, *(getattr(self._judge, key) for key in keys)]
         return f"{self._judge.model}@{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
 
-    @property
-    def busy(self) -> int:
-        return self._queue.busy
-
-    @property
-    def waiting_samples(self) -> int:
-        return self._queue.waiting_samples
-
     async def start(self) -> None:
         """Open the client. The endpoint may start later: until then, samples have errors. Raises ConfigError."""
         self._client.start()
         self._queue.start()
-
-    async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
-        return await self._queue.score(jobs, timeout=timeout)
 
     async def close(self) -> None:
         await self._queue.close()

@@ -18,7 +18,7 @@ from fourfold.text import MAX_COMPONENTS, is_metric_name
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import NO_SCORE, Outcome, outcome_of
 from fourfold_reward.sample import Score
-from fourfold_reward.scorers.sample_queue import SampleQueue
+from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.scorers.web import JsonClient, WebError
 from fourfold_reward.signatures import Reads
 
@@ -26,10 +26,13 @@ BATCH: Final = 32
 REQUESTS: Final = 8
 """Requests at the same time, each with up to BATCH samples."""
 _MAX_BYTES: Final = 1 << 20
+# Time for single requests beyond the limit of a sample, after a request of several took all of it. It is less than what
+# the coordinator adds to that limit (10 s), so that the scores of the good samples arrive before its deadline.
+_SINGLE_SECONDS: Final = 5.0
 _SINGLE: Final = frozenset({"BAD_RESPONSE", "OVERLOADED", "TIMEOUT"})
 
 
-class OpenRlhfServer:
+class OpenRlhfServer(QueuedScorer):
     """A backend; see `fourfold_reward.backend.Backend`."""
 
     def __init__(self, url: str, *, timeout_seconds: float, on_failure: Callable[[str], None]) -> None:
@@ -37,56 +40,46 @@ class OpenRlhfServer:
         # A request of several samples that fails is repeated with one sample per request.
         self._client = JsonClient(url, key="reward.http", connections=BATCH * REQUESTS, max_bytes=_MAX_BYTES)
         self._timeout = timeout_seconds
-        self._queue = SampleQueue(self._score_batch, slots=REQUESTS, batch=BATCH, on_failure=on_failure)
-        self.seconds = self._queue.seconds
+        super().__init__(SampleQueue(self._score_batch, slots=REQUESTS, batch=BATCH, on_failure=on_failure))
         self.reads = Reads()
-        self.pure = False  # nothing in the format says so
 
     @property
     def scorer(self) -> str:
         """Address and format; the format has no version of the model."""
         return f"{self._client.title}@openrlhf"
 
-    @property
-    def busy(self) -> int:
-        return self._queue.busy
-
-    @property
-    def waiting_samples(self) -> int:
-        return self._queue.waiting_samples
-
     async def start(self) -> None:
         """Open the client. The server may start later: until then, samples have errors. Raises ConfigError."""
         self._client.start()
         self._queue.start()
-
-    async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
-        return await self._queue.score(jobs, timeout=timeout)
 
     async def close(self) -> None:
         await self._queue.close()
         await self._client.close()
 
     async def _score_batch(self, slot: int, jobs: Sequence[Job]) -> Sequence[Outcome]:
-        outcomes = await self._request(jobs)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._timeout + _SINGLE_SECONDS
+        outcomes = await self._request(jobs, self._timeout)
         failed = outcomes[0].error_reason
         if len(jobs) > 1 and failed in _SINGLE and all(outcome.error_reason == failed for outcome in outcomes):
             # One sample may be the cause for all: a server that hangs or fails on it fails the whole request.
-            return [outcome for (outcome,) in await asyncio.gather(*(self._request([job]) for job in jobs))]
+            seconds = min(self._timeout, end - loop.time())
+            return [outcome for (outcome,) in await asyncio.gather(*(self._request([job], seconds) for job in jobs))]
         return outcomes
 
-    async def _request(self, jobs: Sequence[Job]) -> list[Outcome]:
+    async def _request(self, jobs: Sequence[Job], seconds: float) -> list[Outcome]:
         body = {
             "query": [job.prompt + job.completion for job in jobs],
             "prompts": [job.prompt for job in jobs],
             "labels": [job.answer for job in jobs],
         }
         try:
-            return _outcomes(await self._client.post(body, timeout=self._timeout), len(jobs))
+            return _outcomes(await self._client.post(body, timeout=seconds), len(jobs))
         except WebError as error:
             return [Outcome.error(error.reason, str(error))] * len(jobs)
         except TimeoutError:
-            text = f"{self._client.title} took longer than {self._timeout:g} s; raise reward.timeout_seconds"
+            text = f"{self._client.title} took longer than {seconds:.3g} s; raise reward.timeout_seconds"
             return [Outcome.error("TIMEOUT", text)] * len(jobs)
         except ValueError as error:
             return [Outcome.error("BAD_RESPONSE", f"{self._client.title} sent {error}")] * len(jobs)

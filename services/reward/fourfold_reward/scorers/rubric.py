@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import regex  # type: ignore[import-untyped]  # its stubs are a package of their own
+
 from fourfold.config.reward import JudgeConfig
 from fourfold.errors import ConfigError
 from fourfold_reward.job import Job
@@ -35,7 +37,8 @@ DEFAULT_RUBRIC_WITH_ANSWER: Final = DEFAULT_RUBRIC.replace(
     "</response>\n", "</response>\n\n<reference_answer>\n{answer}\n</reference_answer>\n"
 ).replace("is correct, complete,", "agrees with the reference answer, is complete,")
 MAX_VERDICT: Final = 16 << 10
-"""Characters at the end of a verdict in which the grade is looked for; this bounds the time of a slow pattern."""
+"""Characters at the end of a verdict in which the grade is looked for."""
+_SEARCH_SECONDS: Final = 0.25  # a pattern with nested repetitions may take exponential time, and blocks the service
 _PLACEHOLDER: Final = re.compile(r"\{\{|\}\}|\{([^{}\n]*)\}|[{}]")
 
 
@@ -122,8 +125,8 @@ class GradePattern:
     def __init__(self, judge: JudgeConfig) -> None:
         """Raises ConfigError: the pattern is invalid, or has no group."""
         try:
-            self._pattern = re.compile(judge.pattern)
-        except (re.error, RecursionError, OverflowError) as error:
+            self._pattern = regex.compile(judge.pattern)  # `re` has no time limit
+        except (regex.error, RecursionError, OverflowError) as error:
             raise ConfigError(
                 f"reward.judge.pattern = {judge.pattern!r:.200} is no regular expression: {error}"
             ) from None
@@ -137,8 +140,14 @@ class GradePattern:
     def find(self, verdict: str) -> tuple[float, float]:
         """Return the grade and the score in [0, 1]. Raises ValueError: there is none, or it is out of range."""
         found = None
-        for found in self._pattern.finditer(verdict[-MAX_VERDICT:]):  # noqa: B007 - only the last match is needed
-            pass
+        try:
+            for found in self._pattern.finditer(verdict[-MAX_VERDICT:], timeout=_SEARCH_SECONDS):  # noqa: B007 - the last
+                pass
+        except TimeoutError:
+            raise ValueError(
+                f"no match of reward.judge.pattern within {_SEARCH_SECONDS:g} s; write it without repetitions inside "
+                f"of repetitions"
+            ) from None
         if found is None:
             raise ValueError("no match of reward.judge.pattern")
         try:

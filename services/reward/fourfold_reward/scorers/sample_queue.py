@@ -15,17 +15,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fourfold.errors import Overloaded
 from fourfold.host.timing import Histogram
+from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
 
 _log = logging.getLogger(__name__)
 
-MAX_WAITING_SAMPLES: Final = 16_384
-MAX_WAITING_BYTES: Final = 256 << 20
 MAX_BATCH_BYTES: Final = 4 << 20
-_MAX_RETRY_AFTER_SECONDS: Final = 30.0
 _NEWEST_WEIGHT: Final = 0.1
 
 ScoreBatch = Callable[[int, Sequence[Job]], Awaitable[Sequence[Outcome]]]
@@ -95,18 +92,13 @@ class SampleQueue:
 
         Raises Overloaded: the queue is full. No sample was queued.
         """
-        size = sum(job.size_bytes for job in jobs)
-        full = len(self._entries) + len(jobs) > self._max_waiting or self._bytes + size > MAX_WAITING_BYTES
-        if full and self._entries:  # an empty queue takes any call; the servicer limits its size
-            raise Overloaded(
-                f"{len(self._entries)} samples wait and {len(jobs)} more do not fit (limit {self._max_waiting} "
-                f"samples, {MAX_WAITING_BYTES >> 20} MiB); come back later, or start more reward services",
-                reason="QUEUE_FULL",
-                # The expected time until half of the queue is empty.
-                retry_after=min(
-                    max(self._mean_seconds * len(self._entries) / (2 * self._slot_count), 0.1), _MAX_RETRY_AFTER_SECONDS
-                ),
-            )
+        size = check_room(
+            jobs,
+            waiting=len(self._entries),
+            waiting_bytes=self._bytes,
+            max_waiting=self._max_waiting,
+            seconds_per_sample=self._mean_seconds / self._slot_count,
+        )
         queued = [_Entry(job) for job in jobs]
         self._entries.extend(queued)
         self._bytes += size
@@ -170,3 +162,25 @@ class SampleQueue:
         if not slot.cancelled() and (error := slot.exception()) is not None:
             _log.error("slot of the sample queue failed", exc_info=error)
             self._on_failure(f"the scorer failed: {type(error).__name__}: {error}")
+
+
+class QueuedScorer:
+    """What backends with a SampleQueue have in common; see `fourfold_reward.backend.Backend`."""
+
+    pure = False
+    """Nobody knows what a program or a server reads, and batches of a model change its roundings."""
+
+    def __init__(self, queue: SampleQueue) -> None:
+        self._queue = queue
+        self.seconds = queue.seconds
+
+    @property
+    def busy(self) -> int:
+        return self._queue.busy
+
+    @property
+    def waiting_samples(self) -> int:
+        return self._queue.waiting_samples
+
+    async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
+        return await self._queue.score(jobs, timeout=timeout)

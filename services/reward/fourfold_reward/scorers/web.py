@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from fourfold.errors import ConfigError
-from fourfold.text import clean
+from fourfold.text import clean, public_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -58,13 +58,12 @@ class JsonClient:
         """
         try:
             parts = urlsplit(url)
-            self._host, port = parts.hostname or "", parts.port
-        except ValueError as error:
-            raise ConfigError(f"{key} is no address ({error}); write http://HOST:PORT/PATH") from None
+            self._host, _ = parts.hostname or "", parts.port
+        except ValueError:  # its text may have a part of a password
+            raise ConfigError(f"{key} is no address; write http://HOST:PORT/PATH") from None
         if not self._host:
             raise ConfigError(f"{key} has no host; write http://HOST:PORT/PATH")
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self.title = f"{host}{f':{port}' if port else ''}{parts.path}"
+        self.title = public_url(url).partition("://")[2]
         """Host and path, which may be shown."""
         self._url, self._headers = url, dict(headers or {})
         self._connections, self._max_bytes = connections, max_bytes

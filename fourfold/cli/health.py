@@ -48,7 +48,9 @@ async def _check(args: argparse.Namespace) -> None:
     from fourfold.security.access import Security
     from fourfold.security.principal import Principal
 
-    security = Security.load(config.load(args.recipe).security, Principal(args.role, args.member_id or f"{args.role}-0"))
+    security = Security.load(
+        config.load(args.recipe).security, Principal(args.role, args.member_id or f"{args.role}-0")
+    )
     async with open_channel(args.target, security, server=Principal(args.role)) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service="" if args.live else _SERVICES[args.role])

@@ -1,9 +1,9 @@
 """Runs the command `fourfold`. Imports a command's module only when that command is called.
 
 A command is a module or an object with `add_arguments(parser)` and `main(args) -> int`, and perhaps `complete(words)`,
-which returns the words of a short form in full. `plan`, `doctor`, `certs`, `conformance`, `proto` and `serve` are
-here. The distributions of the coordinator, the benchmarks and the services register theirs by entry points: in the
-groups `fourfold.commands` and `fourfold.services`.
+which returns the words of a short form in full. `plan`, `doctor`, `certs`, `conformance`, `health`, `proto` and
+`serve` are here. The distributions of the coordinator, the benchmarks and the services register theirs by entry points:
+in the groups `fourfold.commands` and `fourfold.services`.
 
 Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted.
 """
@@ -27,6 +27,7 @@ _MODULES: Final = {
     "plan": "fourfold.plan.report",
     "doctor": "fourfold.cli.doctor",
     "certs": "fourfold.cli.certs",
+    "health": "fourfold.cli.health",
     "proto": "fourfold.cli.proto",
     "conformance": "fourfold.cli.conformance",
 }
@@ -49,6 +50,7 @@ _HELP: Final = {
     "plan": "describe a run and the memory it needs, before anything is started",
     "doctor": "check what this machine can run, and print the commands that install the rest",
     "serve": "start one service by hand, in its own terminal or on its own machine",
+    "health": "ask a service whether it is ready, for probes of containers",
     "watch": "show the live display of a run",
     "weights": "show the weight update of a run: each participant, and what it waits for",
     "reward": "list the scorers of a running run, and replace them without a stop",

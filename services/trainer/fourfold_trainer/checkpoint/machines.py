@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from fourfold.errors import InvalidInput
-from fourfold_trainer.checkpoint.store import STATE_FILE, writing, put_in_place, remove, sync, write_text
+from fourfold_trainer.checkpoint.store import STATE_FILE, put_in_place, remove, sync, write_text, writing
 
 _PART_BYTES: Final = 16 << 20
 _COPYING: Final = ".copying-"

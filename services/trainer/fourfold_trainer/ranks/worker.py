@@ -7,6 +7,7 @@ wait in a collective that this rank will never reach.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +25,10 @@ from fourfold.weights.transport.base import available_backends
 from fourfold_trainer.batches import Array, PolicyBatch, ReceivedBatches, ValueBatch, WeightedBatch
 from fourfold_trainer.checkpoint import machines
 from fourfold_trainer.checkpoint.shards import Shard
-from fourfold_trainer.checkpoint.store import STATE_FILE, writing, remove_partial
+from fourfold_trainer.checkpoint.store import STATE_FILE, remove_partial, writing
 from fourfold_trainer.engine import Critic, Policy, TrainedModel, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine
+from fourfold_trainer.ranks.placement import ADDRESS_VARIABLE
 from fourfold_trainer.ranks.rank_channel import RankMessage, from_bytes
 from fourfold_trainer.step.accumulation import accumulate_gradient, apply_gradient, discard_gradient
 from fourfold_trainer.step.optimizer_step import update_critic, update_policy
@@ -84,7 +86,7 @@ class RankWorker:
             "forget": lambda _: self._shards.clear(),
             "export": lambda command: self.policy.export(Path(command.fields["folder"]), ema=command.fields["ema"]),
             "describe_sender": self._describe_sender,
-            "make_offer": lambda command: _answer(from_bytes(self.sender.make_offer(**command.fields))),
+            "make_offer": self._make_offer,
             "open_weights": lambda command: self.sender.open(**command.fields),
             "send_weights": self._send_weights,
         }
@@ -187,6 +189,11 @@ class RankWorker:
             return _answer(backends=backends)
         properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         return _answer(from_bytes(bytes(properties.uuid.bytes)), backends=backends)
+
+    def _make_offer(self, command: RankMessage) -> RankMessage:
+        own = os.environ.get(ADDRESS_VARIABLE)  # on another machine than rank 0
+        fields = command.fields | ({"host": own} if own else {})
+        return _answer(from_bytes(self.sender.make_offer(**fields)))
 
     def _send_weights(self, command: RankMessage) -> RankMessage:
         sent = self.sender.send(**command.fields)

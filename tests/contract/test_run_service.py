@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any, cast
 
 import pytest
 
@@ -217,7 +218,7 @@ async def test_a_watcher_gets_rows_once_and_sees_all_of_them(
     monkeypatch.setattr(run_board, "_PERIOD_SECONDS", 0.001)
     board.add_step(1, {"reward/mean": 0.1})
     board.set_members([pb.Member(member_id="rollout-0", role="rollout", target="x:1")])
-    watch, raw = client.watch_run(), client._stub.WatchRun(pb.WatchRunRequest(changes_only=True), timeout=5)
+    watch, raw = client.watch_run(), cast(Any, client._stub).WatchRun(pb.WatchRunRequest(changes_only=True), timeout=5)
     await anext(watch)
     first = await raw.read()
     assert len(first.status.steps) == len(first.status.members) == 1

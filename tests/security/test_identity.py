@@ -126,7 +126,7 @@ async def test_a_forbidden_target_is_refused_and_changes_nothing(desk: Desk, clo
         with pytest.raises(errors.InvalidInput, match=f"{name}: target"):
             await desk.register(client, name, target=target, incarnation="b" * 32)
     assert desk.live() == ["reward-0"]
-    assert [m.member_id for m in desk.router.members()] == ["reward-0"]
+    assert [state.member.member_id for state in desk.router.members()] == ["reward-0"]
     await desk.register(client, "reward-0")  # was not fenced
     await clock.advance(TTL_SECONDS)
     assert [m.member_id for m in desk.registry.expire()] == ["reward-0"]

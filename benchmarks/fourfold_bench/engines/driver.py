@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -60,8 +60,9 @@ class DriverPlan:
     @classmethod
     def read(cls, path: Path) -> DriverPlan:
         """Return the plan of a file."""
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**fields)
 
 
 class SharedSpeed:
@@ -148,7 +149,7 @@ class SimulatedEngine:
             )
         )
 
-    def _rollout_methods(self) -> Mapping[str, Any]:
+    def _rollout_methods(self) -> dict[str, Any]:
         return {
             "GetInfo": grpc.unary_unary_rpc_method_handler(self._get_info),
             "Generate": grpc.unary_stream_rpc_method_handler(
@@ -159,7 +160,7 @@ class SimulatedEngine:
             ),
         }
 
-    def _control(self) -> Mapping[str, Any]:
+    def _control(self) -> dict[str, Any]:
         return {
             "DescribeEngine": grpc.unary_unary_rpc_method_handler(self._describe),
             "ProbeLogprobs": grpc.unary_unary_rpc_method_handler(

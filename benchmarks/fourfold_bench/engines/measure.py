@@ -187,9 +187,9 @@ def _write_model(folder: Path) -> None:
 
     folder.mkdir()
     rng, letters = np.random.default_rng(0), list(string.ascii_lowercase)
-    words = {"".join(rng.choice(letters, rng.integers(3, 6))) for _ in range(VOCABULARY_SIZE)}
+    drawn = {"".join(rng.choice(letters, rng.integers(3, 6))) for _ in range(VOCABULARY_SIZE)}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = sorted(words)[: VOCABULARY_SIZE - len(alphabet)]
+    words = sorted(drawn)[: VOCABULARY_SIZE - len(alphabet)]
     words += [f"w{index:06d}" for index in range(VOCABULARY_SIZE - len(alphabet) - len(words))]
     vocabulary = {word: index for index, word in enumerate([*alphabet, *words])}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +21,7 @@ async def test_a_service_is_live_before_it_is_ready(capsys: pytest.CaptureFixtur
     server.add(
         pb.DESCRIPTOR.services_by_name["MembershipService"],
         pb_grpc.add_MembershipServiceServicer_to_server,
-        pb_grpc.MembershipServiceServicer(),
+        cast(Any, pb_grpc.MembershipServiceServicer)(),
     )
     target = await server.start()
     words = ["health", "coordinator", RECIPE, target]

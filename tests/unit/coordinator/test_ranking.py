@@ -62,7 +62,7 @@ class Fleet:
             self.looks += 1
             return True
 
-        return cast(Any, self.ranking.first(DEMAND, fits, lambda replica: replica.has_room(2), now))
+        return cast("list[_Replica]", self.ranking.first(DEMAND, fits, lambda replica: replica.has_room(2), now))
 
 
 def test_the_order_is_that_of_a_full_comparison_whatever_happens() -> None:

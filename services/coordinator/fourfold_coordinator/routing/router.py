@@ -31,7 +31,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar, cast
 
 import grpc
 
@@ -467,7 +467,7 @@ class Router:
             return replica.key not in wanted.avoid and not self._is_full(replica, demand, now)
 
         found = self._rankings[wanted.role].first(demand, fits, free, now)
-        for holder in self._prefixes.held(demand.prefix):
+        for holder in cast("dict[tuple[str, str, int], int]", self._prefixes.held(demand.prefix)):
             replica = self._replicas.get(holder[0])
             if replica is not None and replica not in found and fits(replica):
                 found.append(replica)

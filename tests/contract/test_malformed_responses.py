@@ -56,6 +56,7 @@ CALLS: dict[Any, tuple[Any, dict[str, Callable[[Any], Any]]]] = {
             "CommitWeights": lambda c: c.commit(epoch=1, policy_version=1, timeout=5),
             "ReleaseWeights": lambda c: c.release(epoch=1, policy_version=1, timeout=5),
             "AbortWeights": lambda c: c.abort(epoch=1, timeout=5),
+            "FeedWeights": lambda c: c.feed(epoch=1, policy_version=1, receiver_count=1, timeout=5),
             "ProbeLogprobs": lambda c: c.probe([1, 2], timeout=5),
             "GetWeightSums": lambda c: c.sums(epoch=1, timeout=5),
             "SleepEngine": lambda c: c.sleep(level=1, timeout=5),

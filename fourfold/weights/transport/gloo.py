@@ -129,7 +129,7 @@ class _Pair(SenderLink):
         """Prepare the connection `name` to the member with the index `neighbour`, whom `board` knows, too."""
         self._member, self._board, self._name = member, board, name
         self._upper, self._neighbour = upper, neighbour
-        self._who = "the trainer" if neighbour == _TRAINER else f"receiver {neighbour}"
+        self._who = board.owner if neighbour == _TRAINER else f"receiver {neighbour}"
         self._group: ProcessGroupGloo | None = None
         self._last: _Operation | None = None
 

@@ -159,7 +159,7 @@ class BoardClient:
 
     def __init__(self, address: str, port: int, nonce: bytes, owner: str, deadline: Deadline) -> None:
         """Connect. Raises Unavailable: nothing listens there, or it cannot be reached."""
-        self._owner, self._buffer = owner, b""
+        self.owner, self._buffer = owner, b""
         try:
             left = min(deadline.check(f"a connection to {owner}"), _CONNECT_SECONDS)
             self._socket = socket.create_connection((address, port), timeout=left)
@@ -191,7 +191,7 @@ class BoardClient:
         except OSError:
             data = b""
         if not data:
-            raise BoardGone(f"{self._owner} has ended, or aborted this epoch", reason=PEER_LOST)
+            raise BoardGone(f"{self.owner} has ended, or aborted this epoch", reason=PEER_LOST)
         self._buffer += data
         if len(self._buffer) < _REPLY.size:
             return None

@@ -33,7 +33,7 @@ env:
   - {name: FOURFOLD_RECIPE, value: /etc/fourfold/recipe.toml}
   - {name: FOURFOLD_ADVERTISE, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 ports:
-  - {name: {{ .role }}, containerPorts: {{ .port }}}
+  - {name: {{ .role }}, containerPort: {{ .port }}}
 startupProbe:
   exec: {command: &live{{ .role }} [fourfold, health, {{ .role }}, /etc/fourfold/recipe.toml, "127.0.0.1:{{ .port }}", --live]}
   failureThreshold: 120

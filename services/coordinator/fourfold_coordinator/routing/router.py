@@ -296,21 +296,25 @@ class Router:
                         result = await replica.call(work(replica))
                 except (DiskFull, FatalRunError):
                     raise  # of this process, or the run's end: another replica would not help
-                except Overloaded as error:
-                    if not replica.record_congestion(flight.samples):  # calls of other clients fill it
-                        self.record_failure(replica, error)
-                        spend(error)
-                except Interrupted as error:
-                    avoid.add(replica.key)
-                    spend(error)
                 except FourfoldError as error:
-                    log.warning("call failed, trying again: member=%s: %s", replica.member.member_id, error)
-                    avoid.add(replica.key)
-                    self.record_failure(replica, error)
-                    spend(error)
+                    if self._on_failed_try(replica, flight, error, avoid):
+                        spend(error)
                 else:
                     self.record_success(replica)
                     return result
+
+    def _on_failed_try(self, replica: Replica, flight: Flight, error: FourfoldError, avoid: set[ReplicaKey]) -> bool:
+        """Count a failed try, and avoid the replica in the next ones; return whether it costs a try of the work."""
+        if isinstance(error, Overloaded):
+            if replica.record_congestion(flight.samples):
+                return False
+            self.record_failure(replica, error)  # calls of other clients fill it
+        else:
+            avoid.add(replica.key)
+            if not isinstance(error, Interrupted):
+                log.warning("call failed, trying again: member=%s: %s", replica.member.member_id, error)
+                self.record_failure(replica, error)
+        return True
 
     def record_failure(self, replica: Replica, error: FourfoldError) -> None:
         """Count a failed call, start a rest, and show a failure that repeats."""

@@ -332,15 +332,20 @@ async def test_an_engine_that_comes_late_is_filled_before_it_serves(fleet: Fleet
     first, late = fleet.engines(2)
     (joiner,) = fleet.members([late])[1:]
     trainer = fleet.trainer
-    async with coordinating(fleet, first) as coordinator:
+    async with coordinating(fleet, first, backend=BACKENDS[-1]) as coordinator:
         version = await fleet.turn()
         await ends_well(_DEATH_SECONDS, coordinator.settle(version))
         coordinator.keep()
-        updates = coordinator.tap.seen.count((first.member_id, "BeginWeights"))
+        tap = coordinator.tap
+        updates = tap.seen.count((first.member_id, "BeginWeights"))
+        sends = tap.seen.count(("trainer-0", "SendWeights"))
         coordinator.join(joiner)  # between two versions
         await until(lambda: late.member_id in coordinator.versions(), _DEATH_SECONDS)
         await fleet.check_whole(late, version)
-        assert coordinator.tap.seen.count((first.member_id, "BeginWeights")) == updates
+        assert tap.seen.count((first.member_id, "BeginWeights")) == updates
+        if BACKENDS[-1] == "gloo":
+            assert (first.member_id, "FeedWeights") in tap.seen
+            assert tap.seen.count(("trainer-0", "SendWeights")) == sends, "the trainer was not disturbed"
 
     async def join() -> None:
         coordinator.join(joiner)

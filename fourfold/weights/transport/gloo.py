@@ -59,9 +59,10 @@ from fourfold.weights.transport.waiting import Deadline, aborted
 
 # Receives that are posted before the first has arrived.
 _AHEAD: Final = 4
-# A receiver that has everything gives its successor this share of the time that is left: it ends before all others, and
-# tells them who is slow.
-_PATIENCE: Final = 0.9
+# A receiver that has everything gives its successor less than the time that is left, by this share and at most by these
+# seconds: it ends before all others, and tells them who is slow.
+_EARLIER_SHARE: Final = 0.1
+_EARLIER_SECONDS: Final = 5.0
 _CONNECT_SECONDS: Final = 10.0
 # `_Pair.finish` ends first: gloo's own timeout closes the connection, which looks like the death of this member.
 _GLOO_EXTRA_SECONDS: Final = 5.0
@@ -368,8 +369,10 @@ class GlooReceiver(ReceiveTransport[_Offer, _Pair]):
 
 
 def _earlier(deadline: Deadline) -> Deadline:
-    """Return a deadline at `_PATIENCE` of the time that is left."""
-    return Deadline(max(_PATIENCE * deadline.remaining, 1e-3), stopped=lambda: deadline.is_stopped)
+    """Return a deadline a little before `deadline`."""
+    left = deadline.remaining
+    earlier = left - min(_EARLIER_SHARE * left, _EARLIER_SECONDS)
+    return Deadline(max(earlier, 1e-3), stopped=lambda: deadline.is_stopped)
 
 
 def _wait_for_end(work: Any, group: ProcessGroupGloo) -> None:

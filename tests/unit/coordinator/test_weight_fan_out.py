@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fourfold.errors import Unavailable
+from fourfold.errors import PEER_SLOW, DeadlinePassed, Unavailable
 from fourfold_coordinator.routing.trainer_session import TrainerRestarted
 from fourfold_coordinator.weights import fan_out
 from fourfold_coordinator.weights.fan_out import UpdateFailed, call_all
@@ -41,6 +41,23 @@ async def test_who_fails_soon_after_the_first_is_named_and_nobody_else_is_waited
     assert time.monotonic() - began < 30
     assert set(failed.value.engines) == {A, B} and failed.value.trainer is None
     assert str(failed.value) == "a fell; b fell"
+
+
+async def lose(text: str) -> int:
+    raise DeadlinePassed(text, reason=PEER_SLOW)
+
+
+async def test_a_member_that_only_waited_for_another_is_not_blamed_before_that_one_has_failed() -> None:
+    with pytest.raises(UpdateFailed) as failed:
+        await call_all({A: lose("b is slow"), B: fail("b fell", 0.6), C: answer(3, 60)}, trainer=lose("b is slow"))
+    assert set(failed.value.engines) == {B} and failed.value.trainer is None
+
+
+async def test_members_that_only_waited_are_named_when_no_other_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fan_out, "_CAUSE_SECONDS", 0.1)
+    with pytest.raises(UpdateFailed) as failed:
+        await call_all({A: lose("b is slow"), B: answer(2, 60)})
+    assert set(failed.value.engines) == {A}
 
 
 async def test_a_trainer_that_fails_with_all_engines_may_be_to_blame() -> None:

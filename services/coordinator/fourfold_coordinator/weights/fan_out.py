@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import time
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -18,6 +19,8 @@ T = TypeVar("T")
 # A member that fails makes the others of its NCCL or gloo group fail a moment later. This is how long `call_all`
 # collects further errors after the first, so that the caller can tell the engines that failed from those that are well.
 _BLAME_SECONDS: Final = 1.0
+# The neighbours of a member that stands still give up up to 5 s before its own call ends at the deadline (`gloo.py`).
+_CAUSE_SECONDS: Final = 10.0
 _STARTS_PER_TURN: Final = 32  # calls that begin in one turn of the event loop
 
 
@@ -57,8 +60,9 @@ async def call_all(
     """Run one call per engine, and one to the trainer, concurrently; return the engines' answers.
 
     Raises:
-        UpdateFailed: with the errors that came within a second of the first, without those of members that only lost
-            another one (`errors.CONSEQUENCES`) where that one is among them; calls still running are cancelled.
+        UpdateFailed: with the errors that came within a second of the first, or until a member failed for a reason of
+            its own. Members that only lost that one (`errors.CONSEQUENCES`) are not listed. Calls still running are
+            cancelled.
         TrainerRestarted: the trainer is a new process.
     """
     sender: asyncio.Future[object] | None = None if trainer is None else asyncio.ensure_future(trainer)
@@ -73,6 +77,12 @@ async def call_all(
         _, pending = await asyncio.wait(everything, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             await asyncio.wait(pending, timeout=_BLAME_SECONDS)
+        end = time.monotonic() + _CAUSE_SECONDS
+        while _only_consequences(everything) and (left := end - time.monotonic()) > 0:
+            pending = {task for task in everything if not task.done()}
+            if not pending:
+                break
+            await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in everything:
             task.cancel()
@@ -93,6 +103,13 @@ async def call_all(
     if failures or trainer_error is not None:
         raise UpdateFailed(failures, trainer_error)
     return {key: task.result() for key, task in tasks.items()}
+
+
+def _only_consequences(tasks: Sequence[asyncio.Future[Any]]) -> bool:
+    """Return whether tasks have failed, and each of them because of a member whose own error is not known yet."""
+    errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    known = [error for error in errors if error is not None]
+    return bool(known) and all(isinstance(error, FourfoldError) and error.reason in CONSEQUENCES for error in known)
 
 
 def service_error(task: asyncio.Future[Any]) -> FourfoldError | None:

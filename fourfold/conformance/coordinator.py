@@ -111,7 +111,7 @@ class FakeCoordinator(MembershipServiceServicer):
         self.lease = None
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
-        fault = self._peer_fault(context)
+        fault = self._peer_fault(request, context)
         if self.unavailable:
             await self._fail("Register", b"", context, Unavailable("the coordinator is starting"))
         if self.refusal is not None:
@@ -162,15 +162,17 @@ class FakeCoordinator(MembershipServiceServicer):
         if len(self.calls) < MAX_CALLS:  # a service that calls without a pause must not fill the memory
             self.calls.append(Call(method, _now(), token, context.time_remaining() is not None, failed))
 
-    def _peer_fault(self, context: Context) -> str:
+    def _peer_fault(self, request: pb.RegisterRequest, context: Context) -> str:
         if self.security is None:
             return ""
         names = context.auth_context().get("x509_subject_alternative_name", ())
         try:
-            check_identity(SERVICE, [name.decode("latin-1") for name in names])
+            owner = check_identity(SERVICE, [name.decode("latin-1") for name in names])
         except FourfoldError as error:
             return error.message
-        return ""
+        if owner.name == request.member_id:
+            return ""
+        return f"it is that of {owner.name!r}, and member_id is {request.member_id[:140]!r}; both must be equal"
 
 
 def _now() -> float:

@@ -400,12 +400,23 @@ async def check_dialled(probe: MembershipProbe) -> None:
     """While nothing is scored, the service dials the coordinator's address alone."""
     launcher = probe.require_launcher()
     await probe.member()
+    probe.dialled.clear()  # what it dialled when it started, and for the samples
     await probe.watch(probe.ttl)
     probe.dialled |= launcher.dialled()
     host, port = split_target(probe.listen)
-    ours = {join_target(name, port) for name in (host, *(("127.0.0.1", "::1") if host == "localhost" else ()))}
+    ours = {join_target(address, port) for address in await _addresses(host)}
     if others := sorted(probe.dialled - ours):
         raise Violation(f"the service dialled {', '.join(others[:5])}; the coordinator is at {probe.listen}")
+
+
+async def _addresses(host: str) -> set[str]:
+    """Return the IP addresses under which a program of this machine reaches a host that a server listens on."""
+    if host in ("0.0.0.0", "::"):
+        found = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    else:
+        infos = await asyncio.get_running_loop().getaddrinfo(host, None)
+        found = {str(info[4][0]) for info in infos}
+    return {address.partition("%")[0] for address in found}
 
 
 @MEMBERSHIP.add
@@ -430,7 +441,7 @@ async def _check_leaving(probe: MembershipProbe, lease: LeaseRecord, after: str)
         raise Violation(f"no Deregister with the lease's token came in {seconds:.0f} s after {after}")
     left = probe.now
     code = 0 if probe.launcher is None else await _exit(probe, probe.launcher, after)
-    if code not in (0, 128 + signal.SIGTERM):
+    if code not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
         raise Violation(f"the process ended with exit code {code} after {after}; it must be 0")
     if later := [call.method for call in probe.coordinator.since(left) if call.method != "Deregister"]:
         raise Violation(f"{later[0]} came after Deregister; a service that has left stays away")

@@ -106,12 +106,18 @@ class RewardProbe:
             metadata_json=metadata_json,
             verifier=verifier,
         )
-        if self.info.tokenizer_sha256:
-            made.experience.CopyFrom(encode(_sample(sample_id)))
-        else:
-            made.experience.sample_id = sample_id
+        made.experience.sample_id = sample_id
+        made = self.with_arrays(made)
         if self.info.reads_messages:
             made.prompt_messages_json = '[{"role": "user", "content": "6 * 2 ="}]'
+        return made
+
+    def with_arrays(self, item: pb.ScoreItem) -> pb.ScoreItem:
+        """Return an item of texts with arrays if the service reads tokens, so that they are not what it refuses."""
+        made = pb.ScoreItem()
+        made.CopyFrom(item)
+        if self.info.tokenizer_sha256:
+            made.experience.CopyFrom(encode(_sample(item.experience.sample_id)))
         return made
 
     async def nonzero(self) -> tuple[pb.ScoreItem, float]:
@@ -210,7 +216,7 @@ async def check_tokenizer(probe: RewardProbe) -> None:
     if not theirs:
         raise Skipped("the service reads no tokens")
     if not probe.tokenizer_sha256:
-        raise Violation("the service reads tokens; give --model FOLDER, so that its tokenizer's hash can be compared")
+        raise Skipped("the service reads tokens; give --model FOLDER, so that its tokenizer's hash can be compared")
     if theirs != probe.tokenizer_sha256:
         raise Violation(
             f"tokenizer_sha256 is {theirs.hex()[:12]}..., and that of the model is {probe.tokenizer_sha256.hex()[:12]}"
@@ -306,7 +312,8 @@ async def check_finite(probe: RewardProbe) -> None:
 @CHECKS.add
 async def check_error_is_not_zero(probe: RewardProbe) -> None:
     """A sample that cannot be judged has an error or an abstention, and never the score 0."""
-    for item, score in zip(probe.unscorable, await probe.score(probe.unscorable), strict=True):
+    unscorable = [probe.with_arrays(item) for item in probe.unscorable]
+    for item, score in zip(unscorable, await probe.score(unscorable), strict=True):
         if score.HasField("score"):
             raise Violation(f"sample {item.experience.sample_id} of --unscorable has {_show(score)}; it must have none")
     base, right = await probe.nonzero()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from fourfold.cli import main as cli_main
 from fourfold.conformance import membership
 from fourfold.conformance.checks import Finding
+from fourfold.conformance.coordinator import FakeCoordinator
 from fourfold.conformance.membership import MEMBERSHIP, REGISTRATION, MembershipProbe, Started
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.security import certs
@@ -62,9 +65,11 @@ VARIANTS: dict[str, tuple[type[ToyMember], str]] = {
 }
 
 
-async def examine(member: ToyMember, *only: str, seconds: float = 5.0) -> list[Finding]:
+async def examine(
+    member: ToyMember, *only: str, seconds: float = 5.0, host: str = "127.0.0.1", early: Sequence[str] = ()
+) -> list[Finding]:
     probe = MembershipProbe(
-        listen="127.0.0.1:0",
+        listen=f"{host}:0",
         security=None,
         seconds=seconds,
         ttl=TTL,
@@ -72,8 +77,9 @@ async def examine(member: ToyMember, *only: str, seconds: float = 5.0) -> list[F
         open_target=lambda target: grpc.aio.insecure_channel(target),
     )
     async with probe:
-        member.coordinator = probe.listen
+        member.coordinator = probe.listen.replace("localhost", "127.0.0.1")
         findings = [*await REGISTRATION.run(probe)]
+        probe.dialled.update(early)
         if "register" not in only:
             findings += await MEMBERSHIP.run(probe, only=only)
     return findings
@@ -81,6 +87,31 @@ async def examine(member: ToyMember, *only: str, seconds: float = 5.0) -> list[F
 
 def broken(findings: list[Finding]) -> set[str]:
     return {finding.name for finding in findings if finding.status == "broken"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_connections_of_the_start_and_other_forms_of_an_address_are_no_fault(host: str) -> None:
+    findings = await examine(ToyMember(), "dialled", host=host, early=["192.0.2.1:443"])
+    assert {finding.status for finding in findings} == {"ok"}, findings
+
+
+async def test_every_address_of_this_machine_is_one_of_a_wildcard() -> None:
+    assert "127.0.0.1" in await membership._addresses("0.0.0.0")
+
+
+async def test_a_process_that_dies_of_sigterm_after_deregister_is_no_fault() -> None:
+    findings = await examine(variant(drain_code=-15)(), "sigterm")
+    assert {finding.status for finding in findings} == {"ok"}, findings
+
+
+def test_a_member_has_the_name_of_its_certificate() -> None:
+    coordinator = FakeCoordinator(ttl=1.0, security=cast("Any", object()))
+    context: Any = SimpleNamespace(
+        auth_context=lambda: {"x509_subject_alternative_name": [b"spiffe://fourfold/svc/reward/reward-0"]}
+    )
+    assert coordinator._peer_fault(pb.RegisterRequest(member_id="reward-0"), context) == ""
+    fault = coordinator._peer_fault(pb.RegisterRequest(member_id="reward-1"), context)
+    assert "'reward-0', and member_id is 'reward-1'" in fault
 
 
 async def test_a_correct_service_passes() -> None:

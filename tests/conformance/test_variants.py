@@ -8,7 +8,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -271,7 +271,9 @@ VARIANTS: dict[str, tuple[type[Correct], str]] = {
 }
 
 
-async def examine(service: Correct, *, seconds: float = 5.0, sha256: bytes = SHA256) -> list[Finding]:
+async def examine(
+    service: Correct, *, seconds: float = 5.0, sha256: bytes = SHA256, unscorable: Sequence[pb.ScoreItem] = ()
+) -> list[Finding]:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", service.receive_bytes)])
     pb_grpc.add_RewardServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -280,13 +282,30 @@ async def examine(service: Correct, *, seconds: float = 5.0, sha256: bytes = SHA
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             stub: Any = pb_grpc.RewardServiceStub(channel)
-            return list(await CHECKS.run(RewardProbe(stub, "service", seconds, tokenizer_sha256=sha256)))
+            probe = RewardProbe(stub, "service", seconds, tokenizer_sha256=sha256, unscorable=unscorable)
+            return list(await CHECKS.run(probe))
     finally:
         await server.stop(0)
 
 
 def broken(findings: list[Finding]) -> set[str]:
     return {finding.name for finding in findings if finding.status == "broken"}
+
+
+async def test_a_service_of_tokens_gets_them_for_samples_that_it_cannot_judge() -> None:
+    """Otherwise it refuses them because it has no tokens, and the rule could not fail."""
+
+    def needs_tokens(self: Correct, item: pb.ScoreItem) -> pb.SampleScore:
+        if item.experience.token_ids:
+            return Correct.one(self, item)
+        error = pb.SampleError(code=3, reason="NO_TOKENS", message="no tokens")
+        return pb.SampleScore(sample_id=item.experience.sample_id, error=error)
+
+    item = pb.ScoreItem(completion_text="cannot be judged")
+    item.experience.sample_id = "unscorable-0"
+    findings = await examine(informed(tokenizer_sha256=SHA256, one=needs_tokens)(), sha256=b"", unscorable=[item])
+    assert broken(findings) == {"error_is_not_zero"}, findings
+    assert [finding.name for finding in findings if finding.status == "skipped"] == ["tokenizer", "pure"]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, LIMIT])

@@ -20,7 +20,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
 from fourfold.coordinator.v1 import scorer_service_pb2 as scorers
 from fourfold.coordinator.v1 import scorer_service_pb2_grpc as scorers_grpc
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, InvalidInput
 from fourfold.rpc.channel import split_target
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 from fourfold.rpc.responses import ResponseCheck
@@ -215,28 +215,28 @@ class AsyncScorerClient(AsyncClient):
         self, name: str, targets: Sequence[str], *, weight: float = 1.0, timeout: float | None = None
     ) -> scorers.Scorer:
         """Add a term to the score."""
-        deployment = scorers.NewDeployment(targets=targets)
+        deployment = _deployment(targets)
         return await self._change(
             scorers.ChangeScorerRequest(name=name, add=scorers.AddScorer(deployment=deployment, weight=weight)), timeout
         )
 
     async def swap(self, name: str, targets: Sequence[str], *, timeout: float | None = None) -> scorers.Scorer:
         """Make other services live."""
-        deployment = scorers.NewDeployment(targets=targets)
+        deployment = _deployment(targets)
         return await self._change(scorers.ChangeScorerRequest(name=name, swap=deployment), timeout)
 
     async def canary(
         self, name: str, targets: Sequence[str], *, share: float, timeout: float | None = None
     ) -> scorers.Scorer:
         """Let other services score a share of the groups, in (0, 1)."""
-        canary = scorers.CanaryDeployment(deployment=scorers.NewDeployment(targets=targets), share=share)
+        canary = scorers.CanaryDeployment(deployment=_deployment(targets), share=share)
         return await self._change(scorers.ChangeScorerRequest(name=name, canary=canary), timeout)
 
     async def shadow(
         self, name: str, targets: Sequence[str], *, compare_gradients: bool = False, timeout: float | None = None
     ) -> scorers.Scorer:
         """Let other services score next to the live ones, without effect."""
-        deployment = scorers.NewDeployment(targets=targets)
+        deployment = _deployment(targets)
         shadow = scorers.ShadowDeployment(deployment=deployment, compare_gradients=compare_gradients)
         return await self._change(scorers.ChangeScorerRequest(name=name, shadow=shadow), timeout)
 
@@ -299,3 +299,10 @@ def _ttl_seconds(check: ResponseCheck, ttl: Duration, what: str) -> float:
     rule = f"the {what} lasts {seconds:g} s; it must last {_MIN_TTL_SECONDS:g} to {_MAX_TTL_SECONDS:g} s"
     check.require(_MIN_TTL_SECONDS <= seconds <= _MAX_TTL_SECONDS, rule)
     return seconds
+
+
+def _deployment(targets: Sequence[str]) -> scorers.NewDeployment:
+    """Return services by address. Raises InvalidInput: `targets` is one text, which would become its letters."""
+    if isinstance(targets, str):
+        raise InvalidInput(f"targets = {targets!r:.200} is a text; give a list of addresses, [{targets!r:.200}]")
+    return scorers.NewDeployment(targets=targets)

@@ -565,3 +565,10 @@ async def test_a_new_scorer_may_read_what_the_present_one_does_not(
     hold.go.set()
     assert await stage.finish() == 0
     assert scorers_by_step(stage)[2] == {"reward": {"reader@1"}}
+
+
+@pytest.mark.parametrize("action", ["add", "swap", "canary", "shadow"])
+async def test_one_address_in_place_of_a_list_is_refused(action: str) -> None:
+    async with AsyncScorerClient("127.0.0.1:1", timeout=1) as client:
+        with pytest.raises(InvalidInput, match="give a list of addresses"):
+            await getattr(client, action)("x", "127.0.0.1:5000", **({"share": 0.5} if action == "canary" else {}))

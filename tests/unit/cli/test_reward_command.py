@@ -47,6 +47,7 @@ def test_the_table_has_a_line_for_each_deployment() -> None:
     [
         (["list", "nowhere"], "nowhere: neither a folder of runs/ nor HOST:PORT of a coordinator"),
         (["list", "127.0.0.1:1", "--timeout", "-3"], "--timeout -3: it must be above 0"),
+        (["list", "127.0.0.1:1", "--timeout", "inf"], "--timeout inf: it must be above 0 and at most 3600 s"),
         (["list", "127.0.0.1:1", "--timeout", "5"], "nothing listens there"),
     ],
 )

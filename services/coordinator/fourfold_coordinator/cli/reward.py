@@ -24,6 +24,7 @@ from .weights import find_coordinator, text_lines
 
 # A change waits until new services have answered and scored one sample.
 _TIMEOUT_SECONDS: Final = 60.0
+_MAX_TIMEOUT: Final = 3600.0
 _ACTIONS: Final = {
     "list": "show the scorers",
     "add": "add a term to the score",
@@ -74,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Do one action, and print the scorers that it leaves."""
-    if not args.timeout > 0:
-        raise ConfigError(f"--timeout {args.timeout:g}: it must be above 0")
+    if not 0 < args.timeout <= _MAX_TIMEOUT:  # false for NaN, too
+        raise ConfigError(f"--timeout {args.timeout:g}: it must be above 0 and at most {_MAX_TIMEOUT:g} s")
     address, certs = find_coordinator(args.where, args.recipe)
     with ScorerClient(address, certs=certs, timeout=args.timeout) as client:
         match args.action:

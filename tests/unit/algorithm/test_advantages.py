@@ -278,6 +278,12 @@ def test_a_term_that_does_not_count_adds_nothing_and_moves_no_mean() -> None:
     assert alone == pytest.approx([-root, root], abs=1e-15)
 
 
+def test_a_term_that_counts_for_no_sample_changes_nothing() -> None:
+    alone = of_terms([[0], [1], [5]], [[1]] * 3, "aaa", batch=True)
+    assert of_terms([[0, NAN], [1, 99], [5, 3]], [[1, 0]] * 3, "aaa", batch=True) == alone
+    assert of_terms([[NAN], [99]], [[0], [0]], "aa", batch=True) == [0, 0]
+
+
 def test_without_terms_the_score_is_the_only_one() -> None:
     scores, groups = f64([0, 1, 2, 5, 1, 1]), list("aaaabb")
     assert compare(Gdpo(normalize_batch=False), scores, groups).tolist() == compare(Grpo(), scores, groups).tolist()

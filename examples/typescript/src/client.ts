@@ -1,5 +1,6 @@
 // What every client needs: a channel, deadlines, the details of an error, retries, and token arrays.
 import { readFileSync } from "node:fs";
+import { fileURLToPath } from "node:url";
 import * as grpc from "@grpc/grpc-js";
 import * as loader from "@grpc/proto-loader";
 
@@ -22,7 +23,7 @@ const definition = loader.loadSync(
     "google/rpc/error_details.proto",
   ],
   // No number of the contract is above 2^53, so that a double holds it.
-  { includeDirs: ["protos"], longs: Number, enums: String, defaults: true, oneofs: true },
+  { includeDirs: [fileURLToPath(new URL("../protos", import.meta.url))], longs: Number, enums: String, defaults: true, oneofs: true },
 );
 const root = grpc.loadPackageDefinition(definition) as unknown as AgentTypes & RolloutTypes & RewardTypes & MembershipTypes;
 export const { RolloutService } = root.fourfold.rollout.v1;

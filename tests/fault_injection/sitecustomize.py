@@ -73,14 +73,14 @@ def _hook_models() -> None:
 
 
 def _hook_files() -> None:
-    import safetensors.torch
+    import fourfold_trainer.checkpoint.store as store
 
-    save_file, rename, rmtree = safetensors.torch.save_file, Path.rename, shutil.rmtree
+    write, rename, rmtree = store.write_tensors, Path.rename, shutil.rmtree
 
-    def save(tensors: Any, path: Any, *more: Any, **named: Any) -> None:
-        save_file(tensors, path, *more, **named)
+    def written(path: Path, *arguments: Any, **named: Any) -> None:
+        write(path, *arguments, **named)
         if _reach("file"):
-            os.truncate(path, Path(path).stat().st_size // 2)
+            os.truncate(path, path.stat().st_size // 2)
             _die()
 
     def move(path: Path, target: Any) -> Path:
@@ -94,7 +94,7 @@ def _hook_files() -> None:
             _die()
         rmtree(path, *more, **named)
 
-    safetensors.torch.save_file, Path.rename, shutil.rmtree = save, move, remove  # type: ignore[assignment,method-assign]
+    store.write_tensors, Path.rename, shutil.rmtree = written, move, remove  # type: ignore[assignment,method-assign]
 
 
 def _hook_reads() -> None:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import errno
 import inspect
-import json
 import os
 import select
 import signal
@@ -30,6 +29,7 @@ from fourfold import sandbox
 from fourfold.host.process_tree import die_with_parent
 from fourfold.text import MAX_ERROR, clean
 from fourfold_reward import loader, protocol, verifiers
+from fourfold_reward.columns import parse_messages, parse_metadata
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import Outcome, SampleFields, outcome_of
 from fourfold_reward.sample import RewardFunction, ScoreInput
@@ -140,8 +140,8 @@ class Worker:
             prompt=fields.prompt,
             completion=fields.completion,
             answer=fields.answer,
-            metadata=_parse_metadata(fields.metadata_json),
-            messages=_parse_messages(fields.messages_json),
+            metadata=parse_metadata(fields.metadata_json),
+            messages=parse_messages(fields.messages_json),
             completion_ids=fields.completion_ids,
         )
         result = self._functions[verifier](sample)
@@ -221,30 +221,6 @@ def _is_told_to_drop(requests: BinaryIO, first: int) -> bool:
         return False
     request = protocol.read(requests)
     return request is not None and request.get("drop") == first
-
-
-def _parse_metadata(text: str) -> dict[str, Any]:
-    if text in ("", "{}"):
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidSample("BAD_METADATA", f"metadata_json is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidSample("BAD_METADATA", f"metadata_json holds a {type(value).__name__}; it must hold an object")
-    return value
-
-
-def _parse_messages(text: str) -> list[dict[str, Any]]:
-    if not text:
-        return []
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidSample("BAD_METADATA", f"prompt_messages_json is not JSON: {error}") from None
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise InvalidSample("BAD_METADATA", "prompt_messages_json must hold an array of objects")
-    return value
 
 
 def place_of(trace: TracebackType | None, file: str) -> str:

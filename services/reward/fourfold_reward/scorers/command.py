@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from fourfold.errors import ConfigError
 from fourfold.text import clean
+from fourfold_reward.columns import parse_metadata, to_json
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome, outcome_of
 from fourfold_reward.sample import Abstain, InvalidSample
 from fourfold_reward.scorers.command_process import CommandProcess, ProgramFault
-from fourfold_reward.scorers.rubric import parse_metadata, to_json
 from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.signatures import Reads
 from fourfold_reward.worker_sandbox import WorkerSandbox

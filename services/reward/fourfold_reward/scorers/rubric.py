@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ import regex  # type: ignore[import-untyped]  # its stubs are a package of their
 
 from fourfold.config.reward import JudgeConfig
 from fourfold.errors import ConfigError
+from fourfold_reward.columns import parse_messages, parse_metadata, to_json
 from fourfold_reward.job import Job
 from fourfold_reward.sample import InvalidSample
 
@@ -159,27 +159,11 @@ class GradePattern:
         return grade, (grade - self._lowest) / (self._highest - self._lowest)
 
 
-def parse_metadata(text: str) -> dict[str, Any]:
-    """Return the columns of a row. Raises InvalidSample: the text is no JSON object."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidSample("BAD_METADATA", f"metadata_json is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidSample("BAD_METADATA", f"metadata_json holds a {type(value).__name__}; it must hold an object")
-    return value
-
-
 def _prompt(job: Job) -> str:
     """Return the prompt without chat template if its messages are known: one as it is, several with their roles."""
     if not job.messages_json:
         return job.prompt
-    try:
-        messages: Any = json.loads(job.messages_json)
-    except (ValueError, RecursionError):
-        messages = None
-    if not isinstance(messages, Sequence) or not all(isinstance(message, dict) for message in messages):
-        raise InvalidSample("BAD_METADATA", "prompt_messages_json must hold an array of objects")
+    messages = parse_messages(job.messages_json)
     if len(messages) == 1:
         return _text(messages[0].get("content") or "")
     return "\n\n".join(f"{message.get('role')}: {_text(message.get('content') or '')}" for message in messages)
@@ -187,11 +171,3 @@ def _prompt(job: Job) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else to_json(value)
-
-
-def to_json(value: Any, *, ensure_ascii: bool = False) -> str:
-    """Return columns as JSON. Raises InvalidSample: the encoder's limit of depth is below that of the parser."""
-    try:
-        return json.dumps(value, ensure_ascii=ensure_ascii)
-    except RecursionError:
-        raise InvalidSample("BAD_METADATA", "metadata_json is nested too deeply; flatten it") from None

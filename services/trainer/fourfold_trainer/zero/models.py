@@ -45,9 +45,9 @@ class DeepSpeedPolicy(DeepSpeedModel):
         model = load_model(config, model_folder, device_of(config, rank))
         with gathered_modules(model):
             forward.install(model)
+            self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef, exchange=exchange)
         if exchange is not None:
             forward.share_rows(model, exchange)
-        self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef, exchange=exchange)
         self.vocabulary_size = whole_shape(model.get_output_embeddings().weight)[0]
         table = config.trainer.lora
         self._adapters = lora.LoraAdapters(table, model, source=model_folder, seed=config.seed) if table.rank else None

@@ -1,0 +1,39 @@
+"""Reads the JSON fields of a sample: the columns of its data set's row, and its chat messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fourfold_reward.sample import InvalidSample
+
+
+def parse_metadata(text: str) -> dict[str, Any]:
+    """Return the columns of a row. Raises InvalidSample: the text is no JSON object."""
+    value = _parse("metadata_json", text) if text else {}
+    if not isinstance(value, dict):
+        raise InvalidSample("BAD_METADATA", f"metadata_json holds a {type(value).__name__}; it must hold an object")
+    return value
+
+
+def parse_messages(text: str) -> list[dict[str, Any]]:
+    """Return the chat messages of a prompt; empty: it has none. Raises InvalidSample: the text is no such array."""
+    value = _parse("prompt_messages_json", text) if text else []
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise InvalidSample("BAD_METADATA", "prompt_messages_json must hold an array of objects")
+    return value
+
+
+def to_json(value: Any, *, ensure_ascii: bool = False) -> str:
+    """Return columns as JSON. Raises InvalidSample: the encoder's limit of depth is below that of the parser."""
+    try:
+        return json.dumps(value, ensure_ascii=ensure_ascii)
+    except RecursionError:
+        raise InvalidSample("BAD_METADATA", "metadata_json is nested too deeply; flatten it") from None
+
+
+def _parse(field: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidSample("BAD_METADATA", f"{field} is not JSON: {error}") from None

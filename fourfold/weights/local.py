@@ -189,7 +189,7 @@ class Publisher:
         )
 
     def _meet(self, epoch: int, timeout: float) -> list[dict[str, Any]]:
-        counts = [len(unwrap(engine.collective_rpc("weights_describe", args=()))) for engine in self._engines]
+        counts = [len(unwrap(engine.collective_rpc("weights_prove", args=()))) for engine in self._engines]
         total = sum(counts)
         offers = self._at_once(
             [partial(s.make_offer, epoch, self._backend, total, timeout=timeout) for s in self._senders]

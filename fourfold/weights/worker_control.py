@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from fourfold.errors import (
+    ARCHITECTURE_NOT_VERIFIED,
     DeadlinePassed,
     FourfoldError,
     Internal,
@@ -57,6 +58,15 @@ def unwrap_same(replies: Sequence[Any]) -> Any:
     if not results or any(result != results[0] for result in results[1:]):
         raise Internal(f"the {len(results)} workers of one engine replied with different results: abort the update")
     return results[0]
+
+
+def not_proven(refusal: str) -> WrongState:
+    """Return the error of an engine that is not proven to take updates; see `apply.proof`."""
+    return WrongState(
+        f"weight updates of this engine are refused: {refusal}; train another architecture, or serve the model in "
+        f"another format",
+        reason=ARCHITECTURE_NOT_VERIFIED,
+    )
 
 
 class AbortFlag:

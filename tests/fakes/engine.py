@@ -104,6 +104,8 @@ class FakeEngine:
         self.loaded = 0  # version of the weights that it samples with
         self.has_old_prefixes = False  # a sample could read keys and values of earlier weights that are not its own
         self.forget_error: FourfoldError | None = None
+        self.refusal = ""
+        self.shift = self.after_proof = 0.0  # of all log-probabilities, now and after the proof
         self.commit_error: FourfoldError | None = None
         self.settle_seconds = 0.0
         self.abort_is_clean = True
@@ -180,7 +182,13 @@ class FakeEngine:
         self.log.append("probe" if first else "score")
         if self.on_score is not None and not first:
             await self.on_score()
-        return [math.nan, *(-token / 10 for token in token_ids[1:])]
+        return [math.nan, *(self.shift - token / 10 for token in token_ids[1:])]
+
+    async def prove_updates(self, *, timeout: float) -> str:
+        """Return `refusal`, and go on with `after_proof` added to all log-probabilities."""
+        self.log.append("prove")
+        self.shift = self.after_proof
+        return self.refusal
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
         """Log the epoch, or raise `open_error`."""

@@ -46,6 +46,7 @@ def test_verbs_cross_the_processes_and_the_engine_dies_with_its_service(
         engine = [p for p in family if "resource_tracker" not in " ".join(p.cmdline())]
         assert len(engine) == (1 if in_core else 2)
 
+        assert verb("weights_prove") == {"refusal": "", "intact": True}
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         sender = WeightSender(DenseSource(model), rank=0, rank_count=1)
         offer = sender.make_offer(1, "shm", 1, timeout=10)

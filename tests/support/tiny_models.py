@@ -7,13 +7,16 @@ The same family, seed and dtype give the same bytes.
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY_SIZE: Final = 512
@@ -89,8 +92,11 @@ _FAMILIES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         "OlmoeForCausalLM",
         {"tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
     ),
-    # Runs in vLLM, but no test covers a weight update of it.
-    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"tie_word_embeddings": False}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"tie_word_embeddings": False}),  # vLLM has no class of it
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {"tie_word_embeddings": True}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"tie_word_embeddings": False}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT_TOKENS}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {}),
 }
 FAMILIES: Final = tuple(_FAMILIES)
 
@@ -125,12 +131,35 @@ def write_tiny_model(
     return folder
 
 
+def write_awq_model(folder: Path, unquantised: Path) -> Path:
+    """Write a model with random AWQ tensors of 4 bits in the place of its linear layers, and return its folder."""
+    shutil.copytree(unquantised, folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(unquantised / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        outputs, inputs = tensor.shape
+        layer, groups = name.removesuffix(".weight"), inputs // 32
+        words = torch.arange(inputs * outputs // 8, dtype=torch.int32) * 2_654_435
+        tensors[f"{layer}.qweight"] = words.reshape(inputs, outputs // 8)
+        tensors[f"{layer}.qzeros"] = words[: groups * outputs // 8].reshape(groups, outputs // 8).clone()
+        tensors[f"{layer}.scales"] = torch.full((groups, outputs), 0.01, dtype=tensor.dtype)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": awq}))
+    return folder
+
+
 def tiny_config(family: str, **changes: Any) -> Any:
     """Return the configuration of one of FAMILIES, with other sizes or entries."""
     config_class, _, own = _FAMILIES[family]
     shape = dict(_SHAPE)
     if family == "gpt_neox":
         shape = {k: v for k, v in shape.items() if k not in ("num_key_value_heads", "head_dim", "rms_norm_eps")}
+    if family == "gpt2":
+        shape = {"vocab_size": VOCABULARY_SIZE}
     return getattr(transformers, config_class)(**{**shape, **own, **changes})
 
 

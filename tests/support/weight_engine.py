@@ -35,6 +35,7 @@ class Engine:
         self._patience = patience
         self.weights: Path | None = None
         """Folder whose weights the engine holds, as far as the tests say so."""
+        self._proven = False
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_main, args=(other,), daemon=False)
@@ -50,6 +51,7 @@ class Engine:
     def load(self, folder: Path, **arguments: Any) -> None:
         """Start an engine with the weights of a folder, replacing the one that runs; `arguments` are vLLM's."""
         self.weights = folder
+        self._proven = False
         self._call("load", str(folder), arguments)
 
     def generate(self) -> Output:
@@ -60,6 +62,12 @@ class Engine:
     def verb(self, name: str, *args: Any) -> Any:
         """Call a verb of `WeightWorker`; raise what it answered as an error."""
         return unwrap(self._call("verb", name, args))[0]
+
+    def prove(self) -> None:
+        """Let the engine prove itself, as the rollout service does; once per engine, and before anything is sent."""
+        if not self._proven:
+            self.verb("weights_prove")
+            self._proven = True
 
     def start_verb(self, name: str, *args: Any) -> None:
         """Begin a verb; `finish_verb` returns its answer."""
@@ -222,7 +230,8 @@ def _register_classes() -> None:
 
     if not _registered:
         for name, (module, class_name) in _CLASSES.items():
-            _registered[name] = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), class_name)
+            path = module if "." in module else f"vllm.model_executor.models.{module}"
+            _registered[name] = getattr(importlib.import_module(path), class_name)
             ModelRegistry.register_model(name, _registered[name])
 
 
@@ -240,6 +249,12 @@ _CLASSES: Final = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "MixtralForCausalLM": ("mixtral", "MixtralForCausalLM"),
     "OlmoeForCausalLM": ("olmoe", "OlmoeForCausalLM"),
+    "GraniteForCausalLM": ("granite", "GraniteForCausalLM"),
+    "StableLmForCausalLM": ("stablelm", "StablelmForCausalLM"),
+    "GPT2LMHeadModel": ("gpt2", "GPT2LMHeadModel"),
+    "CohereForCausalLM": ("commandr", "CohereForCausalLM"),
+    "DroppingForCausalLM": ("tests.support.mutant_models", "DroppingForCausalLM"),
+    "KeepingForCausalLM": ("tests.support.mutant_models", "KeepingForCausalLM"),
 }
 """Name of an architecture -> module and class of its implementation."""
 _registered: dict[str, Any] = {}

@@ -61,6 +61,7 @@ class Trainer:
 
     def open(self, engine: Engine, backend: str = "shm") -> dict[str, Any]:
         """Join the engine in a new epoch."""
+        engine.prove()
         self.epoch = next(_epochs)
         offers = [s.make_offer(self.epoch, backend, self._workers, timeout=TIMEOUT) for s in self.senders]
         manifest = self.senders[0].manifest().to_bytes()
@@ -96,7 +97,7 @@ def check_updates(
 
     Args:
         engine: the process.
-        one, two: folders of one model, of a verified architecture.
+        one, two: folders of one model.
         backend: that the weights take.
         trainer: of the model `two`; None: one on the CPU.
         arguments: vLLM's.

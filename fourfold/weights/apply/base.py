@@ -1,4 +1,4 @@
-"""Defines how arrived weights get into an engine's model, and the architectures whose update is verified.
+"""Defines how arrived weights get into an engine's model.
 
     bake(manifest)   once per epoch: would the model take exactly these tensors? The model does not change
     begin()          per version; from here on the applier is a sink. The model is untouched until a tensor arrives
@@ -6,49 +6,23 @@
     abort()          at any time: the model can run again, "clean" with the old weights, else "dirty"
 
 `DirectApplier` writes into the model's parameters in place. `ReloadApplier` uses the engine's own loaders; it works on
-every device, quantised or not.
+every device, quantised or not. An engine uses the appliers that `proof` has proven with its model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
-from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, WrongState
 from fourfold.weights.apply.loader_trace import LoaderTrace, NamedTensors
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.transport.base import Sink
-
-# tests/integration/test_weight_update.py verifies these end to end: tokens and log-probabilities after an update equal
-# those of an engine started with the new weights. Others are refused: a weight that their loader drops or transforms
-# would stay stale without an error.
-VERIFIED_ARCHITECTURES: Final = frozenset(
-    {
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "GemmaForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "OlmoeForCausalLM",
-        "Phi3ForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-    }
-)
 
 ModelState = Literal["clean", "dirty"]
 
 
 class TraceableModel(Protocol):
     """The methods of an engine's model that every applier calls."""
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Names that must all be verified: the checkpoint's architecture and the class that implements it."""
 
     def trace(self, tensors: NamedTensors) -> LoaderTrace:
         """Return the effect that loading these meta tensors would have; the model does not change."""
@@ -86,15 +60,3 @@ class Applier(Sink, Protocol):
 
     def abort(self) -> ModelState:
         """Make the model run again: "clean" if its weights are whole, "dirty" if they may be mixed."""
-
-
-def check_verified(architectures: Iterable[str]) -> None:
-    """Raise WrongState unless the update of every one of a model's architecture names is verified."""
-    unverified = [name for name in architectures if name not in VERIFIED_ARCHITECTURES]
-    if unverified:
-        raise WrongState(
-            f"weight updates of {' / '.join(unverified)} are not verified, so they are refused; verified are "
-            f"{', '.join(sorted(VERIFIED_ARCHITECTURES))}: train one of these, or verify yours in "
-            f"tests/integration/test_weight_update.py",
-            reason=ARCHITECTURE_NOT_VERIFIED,
-        )

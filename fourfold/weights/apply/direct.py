@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import torch
 
 from fourfold.errors import WrongState
-from fourfold.weights.apply.base import ApplyReport, CannotApply, ModelState, TraceableModel, check_verified
+from fourfold.weights.apply.base import ApplyReport, CannotApply, ModelState, TraceableModel
 from fourfold.weights.apply.loader_trace import Region, check_fits, meta_tensors
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import synchronize
@@ -53,7 +53,6 @@ class DirectApplier:
 
     def bake(self, manifest: Manifest) -> ApplyReport:
         """Trace the loaders and check that their copies can be repeated in place; otherwise raise CannotApply."""
-        check_verified(self._model.architectures)
         if obstacle := self._model.obstacle():
             raise CannotApply(obstacle)
         trace = self._model.trace(meta_tensors(manifest))

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from fourfold.errors import WrongState
-from fourfold.weights.apply.base import ApplyReport, ModelState, TraceableModel, check_verified
+from fourfold.weights.apply.base import ApplyReport, ModelState, TraceableModel
 from fourfold.weights.apply.loader_trace import NamedTensors, check_fits, meta_tensors
 from fourfold.weights.manifest import Manifest, Span
 
@@ -39,7 +39,6 @@ class ReloadApplier:
         self._parts: dict[int, tuple[torch.Tensor, int]] = {}  # incomplete tensors, and their missing elements
 
     def bake(self, manifest: Manifest) -> ApplyReport:
-        check_verified(self._model.architectures)
         check_fits(self._model.trace(meta_tensors(manifest)))
         self._manifest = manifest
         return ApplyReport(direct_tensor_count=0, reload_tensor_count=len(manifest.tensors))

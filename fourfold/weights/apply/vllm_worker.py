@@ -13,6 +13,7 @@ This works with vLLM 0.26 to 0.32, whose layerwise reload has the same names.
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from typing import Any, Final
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
+from vllm.model_executor.model_loader import base_loader, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
     LAYERWISE_INFO,
@@ -30,10 +32,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from fourfold.errors import FourfoldError, Internal
+from fourfold.errors import FourfoldError, Internal, WrongState
 from fourfold.host.process_tree import die_with, die_with_parent, parent_of
 from fourfold.weights.apply.direct import DirectApplier
 from fourfold.weights.apply.loader_trace import CopyRecorder, LoaderTrace, NamedTensors, load_refused
+from fourfold.weights.apply.proof import Proof, kept_tensors, prove, tensor_sums
 from fourfold.weights.apply.reload import ReloadApplier
 from fourfold.weights.consensus import GroupConsensus
 from fourfold.weights.receiver import WeightReceiver
@@ -41,7 +44,7 @@ from fourfold.weights.source.base import synchronize
 from fourfold.weights.source.fused_params import storage_id
 from fourfold.weights.transport.base import available_backends
 from fourfold.weights.transport.locality import LOOPBACK
-from fourfold.weights.worker_control import error_reply
+from fourfold.weights.worker_control import error_reply, not_proven
 
 _log = logging.getLogger(__name__)
 _ENGINE_PROCESS: Final = "EngineCore"
@@ -49,9 +52,8 @@ _ENGINE_PROCESS: Final = "EngineCore"
 _AS_LOADED: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 # Attributes in which layers keep what they computed from their weights (multi-head latent attention).
 _DERIVED: Final = ("W_UV", "W_UK_T", "W_UK", "W_UV_T")
-# vLLM's name for weights that it quantises to fp8 itself. "fp8" differs between versions: 0.26 also expects scales of
-# the KV cache, which no update sends; 0.32 expects a checkpoint that is fp8 already.
-_ONLINE_FP8: Final = "fp8_per_tensor"
+# Functions of a layer that compute with a copy of its weight that no tensor shows (oneDNN).
+_PACKED: Final = ("cpu_linear",)
 
 
 def _die_with_service() -> None:
@@ -73,8 +75,50 @@ def _die_with_service() -> None:
 _die_with_service()
 
 
+def _record_loads() -> None:
+    """Make vLLM note, for each model that it loads, the tensors that it computes from the weights; see `proof`.
+
+    These are the tensors beside the parameters that the model got, or that changed, between its construction and the
+    end of its load. Later ones, such as KV caches, have nothing to do with weights.
+    """
+    construct, process = base_loader.initialize_model, base_loader.process_weights_after_loading
+
+    @functools.wraps(construct)
+    def initialize_model(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        model: torch.nn.Module = construct(*args, **kwargs)
+        vars(model)[_CONSTRUCTED] = {name: tensor_sums(tensor) for name, tensor in kept_tensors(model).items()}
+        return model
+
+    @functools.wraps(process)
+    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        process(model, *args, **kwargs)
+        before: Mapping[str, object] = vars(model).pop(_CONSTRUCTED, {})
+        kept = kept_tensors(model)
+        vars(model)[_LOADED] = {name: before.get(name) != tensor_sums(tensor) for name, tensor in kept.items()}
+
+    base_loader.initialize_model = initialize_model
+    base_loader.process_weights_after_loading = process_weights_after_loading
+
+
+_CONSTRUCTED: Final = "_fourfold_constructed"
+_LOADED: Final = "_fourfold_loaded"
+_record_loads()
+
+
+def _loaded_state(model: torch.nn.Module) -> Mapping[str, bool]:
+    """Return the names of the tensors that a model had when it was loaded, and whether each depends on the weights."""
+    state: Mapping[str, bool] | None = vars(model).get(_LOADED)
+    if state is None:
+        raise WrongState("vLLM loaded the model in a way that Fourfold does not know")
+    return state
+
+
+def _removed(*_: Any) -> Any:
+    raise RuntimeError("a weight update did not pack this layer's weight anew")
+
+
 class VllmModel:
-    """A worker's loaded model: implements `ReloadableModel` and `DirectModel`."""
+    """A worker's loaded model: implements `ReloadableModel`, `DirectModel` and `ProvableModel`."""
 
     def __init__(self, worker: Any) -> None:
         self._config = worker.vllm_config
@@ -87,25 +131,48 @@ class VllmModel:
         self._expert_kernels: list[tuple[Any, Any]] = []
         """During a load on a CPU: (quantisation method, its kernel) of all experts, see `_remove_expert_kernels`."""
 
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Return the checkpoint's architecture, the class that implements it, and a third name if it is quantised."""
-        model_config = self._config.model_config
-        names = [*(getattr(model_config.hf_config, "architectures", None) or ()), type(self._model).__name__]
-        if model_config.quantization is not None and not self._is_fp8():
-            names.append(f"{names[0]} quantised by {model_config.quantization}")
-        return tuple(dict.fromkeys(names))
+    def checkpoint(self) -> NamedTensors:
+        settings = self._config.load_config
+        loader: Any = get_model_loader(settings)
+        if not hasattr(loader, "get_all_weights"):
+            raise WrongState(f"vLLM's load format {settings.load_format} does not read the tensors of a model folder")
+        yield from loader.get_all_weights(self._config.model_config, self._model)
 
-    def _is_fp8(self) -> bool:
-        """Return whether vLLM quantises linear layers to fp8 as it loads them; a reload then repeats it.
+    def holds_dummies(self) -> bool:
+        """Return whether vLLM made weights up, as benchmarks ask it to: no folder has them, and nobody samples them."""
+        return bool(self._config.load_config.load_format == "dummy")
 
-        False for experts, whose kernels keep scales of their own, and for a checkpoint that is fp8 already.
-        """
-        model_config = self._config.model_config
-        online = model_config.quantization == _ONLINE_FP8
-        stored = getattr(model_config.hf_config, "quantization_config", None) is not None
-        experts = any(hasattr(getattr(m, "quant_method", None), "moe_kernel") for m in self._model.modules())
-        return online and not stored and not experts
+    def sent_dtype(self) -> str:
+        return str(self._config.model_config.dtype).removeprefix("torch.")
+
+    def tied(self) -> list[list[str]]:
+        return [[f"{path}.{name}" for path, _, name in group] for group in self._tied]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        kept = kept_tensors(self._model)
+        loaded = _loaded_state(self._model)
+        return self._parameters() | {name: kept[name] for name in loaded if name in kept}
+
+    def weight_state(self) -> set[str]:
+        return self._parameters().keys() | {name for name, computed in _loaded_state(self._model).items() if computed}
+
+    def addresses_matter(self) -> bool:
+        return self._device.type == "cuda" and not self._config.model_config.enforce_eager
+
+    def remove_packed(self) -> Callable[[], list[str]]:
+        removed = [
+            (f"{path}.{name}", layer, name)
+            for path, layer in self._model.named_modules()
+            for name in _PACKED
+            if name in vars(layer)
+        ]
+        for _, layer, name in removed:
+            setattr(layer, name, _removed)
+        return lambda: [path for path, layer, name in removed if getattr(layer, name) is _removed]
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        named = self._model.named_parameters(remove_duplicate=False)
+        return {name: parameter.data for name, parameter in named}
 
     def trace(self, tensors: NamedTensors) -> LoaderTrace:
         """Run the model's loader on meta tensors and record its copies; takes milliseconds."""
@@ -222,10 +289,25 @@ class WeightWorker:
     """The methods that the service calls in every worker. Mixed into vLLM's worker, so it has no __init__."""
 
     _fourfold_receiver: WeightReceiver | None = None
+    _fourfold_proof: Proof | None = None
 
     def weights_describe(self) -> Any:
-        """Return device_type ("cpu" or "cuda"), device_uuids (16 bytes each, none on CPU), backends, architectures."""
+        """Return device_type ("cpu" or "cuda"), device_uuids (16 bytes each, none on CPU) and backends."""
         return _reply(self._fourfold_describe)
+
+    def weights_prove(self) -> Any:
+        """Prove, once, that updates replace all weights; the engine must be idle, and hold what it has loaded.
+
+        Return {"refusal": why updates are refused, or empty; "intact": whether the engine may still run}, or an error.
+        """
+
+        def run() -> dict[str, Any]:
+            if self._fourfold_proof is None:
+                self._fourfold_proof = Proof(refusal="the proof failed; see the engine's log", intact=False)
+                self._fourfold_proof = _prove(VllmModel(self))
+            return {"refusal": self._fourfold_proof.refusal, "intact": self._fourfold_proof.intact}
+
+        return _reply(run)
 
     def weights_open(
         self,
@@ -287,13 +369,17 @@ class WeightWorker:
 
     def weights_abort(self, epoch: int) -> Any:
         """Close the epoch; return "clean" (the served weights are whole) or "dirty", or an error."""
+        if self._fourfold_receiver is None:  # nothing was received
+            return "clean" if self._fourfold_proof is None or self._fourfold_proof.intact else "dirty"
         return _reply(lambda: self._fourfold_weights().abort(epoch))
 
     def _fourfold_weights(self) -> WeightReceiver:
         if self._fourfold_receiver is None:
-            model = VllmModel(self)
-            appliers = (DirectApplier(model), ReloadApplier(model))
-            self._fourfold_receiver = WeightReceiver(appliers, model.device, _consensus())
+            proof = self._fourfold_proof or Proof(refusal="the engine was not proven at its start")
+            if proof.refusal:
+                raise not_proven(proof.refusal)
+            device: torch.device = self.device  # type: ignore[attr-defined]
+            self._fourfold_receiver = WeightReceiver(proof.appliers, device, _consensus())
         return self._fourfold_receiver
 
     def _fourfold_describe(self) -> dict[str, Any]:
@@ -303,7 +389,6 @@ class WeightWorker:
             "device_type": device.type,
             "device_uuids": [torch.cuda.get_device_properties(gpu).uuid.bytes for gpu in gpus],  # type: ignore[attr-defined]
             "backends": available_backends(device),
-            "architectures": list(VllmModel(self).architectures),
         }
 
 
@@ -316,6 +401,13 @@ def _reply(run: Callable[[], Any]) -> Any:
     except Exception:
         _log.exception("Weight update failed in the engine")
         return error_reply(Internal("a weight update failed in the engine; its log has the traceback"))
+
+
+def _prove(model: VllmModel) -> Proof:
+    appliers = (DirectApplier(model), ReloadApplier(model))
+    if model.holds_dummies():
+        return Proof(appliers=appliers)
+    return prove(model, appliers)
 
 
 def _form(tensor: torch.Tensor) -> str:

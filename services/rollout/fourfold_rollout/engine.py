@@ -251,6 +251,12 @@ class RolloutEngine(Protocol):
         `first`: before the samples that wait. Raises Unavailable: the request was interrupted.
         """
 
+    async def prove_updates(self, *, timeout: float) -> str:
+        """Try whether updates replace all weights; return why updates are refused from now on, or an empty text.
+
+        The engine must be idle, and hold the weights of its start. Raises WrongState: it lost them.
+        """
+
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
         """Join a weight epoch.
 

@@ -34,7 +34,7 @@ from fourfold_rollout.update.controller import WeightController
 from fourfold_rollout.update.servicer import RolloutControlServicer
 from fourfold_rollout.vllm import environment
 from fourfold_rollout.vllm.text.process import TextProcess
-from fourfold_rollout.warm_up import warm_up
+from fourfold_rollout.warm_up import prove_updates, warm_up
 
 if TYPE_CHECKING:
     from fourfold_rollout.vllm.engine import VllmEngine
@@ -126,6 +126,7 @@ async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings
     update_timeout = config.weights.timeout_seconds
     await engine.attach(host.fatal)
     await warm_up(engine)
+    await prove_updates(engine)
     if text.tool_parser or text.reasoning_parser:
         await text.ready()
     description = engine.description

@@ -1,8 +1,11 @@
-"""Warms up the engine before the service is ready: samples and probes once, so that all kernels are compiled.
+"""Prepares the engine before the service is ready: compiles all kernels, and proves that it can take new weights.
 
 Kernels are compiled at their first use: on GPUs Triton's kernels of the sampler and of the log-probabilities, and those
 of a probe. vLLM has no list of them. So the engine draws two tokens without top-k and top-p and two with them, and
 computes the log-probabilities of a prompt.
+
+The proof overwrites the weights and loads them again by a weight update (`fourfold.weights.apply.proof`). Its workers
+compare tensors; here the log-probabilities of a prompt show that the engine also computes with them.
 """
 
 from __future__ import annotations
@@ -12,13 +15,21 @@ import logging
 import time
 from typing import Final
 
+import numpy as np
+
 from fourfold.errors import DeadlinePassed, FourfoldError
+from fourfold.weights.worker_control import not_proven
 from fourfold_rollout.engine import RolloutEngine, SampleOutput, SampleRequest
 
 _log = logging.getLogger(__name__)
 # Enough for a busy machine with an empty cache of compiled kernels.
 _TIMEOUT_SECONDS: Final = 120.0
 _PROMPT: Final = [0, 0]
+_PROBE: Final = [0, 1, 2, 3]
+# A proof takes about as long as loading the model, for which vLLM has no limit either.
+_PROOF_SECONDS: Final = 3600.0
+# In nats. The weights are the same bit for bit; kernels that add in any order may round otherwise.
+_ROUNDING: Final = 0.01
 _FILTERS: Final = ((1.0, 0), (0.9, 2))  # (top_p, top_k) of each sample
 
 
@@ -35,6 +46,27 @@ async def warm_up(engine: RolloutEngine, *, timeout: float = _TIMEOUT_SECONDS) -
             f"the engine did not finish its warm-up in {timeout:.0f} s, the limit for a start; see the engine's log"
         ) from None
     _log.info("Engine warmed up", extra={"seconds": round(time.monotonic() - began, 1)})
+
+
+async def prove_updates(engine: RolloutEngine, *, timeout: float = _PROOF_SECONDS) -> None:
+    """Prove, with an engine that serves no request yet, that weight updates replace all that it computes with.
+
+    If the model cannot be updated, the engine serves the weights that it has, and refuses updates with the reason.
+    Raises WrongState: an update left something stale, and the engine has lost its weights.
+    """
+    began = time.monotonic()
+    before = await engine.prompt_logprobs(_PROBE)
+    refusal = await engine.prove_updates(timeout=timeout)
+    after = await engine.prompt_logprobs(_PROBE)
+    difference = float(np.abs(np.subtract(before, after)[1:]).max())
+    if not difference <= _ROUNDING:  # true for NaN, too
+        raise not_proven(
+            f"after an update with the same weights its log-probabilities of a prompt differ by {difference:.3g} nats"
+        )
+    if refusal:
+        _log.warning("Weight updates will be refused. reason=%s", refusal)
+    else:
+        _log.info("Weight updates proven", extra={"seconds": round(time.monotonic() - began, 1)})
 
 
 async def _sample(engine: RolloutEngine, top_p: float, top_k: int) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 
 import pytest
 
-from fourfold.errors import DeadlinePassed, Unavailable
-from fourfold_rollout.warm_up import warm_up
+from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, DeadlinePassed, Unavailable, WrongState
+from fourfold_rollout.warm_up import prove_updates, warm_up
 from tests.fakes.engine import FakeEngine
 
 
@@ -36,3 +38,22 @@ async def test_the_death_of_the_engine_is_what_is_raised() -> None:
     engine.die("the engine died: out of memory")
     with pytest.raises(Unavailable, match="out of memory"):
         await work
+
+
+async def test_the_proof_of_updates_is_compared_by_a_probe() -> None:
+    engine = FakeEngine()
+    await prove_updates(engine)
+    assert engine.log == ["probe", "prove", "probe"]
+    for engine.after_proof in (0.02, math.nan):
+        engine.shift = 0.0
+        with pytest.raises(WrongState, match="differ by") as caught:
+            await prove_updates(engine)
+        assert caught.value.reason == ARCHITECTURE_NOT_VERIFIED
+
+
+async def test_an_engine_that_cannot_be_updated_serves_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+    engine.refusal = "it is AWQ"
+    with caplog.at_level(logging.WARNING):
+        await prove_updates(engine)
+    assert "Weight updates will be refused. reason=it is AWQ" in caplog.text

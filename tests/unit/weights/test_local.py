@@ -38,7 +38,7 @@ class PlainEngine:
         self.verbs.append(method.removeprefix("weights_"))
         if method == self.dies_at:
             raise RuntimeError("the engine died")
-        if method == "weights_describe":
+        if method == "weights_prove":
             return [{}]
         try:
             answer = getattr(self._receiver, method.removeprefix("weights_"))(*args)
@@ -83,7 +83,7 @@ def test_every_engine_gets_every_version_with_and_without_sums(scene: Scene) -> 
     assert not scene.all_hold()
     assert scene.publisher.publish(2, verify=False).digest == b""
     assert scene.all_hold()
-    assert scene.engines[0].verbs == ["describe", "open", "receive", "commit", "receive", "commit"]
+    assert scene.engines[0].verbs == ["prove", "open", "receive", "commit", "receive", "commit"]
 
 
 def scene_bytes(scene: Scene) -> int:
@@ -100,7 +100,7 @@ def test_engines_are_paused_while_they_receive_and_not_when_they_meet(scene: Sce
         seen.append(list(scene.engines[1].verbs))
 
     scene.publisher.publish(1, pause=pause)
-    assert seen == [["describe", "open"], ["describe", "open", "receive"]]
+    assert seen == [["prove", "open"], ["prove", "open", "receive"]]
 
 
 def test_a_sender_that_fails_ends_the_engines_wait_and_is_named(scene: Scene) -> None:

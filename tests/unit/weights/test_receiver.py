@@ -23,7 +23,6 @@ class PlainModel:
 
     def __init__(self) -> None:
         self.parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
-        self.architectures: tuple[str, ...] = ("LlamaForCausalLM",)
         self.loading = False
         self.fail_after = -1
         self.fail_finish = False
@@ -267,13 +266,6 @@ def test_a_model_that_needs_more_is_refused_and_names_what_is_missing(pair: Pair
     with pytest.raises(WrongState, match=r"does not send all of head\.weight \(0 of 3 elements\)") as caught:
         pair.open(1)
     assert caught.value.reason in WEIGHTS_REFUSED, "the coordinator need not try again"
-
-
-def test_an_architecture_that_is_not_verified_is_refused_by_name(pair: Pair) -> None:
-    pair.model.architectures = ("LlamaForCausalLM", "OlmoForCausalLM")
-    with pytest.raises(WrongState, match="OlmoForCausalLM are not verified") as caught:
-        pair.open(1)
-    assert caught.value.reason == "ARCHITECTURE_NOT_VERIFIED"
 
 
 def test_the_recorder_executes_nothing_on_watched_tensors_and_refuses_what_it_cannot_judge() -> None:

@@ -22,7 +22,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from fourfold.errors import DeadlinePassed, Internal, Unavailable
-from fourfold.weights.worker_control import AbortFlag, unwrap, unwrap_same
+from fourfold.weights.worker_control import AbortFlag, not_proven, unwrap, unwrap_same
 from fourfold_rollout.engine import (
     EngineDescription,
     EngineLoad,
@@ -202,6 +202,13 @@ class VllmEngine:
         if result.prompt_logprobs is None or len(result.prompt_logprobs) != len(ids):
             raise Unavailable("the computation of log-probabilities was interrupted; try again", reason="INTERRUPTED")
         return [math.nan, *logprob_values(result.prompt_logprobs[1:], ids[1:])]
+
+    async def prove_updates(self, *, timeout: float) -> str:
+        proofs = unwrap(await self._call("weights_prove", timeout=timeout))
+        refusal = next((str(proof["refusal"]) for proof in proofs if proof["refusal"]), "")
+        if not all(proof["intact"] for proof in proofs):
+            raise not_proven(refusal)
+        return refusal
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
         session = (terms.epoch, terms.backend, terms.manifest, list(terms.offers))

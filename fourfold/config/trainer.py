@@ -62,6 +62,10 @@ class TrainerConfig(Table):
     do not fit on one rank. Must divide `ranks` and the models' attention heads. 1: no rank shares micro-batches."""
     device: Literal["cpu", "cuda"] = "cpu"
     zero_stage: Literal[0, 1, 2, 3] = 3
+    zero_hpz_partition_size: int = Field(default=1, ge=1)
+    """Above 1: hierarchical partitioning (ZeRO++ hpZ, arXiv 2306.10209). So many ranks, those of one machine, keep a
+    second copy of the weights among them, from which backward passes gather: no weights cross machines there. Must
+    divide `ranks`; needs `zero_stage` 3. Equal steps are tested on CPUs; its speed is not measured."""
     learning_rate: float = Field(default=1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. linear and cosine reach their final value one step after the last step."""
@@ -87,7 +91,7 @@ class TrainerConfig(Table):
     offload: Literal["none", "optimizer", "optimizer+parameters"] = "none"
     """State of policy and critic that is kept in main memory instead of on the GPUs. optimizer: masters and moments,
     updated by the CPU; needs `zero_stage` 1 to 3. optimizer+parameters: also the weights, copied to the GPU layer by
-    layer; needs `zero_stage` 3."""
+    layer; needs `zero_stage` 3. There is no offload to disks (NVMe): checkpoints and transfers read this state."""
     liger_kernels: bool = False
     """Use fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel); needs CUDA."""
     step_timeout_seconds: Seconds = 3600.0
@@ -109,6 +113,24 @@ class TrainerConfig(Table):
                 f"sequence_parallel_size = {self.sequence_parallel_size} must divide ranks = {self.ranks}; set it to a "
                 f"divisor, or ranks to {more}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_hierarchy(self) -> Self:
+        size = self.zero_hpz_partition_size
+        if size == 1:
+            return self
+        for key, value, wrong, rule in (
+            ("ranks", self.ranks, self.ranks % size, "it must divide them"),
+            ("zero_stage", self.zero_stage, self.zero_stage != 3, "it needs stage 3"),
+            ("offload", self.offload, self.offload == "optimizer+parameters", "offloaded weights have no second copy"),
+            ("lora.rank", self.lora.rank, self.lora.rank, "adapters are whole on every rank"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"zero_hpz_partition_size = {size} and {key} = {value} exclude each other: {rule}; set "
+                    f"zero_hpz_partition_size = 1, or change {key}"
+                )
         return self
 
     @model_validator(mode="after")

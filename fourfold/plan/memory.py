@@ -151,11 +151,12 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
     copies = (1 if has_copy else 0) + (1 if config.trainer.ema_decay else 0)
     gathered = min(shape.parameter_count, max(_GATHERED_PARAMETERS, shape.largest_block)) if stage == 3 else 0
     gathered *= _bytes_per_weight(config)
+    second = weights // config.trainer.zero_hpz_partition_size if config.trainer.zero_hpz_partition_size > 1 else 0
     return MemoryRow(
         role="trainer",
         count=ranks,
         on_gpu=config.trainer.device == "cuda",
-        weights=weights // ranks + gathered if stage == 3 else weights,
+        weights=weights // ranks + second + gathered if stage == 3 else weights,
         gathered=gathered,
         gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_per_weight(config) * count,
         optimizer=(_master_bytes(config, shape, trained) + 4 * copies * count) // (ranks if stage >= 1 else 1),

@@ -213,6 +213,11 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
             f" The {size} ranks of a group share every micro-batch (sequence parallelism): each holds at most "
             f"{-(-tokens // size):,} tokens of it."
         )
+    if trainer.zero_hpz_partition_size > 1:
+        text += (
+            f" Groups of {trainer.zero_hpz_partition_size} ranks keep a second copy of the weights "
+            f"(zero_hpz_partition_size); that was tested on CPUs only."
+        )
     if trainer.ema_decay:
         text += (
             f" A moving average of the weights (decay {trainer.ema_decay:g} per optimizer step) is exported as "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,15 @@ def test_plan_describes_checkpoints_and_the_average() -> None:
         in average
     )
     assert "3 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
+
+
+def test_plan_describes_a_second_partition_of_the_weights() -> None:
+    flat, second = (changed(trainer={"ranks": 4, "zero_hpz_partition_size": size}) for size in (1, 2))
+    assert "Groups of 2 ranks keep a second copy of the weights" in second and "tested on CPUs only" in second
+    assert "second copy" not in flat
+    rows = [re.search(r"trainer 4 ([\d.]+)", text) for text in (flat, second)]
+    weights = [float(row[1]) for row in rows if row is not None]
+    assert weights[1] - weights[0] == pytest.approx(0.125, abs=0.01), "half of 135 million weights"
 
 
 def test_plan_describes_optimizers_and_learning_rates() -> None:

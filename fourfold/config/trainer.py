@@ -65,7 +65,7 @@ class TrainerConfig(Table):
     zero_hpz_partition_size: int = Field(default=1, ge=1)
     """Above 1: hierarchical partitioning (ZeRO++ hpZ, arXiv 2306.10209). So many ranks, those of one machine, keep a
     second copy of the weights among them, from which backward passes gather: no weights cross machines there. Must
-    divide `ranks`; needs `zero_stage` 3. Equal steps are tested on CPUs; its speed is not measured."""
+    divide `ranks`; needs `zero_stage` 3. Its steps equal those without it; its speed was not measured."""
     learning_rate: float = Field(default=1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. linear and cosine reach their final value one step after the last step."""

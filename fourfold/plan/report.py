@@ -216,7 +216,7 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     if trainer.zero_hpz_partition_size > 1:
         text += (
             f" Groups of {trainer.zero_hpz_partition_size} ranks keep a second copy of the weights "
-            f"(zero_hpz_partition_size); that was tested on CPUs only."
+            f"(zero_hpz_partition_size); its speed over several machines was not measured."
         )
     if trainer.ema_decay:
         text += (

@@ -8,7 +8,7 @@ The numbers count the GPUs of the run from 0. A launcher maps them to the GPUs o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ from fourfold.table import Table
 if TYPE_CHECKING:
     from fourfold.config.schema import Config
 
+PlacementStrategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
+
 
 class PlacementConfig(Table):
     """Placement of the services on GPUs. The keys of `rollout`, `trainer` and `reference` say how many each needs."""
@@ -24,6 +26,12 @@ class PlacementConfig(Table):
     colocated: bool | None = Field(default=None)
     """true: rollout, trainer and reference share GPUs: rank i, the i-th GPU of the engines and reference i use GPU i.
     false: every service has GPUs of its own. Unset: own GPUs, or shared ones on a machine with fewer GPUs."""
+    trainer_nodes: int = Field(default=1, ge=1)
+    """Nodes of a Ray cluster for the trainer: each holds an equal part of `trainer.ranks`. Two parts may be on one node
+    that has room for both, unless `strategy` is strict_spread."""
+    strategy: PlacementStrategy = "pack"
+    """Nodes of a Ray cluster for the services. pack: as few as possible. spread: as many as possible. strict_pack: one
+    node for all. strict_spread: one node for each. Services that share GPUs count as one."""
 
 
 def gpu_places(config: Config) -> dict[str, tuple[int, ...]]:

@@ -28,6 +28,7 @@ def check_tables(config: Config) -> None:
     _check_asynchrony(config)
     _check_agents(config)
     _check_placement(config)
+    _check_trainer_nodes(config)
     _check_concurrent_samples(config)
     batch = config.batch
     config.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
@@ -180,6 +181,41 @@ def _check_placement(config: Config) -> None:
         raise ValueError(
             f"reference.replicas = {config.reference.replicas} on {count} shared GPUs puts two copies of one model "
             f"on a GPU; set it to at most {count}"
+        )
+
+
+def _check_trainer_nodes(config: Config) -> None:
+    """Check that the trainer can be divided among its nodes."""
+    nodes, trainer = config.placement.trainer_nodes, config.trainer
+    if nodes == 1:
+        return
+    text = f"placement.trainer_nodes = {nodes}"
+    if trainer.ranks % nodes:
+        more = -(-trainer.ranks // nodes) * nodes
+        raise ValueError(
+            f"{text} must divide trainer.ranks = {trainer.ranks}: every node holds as many ranks; set it to a divisor, "
+            f"or trainer.ranks to {more}"
+        )
+    if config.critic_apart:
+        raise ValueError(
+            f"{text} and critic.ranks = {config.critic.ranks} exclude each other: a critic with ranks of its own is on "
+            f"one machine with the policy; set critic.ranks = 0, or trainer_nodes = 1"
+        )
+    if config.weights.backend in ("shm", "cuda_ipc"):
+        raise ValueError(
+            f'{text} and weights.backend = "{config.weights.backend}" exclude each other: no process maps memory of '
+            f'two machines; set weights.backend = "auto"'
+        )
+    if trainer.attach_seconds >= trainer.step_timeout_seconds:
+        raise ValueError(
+            f"{text}: trainer.attach_seconds = {trainer.attach_seconds:g} must be below trainer.step_timeout_seconds = "
+            f"{trainer.step_timeout_seconds:g}, which limits the whole start; lower the first"
+        )
+    held, gpus = trainer.ranks // nodes, config.rollout.gpus_per_replica
+    if config.placement.colocated and held % gpus:
+        raise ValueError(
+            f"{text} and placement.colocated = true: rollout.gpus_per_replica = {gpus} does not divide the {held} GPUs "
+            f"that the trainer has on each node, and an engine would be on two nodes; set it to a divisor of {held}"
         )
 
 

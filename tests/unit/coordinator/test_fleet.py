@@ -45,6 +45,7 @@ class FakeLauncher:
         self.started: list[Command] = []
         self.dying: list[Death] = []
         self.ready: set[str] = set()
+        self.waiting: set[str] = set()
 
     def start(self, service: ServiceSpec, command: Command) -> None:
         assert service.name == command.name
@@ -56,6 +57,9 @@ class FakeLauncher:
 
     def is_ready(self, name: str) -> bool:
         return name in self.ready
+
+    def is_placed(self, name: str) -> bool:
+        return name not in self.waiting
 
     def stop(self) -> None: ...
 
@@ -359,7 +363,7 @@ def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
     with pytest.raises(ConfigError) as error:  # 8 GPUs in all, but none has 4 left for the trainer
         check_cluster_fits(services, [{"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 2}])
     assert error.value.message.splitlines() == [
-        "trainer-0 fits on no node of the cluster.",
+        'placement.strategy = "pack": trainer-0 fits on no node of the cluster.',
         "                           CPU   GPU",
         "asked  rollout-0             2     2",
         "asked  rollout-1             2     2",
@@ -370,7 +374,8 @@ def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
         "have   node 1               64     3",
         "have   node 2               64     2",
         "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let services share GPUs "
-        "(placement.colocated), or add nodes to the cluster.",
+        "(placement.colocated), raise placement.trainer_nodes, choose another placement.strategy, or add nodes to the "
+        "cluster.",
     ]
     with pytest.raises(ConfigError, match="reward-0 fits on no node"):  # CPUs run out
         check_cluster_fits(services, [{"CPU": 8, "GPU": 8}])
@@ -452,3 +457,64 @@ def test_the_line_of_a_death_has_the_cause_in_the_services_own_words(tmp_path: P
     launcher.dying = [replace(death("trainer-0"), message=words)]
     fleet.tick()
     assert f"trainer-0 died (ended with exit code 1: {words}); restarting it" in notes[0]
+
+
+def lost(name: str, *, was_ready: bool = True) -> Death:
+    return replace(death(name, code=0, number=9, was_ready=was_ready), node="10.0.0.2", message="preempted")
+
+
+def test_a_service_lost_with_its_node_waits_for_another_one_and_keeps_its_restarts(
+    tmp_path: Path, clock: FakeClock
+) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(rollout={"replicas": 2}, retry={"restarts": 1}), clock)
+    for number in (1, 2, 3):
+        launcher.waiting, launcher.dying = {"rollout-1"}, [lost("rollout-1", was_ready=number != 2)]
+        assert fleet.tick() is None
+        assert launcher.names().count("rollout-1") == 1 + number, "Ray has it wait"
+        assert ("rollout-1", "waiting for a node") in fleet.states()
+        assert "rollout-1 died (lost with node 10.0.0.2: preempted); it starts again when" in notes[-1]
+        clock.seconds += 5000
+        assert fleet.tick() is None, "the run goes on"
+        launcher.waiting = set()
+        assert ("rollout-1", "starting") in fleet.states()
+        launcher.ready.add("rollout-1")
+        assert fleet.tick() is None and ("rollout-1", "ready") in fleet.states()
+        launcher.ready.discard("rollout-1")
+    launcher.dying = [death("rollout-1")]
+    assert fleet.tick() is None
+    assert launcher.names().count("rollout-1") == 5, "its one restart was left"
+
+
+def divided(tmp_path: Path, clock: FakeClock, restarts: int) -> tuple[Fleet, FakeLauncher, list[str]]:
+    tables: dict[str, Any] = {"trainer": {"ranks": 4}, "placement": {"trainer_nodes": 2}}
+    found = started(tmp_path, recipe(**tables, retry={"restarts": restarts}), clock)
+    assert found[1].names()[2:4] == ["trainer-0", "trainer-0-ranks-2-3"]
+    return found
+
+
+@pytest.mark.parametrize("rank_zero_first", [True, False])
+def test_the_end_of_rank_0_for_lack_of_a_lost_nodes_ranks_uses_up_no_restart(
+    tmp_path: Path, clock: FakeClock, rank_zero_first: bool
+) -> None:
+    fleet, launcher, _ = divided(tmp_path, clock, restarts=1)
+    deaths = [[death("trainer-0")], [lost("trainer-0-ranks-2-3")]]
+    for launcher.dying in deaths if rank_zero_first else reversed(deaths):
+        assert fleet.tick() is None
+    for _ in range(3):  # it waits for the ranks in vain
+        clock.seconds += 600
+        assert fleet.tick() is None
+        launcher.dying = [death("trainer-0", was_ready=False)]
+        assert fleet.tick() is None
+    clock.seconds += 10
+    launcher.ready = {"trainer-0", "trainer-0-ranks-2-3"}
+    assert fleet.tick() is None
+    launcher.dying = [death("trainer-0")]
+    assert fleet.tick() is None, "a restart is left"
+    launcher.dying = [death("trainer-0")]
+    assert (ending := fleet.tick()) is not None and "(retry.restarts = 1)" in ending.text
+
+
+def test_ranks_that_use_up_their_restarts_end_the_run(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = divided(tmp_path, clock, restarts=0)
+    launcher.dying = [death("trainer-0-ranks-2-3")]
+    assert (ending := fleet.tick()) is not None and "trainer-0-ranks-2-3 says why" in ending.text

@@ -222,6 +222,8 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
             services,
             run_dir=run_dir,
             address=args.ray_address,
+            strategy=config.placement.strategy,
+            variables=[table.judge.api_key_env for table in config.reward if table.judge is not None],
             secured=bool(config.security.directory),
             coordinator_listen=args.listen,
             check_gpu=partial(check_gpu_memory, config),
@@ -244,7 +246,16 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
 
 def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
     """Return the ids of each service's GPUs on this machine; raise ConfigError when these are too few or too small."""
-    services = services_of(config)
+    placement, services = config.placement, services_of(config)
+    for key, value, valid in (
+        ("trainer_nodes", placement.trainer_nodes, placement.trainer_nodes == 1),
+        ("strategy", f'"{placement.strategy}"', placement.strategy != "strict_spread"),
+    ):
+        if not valid:
+            raise ConfigError(
+                f"placement.{key} = {value} needs several machines, and --launcher local has one; pass --launcher ray "
+                f"--ray-address ADDRESS, or remove the key"
+            )
     if not any(service.gpus for service in services):
         return {}
     visible = visible_gpus()

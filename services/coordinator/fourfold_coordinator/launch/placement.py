@@ -1,11 +1,15 @@
-"""Assigns the GPUs of one machine to services, and checks before a run starts that a cluster has room for them."""
+"""Assigns the GPUs of one machine to services, and checks before a run starts that a cluster has room for them.
+
+Also divides a trainer among the nodes of a cluster.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from fourfold.config.placement import PlacementStrategy
 from fourfold.errors import ConfigError
 
 from .launcher import ServiceSpec
@@ -45,6 +49,27 @@ def shared_gpus(assigned: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]
         for gpu in ids:
             users.setdefault(gpu, []).append(name)
     return {gpu: names for gpu, names in users.items() if len(names) > 1}
+
+
+def split_trainer(trainer: ServiceSpec, rank_count: int, nodes: int) -> list[ServiceSpec]:
+    """Return one process for the equal part of the ranks that each node holds, or the trainer if there is one node.
+
+    The process with rank 0 keeps the trainer's name. `rank_count` is a multiple of `nodes`.
+    """
+    if nodes == 1:
+        return [trainer]
+    size = rank_count // nodes
+    return [
+        replace(
+            trainer,
+            name=f"{trainer.name}-ranks-{first}-{first + size - 1}" if first else trainer.name,
+            trainer=trainer.name,
+            ranks=range(first, first + size),
+            place=trainer.place[first : first + size],
+            cpus=size,
+        )
+        for first in range(0, rank_count, size)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,20 +120,35 @@ def bundles(services: Sequence[ServiceSpec]) -> list[Bundle]:
     return [Bundle(services=tuple(group)) for group in found]
 
 
-def check_cluster_fits(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Check that every bundle of services fits on a node, the largest bundle first.
+def check_cluster_fits(
+    services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]], strategy: PlacementStrategy = "pack"
+) -> None:
+    """Check that every bundle of services fits on a node under `placement.strategy`, the largest bundle first.
 
     Each node is its numbers "CPU" and "GPU". Raises ConfigError with a table of the services' demand and the nodes.
     """
     free = [{"CPU": node.get("CPU", 0.0), "GPU": node.get("GPU", 0.0)} for node in nodes]
-    for bundle in sorted(bundles(services), key=lambda b: (-b.gpus, -b.cpus)):
+    asked = bundles(services)
+    where = "fits on no node of the cluster"
+    if strategy == "strict_pack":
+        asked, where = [_together(asked)], "fit on no node of the cluster together"
+    elif strategy == "strict_spread":
+        where = "finds no node of its own"
+    for bundle in sorted(asked, key=lambda b: (-b.gpus, -b.cpus)):
         fitting = [node for node in free if node["GPU"] >= bundle.gpus and node["CPU"] >= bundle.cpus]
         if not fitting:
-            raise ConfigError(f"{bundle.name} fits on no node of the cluster.\n{demand_table(services, nodes)}")
+            table = demand_table(services, nodes)
+            raise ConfigError(f'placement.strategy = "{strategy}": {bundle.name} {where}.\n{table}')
         # Best fit keeps nodes with many free GPUs for large services.
         best = min(fitting, key=lambda node: (node["GPU"] - bundle.gpus, node["CPU"] - bundle.cpus))
         best["GPU"] -= bundle.gpus
         best["CPU"] -= bundle.cpus
+        if strategy == "strict_spread":
+            free = [node for node in free if node is not best]
+
+
+def _together(asked: Sequence[Bundle]) -> Bundle:
+    return Bundle(services=tuple(service for bundle in asked for service in bundle.services))
 
 
 def demand_table(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> str:
@@ -122,6 +162,7 @@ def demand_table(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, f
         lines.append(f"{f'have   node {index}':{width}}{node.get('CPU', 0):6.0f}{node.get('GPU', 0):6.0f}")
     lines.append(
         "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let services share GPUs "
-        "(placement.colocated), or add nodes to the cluster."
+        "(placement.colocated), raise placement.trainer_nodes, choose another placement.strategy, or add nodes to the "
+        "cluster."
     )
     return "\n".join(lines)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from fourfold.errors import ConfigError
+from fourfold.host.hardware import Gpu
 
 from .launcher import ServiceSpec
 
 _LABEL_WIDTH: Final = 24
+# Every Ray node with GPUs has 1 of this resource, which names their type, and a service takes as little of it as a Ray
+# actor with `accelerator_type`.
+_TYPE_PREFIX: Final = "accelerator_type:"
+_TYPE_SHARE: Final = 0.001
 
 
 def assign_gpus(
-    services: Sequence[ServiceSpec], gpus: Sequence[str], *, colocated: bool | None
+    services: Sequence[ServiceSpec], gpus: Sequence[Gpu], *, colocated: bool | None
 ) -> dict[str, tuple[str, ...]]:
     """Return the ids of each service's GPUs, by service.
 
     With `colocated = None`, services share GPUs when the machine has fewer than they ask for together. Raises
-    ConfigError when the machine has too few GPUs all the same.
+    ConfigError when the machine has too few GPUs all the same, or too few of a type.
     """
     for service in services:
         if service.gpus > len(gpus):
@@ -35,7 +42,58 @@ def assign_gpus(
             f"placement.colocated = {str(colocated).lower()}: services {how} and ask for {needed} GPUs, this machine "
             f"offers {len(gpus)}; {fix}, or see `fourfold doctor`"
         )
-    return {s.name: tuple(gpus[index % len(gpus)] for index in s.place) for s in services if s.gpus}
+    chosen = _choose(services, gpus, share=colocated is None)
+    return {s.name: tuple(chosen[index].id for index in s.place) for s in services if s.gpus}
+
+
+def _choose(services: Sequence[ServiceSpec], gpus: Sequence[Gpu], *, share: bool) -> dict[int, Gpu]:
+    """Return a GPU of this machine for each GPU index of the run; the types with the fewest GPUs choose first."""
+    types = {index: service.gpu for service in services if service.gpu for index in service.place}
+    fitting = {kind: [gpu for gpu in gpus if is_of_type(gpu.name, kind)] for kind in types.values()}
+    chosen: dict[int, Gpu] = {}
+    for kind, found in sorted(fitting.items(), key=lambda item: len(item[1])):
+        _take(chosen, [s for s in services if s.gpu == kind], found, f"of type {kind!r}", gpus, share=share)
+    untyped = [s for s in services if s.gpus and not set(s.place) <= set(chosen)]
+    _take(chosen, untyped, gpus, "", gpus, share=share)
+    return chosen
+
+
+def _take(
+    chosen: dict[int, Gpu],
+    services: Sequence[ServiceSpec],
+    fitting: Sequence[Gpu],
+    kind: str,
+    gpus: Sequence[Gpu],
+    *,
+    share: bool,
+) -> None:
+    """Add a GPU of `fitting` for each index of the services to `chosen`: free ones, or with `share` used ones, too."""
+    indices = sorted({index for service in services for index in service.place} - set(chosen))
+    most = max((service.gpus for service in services), default=0)
+    free = [gpu for gpu in fitting if gpu not in chosen.values()]
+    if len(free) < (most if share else len(indices)):
+        free = list(fitting) if share else []
+    if len(free) < most or not (free or not indices):
+        names = ", ".join(service.name for service in services)
+        raise ConfigError(
+            f"{names} ask{'s' if len(services) == 1 else ''} for {len(indices)} GPUs {kind}, and this machine offers "
+            f"{len(fitting)} of them; it has {_names(gpus)}. Change `gpu` in the recipe, or see `fourfold doctor`"
+        )
+    chosen |= {index: free[number % len(free)] for number, index in enumerate(indices)}
+
+
+def is_of_type(name: str, kind: str) -> bool:
+    """Return whether a GPU with this product name is of the type: "NVIDIA H100 80GB HBM3" is an "H100"."""
+    return set(_words(kind)) <= set(_words(name))
+
+
+def _words(text: str) -> list[str]:
+    return re.split(r"[ _-]+", text)
+
+
+def _names(gpus: Sequence[Gpu]) -> str:
+    counts = Counter(gpu.name for gpu in gpus)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
 
 
 def shared_gpus(assigned: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
@@ -65,6 +123,19 @@ class Bundle:
     @property
     def gpus(self) -> int:
         return len(self.place)
+
+    @property
+    def gpu_types(self) -> list[str]:
+        """Return the types of GPUs that its services ask for; a node of Ray has one."""
+        return sorted({service.gpu for service in self.services} - {""})
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Return what Ray must reserve: CPUs, GPUs, and a share of the type that Ray gives to each node."""
+        found: dict[str, float] = {"CPU": self.cpus}
+        if self.gpus:
+            found["GPU"] = self.gpus
+        return found | {f"{_TYPE_PREFIX}{kind}": _TYPE_SHARE for kind in self.gpu_types}
 
     @property
     def cpus(self) -> int:
@@ -98,30 +169,42 @@ def bundles(services: Sequence[ServiceSpec]) -> list[Bundle]:
 def check_cluster_fits(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> None:
     """Check that every bundle of services fits on a node, the largest bundle first.
 
-    Each node is its numbers "CPU" and "GPU". Raises ConfigError with a table of the services' demand and the nodes.
+    Each node is its Ray resources: the numbers "CPU" and "GPU", and "accelerator_type:TYPE". Raises ConfigError with a
+    table of the services' demand and the nodes.
     """
-    free = [{"CPU": node.get("CPU", 0.0), "GPU": node.get("GPU", 0.0)} for node in nodes]
-    for bundle in sorted(bundles(services), key=lambda b: (-b.gpus, -b.cpus)):
-        fitting = [node for node in free if node["GPU"] >= bundle.gpus and node["CPU"] >= bundle.cpus]
+    free = [dict(node) for node in nodes]
+    # Bundles of a type first: others may take what is left.
+    for bundle in sorted(bundles(services), key=lambda b: (not b.gpu_types, -b.gpus, -b.cpus)):
+        wanted = bundle.resources
+        fitting = [node for node in free if all(node.get(key, 0.0) >= count for key, count in wanted.items())]
         if not fitting:
             raise ConfigError(f"{bundle.name} fits on no node of the cluster.\n{demand_table(services, nodes)}")
         # Best fit keeps nodes with many free GPUs for large services.
-        best = min(fitting, key=lambda node: (node["GPU"] - bundle.gpus, node["CPU"] - bundle.cpus))
-        best["GPU"] -= bundle.gpus
-        best["CPU"] -= bundle.cpus
+        best = min(fitting, key=lambda node: (node.get("GPU", 0.0) - bundle.gpus, node["CPU"] - bundle.cpus))
+        for key, count in wanted.items():
+            best[key] -= count
 
 
 def demand_table(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> str:
     """Return a table of the services' demand and the nodes, and what to change in the recipe."""
     asked = bundles(services)
     width = max(_LABEL_WIDTH, *(len(f"asked  {bundle.name}") + 1 for bundle in asked))
-    lines = [f"{'':{width}}{'CPU':>6}{'GPU':>6}"]
-    lines += [f"{'asked  ' + bundle.name:{width}}{bundle.cpus:6d}{bundle.gpus:6d}" for bundle in asked]
-    lines.append(f"{'asked  together':{width}}{sum(b.cpus for b in asked):6d}{sum(b.gpus for b in asked):6d}")
+    typed = any(bundle.gpu_types for bundle in asked)
+
+    def line(label: str, cpus: float, gpus: float, types: Sequence[str] = ()) -> str:
+        return f"{label:{width}}{cpus:6.0f}{gpus:6.0f}  {', '.join(types) if typed else ''}".rstrip()
+
+    lines = [f"{'':{width}}{'CPU':>6}{'GPU':>6}{'  type' if typed else ''}"]
+    lines += [line(f"asked  {bundle.name}", bundle.cpus, bundle.gpus, bundle.gpu_types) for bundle in asked]
+    lines.append(line("asked  together", sum(b.cpus for b in asked), sum(b.gpus for b in asked)))
     for index, node in enumerate(nodes):
-        lines.append(f"{f'have   node {index}':{width}}{node.get('CPU', 0):6.0f}{node.get('GPU', 0):6.0f}")
+        lines.append(line(f"have   node {index}", node.get("CPU", 0), node.get("GPU", 0), _types(node)))
     lines.append(
         "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let services share GPUs "
         "(placement.colocated), or add nodes to the cluster."
     )
     return "\n".join(lines)
+
+
+def _types(node: Mapping[str, float]) -> list[str]:
+    return sorted(key.removeprefix(_TYPE_PREFIX) for key in node if key.startswith(_TYPE_PREFIX))

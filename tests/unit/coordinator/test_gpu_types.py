@@ -65,11 +65,18 @@ def test_a_machine_without_the_type_is_refused_with_its_gpus() -> None:
     with pytest.raises(ConfigError) as error:
         assign_gpus(services(), machine(L40S, L40S, "NVIDIA L4", "NVIDIA L4", "NVIDIA L4"), colocated=None)
     assert error.value.message == (
-        "rollout-big-0 asks for 1 GPUs of type 'H100', and this machine offers 0 of them; it has 2 x NVIDIA L40S, 3 x "
-        "NVIDIA L4. Change `gpu` in the recipe, or see `fourfold doctor`"
+        "rollout-big-0: 1 GPUs of type 'H100' are needed, and this machine offers 2 x NVIDIA L40S, 3 x NVIDIA L4; "
+        "change `gpu` in the recipe, or see `fourfold doctor`"
     )
-    with pytest.raises(ConfigError, match="rollout-small-0, rollout-small-1 ask for 2 GPUs of type 'L40S', and this"):
+    with pytest.raises(ConfigError, match="rollout-small-0, rollout-small-1: 2 GPUs of type 'L40S' are needed, and"):
         assign_gpus(services(), machine(H100, L40S, H100, H100, H100), colocated=False)
+
+
+def test_services_that_share_a_gpu_by_recipe_get_it_by_the_type_of_either() -> None:
+    pool = {"name": "a", "gpu": "L40S", "gpus_per_replica": 1, "kv_cache_gib": 1}
+    tables: dict[str, Any] = {"trainer": {"ranks": 2, "device": "cuda"}, "placement": {"colocated": True}}
+    found = assign_gpus(services_of(recipe(rollout={"pool": [pool]}, **tables)), machine(H100, L40S), colocated=True)
+    assert found == {"rollout-a-0": ("1",), "trainer-0": ("1", "0")}
 
 
 def test_the_services_know_their_pool_and_type(tmp_path: Any) -> None:

@@ -48,52 +48,33 @@ def assign_gpus(
 
 def _choose(services: Sequence[ServiceSpec], gpus: Sequence[Gpu], *, share: bool) -> dict[int, Gpu]:
     """Return a GPU of this machine for each GPU index of the run; the types with the fewest GPUs choose first."""
-    types = {index: service.gpu for service in services if service.gpu for index in service.place}
-    fitting = {kind: [gpu for gpu in gpus if is_of_type(gpu.name, kind)] for kind in types.values()}
+    fitting = {s.gpu: [gpu for gpu in gpus if is_of_type(gpu.name, s.gpu)] for s in services if s.gpus}
     chosen: dict[int, Gpu] = {}
-    for kind, found in sorted(fitting.items(), key=lambda item: len(item[1])):
-        _take(chosen, [s for s in services if s.gpu == kind], found, f"of type {kind!r}", gpus, share=share)
-    untyped = [s for s in services if s.gpus and not set(s.place) <= set(chosen)]
-    _take(chosen, untyped, gpus, "", gpus, share=share)
+    for kind, found in sorted(fitting.items(), key=lambda item: (not item[0], len(item[1]))):
+        users = [service for service in services if service.gpus and service.gpu == kind]
+        indices = sorted({index for service in users for index in service.place} - set(chosen))
+        largest = max(len(set(service.place) - set(chosen)) for service in users)
+        free = [gpu for gpu in found if gpu not in chosen.values()]
+        if share and len(free) < largest:
+            free = found
+        if len(free) < (largest if share else len(indices)):
+            counts = Counter(gpu.name for gpu in gpus)
+            raise ConfigError(
+                f"{', '.join(service.name for service in users)}: {len(indices)} GPUs of type {kind!r} are needed, and "
+                f"this machine offers {', '.join(f'{count} x {name}' for name, count in counts.items())}; change `gpu` "
+                f"in the recipe, or see `fourfold doctor`"
+            )
+        chosen |= {index: free[number % len(free)] for number, index in enumerate(indices)}
     return chosen
-
-
-def _take(
-    chosen: dict[int, Gpu],
-    services: Sequence[ServiceSpec],
-    fitting: Sequence[Gpu],
-    kind: str,
-    gpus: Sequence[Gpu],
-    *,
-    share: bool,
-) -> None:
-    """Add a GPU of `fitting` for each index of the services to `chosen`: free ones, or with `share` used ones, too."""
-    indices = sorted({index for service in services for index in service.place} - set(chosen))
-    most = max((service.gpus for service in services), default=0)
-    free = [gpu for gpu in fitting if gpu not in chosen.values()]
-    if len(free) < (most if share else len(indices)):
-        free = list(fitting) if share else []
-    if len(free) < most or not (free or not indices):
-        names = ", ".join(service.name for service in services)
-        raise ConfigError(
-            f"{names} ask{'s' if len(services) == 1 else ''} for {len(indices)} GPUs {kind}, and this machine offers "
-            f"{len(fitting)} of them; it has {_names(gpus)}. Change `gpu` in the recipe, or see `fourfold doctor`"
-        )
-    chosen |= {index: free[number % len(free)] for number, index in enumerate(indices)}
 
 
 def is_of_type(name: str, kind: str) -> bool:
     """Return whether a GPU with this product name is of the type: "NVIDIA H100 80GB HBM3" is an "H100"."""
-    return set(_words(kind)) <= set(_words(name))
+    return not kind or set(_words(kind)) <= set(_words(name))
 
 
 def _words(text: str) -> list[str]:
     return re.split(r"[ _-]+", text)
-
-
-def _names(gpus: Sequence[Gpu]) -> str:
-    counts = Counter(gpu.name for gpu in gpus)
-    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
 
 
 def shared_gpus(assigned: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:

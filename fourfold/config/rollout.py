@@ -97,8 +97,8 @@ class EngineConfig(Table):
     gpus_per_replica: int = Field(default=0, ge=0)
     """GPUs of each service; 0: CPU. Every layer is split over all of them, or over those of its stage."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Stages that have a part of the layers each, and gpus_per_replica / pipeline_parallel_size GPUs, for a model that
-    fits on no node. Slower than more GPUs in one stage: log-probabilities then come from vLLM itself. 1: one stage."""
+    """Stages with a part of the layers each, on gpus_per_replica / pipeline_parallel_size GPUs: for GPUs with slow
+    links. Log-probabilities then come from vLLM itself, slowly. 1: one stage."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
     """Share of the GPU's memory that the engine may use. The engine measures the free memory when it starts."""
     kv_cache_gib: int | None = Field(default=None, ge=1)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.weights.apply.vllm_worker import WeightWorker
+from fourfold_rollout.vllm.worker import RolloutWorker
 
 
-class PipelineWorker(WeightWorker):
-    """Mixed into vLLM's worker."""
+class PipelineWorker(RolloutWorker):
+    """The service's worker."""
 
-    def make_stage_buffers(self) -> Any:
-        """Allocate the input of a later stage: vLLM does it in a warm-up, which it skips without compilation on CPU."""
+    def weights_describe(self) -> Any:
+        """Describe the worker; before, allocate the input of a later stage.
+
+        vLLM allocates it in a warm-up, which it skips on a CPU without compilation.
+        """
         from vllm.distributed.parallel_state import get_pp_group
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -19,3 +22,4 @@ class PipelineWorker(WeightWorker):
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+        return super().weights_describe()

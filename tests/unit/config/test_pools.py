@@ -9,6 +9,7 @@ import pytest
 
 from fourfold import config
 from fourfold.config import Config, gpu_places
+from fourfold.errors import ConfigError
 from tests.unit.config.test_config import RECIPE, refused, write
 
 POOLS = """
@@ -171,5 +172,5 @@ def test_a_mistake_in_the_table_is_not_repeated_for_each_pool(tmp_path: Path) ->
 
 @pytest.mark.parametrize("value", [3, [3], [{"name": "a", "vllm": 3}]])
 def test_a_pool_of_another_type_is_named(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(config.recipe.ConfigError, match=r"rollout"):
+    with pytest.raises(ConfigError, match=r"rollout"):
         config.from_tables({"rollout": {"pool": value, "vllm": {}}}, source="here")

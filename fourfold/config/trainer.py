@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from fourfold.config.table import Seconds
+from fourfold.config.table import GpuType, Seconds
 from fourfold.table import Table
 
 ALL_LINEAR: Final = "all-linear"
@@ -61,6 +61,8 @@ class TrainerConfig(Table):
     """Ranks that share every micro-batch, each with an equal part of its tokens (DeepSpeed-Ulysses), for contexts that
     do not fit on one rank. Must divide `ranks` and the models' attention heads. 1: no rank shares micro-batches."""
     device: Literal["cpu", "cuda"] = "cpu"
+    gpu: GpuType = ""
+    """Type of the GPUs, as `rollout.gpu`. Empty: any."""
     zero_stage: Literal[0, 1, 2, 3] = 3
     zero_hpz_partition_size: int = Field(default=1, ge=1)
     """Above 1: hierarchical partitioning (ZeRO++ hpZ, arXiv 2306.10209). So many ranks, those of one machine, keep a
@@ -152,6 +154,8 @@ class TrainerConfig(Table):
 
     @model_validator(mode="after")
     def _check_kernels(self) -> Self:
+        if self.gpu and self.device != "cuda":
+            raise ValueError(f'gpu = "{self.gpu}" needs a GPU; set device = "cuda", or remove it')
         if self.liger_kernels and self.device != "cuda":
             raise ValueError('`liger_kernels` need a GPU; set device = "cuda", or remove them')
         return self

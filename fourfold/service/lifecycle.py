@@ -68,6 +68,7 @@ class ServeOptions:
     gateway: str = ""  # host:port of the gateway of an environment service; empty: those of the coordinator's run
     metrics_listen: str = ""  # "host:port" of the metrics endpoint; empty: as the recipe says ([metrics])
     scorer: str = ""  # name of the table [[reward]] that a reward service serves; empty: the first
+    pool: str = ""  # name of the table [[rollout.pool]] of a rollout service; empty: the first
     engines: tuple[str, ...] = ()  # host:port of each engine of a gateway without a coordinator
     ranks: range | None = None  # ranks of the trainer that this process holds; None: all of them
     interface: str = ""  # network interface of the ranks' collectives; empty: the one on the way to rank 0

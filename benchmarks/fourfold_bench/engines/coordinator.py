@@ -73,7 +73,7 @@ async def _run(recipe: Path, folder: Path, result: Path) -> int:
     config = configuration.load(recipe)
     options = ServeOptions(role="coordinator", recipe=recipe, config=config, member_id="coordinator-0", run_dir=folder)
     coordinator = Coordinator(options, folder)
-    watch = LoopWatch(coordinator, config.rollout.replicas)
+    watch = LoopWatch(coordinator, config.rollout_replicas)
     task = asyncio.create_task(watch.run())
     try:
         return await coordinator.run()

@@ -40,9 +40,11 @@ class ReloadApplier:
 
     def bake(self, manifest: Manifest) -> ApplyReport:
         check_verified(self._model.architectures)
-        check_fits(self._model.trace(meta_tensors(manifest)))
+        trace = self._model.trace(meta_tensors(manifest))
+        check_fits(trace)
         self._manifest = manifest
-        return ApplyReport(direct_tensor_count=0, reload_tensor_count=len(manifest.tensors))
+        count = len(manifest.tensors)
+        return ApplyReport(direct_tensor_count=0, reload_tensor_count=count, elsewhere=trace.elsewhere)
 
     def begin(self, *, stable: bool) -> None:
         if self._manifest is None:

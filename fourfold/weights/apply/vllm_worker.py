@@ -137,16 +137,17 @@ class VllmModel:
             names = {f"{path}.{name}" for path, _, name in group}
             if names - missing.keys():  # filling one of the tied parameters fills all
                 missing = {name: counts for name, counts in missing.items() if name not in names}
-        unused = tuple(name for name, _ in sources if not recorder.read[name]) if self._one_stage else ()
+        unread = tuple(name for name, _ in sources if not recorder.read[name])
         # vLLM's loaders silently cut their part out of a larger tensor. The first worker has the largest share of each,
         # so all shares together are at most tensor_parallel times its own.
         cut = {
             name: (recorder.read[name] * self._tensor_parallel, tensor.numel())
             for name, tensor in sources
-            if self._is_first and self._one_stage and recorder.read[name] * self._tensor_parallel < tensor.numel()
+            if self._is_first and 0 < recorder.read[name] * self._tensor_parallel < tensor.numel()
         }
         return LoaderTrace(
-            unused=unused,
+            unused=unread if self._one_stage else (),
+            elsewhere=() if self._one_stage else unread,
             missing=missing,
             cut=cut,
             regions=tuple(recorder.copies),

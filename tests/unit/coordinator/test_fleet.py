@@ -15,6 +15,7 @@ from fourfold.config import Config
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.errors import ConfigError
 from fourfold.host.clock import Clock, SystemClock
+from fourfold.host.hardware import Gpu
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command
 from fourfold_coordinator.cli.dashboard import _PHASES
@@ -297,18 +298,22 @@ def test_a_critic_apart_has_gpus_of_its_own(critic_ranks: int, gpus: int) -> Non
     assert without.gpus == 2
 
 
+def gpus_named(*ids: str) -> list[Gpu]:
+    return [Gpu(id=name, name="NVIDIA H100 80GB HBM3") for name in ids]
+
+
 def test_gpus_are_dealt_out_in_order_and_shared_when_there_are_few() -> None:
     services = services_of(
         recipe(rollout={"replicas": 2, "gpus_per_replica": 1}, trainer={"ranks": 2, "device": "cuda"})
     )
-    assert assign_gpus(services, ["4", "5", "6", "7"], colocated=None) == {
+    assert assign_gpus(services, gpus_named("4", "5", "6", "7"), colocated=None) == {
         "rollout-0": ("4",), "rollout-1": ("5",), "trainer-0": ("6", "7"),
     }  # fmt: skip
-    few = assign_gpus(services, ["0", "1"], colocated=None)
+    few = assign_gpus(services, gpus_named("0", "1"), colocated=None)
     assert few == {"rollout-0": ("0",), "rollout-1": ("1",), "trainer-0": ("0", "1")}
     assert shared_gpus(few) == {"0": ["rollout-0", "trainer-0"], "1": ["rollout-1", "trainer-0"]}
     with pytest.raises(ConfigError, match="trainer-0 asks for 2 GPUs and this machine offers 1"):
-        assign_gpus(services, ["0"], colocated=None)
+        assign_gpus(services, gpus_named("0"), colocated=None)
 
 
 def test_colocated_services_share_gpus_and_others_do_not() -> None:
@@ -319,7 +324,7 @@ def test_colocated_services_share_gpus_and_others_do_not() -> None:
         "reference": {"device": "cuda", "replicas": 2, "tokens_per_batch": 8192},
     }
     together = services_of(recipe(**tables, placement={"colocated": True}))
-    names = ["4", "5", "6", "7"]
+    names = gpus_named("4", "5", "6", "7")
     assert assign_gpus(together, names, colocated=True) == {
         "rollout-0": ("4", "5"), "rollout-1": ("6", "7"), "trainer-0": ("4", "5", "6", "7"),
         "reference-0": ("4",), "reference-1": ("5",),
@@ -328,7 +333,7 @@ def test_colocated_services_share_gpus_and_others_do_not() -> None:
         five = tables | {"rollout": {"replicas": 5, "gpus_per_replica": 1, "kv_cache_gib": 1}}
         assign_gpus(services_of(recipe(**five, placement={"colocated": True})), names, colocated=True)
     apart = services_of(recipe(**tables, placement={"colocated": False}))
-    assert shared_gpus(assign_gpus(apart, [str(n) for n in range(10)], colocated=False)) == {}
+    assert shared_gpus(assign_gpus(apart, gpus_named(*map(str, range(10))), colocated=False)) == {}
     with pytest.raises(ConfigError, match="services have their own and ask for 10 GPUs, this machine offers 4"):
         assign_gpus(apart, names, colocated=False)
 

@@ -13,6 +13,7 @@ for no limit; the run goes on meanwhile, or the coordinator ends it after retry.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -67,30 +68,38 @@ def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
 
     With `manual`, return instead one service for each needed role that the recipe leaves to the user (`replicas = 0`).
     """
-    roles = [
-        ("rollout", config.rollout.replicas, 2),
-        ("trainer", config.trainer.replicas, config.trainer_processes),
+    trainer = config.trainer
+    # Beginning of the member ids, replicas, and the service without name and place.
+    kinds = [
+        (pool.member_prefix, pool.replicas, _spec("rollout", 2, pool=pool.name, gpu=pool.gpu))
+        for pool in config.rollout_pools
     ]
+    kinds.append(("trainer", trainer.replicas, _spec("trainer", config.trainer_processes, gpu=trainer.gpu)))
     if config.needs_reference:
-        roles.append(("reference", config.reference.replicas, 1))
+        kinds.append(("reference", config.reference.replicas, _spec("reference", 1)))
     if config.agents.source != "none":
-        roles.append(("gateway", config.gateway.replicas, 1))
+        kinds.append(("gateway", config.gateway.replicas, _spec("gateway", 1)))
         if config.environment.replicas:  # agents need not be environments
-            roles.append(("environment", config.environment.replicas, config.environment.processes))
-    slots = [(role, role, "", replicas, cpus) for role, replicas, cpus in roles]
+            kinds.append(
+                ("environment", config.environment.replicas, _spec("environment", config.environment.processes))
+            )
     if config.needs_scorer:
         tables = [table for table in config.reward if not table.target]
-        slots += [("reward", t.member_prefix, t.name, t.replicas, t.processes) for t in tables]
+        kinds += [(t.member_prefix, t.replicas, _spec("reward", t.processes, scorer=t.name)) for t in tables]
     places = gpu_places(config)
     services = [
-        ServiceSpec(role=role, name=name, place=places.get(name, ()), scorer=scorer, cpus=cpus)
-        for role, prefix, scorer, replicas, cpus in slots
+        dataclasses.replace(spec, name=name, place=places.get(name, ()))
+        for prefix, replicas, spec in kinds
         if (replicas == 0) == manual
         for name in (f"{prefix}-{index}" for index in range(replicas or 1))
     ]
     nodes = config.placement.trainer_nodes
     divided = [split_trainer(s, config.trainer.ranks, nodes) if s.role == "trainer" else [s] for s in services]
     return [service for parts in divided for service in parts]
+
+
+def _spec(role: str, cpus: int, *, scorer: str = "", pool: str = "", gpu: str = "") -> ServiceSpec:
+    return ServiceSpec(role=role, name="", cpus=cpus, scorer=scorer, pool=pool, gpu=gpu)
 
 
 def serve_arguments(service: ServiceSpec, *, run_dir: Path, coordinator: str, listen: str = "") -> list[str]:
@@ -101,6 +110,8 @@ def serve_arguments(service: ServiceSpec, *, run_dir: Path, coordinator: str, li
         words += ["--rank", f"{service.ranks.start}-{service.ranks.stop - 1}"]
     if service.scorer:
         words += ["--scorer", service.scorer]
+    if service.pool:
+        words += ["--pool", service.pool]
     if listen:
         words += ["--listen", listen]
     if coordinator:

@@ -21,6 +21,8 @@ class ServiceSpec:
     name: str  # of the process: the member id, except for ranks of a trainer that has its rank 0 on another node
     place: tuple[int, ...] = ()  # indices of its GPUs within the run; services with the same index share that GPU
     scorer: str = ""  # of a reward service: the name of its table
+    pool: str = ""  # of a rollout service: the name of its table
+    gpu: str = ""  # type of its GPUs; empty: any
     cpus: int = 1  # that a cluster scheduler reserves; no process is pinned
     ranks: range | None = None  # of a trainer on several nodes: those that this process holds
     trainer: str = ""  # member id of the trainer that has `ranks`

@@ -453,7 +453,7 @@ def _check_network(nodes: int, *, secured: bool, coordinator_listen: str) -> Non
 
 
 def _reserve(services: Sequence[ServiceSpec], nodes: Sequence[dict[str, float]], strategy: PlacementStrategy) -> Any:
-    asked = [{"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in bundles(services)]
+    asked = [bundle.resources for bundle in bundles(services)]
     if not asked:
         return None
     group = placement_group(asked, strategy=strategy.upper())

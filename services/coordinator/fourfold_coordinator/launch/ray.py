@@ -10,7 +10,7 @@ Services work in the latter, as they do without Ray, so relative paths of a reci
 gets the interpreter of its node, and the variables of this process that concern Fourfold and its libraries.
 
 A node that is lost takes its actors along. Ray gives their bundles another node when one has room, and a new actor
-waits for it. Before a node leaves on notice (a preemption, or SIGTERM to its raylet), its services are stopped.
+waits for it. When Ray gives notice (a preemption, or SIGTERM to `ray start --block`), services stop first.
 """
 
 from __future__ import annotations

@@ -368,7 +368,7 @@ def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
     with pytest.raises(ConfigError) as error:  # 8 GPUs in all, but none has 4 left for the trainer
         check_cluster_fits(services, [{"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 2}])
     assert error.value.message.splitlines() == [
-        'placement.strategy = "pack": trainer-0 fits on no node of the cluster.',
+        "trainer-0 fits on no node of the cluster.",
         "                           CPU   GPU",
         "asked  rollout-0             2     2",
         "asked  rollout-1             2     2",

@@ -184,16 +184,16 @@ def check_cluster_fits(
     asked = bundles(services)
     where = "fits on no node of the cluster"
     if strategy == "strict_pack":
-        asked, where = [_together(asked)], "fit on no node of the cluster together"
+        asked, where = [_together(asked)], 'fit on no node of the cluster together (placement.strategy = "strict_pack")'
     elif strategy == "strict_spread":
-        where = "finds no node of its own"
+        where = 'finds no node of its own (placement.strategy = "strict_spread")'
     # Bundles of a type first: others may take what is left.
     for bundle in sorted(asked, key=lambda b: (not b.gpu_types, -b.gpus, -b.cpus)):
         wanted = bundle.resources
         fitting = [node for node in free if all(node.get(key, 0.0) >= count for key, count in wanted.items())]
         if not fitting:
             table = demand_table(services, nodes)
-            raise ConfigError(f'placement.strategy = "{strategy}": {bundle.name} {where}.\n{table}')
+            raise ConfigError(f"{bundle.name} {where}.\n{table}")
         # Best fit keeps nodes with many free GPUs for large services.
         best = min(fitting, key=lambda node: (node.get("GPU", 0.0) - bundle.gpus, node["CPU"] - bundle.cpus))
         for key, count in wanted.items():

@@ -13,7 +13,8 @@ test: setup  ## run all tests that are not slow; in two processes; under ten min
 	$(bin)/python -m pytest -m "not slow" -n 2 --dist loadfile tests
 
 test-slow: setup  ## run the slow tests, with real engines and trainers
-	$(bin)/python -m pytest -m "slow and not soak" -n 2 --dist loadfile tests
+	@# In the order of the folders, the short files of tests/unit come last, and both processes end at the same time.
+	$(bin)/python -m pytest -m "slow and not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations 40 tests
 
 soak: setup  ## run the tests that repeat for an hour or two, not in CI; SOAK_MINUTES: of the rollout service
 	FOURFOLD_FUZZ_CALLS=100000 $(bin)/python -m pytest -s tests/security/test_fuzz.py

@@ -104,7 +104,6 @@ def _of_recipe(path: Path) -> list[Principal]:
     config = configuration.load(path)
     counts = {
         "coordinator": 1,
-        "rollout": config.rollout.replicas,
         "trainer": config.trainer.replicas,
         "reference": config.reference.replicas,
         "viewer": 1,
@@ -113,6 +112,7 @@ def _of_recipe(path: Path) -> list[Principal]:
     if config.agents.source != "none":
         counts |= {"gateway": config.gateway.replicas, "environment": config.environment.replicas}
     slots = [(role, role, count) for role, count in counts.items()]
+    slots += [("rollout", pool.member_prefix, pool.replicas) for pool in config.rollout_pools]
     slots += [("reward", table.member_prefix, table.replicas) for table in config.reward if not table.target]
     return [Principal(role, f"{name}-{index}") for role, name, count in slots for index in range(max(count, 1))]
 

@@ -207,6 +207,12 @@ class _Serve:
             help="reward only: the [[reward]] to serve; default: the first",
         )
         parser.add_argument(
+            "--pool",
+            default="",
+            metavar="NAME",
+            help="rollout only: the [[rollout.pool]] of the engine; default: the first",
+        )
+        parser.add_argument(
             "--rank",
             type=_ranks,
             metavar="FIRST[-LAST]",
@@ -261,6 +267,7 @@ class _Serve:
             metrics_listen=args.metrics_listen,
             gateway=args.gateway,
             scorer=args.scorer,
+            pool=args.pool,
             engines=tuple(args.engine),
             ranks=args.rank,
             interface=args.interface,

@@ -17,6 +17,7 @@ from fourfold.config.reward import JudgeConfig as JudgeConfig
 from fourfold.config.reward import RewardConfig as RewardConfig
 from fourfold.config.reward import RewardModelConfig as RewardModelConfig
 from fourfold.config.rollout import RolloutConfig as RolloutConfig
+from fourfold.config.rollout import RolloutPool as RolloutPool
 from fourfold.config.schema import AsynchronyConfig as AsynchronyConfig
 from fourfold.config.schema import BatchConfig as BatchConfig
 from fourfold.config.schema import CheckpointConfig as CheckpointConfig

@@ -8,7 +8,7 @@ The numbers count the GPUs of the run from 0. A launcher maps them to the GPUs o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ from fourfold.table import Table
 if TYPE_CHECKING:
     from fourfold.config.schema import Config
 
+PlacementStrategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
+
 
 class PlacementConfig(Table):
     """Placement of the services on GPUs. The keys of `rollout`, `trainer` and `reference` say how many each needs."""
@@ -24,22 +26,28 @@ class PlacementConfig(Table):
     colocated: bool | None = Field(default=None)
     """true: rollout, trainer and reference share GPUs: rank i, the i-th GPU of the engines and reference i use GPU i.
     false: every service has GPUs of its own. Unset: own GPUs, or shared ones on a machine with fewer GPUs."""
+    trainer_nodes: int = Field(default=1, ge=1)
+    """Nodes of a Ray cluster for the trainer: each holds an equal part of `trainer.ranks`. Two parts may be on one node
+    that has room for both, unless `strategy` is strict_spread."""
+    strategy: PlacementStrategy = "pack"
+    """Nodes of a Ray cluster for the services. pack: as few as possible. spread: as many as possible. strict_pack: one
+    node for all. strict_spread: one node for each. Services that share GPUs count as one."""
 
 
 def gpu_places(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the GPUs of each service that the launcher starts and that needs any, by member id."""
-    needed = [("rollout", config.rollout.replicas, config.rollout.gpus_per_replica)]
+    needed = [(pool.member_prefix, pool.replicas, pool.gpus_per_replica) for pool in config.rollout_pools]
     if config.trainer.device == "cuda":
         needed.append(("trainer", config.trainer.replicas, config.trainer_processes))
     if config.reference_on_gpus:
         needed.append(("reference", config.reference.replicas, 1))
     places: dict[str, tuple[int, ...]] = {}
     first = 0
-    for role, replicas, gpus in needed:
-        if config.placement.colocated:
+    for prefix, replicas, gpus in needed:
+        if config.placement.colocated and not prefix.startswith("rollout-"):  # the pools share no GPU with each other
             first = 0
         for index in range(replicas if gpus else 0):
-            places[f"{role}-{index}"] = tuple(range(first, first + gpus))
+            places[f"{prefix}-{index}"] = tuple(range(first, first + gpus))
             first += gpus
     first = max((place[-1] + 1 for place in places.values()), default=0)  # reward models share no GPU
     for table in config.reward if config.needs_scorer else ():

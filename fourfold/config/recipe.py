@@ -20,6 +20,7 @@ from fourfold.text import nearest_name
 
 _log: Final = logging.getLogger(__name__)
 _HEADER: Final = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
+_LISTS: Final = (("reward",), ("rollout", "pool"))  # lists of tables, which have names
 _KEY: Final = re.compile(r"^\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
 
 
@@ -39,8 +40,8 @@ def load(path: str | Path) -> Config:
     lines = _line_numbers(text)
 
     def locate(keys: tuple[str, ...]) -> str:
-        if (keys[0], "0") not in lines:  # one plain table in place of a list of tables
-            keys = tuple(key for key in keys if not key.isdecimal())
+        if keys[1:2] and keys[1].isdecimal() and keys[:2] not in lines:  # one plain table in place of a list of tables
+            keys = (keys[0], *keys[2:])
         return f"{path}:{next((lines[keys[:i]] for i in range(len(keys), 0, -1) if keys[:i] in lines), 1)}"
 
     return _check(data, locate)
@@ -60,7 +61,17 @@ def _check(tables: Mapping[str, Any], locate: Callable[[tuple[str, ...]], str]) 
     try:
         return Config.model_validate(tables)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_explain(each, tables, locate) for each in error.errors())) from None
+        errors = [each for each in error.errors() if not _is_inherited(each["loc"], tables)]
+        raise ConfigError("\n".join(_explain(each, tables, locate) for each in errors)) from None
+
+
+def _is_inherited(keys: tuple[int | str, ...], tables: Mapping[str, Any]) -> bool:
+    """Return whether an error is that of a key of [rollout], which each of its pools has by inheritance, too."""
+    if keys[:2] != ("rollout", "pool") or len(keys) < 4:
+        return False
+    rollout = tables["rollout"]
+    pool, key = rollout["pool"][keys[2]], keys[3]
+    return key in rollout and key not in pool
 
 
 def _explain(error: Any, tables: Mapping[str, Any], locate: Callable[[tuple[str, ...]], str]) -> str:
@@ -79,15 +90,19 @@ def _explain(error: Any, tables: Mapping[str, Any], locate: Callable[[tuple[str,
 
 def _key_text(keys: tuple[str, ...], tables: Mapping[str, Any]) -> str:
     """Return a key as users know it; in a list of tables with the name of its table."""
-    if keys[:1] != ("reward",) or not keys[1:2] or not keys[1].isdecimal():
+    depth = next((i for i, key in enumerate(keys) if key.isdecimal() and keys[:i] in _LISTS), None)
+    if depth is None:
         return ".".join(keys)
-    rewards = tables["reward"]
-    if isinstance(rewards, Mapping):
-        return ".".join(("reward", *keys[2:]))
-    table = rewards[int(keys[1])]
+    path, rest = keys[:depth], keys[depth + 1 :]
+    entries: Any = tables
+    for key in path:
+        entries = entries[key]
+    if isinstance(entries, Mapping):
+        return ".".join((*path, *rest))
+    table, header = entries[int(keys[depth])], f"[[{'.'.join(path)}]]"
     name = table.get("name") if isinstance(table, Mapping) else None
-    title = f"[[reward]] {name!r}" if name else f"[[reward]] number {int(keys[1]) + 1}"
-    return f"{title} {'.'.join(keys[2:])}".strip()
+    title = f"{header} {name!r}" if name else f"{header} number {int(keys[depth]) + 1}"
+    return f"{title} {'.'.join(rest)}".strip()
 
 
 def _suggest(keys: tuple[str, ...]) -> str:
@@ -119,13 +134,17 @@ def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
     """
     table: tuple[str, ...] = ()
     lines: dict[tuple[str, ...], int] = {}
-    counts: dict[str, int] = {}  # tables of each list so far
+    counts: dict[tuple[str, ...], int] = {}  # tables of each list so far
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):
-            first, *rest = (part.strip().strip("\"'") for part in header.group(2).split("."))
-            if header.group(1) == "[[" and not rest:
-                counts[first] = counts.get(first, 0) + 1
-            table = (first, *([str(counts[first] - 1)] if first in counts else []), *rest)
+            parts = [part.strip().strip("\"'") for part in header.group(2).split(".")]
+            table = ()
+            for index, part in enumerate(parts, 1):
+                table = (*table, part)
+                if header.group(1) == "[[" and index == len(parts):
+                    counts[table] = counts.get(table, 0) + 1
+                if table in counts:
+                    table = (*table, str(counts[table] - 1))
             lines.setdefault(table, number)
         elif key := _KEY.match(line):
             lines.setdefault((*table, *(part.strip().strip("\"'") for part in key.group(1).split("."))), number)
@@ -138,7 +157,7 @@ def dump(config: Config) -> str:
 
 
 def _dump_table(table: dict[str, Any], path: tuple[str, ...], *, in_list: bool = False) -> list[str]:
-    listed = {k for k, v in table.items() if not path and _is_list_of_tables(v)}
+    listed = {k for k, v in table.items() if (*path, k) in _LISTS and _is_list_of_tables(v)}
     scalars = {k: v for k, v in table.items() if not isinstance(v, dict) and k not in listed}
     lines = [f"{_dump_key(key)} = {_dump_value(value)}" for key, value in scalars.items()]
     if path and (lines or not table):  # a table with nothing but tables inside needs no header
@@ -148,7 +167,7 @@ def _dump_table(table: dict[str, Any], path: tuple[str, ...], *, in_list: bool =
         if isinstance(value, dict):
             lines += ["", *_dump_table(value, (*path, key))]
         elif key in listed:
-            lines += [line for entry in value for line in ("", *_dump_table(entry, (key,), in_list=True))]
+            lines += [line for entry in value for line in ("", *_dump_table(entry, (*path, key), in_list=True))]
     return lines
 
 

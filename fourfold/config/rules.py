@@ -28,6 +28,7 @@ def check_tables(config: Config) -> None:
     _check_asynchrony(config)
     _check_agents(config)
     _check_placement(config)
+    _check_trainer_nodes(config)
     _check_concurrent_samples(config)
     batch = config.batch
     config.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
@@ -142,7 +143,7 @@ def _check_weight_backend(config: Config) -> None:
         return
     for key, valid, value in (
         ("trainer.device", trainer.device == "cuda", f'"{trainer.device}"'),
-        ("rollout.gpus_per_replica", config.rollout.gpus_per_replica > 0, "0"),
+        *((pool.key("gpus_per_replica"), pool.gpus_per_replica > 0, "0") for pool in config.rollout_pools),
         ("trainer.offload", "parameters" not in trainer.offload, f'"{trainer.offload}"'),
     ):
         if not valid:
@@ -160,22 +161,31 @@ def _check_placement(config: Config) -> None:
             f'placement.colocated = true needs services on GPUs, and trainer.device = "{config.trainer.device}"; set '
             f'it to "cuda"'
         )
-    if not config.rollout.gpus_per_replica:
-        raise ValueError(
-            "placement.colocated = true needs services on GPUs, and rollout.gpus_per_replica = 0; set it to at least 1"
-        )
+    for pool in config.rollout_pools:
+        if not pool.gpus_per_replica:
+            raise ValueError(
+                f"placement.colocated = true needs services on GPUs, and {pool.key('gpus_per_replica')} = 0; set it to "
+                f"at least 1"
+            )
     if config.weights.backend == "nccl":
         raise ValueError(
             'weights.backend = "nccl" and placement.colocated = true exclude each other: NCCL refuses two ranks on one '
             'GPU; set weights.backend = "auto"'
         )
-    if config.rollout.kv_cache_gib is None:
+    for pool in config.rollout_pools:
+        if pool.kv_cache_gib is None:
+            raise ValueError(
+                f"placement.colocated = true needs {pool.key('kv_cache_gib')}: an engine that measures the free memory "
+                f"fails when another service takes or frees some at the same time; set it to what the trainer leaves "
+                f"(`fourfold plan` shows both), such as 8"
+            )
+    if len(types := {pool.gpu for pool in config.rollout_pools} - {""} | ({config.trainer.gpu} - {""})) > 1:
         raise ValueError(
-            "placement.colocated = true needs rollout.kv_cache_gib: an engine that measures the free memory fails when "
-            "another service takes or frees some at the same time; set it to what the trainer leaves (`fourfold plan` "
-            "shows both), such as 8"
+            f"placement.colocated = true has services share GPUs, and they ask for {' and '.join(sorted(types))}; ask "
+            f"for one type of GPU, or set placement.colocated = false"
         )
-    count = max(config.rollout.replicas * config.rollout.gpus_per_replica, config.trainer_processes)
+    engines = sum(pool.replicas * pool.gpus_per_replica for pool in config.rollout_pools)
+    count = max(engines, config.trainer_processes)
     if config.reference_on_gpus and config.reference.replicas > count:
         raise ValueError(
             f"reference.replicas = {config.reference.replicas} on {count} shared GPUs puts two copies of one model "
@@ -183,26 +193,64 @@ def _check_placement(config: Config) -> None:
         )
 
 
+def _check_trainer_nodes(config: Config) -> None:
+    """Check that the trainer can be divided among its nodes."""
+    nodes, trainer = config.placement.trainer_nodes, config.trainer
+    if nodes == 1:
+        return
+    text = f"placement.trainer_nodes = {nodes}"
+    if trainer.ranks % nodes:
+        more = -(-trainer.ranks // nodes) * nodes
+        raise ValueError(
+            f"{text} must divide trainer.ranks = {trainer.ranks}: every node holds as many ranks; set it to a divisor, "
+            f"or trainer.ranks to {more}"
+        )
+    if config.critic_apart:
+        raise ValueError(
+            f"{text} and critic.ranks = {config.critic.ranks} exclude each other: a critic with ranks of its own is on "
+            f"one machine with the policy; set critic.ranks = 0, or trainer_nodes = 1"
+        )
+    if config.weights.backend in ("shm", "cuda_ipc"):
+        raise ValueError(
+            f'{text} and weights.backend = "{config.weights.backend}" exclude each other: no process maps memory of '
+            f'two machines; set weights.backend = "auto"'
+        )
+    if trainer.attach_seconds >= trainer.step_timeout_seconds:
+        raise ValueError(
+            f"{text}: trainer.attach_seconds = {trainer.attach_seconds:g} must be below trainer.step_timeout_seconds = "
+            f"{trainer.step_timeout_seconds:g}, which limits the whole start; lower the first"
+        )
+    held = trainer.ranks // nodes
+    for pool in config.rollout_pools if config.placement.colocated else ():
+        if pool.replicas and held % pool.gpus_per_replica:
+            raise ValueError(
+                f"{text} and placement.colocated = true: {pool.key('gpus_per_replica')} = {pool.gpus_per_replica} does "
+                f"not divide the {held} GPUs that the trainer has on each node, and an engine would be on two nodes; "
+                f"set it to a divisor of {held}"
+            )
+
+
 def _check_concurrent_samples(config: Config) -> None:
     """Check that the samples of one prompt fit into an engine. A limit that is derived always has room for them."""
-    rollout, limit = config.rollout, config.rollout.max_concurrent_samples
-    if limit is None:
-        return
+    rollout = config.rollout
     samples = {"batch.group_size": config.batch.group_size}
     if config.data.held_out:
         samples["evaluation.samples_per_prompt"] = config.evaluation.samples_per_prompt
-    for key, count in samples.items():
-        if count > limit:
-            raise ValueError(
-                f"rollout.max_concurrent_samples = {limit} is below {key} = {count}, and the samples of a prompt go to "
-                f"an engine in one call; raise it to at least {count}, remove it (it is then derived from the batch), "
-                f"or lower {key}"
-            )
-        if count == limit and rollout.public_listen and rollout.agents.coordinator_share:
-            raise ValueError(
-                f"rollout.max_concurrent_samples = {limit} equals {key}, and rollout.public_listen needs room for the "
-                f"samples of agents; raise it to at least {count + 1}, or remove it (it is then derived from the batch)"
-            )
+    for pool in config.rollout_pools:
+        if (limit := pool.max_concurrent_samples) is None:
+            continue
+        text = f"{pool.key('max_concurrent_samples')} = {limit}"
+        for key, count in samples.items():
+            if count > limit:
+                raise ValueError(
+                    f"{text} is below {key} = {count}, and the samples of a prompt go to an engine in one call; raise "
+                    f"it to at least {count}, remove it (it is then derived from the batch), or lower {key}"
+                )
+            if count == limit and rollout.public_listen and rollout.agents.coordinator_share:
+                raise ValueError(
+                    f"{text} equals {key}, and rollout.public_listen needs room for the samples of agents; raise it to "
+                    f"at least {count + 1}, or remove it (it is then derived from the batch)"
+                )
 
 
 def _check_ranks(config: Config) -> None:

@@ -15,7 +15,7 @@ from fourfold.config.agents import AgentsConfig, EnvironmentConfig, GatewayConfi
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.placement import PlacementConfig
 from fourfold.config.reward import RewardConfig, check_scorers
-from fourfold.config.rollout import RolloutConfig
+from fourfold.config.rollout import RolloutConfig, RolloutPool
 from fourfold.config.rules import check_tables
 from fourfold.config.table import Name, Seconds, Temperature
 from fourfold.config.trainer import CriticConfig, TrainerConfig
@@ -344,6 +344,21 @@ class Config(Table):
         return self.reward[0]
 
     @property
+    def rollout_pools(self) -> tuple[RolloutPool, ...]:
+        """The pools of engines with every key filled in; one without a name if the recipe has no [[rollout.pool]]."""
+        return self.rollout.pools(self.model.dtype)
+
+    def rollout_pool(self, name: str) -> RolloutPool:
+        """Return the pool of this name, the first one for an empty name; raise KeyError."""
+        pools = self.rollout_pools
+        return {pool.name: pool for pool in pools}[name] if name else pools[0]
+
+    @property
+    def rollout_replicas(self) -> int:
+        """Rollout services of all pools, at least 1 of each."""
+        return sum(pool.services for pool in self.rollout_pools)
+
+    @property
     def pause_mode(self) -> PauseMode:
         """`weights.pause` without `auto`."""
         if self.weights.pause != "auto":
@@ -388,7 +403,7 @@ class Config(Table):
     @property
     def weights_stay_on_gpus(self) -> bool:
         """True if new weights can go from GPU to GPU without main memory."""
-        on_gpus = self.trainer.device == "cuda" and self.rollout.gpus_per_replica > 0
+        on_gpus = self.trainer.device == "cuda" and all(pool.gpus_per_replica for pool in self.rollout_pools)
         return on_gpus and "parameters" not in self.trainer.offload and self.weights.backend not in ("shm", "gloo")
 
     @property

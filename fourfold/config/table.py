@@ -20,5 +20,7 @@ def _check_temperature(temperature: float) -> float:
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9 ._-]{0,64}$")]
+"""Type of a GPU, such as "L40S"; empty: any."""
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Temperature = Annotated[float, Field(gt=0, le=2), AfterValidator(_check_temperature)]

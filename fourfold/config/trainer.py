@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from fourfold.config.table import Seconds
+from fourfold.config.table import GpuType, Seconds
 from fourfold.table import Table
 
 ALL_LINEAR: Final = "all-linear"
@@ -61,7 +61,13 @@ class TrainerConfig(Table):
     """Ranks that share every micro-batch, each with an equal part of its tokens (DeepSpeed-Ulysses), for contexts that
     do not fit on one rank. Must divide `ranks` and the models' attention heads. 1: no rank shares micro-batches."""
     device: Literal["cpu", "cuda"] = "cpu"
+    gpu: GpuType = ""
+    """Type of the GPUs, as `rollout.gpu`. Empty: any."""
     zero_stage: Literal[0, 1, 2, 3] = 3
+    zero_hpz_partition_size: int = Field(default=1, ge=1)
+    """Above 1: hierarchical partitioning (ZeRO++ hpZ, arXiv 2306.10209). So many ranks, those of one machine, keep a
+    second copy of the weights among them, from which backward passes gather: no weights cross machines there. Must
+    divide `ranks`; needs `zero_stage` 3. Its steps equal those without it; its speed was not measured."""
     learning_rate: float = Field(default=1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. linear and cosine reach their final value one step after the last step."""
@@ -87,7 +93,7 @@ class TrainerConfig(Table):
     offload: Literal["none", "optimizer", "optimizer+parameters"] = "none"
     """State of policy and critic that is kept in main memory instead of on the GPUs. optimizer: masters and moments,
     updated by the CPU; needs `zero_stage` 1 to 3. optimizer+parameters: also the weights, copied to the GPU layer by
-    layer; needs `zero_stage` 3."""
+    layer; needs `zero_stage` 3. There is no offload to disks (NVMe): checkpoints and transfers read this state."""
     liger_kernels: bool = False
     """Use fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel); needs CUDA."""
     step_timeout_seconds: Seconds = 3600.0
@@ -112,6 +118,24 @@ class TrainerConfig(Table):
         return self
 
     @model_validator(mode="after")
+    def _check_hierarchy(self) -> Self:
+        size = self.zero_hpz_partition_size
+        if size == 1:
+            return self
+        for key, value, wrong, rule in (
+            ("ranks", self.ranks, self.ranks % size, "it must divide them"),
+            ("zero_stage", self.zero_stage, self.zero_stage != 3, "it needs stage 3"),
+            ("offload", self.offload, self.offload == "optimizer+parameters", "offloaded weights have no second copy"),
+            ("lora.rank", self.lora.rank, self.lora.rank, "adapters are whole on every rank"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"zero_hpz_partition_size = {size} and {key} = {value} exclude each other: {rule}; set "
+                    f"zero_hpz_partition_size = 1, or change {key}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_offload(self) -> Self:
         lowest = {"none": 0, "optimizer": 1, "optimizer+parameters": 3}[self.offload]
         if self.zero_stage < lowest:
@@ -130,6 +154,8 @@ class TrainerConfig(Table):
 
     @model_validator(mode="after")
     def _check_kernels(self) -> Self:
+        if self.gpu and self.device != "cuda":
+            raise ValueError(f'gpu = "{self.gpu}" needs a GPU; set device = "cuda", or remove it')
         if self.liger_kernels and self.device != "cuda":
             raise ValueError('`liger_kernels` need a GPU; set device = "cuda", or remove them')
         return self

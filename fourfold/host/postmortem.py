@@ -32,6 +32,7 @@ class Death:
     log: str  # path of the log
     last_lines: tuple[str, ...]
     message: str = ""  # reason that the process itself logged last (`last_message`); empty if it logged none
+    node: str = ""  # of a cluster, which was lost together with the process; empty: the process died alone
 
     @property
     def brief(self) -> str:
@@ -40,6 +41,7 @@ class Death:
 
     def _describe(self, hint: str = "") -> str:
         end = f"killed by {signal_name(self.signal)}" if self.signal else f"ended with exit code {self.exit_code}"
+        end = f"lost with node {self.node}" if self.node else end
         return end + hint + (f": {self.message}" if self.message else "")
 
     def explain(self) -> str:

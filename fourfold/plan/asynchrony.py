@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from fourfold.config import Config
+from fourfold.config import Config, RolloutPool
 from fourfold.model.folder import ModelShape
 from fourfold.plan.batch import engine_limits, groups_in_flight
 from fourfold.plan.cost import Prediction, predict
@@ -34,22 +34,27 @@ def lag_plan(config: Config, shape: ModelShape) -> list[str]:
             f" The lag is lowered while |o - u| of trained tokens (u: their log-probability in the engine) is above "
             f"{target:g} nats on average, and raised again below."
         )
-    return [text, _room(config, shape), *_warnings(config)]
+    return [text, *_room(config, shape), *_warnings(config)]
 
 
-def _room(config: Config, shape: ModelShape) -> str:
-    """Compare the samples in flight with those at lag 0, and with the room in an engine."""
-    batch, replicas = config.batch, max(config.rollout.replicas, 1)
+def _room(config: Config, shape: ModelShape) -> list[str]:
+    """Return one paragraph for each pool: its samples in flight, those at lag 0, and the room in an engine."""
+    batch, replicas = config.batch, config.rollout_replicas
     before, wanted = (-(-g // replicas) * batch.group_size for g in (batch.prompts_per_step, groups_in_flight(config)))
-    context, limit = config.model.max_context_tokens, engine_limits(config).concurrent_samples
+    return [_pool_room(config, pool, shape, before, wanted) for pool in config.rollout_pools]
+
+
+def _pool_room(config: Config, pool: RolloutPool, shape: ModelShape, before: int, wanted: int) -> str:
+    """Describe an engine whose share is `wanted` samples in flight, and `before` at lag 0."""
+    context, limit = config.model.max_context_tokens, engine_limits(config, pool).concurrent_samples
     samples = min(wanted, limit)
-    needed = samples * context * kv_bytes_per_token(config, shape)
+    needed = samples * context * kv_bytes_per_token(pool, shape)
     waiting = f"; of {wanted:,}, the others wait in the coordinator" if wanted > limit else ""
     text = (
-        f"Each engine has up to {samples:,} samples in flight ({min(before, limit):,} at lag 0{waiting}). At full "
-        f"length their KV cache takes {needed / GIB:.1f} GiB"
+        f"Each engine{f' of {pool.name}' if pool.name else ''} has up to {samples:,} samples in flight "
+        f"({min(before, limit):,} at lag 0{waiting}). At full length their KV cache takes {needed / GIB:.1f} GiB"
     )
-    tokens = kv_cache_tokens(config, shape)
+    tokens = kv_cache_tokens(pool, shape)
     if tokens is None:
         return f"{text} of the engine's share of its GPUs."
     if tokens >= samples * context:

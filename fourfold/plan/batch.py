@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from fourfold.config import Config
+from fourfold.config import Config, RolloutPool
 
 _LEAST_SAMPLES: Final = 64
 _EVALUATION_SAMPLES: Final = 256
@@ -80,8 +80,8 @@ def groups_in_flight(config: Config) -> int:
     return (config.asynchrony.max_policy_lag + 1) * config.batch.prompts_per_step
 
 
-def engine_limits(config: Config) -> EngineLimits:
-    """Derive the limits of each engine from a checked recipe; values that the recipe sets stay.
+def engine_limits(config: Config, pool: RolloutPool) -> EngineLimits:
+    """Derive the limits of each engine of a pool from a checked recipe; values that the recipe sets stay.
 
     concurrent_samples: the largest share of one replica in the groups in flight (`groups_in_flight`) or in an
         evaluation, in whole groups, but at least 64, and at most 256 on CPU or 1024 on GPUs. With a public port, enough
@@ -90,11 +90,11 @@ def engine_limits(config: Config) -> EngineLimits:
     batched_tokens: 8192 on CPU, 16384 on GPUs, or one more than the concurrent samples if that is more.
     """
     rollout = config.rollout
-    device = "gpu" if rollout.gpus_per_replica else "cpu"
+    device = "gpu" if pool.gpus_per_replica else "cpu"
     wanted, share = _samples_of_one_replica(config), rollout.agents.coordinator_share
     if rollout.public_listen and share:
         wanted = math.ceil(wanted / share)
-    samples = rollout.max_concurrent_samples or min(wanted, _MOST_SAMPLES[device])
+    samples = pool.max_concurrent_samples or min(wanted, _MOST_SAMPLES[device])
     # The samples of a prompt travel in one call, so that agents must always leave room for the largest call.
     largest_call = max(config.batch.group_size, config.evaluation.samples_per_prompt if config.data.held_out else 0)
     reserved = max(math.ceil(samples * share), largest_call) if share else 0
@@ -102,14 +102,14 @@ def engine_limits(config: Config) -> EngineLimits:
     least = samples + 1 if device == "gpu" else max(samples + 1, config.model.max_context_tokens)
     return EngineLimits(
         concurrent_samples=samples,
-        batched_tokens=max(rollout.max_batched_tokens or _BATCHED_TOKENS[device], least),
+        batched_tokens=max(pool.max_batched_tokens or _BATCHED_TOKENS[device], least),
         agent_samples=max(0, samples - reserved),
     )
 
 
 def _samples_of_one_replica(config: Config) -> int:
     """Return the most samples that the coordinator sends to one replica at once."""
-    evaluation, replicas = config.evaluation, max(config.rollout.replicas, 1)
+    evaluation, replicas = config.evaluation, config.rollout_replicas
     group = config.batch.group_size + config.algorithm.advantage.needs_greedy_sample
     share, least = -(-groups_in_flight(config) // replicas) * group, max(group, _LEAST_SAMPLES)
     if config.data.held_out:

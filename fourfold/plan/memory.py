@@ -24,7 +24,7 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                          come after the policy's; with critic.ranks it has activations of its own
     transfer             weights     b P        one copy in shared memory, which the engines read in place; with gloo
                                                 one in every engine worker; none between GPUs
-    rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
+    rollout, reference   weights     b P        of the pool's own dtype, divided by the GPUs of a tensor-parallel engine
                          KV cache    2 * layers * kv_heads * head_dim * b per token
     reward model         weights     b P        of its own dtype, divided by reward.model.gpus_per_replica
 
@@ -36,7 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fourfold.config import Config, RewardConfig
+from fourfold.config import Config, RewardConfig, RolloutPool
 from fourfold.config.reward import RewardModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.classifier import ClassifierFolder
@@ -92,17 +92,17 @@ def weight_bytes(config: Config, shape: ModelShape) -> int:
     return shape.parameter_count * _bytes_per_weight(config)
 
 
-def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
+def kv_bytes_per_token(pool: RolloutPool, shape: ModelShape) -> int:
     """Return the bytes of one token in the KV cache of an engine."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * _bytes_per_weight(config)
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * _pool_bytes_per_weight(pool)
 
 
-def kv_cache_tokens(config: Config, shape: ModelShape) -> int | None:
+def kv_cache_tokens(pool: RolloutPool, shape: ModelShape) -> int | None:
     """Return the tokens that fit into the KV cache of one replica; None if it has what is left of its GPUs."""
-    gib = config.rollout.kv_cache_gib or (None if config.rollout.gpus_per_replica else 1)
+    gib = pool.kv_cache_gib or (None if pool.gpus_per_replica else 1)
     if gib is None:
         return None
-    return gib * GIB * max(config.rollout.gpus_per_replica, 1) // kv_bytes_per_token(config, shape)
+    return gib * GIB * max(pool.gpus_per_replica, 1) // kv_bytes_per_token(pool, shape)
 
 
 def checkpoint_bytes(config: Config, sizes: ModelSizes) -> int:
@@ -119,7 +119,7 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
     rows = _split_offloaded(config, _trainer(config, shape, sizes.trained), shape)
     if config.algorithm.needs_critic:
         rows += _split_offloaded(config, _critic(config, sizes.critic), sizes.critic)
-    rows.append(_rollout(config, shape))
+    rows += [_rollout(config, shape, pool) for pool in config.rollout_pools]
     if config.trainer.device == "cuda":
         rows += _hosts(config, sizes)
     if not config.weights_stay_on_gpus:
@@ -151,11 +151,12 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
     copies = (1 if has_copy else 0) + (1 if config.trainer.ema_decay else 0)
     gathered = min(shape.parameter_count, max(_GATHERED_PARAMETERS, shape.largest_block)) if stage == 3 else 0
     gathered *= _bytes_per_weight(config)
+    second = weights // config.trainer.zero_hpz_partition_size if config.trainer.zero_hpz_partition_size > 1 else 0
     return MemoryRow(
         role="trainer",
         count=ranks,
         on_gpu=config.trainer.device == "cuda",
-        weights=weights // ranks + gathered if stage == 3 else weights,
+        weights=weights // ranks + second + gathered if stage == 3 else weights,
         gathered=gathered,
         gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_per_weight(config) * count,
         optimizer=(_master_bytes(config, shape, trained) + 4 * copies * count) // (ranks if stage >= 1 else 1),
@@ -232,27 +233,26 @@ def _master_bytes(config: Config, shape: ModelShape, trained: int | None = None)
     return 12 * count - 4 * (count - embeddings)
 
 
-def _rollout(config: Config, shape: ModelShape) -> MemoryRow:
-    rollout = config.rollout
-    gpus = rollout.gpus_per_replica
+def _rollout(config: Config, shape: ModelShape, pool: RolloutPool) -> MemoryRow:
+    gpus, width = pool.gpus_per_replica, _pool_bytes_per_weight(pool)
     row = MemoryRow(
-        role="rollout",
-        count=max(rollout.replicas, 1) * max(gpus, 1),
+        role=pool.member_prefix,
+        count=pool.services * max(gpus, 1),
         on_gpu=gpus > 0,
-        weights=weight_bytes(config, shape) // max(gpus, 1),
+        weights=shape.parameter_count * width // max(gpus, 1),
     )
-    if gpus and not rollout.kv_cache_gib:
-        return replace(row, share_of_gpu=rollout.gpu_memory_utilization)
+    if gpus and not pool.kv_cache_gib:
+        return replace(row, share_of_gpu=pool.gpu_memory_utilization)
     return replace(
         row,
-        activations=_layer_bytes_per_token(config, shape) * engine_limits(config).batched_tokens,
-        kv_cache=(rollout.kv_cache_gib or 1) * GIB,
+        activations=layer_bytes_per_token(shape, width) * engine_limits(config, pool).batched_tokens,
+        kv_cache=(pool.kv_cache_gib or 1) * GIB,
         programs=0 if gpus else _ROLLOUT_PROGRAM,
     )
 
 
 def _transfer(config: Config, shape: ModelShape) -> MemoryRow:
-    workers = max(config.rollout.replicas, 1) * max(config.rollout.gpus_per_replica, 1)
+    workers = sum(pool.services * max(pool.gpus_per_replica, 1) for pool in config.rollout_pools)
     copies = workers if config.weights.backend == "gloo" else 1
     return MemoryRow(role="transfer", count=copies, on_gpu=False, weights=weight_bytes(config, shape))
 
@@ -328,3 +328,7 @@ def layer_bytes_per_token(shape: ModelShape, width: int) -> int:
 
 def _bytes_per_weight(config: Config) -> int:
     return BYTES_PER_WEIGHT[config.model.dtype]
+
+
+def _pool_bytes_per_weight(pool: RolloutPool) -> int:
+    return BYTES_PER_WEIGHT[pool.dtype]

@@ -51,7 +51,8 @@ def gpu_plan(config: Config, rows: Sequence[MemoryRow], gpu_bytes: int | None = 
 
 def _overlap(config: Config, rows: Sequence[MemoryRow], needed: int, gpu_bytes: int | None) -> str:
     """Describe whether engine and trainer fit on a GPU while both work."""
-    engine = next(row for row in rows if row.role == "rollout")
+    pools = {pool.member_prefix for pool in config.rollout_pools}
+    engine = max((row for row in rows if row.role in pools), key=lambda row: row.total)
     text = (
         f"Engine and trainer work at the same time: the fullest GPU holds about {needed / GIB:.1f} GiB, "
         f"{engine.total / GIB:.1f} of them the engine ({engine.kv_cache / GIB:.1f} KV cache). "
@@ -79,14 +80,14 @@ def check_gpu_memory(config: Config, gpu_bytes: int) -> None:
     for phase, needed in zip(("sampling", "training"), map(max, phases), strict=True):
         if needed <= gpu_bytes:
             continue
+        caches = " or ".join(f"{pool.key('kv_cache_gib')} = {pool.kv_cache_gib}" for pool in config.rollout_pools)
         sleep = "" if config.rollout.sleep_mode else ", set rollout.sleep_mode = true"
         if config.asynchrony.max_policy_lag:
             sleep += " and asynchrony.max_policy_lag = 0"
         raise ConfigError(
             f"placement.colocated = true: while {phase} a GPU must hold at least {needed / GIB:.1f} GiB of weights, "
-            f"gradients, optimizer and KV cache, and has {gpu_bytes / GIB:.1f}; lower rollout.kv_cache_gib = "
-            f"{config.rollout.kv_cache_gib}, raise trainer.ranks{sleep}, or set placement.colocated = false "
-            f"(`fourfold plan` shows the parts)"
+            f"gradients, optimizer and KV cache, and has {gpu_bytes / GIB:.1f}; lower {caches}, raise "
+            f"trainer.ranks{sleep}, or set placement.colocated = false (`fourfold plan` shows the parts)"
         )
 
 
@@ -153,7 +154,13 @@ def _bytes_by_gpu(config: Config, rows: Sequence[MemoryRow], *, only_persistent:
     """
     by_role = {row.role: row for row in rows if row.on_gpu}
     places = gpu_places(config)
-    engines = {gpu for name, place in places.items() if name.startswith("rollout") for gpu in place}
+    prefixes = {pool.member_prefix for pool in config.rollout_pools}
+    engines = {
+        gpu: prefix
+        for name, place in places.items()
+        if (prefix := name.rpartition("-")[0]) in prefixes
+        for gpu in place
+    }
     references = {gpu for name, place in places.items() if name.startswith("reference") for gpu in place}
 
     def size(role: str, *, between_steps: bool = False) -> int:
@@ -170,7 +177,7 @@ def _bytes_by_gpu(config: Config, rows: Sequence[MemoryRow], *, only_persistent:
         critics = ["critic"] if not config.critic_apart or not is_policy else []
         trainer = [*(["trainer"] if is_policy else []), *critics] if gpu < config.trainer_processes else []
         rest = 0 if only_persistent else _ENGINE_REST
-        engine = size("rollout") + rest if gpu in engines else 0
+        engine = size(engines[gpu]) + rest if gpu in engines else 0
         asleep = rest if gpu in engines and config.rollout.sleep_mode else engine
         reference = size("reference") if gpu in references else 0
         sampling = engine + reference + sum(size(role, between_steps=True) for role in trainer)

@@ -86,7 +86,12 @@ def workload(config: Config, shape: ModelShape, run: RunRates, lag: int) -> Work
     asynchrony = config.asynchrony.model_copy(update={"max_policy_lag": lag})
     config = config.model_copy(update={"asynchrony": asynchrony})
     longest = max(min(config.sampling.max_new_tokens, run.longest_new_tokens), 1)
-    on_cpu = config.trainer.device == "cpu" and not config.rollout.gpus_per_replica
+    pools = config.rollout_pools
+    on_cpu = config.trainer.device == "cpu" and not any(pool.gpus_per_replica for pool in pools)
+    # The cost model has equal replicas: those of several pools count as their mean.
+    samples = sum(engine_limits(config, pool).concurrent_samples * pool.services for pool in pools)
+    tokens = sum((kv_cache_tokens(pool, shape) or math.inf) * pool.services for pool in pools)
+    replicas = config.rollout_replicas
     pause: Pause = config.pause_mode
     return Workload(
         groups_per_step=max(round(config.batch.prompts_per_step / run.accepted), 1),
@@ -95,9 +100,9 @@ def workload(config: Config, shape: ModelShape, run: RunRates, lag: int) -> Work
         mean_new_tokens=min(run.mean_new_tokens, longest),
         max_new_tokens=longest,
         trained_share=run.accepted,
-        replicas=max(config.rollout.replicas, 1),
-        concurrent_samples=engine_limits(config).concurrent_samples,
-        kv_cache_tokens=kv_cache_tokens(config, shape) or math.inf,
+        replicas=replicas,
+        concurrent_samples=samples // replicas,
+        kv_cache_tokens=tokens / replicas,
         pause=pause,
         shared_devices=on_cpu or bool(config.placement.colocated),
     )
@@ -139,7 +144,7 @@ def _engine_step(rows: Sequence[Mapping[str, Any]]) -> EngineStep | None:
 def _replicas(folder: Path) -> int:
     """Return how many replicas of the engine a run has, at least 1; those started by hand are not known."""
     path = folder / CONFIG_FILE
-    return max(configuration.load(path).rollout.replicas, 1) if path.is_file() else 1
+    return configuration.load(path).rollout_replicas if path.is_file() else 1
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:

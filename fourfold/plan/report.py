@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
-from fourfold.config import Config, CriticConfig, DataSourceConfig, RewardConfig, TrainerConfig
+from fourfold.config import Config, CriticConfig, DataSourceConfig, RewardConfig, RolloutPool, TrainerConfig
 from fourfold.config.reward import RewardModelConfig
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import available_memory, smallest_memory, visible_gpus
@@ -81,7 +81,7 @@ def describe(config: Config, run: RunRates | None = None) -> str:
         ("the run", _run(config, plan, checkpoint_bytes(config, sizes))),
         ("trainer", _trainer(config, plan)),
         *zip_longest(["optimizer"], _optimizer(config), fillvalue=""),
-        ("rollout", _rollout(config, shape)),
+        *zip_longest(["rollout"], (_rollout(config, pool, shape) for pool in config.rollout_pools), fillvalue=""),
         *zip_longest(["agents"] if config.agents.source != "none" else [], agents_plan(config), fillvalue=""),
         ("reward", _reward(config)),
         ("reference", _reference(config)),
@@ -213,6 +213,11 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
             f" The {size} ranks of a group share every micro-batch (sequence parallelism): each holds at most "
             f"{-(-tokens // size):,} tokens of it."
         )
+    if trainer.zero_hpz_partition_size > 1:
+        text += (
+            f" Groups of {trainer.zero_hpz_partition_size} ranks keep a second copy of the weights "
+            f"(zero_hpz_partition_size); its speed over several machines was not measured."
+        )
     if trainer.ema_decay:
         text += (
             f" A moving average of the weights (decay {trainer.ema_decay:g} per optimizer step) is exported as "
@@ -260,32 +265,33 @@ def _learning_rate(table: TrainerConfig | CriticConfig, steps: int) -> str:
     )
 
 
-def _rollout(config: Config, shape: ModelShape) -> str:
-    rollout = config.rollout
-    where = _services(rollout.replicas)
-    if rollout.gpus_per_replica:
-        memory = f"{rollout.gpu_memory_utilization:.0%} of each GPU's memory, for weights and KV cache"
-        if rollout.kv_cache_gib:
-            memory = f"{rollout.kv_cache_gib} GiB of KV cache on each"
-        per_token = kv_bytes_per_token(config, shape)
-        rounded = " Weights are rounded to fp8 as they arrive." if rollout.quantization else ""
-        sleep = " It sleeps while the trainer trains." if rollout.sleep_mode else ""
+def _rollout(config: Config, pool: RolloutPool, shape: ModelShape) -> str:
+    where = f"{f'{pool.name}: ' if pool.name else ''}{_services(pool.replicas)}"
+    dtype = f" Weights are converted to {pool.dtype} as they arrive." if pool.dtype != config.model.dtype else ""
+    if pool.gpus_per_replica:
+        memory = f"{pool.gpu_memory_utilization:.0%} of each GPU's memory, for weights and KV cache"
+        if pool.kv_cache_gib:
+            memory = f"{pool.kv_cache_gib} GiB of KV cache on each"
+        per_token = kv_bytes_per_token(pool, shape)
+        rounded = " Weights are rounded to fp8 as they arrive." if pool.quantization else ""
+        sleep = " It sleeps while the trainer trains." if config.rollout.sleep_mode else ""
+        stages = f", in {pool.pipeline_parallel_size} stages" if pool.pipeline_parallel_size > 1 else ""
         return (
-            f"{where} on {rollout.gpus_per_replica} GPU each: {memory}, {per_token / 1024:,.0f} KiB per token. "
-            f"{_engine_limits(config)}{rounded}{sleep}"
+            f"{where} on {pool.gpus_per_replica} {pool.gpu or 'GPU'} each{stages}: {memory}, "
+            f"{per_token / 1024:,.0f} KiB per token. {_engine_limits(config, pool)}{dtype}{rounded}{sleep}"
         )
-    cache = rollout.kv_cache_gib or 1
-    tokens = kv_cache_tokens(config, shape) or 0
+    cache = pool.kv_cache_gib or 1
+    tokens = kv_cache_tokens(pool, shape) or 0
     full = tokens // config.model.max_context_tokens
     return (
         f"{where} on CPU: {cache} GiB of KV cache = {tokens:,} tokens = {full:,} samples of full "
-        f"length. {_engine_limits(config)}"
+        f"length. {_engine_limits(config, pool)}{dtype}"
     )
 
 
-def _engine_limits(config: Config) -> str:
-    limits = engine_limits(config)
-    options = "".join(f" {name} = {value}," for name, value in config.rollout.vllm.items())
+def _engine_limits(config: Config, pool: RolloutPool) -> str:
+    limits = engine_limits(config, pool)
+    options = "".join(f" {name} = {value}," for name, value in pool.vllm.items())
     given = f" vLLM's own options:{options[:-1]}." if options else ""
     agents = f" ({limits.agent_samples:,} of them from agents)" if config.rollout.public_listen else ""
     return (
@@ -359,7 +365,7 @@ def _weights(config: Config, shape: ModelShape) -> list[str]:
         )
     elif path is None:
         path = "through shared memory, or by gloo to engines on other machines or in other containers"
-    engines = max(config.rollout.replicas, 1)
+    engines = config.rollout_replicas
     receivers = "the engine" if engines == 1 else f"each of {engines} engines"
     probe = "the log-probabilities of a probe prompt after every update"
     if weights.verify_every == 1:

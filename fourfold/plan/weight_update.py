@@ -74,7 +74,7 @@ def simulate_chain(byte_count: int, links: Sequence[Link]) -> list[float]:
 
 def update_cost(config: Config, shape: ModelShape) -> str:
     """Return a sentence on the path of the weights, its reason and its duration."""
-    byte_count, engines = weight_bytes(config, shape), max(config.rollout.replicas, 1)
+    byte_count, engines = weight_bytes(config, shape), config.rollout_replicas
     backend = config.weights.backend
     if backend == "gloo" and engines > 1:
         times = " and ".join(_chain_text(byte_count, engines, gbit) for gbit in _NETWORKS)

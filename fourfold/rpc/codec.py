@@ -44,9 +44,6 @@ def encode_parts(sample: Sample) -> list[Buffer]:
     rest = pb.Experience(
         sample_id=sample.sample_id,
         group_id=sample.group_id,
-        version_spans=[
-            pb.VersionSpan(policy_version=s.policy_version, token_count=s.token_count) for s in sample.version_spans
-        ],
         temperature=sample.temperature,
         top_p=sample.top_p if sample.top_p != 1.0 else None,
         top_k=sample.top_k or None,
@@ -60,7 +57,7 @@ def encode_parts(sample: Sample) -> list[Buffer]:
         terms=[pb.ScoreTerm(name=t.name, scorer=t.scorer, score=t.score, weight=t.weight) for t in sample.terms],
         shadow_score=sample.shadow_score,
     )
-    parts: list[Buffer] = [rest.SerializeToString()]
+    parts: list[Buffer] = [rest.SerializeToString(), *map(_encode_span, sample.version_spans)]
     arrays = [
         (pb.Experience.TOKEN_IDS_FIELD_NUMBER, np.asarray(sample.token_ids, _INT32)),
         (pb.Experience.BEHAVIOR_LOGPROBS_FIELD_NUMBER, np.asarray(sample.behavior_logprobs, _FLOAT32)),
@@ -74,6 +71,12 @@ def encode_parts(sample: Sample) -> list[Buffer]:
         if array.size:
             parts += (_field_head(number, array.nbytes), np.ascontiguousarray(array).view(np.uint8).data)
     return parts
+
+
+@lru_cache(maxsize=1 << 14)  # as `_field_head`: a message of each span would take a fifth of the time of a sample
+def _encode_span(span: VersionSpan) -> bytes:
+    message = pb.VersionSpan(policy_version=span.policy_version, token_count=span.token_count)
+    return pb.Experience(version_spans=[message]).SerializeToString()
 
 
 def encode_stream(

@@ -39,7 +39,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Server:
-    """A grpc.aio server. Add servicers, then start it on the event loop that will run it."""
+    """One or more grpc.aio servers on one port. Add servicers, then start it on the event loop that will run it."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Server:
         max_concurrent_rpcs: int = 1024,
         quotas: Quotas | None = None,
         stats: CallStats | None = None,
+        acceptors: int = 1,
     ) -> None:
         """Prepare a server; nothing listens yet.
 
@@ -61,6 +62,8 @@ class Server:
                 Watches and probes have limits of their own (`CallSlots`).
             quotas: limits of each caller; None: no limits.
             stats: counts the calls; None: for this server only.
+            acceptors: grpc.aio servers on the port, among which the kernel divides the connections. Each accepts one
+                call in a turn of the event loop, so a busy loop lets the calls of many clients wait.
 
         Raises:
             ConfigError: the address is malformed, or needs TLS or tokens.
@@ -72,7 +75,8 @@ class Server:
         self._refusals = RefusalLog()
         self._stats = stats or CallStats()
         self._servicers: list[tuple[ServiceDescriptor, Callable[[Any, grpc.aio.Server], None], object]] = []
-        self._server: grpc.aio.Server | None = None
+        self._acceptors = acceptors
+        self._running: list[grpc.aio.Server] = []
         self._health = health.aio.HealthServicer()
         self._ready = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,7 +96,7 @@ class Server:
         self, service: ServiceDescriptor, register: Callable[[Any, grpc.aio.Server], None], servicer: object
     ) -> None:
         """Add a service before `start`: descriptor, generated `add_XServiceServicer_to_server`, and servicer."""
-        if self._server is not None:
+        if self._running:
             raise RuntimeError("add servicers before start")
         if self._public and service.full_name not in PUBLIC_SERVICES:
             raise RuntimeError(f"{service.full_name} must not be on a public port")
@@ -101,9 +105,30 @@ class Server:
     async def start(self) -> str:
         """Listen, and return the bound "host:port"; raise ConfigError if this machine cannot listen there."""
         interceptor = CallInterceptor(self._authorize(), self._slots, self._quotas, self._refusals, self._stats)
+        servers = [self._make_server(interceptor) for _ in range(self._acceptors)]
+        address = join_target(self._host, self._port)
+        # gRPC's own exception has no cause, and gRPC prints the cause on stderr.
+        if reason := _bind_error(self._host, self._port):
+            raise ConfigError(f"listen = {address!r}: {reason}")
+        port = self._port
+        for server in servers:
+            port = self._bind(server, port)
+        await self._health.set("", _SERVING)  # the process lives, whether or not its services are ready
+        await self._set_health(self._ready)
+        for server in servers:
+            await server.start()
+        self._running = servers
+        if self._public:
+            self._connection_limit = asyncio.get_running_loop().create_task(ConnectionLimit(port).run())
+        return join_target(self._host, port)
+
+    def _make_server(self, interceptor: CallInterceptor) -> grpc.aio.Server:
+        options = PUBLIC_SERVER_OPTIONS if self._public else SERVER_OPTIONS
+        if self._acceptors > 1:
+            options = tuple({**dict(options), "grpc.so_reuseport": 1}.items())
         server = grpc.aio.server(
             interceptors=(interceptor,),
-            options=PUBLIC_SERVER_OPTIONS if self._public else SERVER_OPTIONS,
+            options=options,
             maximum_concurrent_rpcs=self._slots.maximum_concurrent_rpcs(len(self._servicers)),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -112,14 +137,7 @@ class Server:
         if not self._public:
             names = [service.full_name for service, _, _ in self._servicers]
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        port = self._bind(server)
-        await self._health.set("", _SERVING)  # the process lives, whether or not its services are ready
-        await self._set_health(self._ready)
-        await server.start()
-        self._server = server
-        if self._public:
-            self._connection_limit = asyncio.get_running_loop().create_task(ConnectionLimit(port).run())
-        return join_target(self._host, port)
+        return server
 
     @property
     def ready(self) -> bool:
@@ -128,19 +146,19 @@ class Server:
     def set_ready(self, ready: bool) -> None:
         """Set the health of every service. Call it on the server's event loop."""
         self._ready = ready
-        if self._server is not None:
+        if self._running:
             task = asyncio.get_running_loop().create_task(self._set_health(ready))
             self._tasks.add(task)  # the loop keeps only a weak reference, so that the task could vanish
             task.add_done_callback(self._tasks.discard)
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls and cancel running ones after `grace_seconds`. Idempotent."""
-        server, self._server = self._server, None
+        servers, self._running = self._running, []
         if self._connection_limit is not None:
             self._connection_limit.cancel()
-        if server is not None:
+        if servers:
             await self._health.enter_graceful_shutdown()
-            await server.stop(grace_seconds)
+            await asyncio.gather(*(server.stop(grace_seconds) for server in servers))
             self._refusals.flush()
 
     async def _set_health(self, ready: bool) -> None:
@@ -152,11 +170,8 @@ class Server:
             return authorize_loopback(LOCAL_AGENT if self._public else LOCAL)
         return (authorize_token if self._public else authorize_certificate)(self._security)
 
-    def _bind(self, server: grpc.aio.Server) -> int:
-        address = join_target(self._host, self._port)
-        # gRPC's own exception has no cause, and gRPC prints the cause on stderr.
-        if reason := _bind_error(self._host, self._port):
-            raise ConfigError(f"listen = {address!r}: {reason}")
+    def _bind(self, server: grpc.aio.Server, port: int) -> int:
+        address = join_target(self._host, port)
         try:
             if self._security is None:
                 return server.add_insecure_port(address)

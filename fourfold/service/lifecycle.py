@@ -68,6 +68,7 @@ class ServeOptions:
     gateway: str = ""  # host:port of the gateway of an environment service; empty: those of the coordinator's run
     metrics_listen: str = ""  # "host:port" of the metrics endpoint; empty: as the recipe says ([metrics])
     scorer: str = ""  # name of the table [[reward]] that a reward service serves; empty: the first
+    pool: str = ""  # name of the table [[rollout.pool]] of a rollout service; empty: the first
     engines: tuple[str, ...] = ()  # host:port of each engine of a gateway without a coordinator
     ranks: range | None = None  # ranks of the trainer that this process holds; None: all of them
     interface: str = ""  # network interface of the ranks' collectives; empty: the one on the way to rank 0
@@ -76,11 +77,18 @@ class ServeOptions:
 class ServiceHost:
     """Runs one service process. Add servicers to `server`, then call `run`."""
 
-    def __init__(self, options: ServeOptions, *, role: Role.ValueType | None, max_concurrent_rpcs: int = 1024) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        *,
+        role: Role.ValueType | None,
+        max_concurrent_rpcs: int = 1024,
+        acceptors: int = 1,
+    ) -> None:
         """Prepare, and check addresses and certificates; nothing listens yet.
 
         The coordinator has no `role`. `max_concurrent_rpcs` counts the calls of one service in flight on the internal
-        server.
+        server, which has so many `acceptors` (`Server`).
         """
         die_with_parent()
         raise_file_limit()
@@ -97,6 +105,7 @@ class ServiceHost:
             max_concurrent_rpcs=max_concurrent_rpcs,
             quotas=self.quotas,
             stats=self._stats,
+            acceptors=acceptors,
         )
         self.exporter = Exporter(options.role, stats=self._stats, ready=lambda: self.server.ready)
         self._metrics = metrics_server(options, self.exporter)

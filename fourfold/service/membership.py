@@ -107,9 +107,9 @@ class Membership:
                 scorer=self._scorer,
             )
             log.info("registered", extra={"target": self._target, "ttl_seconds": self._lease.ttl_seconds})
-            return self._lease.ttl_seconds / 3  # the lease survives two lost calls
-        timeout = min(self._lease.ttl_seconds / 3, _CALL_TIMEOUT_SECONDS)
-        ttl, drain = await self._client.keep_alive(self._lease.token, timeout=timeout)
+            return self._lease.ttl_seconds / 3
+        # What is left of the lease: a coordinator with a thousand members may be late, and it counts the call, too.
+        ttl, drain = await self._client.keep_alive(self._lease.token, timeout=2 * self._lease.ttl_seconds / 3)
         if drain:
             self._on_drain()
         return ttl / 3

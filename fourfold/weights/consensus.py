@@ -7,6 +7,7 @@ small in the last. Without a vote, the workers that see no problem would leave t
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -35,22 +36,34 @@ class GroupConsensus:
 
         `own` is this worker's error; None: the epoch fits. Raises Unavailable: a worker did not vote.
         """
-        votes = [torch.zeros(_VOTE_BYTES, dtype=torch.uint8) for _ in range(self._count)]
-        options = AllgatherOptions()
-        options.timeout = timedelta(seconds=max(deadline.remaining, _MIN_SECONDS))
-        try:
-            self._group.allgather([votes], [_pack(own)], options).wait()
-        except RuntimeError as error:
-            raise Unavailable(
-                f"the {self._count} workers of the engine could not agree on an epoch, one of them is gone or stuck "
-                f"({str(error)[:200]}); restart the engine"
-            ) from None
-        for rank, vote in enumerate(votes):
+        for rank, vote in enumerate(self._gather(_pack(own), deadline)):
             if (refusal := reply_error(json.loads(vote.numpy().tobytes().rstrip(b"\0")))) is not None:
                 if rank == self._rank:
                     return own
                 return type(refusal)(f"{refusal.message} (refused by worker {rank})", reason=refusal.reason)
         return None
+
+    def in_all(self, own: Sequence[bool], deadline: Deadline) -> list[int]:
+        """Return the indices that are true in every worker. Every worker calls this with a list of the same length.
+
+        Raises Unavailable: a worker did not call it.
+        """
+        flags = self._gather(torch.tensor(own, dtype=torch.uint8), deadline)
+        return [int(index) for index in torch.stack(flags).all(0).nonzero().flatten()]
+
+    def _gather(self, own: torch.Tensor, deadline: Deadline) -> list[torch.Tensor]:
+        """Return the tensor of every worker, by rank; all have the same size."""
+        found = [torch.zeros_like(own) for _ in range(self._count)]
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=max(deadline.remaining, _MIN_SECONDS))
+        try:
+            self._group.allgather([found], [own], options).wait()
+        except RuntimeError as error:
+            raise Unavailable(
+                f"the {self._count} workers of the engine could not agree on an epoch, one of them is gone or stuck "
+                f"({str(error)[:200]}); restart the engine"
+            ) from None
+        return found
 
 
 def _pack(error: FourfoldError | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,17 @@ class Stage:
     def run_dir(self) -> Path:
         return self.root / "runs" / "toy"
 
-    def start(self, *words: str, delay: float = 0.0, command: str = "run") -> subprocess.Popen[str]:
+    def start(
+        self, *words: str, delay: float = 0.0, command: str = "run", output: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command. Its output goes to a file, or to pipes, which a long run would fill."""
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self._fakes), str(ROOT), *sys.path])}
         env |= {DELAY_VARIABLE: str(delay), "COLUMNS": "200"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fourfold", command, *words], cwd=self.root, env=env, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        with output.open("w") if output is not None else nullcontext(subprocess.PIPE) as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fourfold", command, *words], cwd=self.root, env=env, text=True,
+                stdin=subprocess.PIPE, stdout=out, stderr=out,
+            )  # fmt: skip
         self.processes.append(process)
         return process
 

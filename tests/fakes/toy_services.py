@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tests.fakes.toy_trainer import FakeTrainer
 
 DELAY_VARIABLE = "TOY_SECONDS"
 """Duration of each sampling call."""
+CALLS_VARIABLE = "TOY_CALLS"
+"""Sampling calls that an engine works on at once; more wait. Without it, all."""
 
 
 def install(folder: Path) -> Path:
@@ -59,9 +62,7 @@ class ToyTrainer(FakeTrainer):
         super().__init__(options.member_id, options.config, checkpoints=Checkpoints(self.run_dir / "checkpoints"))
 
     async def SendWeights(self, request: weight.SendWeightsRequest, context: Any) -> weight.SendWeightsResponse:
-        path = weights_file(self.run_dir, request.epoch, request.policy_version)
-        path.with_suffix(".new").write_text(str(self.weights))
-        path.with_suffix(".new").rename(path)
+        write_weights(self.run_dir, request.epoch, request.policy_version, self.weights)
         return await super().SendWeights(request, context)
 
     async def ExportModel(self, request: trainer.ExportModelRequest, context: Any) -> trainer.ExportModelResponse:
@@ -74,6 +75,13 @@ def weights_file(run_dir: Path, epoch: int, version: int) -> Path:
     return run_dir / f"weights-{epoch}-{version}"
 
 
+def write_weights(run_dir: Path, epoch: int, version: int, weights: int) -> None:
+    path = weights_file(run_dir, epoch, version)
+    fresh = path.with_name(f"{path.name}-{os.getpid()}")
+    fresh.write_text(str(weights))
+    fresh.rename(path)
+
+
 def rollout_main(options: ServeOptions) -> int:
     """Entry point."""
     run_dir = options.run_dir or Path()  # none: nobody sends weights
@@ -84,10 +92,17 @@ def rollout_main(options: ServeOptions) -> int:
         return int(path.read_text())
 
     toy_rollout.receive = receive  # type: ignore[attr-defined]
+    toy_rollout.send = partial(write_weights, run_dir)  # type: ignore[attr-defined]
 
     async def serve() -> int:
         fake = FakeRollout(options.member_id, options.config)
-        fake.on_generate = lambda: asyncio.sleep(float(os.environ.get(DELAY_VARIABLE, "0")))
+        turns = asyncio.Semaphore(int(os.environ.get(CALLS_VARIABLE, "1000000")))
+
+        async def sample() -> None:
+            async with turns:
+                await asyncio.sleep(float(os.environ.get(DELAY_VARIABLE, "0")))
+
+        fake.on_generate = sample
         return await host(options, fake)
 
     return asyncio.run(serve())

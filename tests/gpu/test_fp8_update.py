@@ -51,11 +51,11 @@ def test_fp8_is_not_what_the_weights_are(engine: Engine, tmp_path: Path) -> None
     assert answers[0] != answers[1]
 
 
-def test_experts_in_fp8_are_refused_by_name(engine: Engine, tmp_path: Path) -> None:
+def test_experts_in_fp8_are_refused(engine: Engine, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", "qwen3_moe", seed=1)
     engine.load(folder, **FP8)
     before = engine.generate()
-    with pytest.raises(WrongState, match=r"Qwen3MoeForCausalLM quantised by fp8_per_tensor are not verified") as caught:
+    with pytest.raises(WrongState) as caught:
         Trainer(folder).open(engine)
     assert caught.value.reason == ARCHITECTURE_NOT_VERIFIED
     assert engine.generate() == before

@@ -1,4 +1,5 @@
 """Whole runs on GPUs, by recipe and launcher alone: on one GPU, on two that all share, and on two of their own.
+One engine over two GPUs; a mixture of experts.
 
 Skipped without GPUs or vLLM. Run it with `pytest tests/gpu/test_runs.py`; all of it needs two GPUs.
 """
@@ -46,7 +47,7 @@ colocated = {colocated}
 
 [rollout]
 replicas = {replicas}
-gpus_per_replica = 1
+gpus_per_replica = {engine_gpus}
 sleep_mode = {sleep}
 kv_cache_gib = {kv_cache}
 enforce_eager = true
@@ -58,7 +59,7 @@ learning_rate = 1e-3
 
 [reference]
 device = "cuda"
-replicas = {replicas}
+replicas = {references}
 tokens_per_batch = 128
 
 [weights]
@@ -72,11 +73,22 @@ every_steps = 2
 """
 
 
-def run(root: Path, **values: Any) -> Path:
+DEFAULTS = {
+    "kl": 0.01,
+    "colocated": "true",
+    "replicas": 1,
+    "engine_gpus": 1,
+    "references": 1,
+    "ranks": 1,
+    "sleep": "true",
+    "kv_cache": _KV_CACHE_GIB,
+}
+
+
+def run(root: Path, *, family: str = "llama", **values: Any) -> Path:
     """Run a recipe to its end; return the run's folder."""
-    model = write_tiny_model(root / "model", "llama", seed=1)
-    defaults = {"kl": 0.01, "colocated": "true", "replicas": 1, "ranks": 1, "sleep": "true", "kv_cache": _KV_CACHE_GIB}
-    write_run(root, model, prompts_per_step=4, tables=TABLES, **defaults | values)
+    model = write_tiny_model(root / "model", family, seed=1)
+    write_run(root, model, prompts_per_step=4, tables=TABLES, **DEFAULTS | values)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-m", "fourfold", "run", "recipe.toml"], cwd=root, env=env, text=True, timeout=800,
@@ -164,7 +176,7 @@ def test_one_gpu_is_the_engines_and_the_trainers_in_turn(tmp_path: Path) -> None
 @pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
 def test_two_gpus_are_shared_rank_by_rank(tmp_path: Path) -> None:
     with watching(0) as first, watching(1) as second:
-        folder = run(tmp_path, replicas=2, ranks=2)
+        folder = run(tmp_path, replicas=2, references=2, ranks=2)
     check(folder, backend="cuda_ipc", engines=2, sleeps=True)
     for memory in (first, second):
         assert times_asleep(memory.seen, size=_KV_CACHE_GIB * GIB) >= 2
@@ -174,3 +186,20 @@ def test_two_gpus_are_shared_rank_by_rank(tmp_path: Path) -> None:
 def test_services_have_gpus_of_their_own(tmp_path: Path) -> None:
     folder = run(tmp_path, colocated="false", sleep="false", kl=0.0)
     check(folder, backend="cuda_ipc", engines=1, sleeps=False)
+
+
+@pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
+def test_one_engine_has_two_gpus_that_it_shares_with_two_ranks(tmp_path: Path) -> None:
+    with watching(0) as first, watching(1) as second:
+        folder = run(tmp_path, engine_gpus=2, references=2, ranks=2)
+    check(folder, backend="cuda_ipc", engines=1, sleeps=True)
+    for memory in (first, second):
+        assert times_asleep(memory.seen, size=_KV_CACHE_GIB * GIB) >= 2
+
+
+def test_a_mixture_of_experts_runs_to_its_end(tmp_path: Path) -> None:
+    pytest.importorskip("vllm._custom_ops")
+    if not hasattr(torch.ops._moe_C, "topk_softmax"):
+        pytest.skip("this vLLM was built without the kernels of mixtures of experts")
+    folder = run(tmp_path, family="qwen3_moe")
+    check(folder, backend="cuda_ipc", engines=1, sleeps=True)

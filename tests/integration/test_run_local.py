@@ -42,10 +42,10 @@ every_steps = 1
 class Folder:
     """A working folder and the runs in it."""
 
-    def __init__(self, root: Path, model: Path) -> None:
+    def __init__(self, root: Path, model: Path, *, tables: str = TABLES) -> None:
         self.root = root
         self.run_dir = root / "runs" / "tiny"
-        write_run(root, model, prompts_per_step=2, tables=TABLES)
+        write_run(root, model, prompts_per_step=2, tables=tables)
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, *words: str) -> subprocess.Popen[str]:
@@ -139,6 +139,24 @@ def check_agreement(folder: Folder) -> None:
     source = Path(report_source(folder))
     assert model_folder.folder_shape(model_folder.resolve(str(exported))) == model_folder.folder_shape(source)
     assert tokenizer_sha256(exported) == tokenizer_sha256(source)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_trained_from_its_first_step_to_its_export(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    tables = TABLES.replace("1e-3", "1e-3\nrouter_aux_loss_coef = 1e-3") + "[weights]\nverify_every = 1\n"
+    folder = Folder(tmp_path, tiny_model("qwen3_moe"), tables=tables)
+    process = folder.start("recipe.toml")
+    try:
+        output, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors + folder.logs()
+    assert "tiny is done: 3 steps" in output
+    check_agreement(folder)
+    for row in folder.rows("metrics.jsonl"):
+        assert row["moe/aux_loss"] > 1.5 and row["moe/max_violation"] >= 0, "each token goes to two of three experts"
 
 
 def report_source(folder: Folder) -> str:

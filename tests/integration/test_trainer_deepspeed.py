@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +195,24 @@ def test_a_gradient_that_is_not_finite_changes_nothing_in_bfloat16(one_rank: dic
 def test_two_ranks_learn_and_restore_as_one(
     llama: Path, truth: dict[float, Arrays], tmp_path: Path, stage: int
 ) -> None:
-    (tmp_path / "saved").mkdir()
-    case = Case(
-        name="two", model=str(llama), stage=stage, ranks=2, budget=64, does="restore", folder=str(tmp_path / "saved")
-    )
-    seen = run([case], tmp_path)["two"]
+    check_restored(Case(name="two", model=str(llama), stage=stage, ranks=2, budget=64), truth[0.0], tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_with_a_second_partition_learn_and_restore_as_one(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", "llama_tied", sizes=WIDE, dtype="float32")
+    case = Case(name="four", model=str(model), ranks=4, hpz=2, budget=64)
+    check_restored(case, plain(model, kl_coef=0.0), tmp_path)
+
+
+def check_restored(case: Case, truth: Arrays, folder: Path) -> None:
+    saved = folder / "saved"
+    saved.mkdir()
+    (seen,) = run([replace(case, does="restore", folder=str(saved))], folder).values()
     first = {"losses": seen["losses"][:6], "norms": seen["norms"][:3], "after": seen["straight"]}
-    check({**seen, **first}, truth[0.0])
+    check({**seen, **first}, truth)
     np.testing.assert_array_equal(seen["after"], seen["straight"])
-    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [
-        "policy-000.safetensors",
-        "policy-001.safetensors",
-    ]
+    assert sorted(p.name for p in saved.iterdir()) == [f"policy-{rank:03}.safetensors" for rank in range(case.ranks)]
 
 
 @pytest.mark.slow

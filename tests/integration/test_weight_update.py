@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -261,9 +262,30 @@ def test_a_worker_that_does_not_pack_weights_anew_is_refused(
         engine.sabotage(part, False)
 
 
-def test_a_quantised_checkpoint_is_refused_and_serves_on(
-    engine: Engine, tiny_model: TinyModel, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "device", "changes", "verified"),
+    [
+        ("LlamaForCausalLM", "cuda", {}, True),
+        ("LlamaForCausalLM", "cpu", {}, False),
+        ("Qwen3MoeForCausalLM", "cuda", {}, True),
+        ("GPT2LMHeadModel", "cuda", {}, False),
+        ("LlamaForCausalLM", "cuda", {"quantization": "fp8_per_tensor"}, True),
+        ("Qwen3MoeForCausalLM", "cuda", {"quantization": "fp8_per_tensor"}, False),
+        ("LlamaForCausalLM", "cuda", {"quantization": "awq"}, False),
+        ("LlamaForCausalLM", "cuda", {"model_impl": "transformers"}, False),
+    ],
+)
+def test_only_what_gpu_tests_cover_needs_no_proof(
+    name: str, device: str, changes: dict[str, str], verified: bool
 ) -> None:
+    from fourfold.weights.apply.vllm_worker import is_verified
+
+    model = SimpleNamespace(**{"quantization": None, "model_impl": "auto", **changes})
+    model.hf_config = SimpleNamespace(architectures=[name])
+    assert is_verified(SimpleNamespace(model_config=model), device) is verified
+
+
+def test_a_quantised_checkpoint_is_refused_and_serves_on(engine: Engine, tiny_model: TinyModel, tmp_path: Path) -> None:
     engine.load(write_awq_model(tmp_path / "awq", tiny_model("qwen3", 1)))
     before = engine.generate()
     reply = engine.verb("weights_prove")

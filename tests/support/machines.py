@@ -28,7 +28,7 @@ _ENTER: Final = """
 set -e
 hostname "$1"; own=$2; shift 2
 mount --make-rprivate /
-for kept in "$FOURFOLD_KEPT_1" "$FOURFOLD_KEPT_2"; do
+for kept in "$FOURFOLD_KEPT_1" "$FOURFOLD_KEPT_2" "$FOURFOLD_SHARED"; do
   case "$kept" in /tmp/*) mkdir -p "$own/tmp/${kept#/tmp/}"; mount --rbind "$kept" "$own/tmp/${kept#/tmp/}";; esac
 done
 mount --rbind "$own/tmp" /tmp
@@ -57,6 +57,7 @@ class Machine:
     address: str
     namespace: str
     own: Path  # what it has in the place of /tmp is own/tmp
+    shared: Path | None = None  # folder that both machines see under this path
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -70,6 +71,7 @@ class Machine:
             **os.environ,
             "FOURFOLD_KEPT_1": str(ROOT),
             "FOURFOLD_KEPT_2": sys.prefix,
+            "FOURFOLD_SHARED": str(self.shared or ""),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             **(env or {}),
         }
@@ -97,24 +99,25 @@ class Machine:
         for process in chosen:
             process.wait(20)
 
-    def left(self) -> list[str]:
-        """Return the command lines of all processes of this machine."""
+    def programs(self) -> dict[int, str]:
+        """Return the pids and command lines of all processes of this machine."""
         done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
-        lines = []
+        lines = {}
         for pid in done.stdout.split():
             with suppress(OSError):
-                lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        return [line for line in lines if line]
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                lines[int(pid)] = line
+        return {pid: line for pid, line in lines.items() if line}
 
 
 @contextmanager
-def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
-    """Make two machines that reach each other; end their processes and remove them afterwards."""
+def two_machines(folder: Path, *, shared: Path | None = None) -> Iterator[tuple[Machine, Machine]]:
+    """Make two machines that reach each other, and both see the folder `shared`; end and remove them afterwards."""
     made = []
     tag = f"ff{os.getpid() % 100000}"
     try:
         for number, name in enumerate(("a", "b"), 1):
-            machine = Machine(f"host-{name}", f"{NETWORK}.{number}", f"{tag}{name}", folder / f"host-{name}")
+            machine = Machine(f"host-{name}", f"{NETWORK}.{number}", f"{tag}{name}", folder / f"host-{name}", shared)
             machine.folder.mkdir(parents=True)
             _ip("netns", "add", machine.namespace)
             made.append(machine)

@@ -48,6 +48,7 @@ class Case:
     model: str
     stage: int = 3
     ranks: int = 1
+    hpz: int = 1  # ranks of a second partition
     sequence: int = 1  # ranks that share a row
     dtype: str = "float32"
     device: str = "cpu"
@@ -124,6 +125,7 @@ def config_of(case: Case) -> Config:
                 "ranks": case.ranks,
                 "sequence_parallel_size": case.sequence,
                 "zero_stage": case.stage,
+                "zero_hpz_partition_size": case.hpz,
                 "learning_rate": LEARNING_RATE,
                 "max_grad_norm": case.max_grad_norm,
                 "gradient_checkpointing": case.checkpointing,

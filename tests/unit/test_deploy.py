@@ -66,7 +66,7 @@ def test_prometheus_and_kuberay_files_parse() -> None:
     unit = (DEPLOY / "systemd/fourfold-coordinator.service").read_text()
     assert f"--metrics-listen {targets[0]['targets'][0]}" in unit
     spec = yaml.safe_load((DEPLOY / "kuberay/rayjob.yaml").read_text())["spec"]
-    parse("run", shlex.split(spec["entrypoint"])[2:])
+    parse("run", shlex.split(spec["entrypoint"].replace("$(hostname -i)", "10.0.0.1"))[2:])
 
 
 def rendered(**values: Any) -> list[dict[str, Any]]:

@@ -74,7 +74,17 @@ class EnginesBenchmark(Benchmark[EngineSettings]):
         results, lines = document["results"], list[str]()
         if results["growth"]:
             rows: list[Sequence[str]] = [
-                ["engines", "tokens", "samples/s", "CPU us/sample", "longest gap ms", "start-up s", "drivers us/sample"]
+                [
+                    "engines",
+                    "tokens",
+                    "samples/s",
+                    "CPU us/sample",
+                    "longest gap ms",
+                    "start-up s",
+                    "its CPU s",
+                    "expired leases",
+                    "drivers us/sample",
+                ]
             ]
             for row in results["growth"]:
                 rows.append(
@@ -85,6 +95,8 @@ class EnginesBenchmark(Benchmark[EngineSettings]):
                         f"{row['cpu_us_per_sample']:.0f}",
                         f"{1e3 * row['longest_gap_seconds']:.0f}",
                         f"{row['start_seconds']:.2f}",
+                        f"{row['start_cpu_seconds']:.2f}",
+                        f"{row['expired_leases']}",
                         f"{row['drivers_us_per_sample']:.0f}",
                     ]
                 )
@@ -111,6 +123,8 @@ class EnginesBenchmark(Benchmark[EngineSettings]):
                 found.append(f"{name}: a gap of {row['longest_gap_seconds']:.2f} s; the goal is {_GOAL_GAP_SECONDS:g}")
             if row["start_seconds"] > _GOAL_START_SECONDS:
                 found.append(f"{name}: start-up of {row['start_seconds']:.1f} s; the goal is {_GOAL_START_SECONDS:g}")
+            if row["expired_leases"]:
+                found.append(f"{name}: {row['expired_leases']} leases expired; the goal is 0")
         unequal = document["results"]["unequal"]
         if unequal and (worst := min(unequal["share"], unequal["share_by_step"][0])) < _GOAL_SHARE:
             found.append(f"unequal engines: {worst:.2f} of the sum of their speeds; the goal is {_GOAL_SHARE:g}")

@@ -15,6 +15,7 @@ from typing import Any, Final
 from fourfold import config as configuration
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.service.lifecycle import ServeOptions
+from fourfold_coordinator.routing.registry import Member, MemberChange
 from fourfold_coordinator.serve import Coordinator
 
 _WATCH_SECONDS: Final = 0.005
@@ -28,7 +29,12 @@ class LoopWatch:
         self.start_seconds = 0.0  # from the first registration of an engine until all get calls
         self.start_gap = 0.0  # longest gap until then
         self.start_cpu = 0.0  # CPU seconds until then
+        self.expired_leases = 0
         self.steps: list[dict[str, float]] = []
+        coordinator._registry.add_listener(self._on_member)
+
+    def _on_member(self, _member: Member, change: MemberChange) -> None:
+        self.expired_leases += change is MemberChange.EXPIRED
 
     async def run(self) -> None:
         """Measure until cancelled."""
@@ -44,7 +50,7 @@ class LoopWatch:
                 if replicas and not first:
                     first, cpu = now, time.process_time()
                 last_look = now
-                if sum(not replica.unusable_reason for replica in replicas) == self._engines:
+                if len(replicas) == self._engines and not any(replica.unusable_reason for replica in replicas):
                     self.start_seconds, self.start_gap, gap = now - first, gap, 0.0
                     self.start_cpu = time.process_time() - cpu
             if (done := self._coordinator._board.status.step) > step:
@@ -58,6 +64,7 @@ class LoopWatch:
             "start_seconds": self.start_seconds,
             "start_gap": self.start_gap,
             "start_cpu": self.start_cpu,
+            "expired_leases": self.expired_leases,
             "steps": self.steps,
         }
 
@@ -66,7 +73,7 @@ async def _run(recipe: Path, folder: Path, result: Path) -> int:
     config = configuration.load(recipe)
     options = ServeOptions(role="coordinator", recipe=recipe, config=config, member_id="coordinator-0", run_dir=folder)
     coordinator = Coordinator(options, folder)
-    watch = LoopWatch(coordinator, config.rollout.replicas)
+    watch = LoopWatch(coordinator, config.rollout_replicas)
     task = asyncio.create_task(watch.run())
     try:
         return await coordinator.run()

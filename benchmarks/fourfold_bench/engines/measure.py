@@ -62,6 +62,7 @@ def _growth(
         "start_seconds": measured["start_seconds"],
         "start_gap_seconds": measured["start_gap"],
         "start_cpu_seconds": measured["start_cpu"],
+        "expired_leases": measured["expired_leases"],
         "reference_seconds": _reference_seconds(),
         "drivers_us_per_sample": 1e6 * driver_cpu / (settings.samples * len(measured["steps"])),
     }

@@ -7,7 +7,7 @@ model takes exactly the tensors of a manifest, and let `DirectApplier` repeat th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -50,6 +50,7 @@ class LoaderTrace:
     """The effect that loading a manifest's tensors would have."""
 
     unused: tuple[str, ...]  # checkpoint tensors that no parameter takes anything from
+    elsewhere: tuple[str, ...] = ()  # the same of one stage of a pipeline: another stage must take them
     missing: Mapping[str, tuple[int, int]]
     """Parameters that would not be filled: name -> (elements that would be written, elements of the parameter)."""
     cut: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -59,9 +60,9 @@ class LoaderTrace:
 
 
 def check_fits(trace: LoaderTrace) -> None:
-    """Raise WrongState unless the model takes exactly the tensors that were traced."""
+    """Raise WrongState unless the model, or one stage of it, takes exactly the tensors that were traced."""
     if trace.unused:
-        raise _mismatch(f"the engine's model has no place for {join_names(trace.unused, _NAMES_SHOWN)}")
+        raise no_place(trace.unused)
     if trace.missing:
         gaps = [f"{name} ({done} of {count} elements)" for name, (done, count) in trace.missing.items()]
         raise _mismatch(f"the trainer does not send all of {join_names(gaps, _NAMES_SHOWN)}")
@@ -162,6 +163,11 @@ def as_rectangle(source: torch.Tensor, target: torch.Tensor) -> tuple[int, int, 
         return None
     rows, source_stride, target_stride = merged[1] if len(merged) == 2 else (1, merged[0][0], merged[0][0])
     return rows, merged[0][0], source_stride, target_stride
+
+
+def no_place(tensors: Sequence[str]) -> WrongState:
+    """Return the error for checkpoint tensors that no parameter takes anything from."""
+    return _mismatch(f"the engine's model has no place for {join_names(tensors, _NAMES_SHOWN)}")
 
 
 def load_refused(tensor: str, error: Exception) -> WrongState:

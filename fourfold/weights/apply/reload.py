@@ -39,9 +39,11 @@ class ReloadApplier:
         self._parts: dict[int, tuple[torch.Tensor, int]] = {}  # incomplete tensors, and their missing elements
 
     def bake(self, manifest: Manifest) -> ApplyReport:
-        check_fits(self._model.trace(meta_tensors(manifest)))
+        trace = self._model.trace(meta_tensors(manifest))
+        check_fits(trace)
         self._manifest = manifest
-        return ApplyReport(direct_tensor_count=0, reload_tensor_count=len(manifest.tensors))
+        count = len(manifest.tensors)
+        return ApplyReport(direct_tensor_count=0, reload_tensor_count=count, elsewhere=trace.elsewhere)
 
     def begin(self, *, stable: bool) -> None:
         if self._manifest is None:

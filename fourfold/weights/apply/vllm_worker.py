@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.platforms import current_platform
 
 from fourfold.errors import FourfoldError, Internal, WrongState
 from fourfold.host.process_tree import die_with, die_with_parent, parent_of
@@ -52,6 +53,25 @@ _ENGINE_PROCESS: Final = "EngineCore"
 _AS_LOADED: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 # Attributes in which layers keep what they computed from their weights (multi-head latent attention).
 _DERIVED: Final = ("W_UV", "W_UK_T", "W_UK", "W_UV_T")
+# On GPUs, tests/gpu/test_model_updates.py compares updated engines of these with fresh ones. They need no proof there,
+# which takes as long as loading the model.
+_VERIFIED_ON_GPUS: Final = frozenset(
+    {
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
+_VERIFIED_EXPERTS: Final = frozenset(
+    {"MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
+)
+# vLLM's name for weights that it quantises to fp8 itself. Kernels of experts keep scales of their own.
+_ONLINE_FP8: Final = "fp8_per_tensor"
 # Functions of a layer that compute with a copy of its weight that no tensor shows (oneDNN).
 _PACKED: Final = ("cpu_linear",)
 
@@ -81,28 +101,45 @@ def _record_loads() -> None:
     These are the tensors beside the parameters that the model got, or that changed, between its construction and the
     end of its load. Later ones, such as KV caches, have nothing to do with weights.
     """
-    construct, process = base_loader.initialize_model, base_loader.process_weights_after_loading
+    loader: Any = base_loader  # it does not export the names that it calls
+    construct, process = loader.initialize_model, loader.process_weights_after_loading
 
     @functools.wraps(construct)
-    def initialize_model(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        model: torch.nn.Module = construct(*args, **kwargs)
+    def initialize_model(vllm_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        model: torch.nn.Module = construct(vllm_config, *args, **kwargs)
+        if is_verified(vllm_config, current_platform.device_type):
+            return model
         vars(model)[_CONSTRUCTED] = {name: tensor_sums(tensor) for name, tensor in kept_tensors(model).items()}
         return model
 
     @functools.wraps(process)
     def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         process(model, *args, **kwargs)
-        before: Mapping[str, object] = vars(model).pop(_CONSTRUCTED, {})
+        before: Mapping[str, object] | None = vars(model).pop(_CONSTRUCTED, None)
+        if before is None:
+            return
         kept = kept_tensors(model)
         vars(model)[_LOADED] = {name: before.get(name) != tensor_sums(tensor) for name, tensor in kept.items()}
 
-    base_loader.initialize_model = initialize_model
-    base_loader.process_weights_after_loading = process_weights_after_loading
+    loader.initialize_model = initialize_model
+    loader.process_weights_after_loading = process_weights_after_loading
 
 
 _CONSTRUCTED: Final = "_fourfold_constructed"
 _LOADED: Final = "_fourfold_loaded"
 _record_loads()
+
+
+def is_verified(vllm_config: Any, device_type: str) -> bool:
+    """Return whether tests have shown what a proof would show, for a model on this type of device."""
+    model_config = vllm_config.model_config
+    names = set(getattr(model_config.hf_config, "architectures", None) or ())
+    stored = getattr(model_config.hf_config, "quantization_config", None)
+    if device_type != "cuda" or not names or stored is not None or model_config.model_impl not in ("auto", "vllm"):
+        return False
+    if model_config.quantization is None:
+        return names <= _VERIFIED_ON_GPUS | _VERIFIED_EXPERTS
+    return model_config.quantization == _ONLINE_FP8 and names <= _VERIFIED_ON_GPUS
 
 
 def _loaded_state(model: torch.nn.Module) -> Mapping[str, bool]:
@@ -138,9 +175,9 @@ class VllmModel:
             raise WrongState(f"vLLM's load format {settings.load_format} does not read the tensors of a model folder")
         yield from loader.get_all_weights(self._config.model_config, self._model)
 
-    def holds_dummies(self) -> bool:
-        """Return whether vLLM made weights up, as benchmarks ask it to: no folder has them, and nobody samples them."""
-        return bool(self._config.load_config.load_format == "dummy")
+    def needs_no_proof(self) -> bool:
+        """Return whether tests cover the model, or vLLM made its weights up, as benchmarks ask it to."""
+        return is_verified(self._config, self._device.type) or self._config.load_config.load_format == "dummy"
 
     def sent_dtype(self) -> str:
         return str(self._config.model_config.dtype).removeprefix("torch.")
@@ -204,16 +241,17 @@ class VllmModel:
             names = {f"{path}.{name}" for path, _, name in group}
             if names - missing.keys():  # filling one of the tied parameters fills all
                 missing = {name: counts for name, counts in missing.items() if name not in names}
-        unused = tuple(name for name, _ in sources if not recorder.read[name]) if self._one_stage else ()
+        unread = tuple(name for name, _ in sources if not recorder.read[name])
         # vLLM's loaders silently cut their part out of a larger tensor. The first worker has the largest share of each,
         # so all shares together are at most tensor_parallel times its own.
         cut = {
             name: (recorder.read[name] * self._tensor_parallel, tensor.numel())
             for name, tensor in sources
-            if self._is_first and self._one_stage and recorder.read[name] * self._tensor_parallel < tensor.numel()
+            if self._is_first and 0 < recorder.read[name] * self._tensor_parallel < tensor.numel()
         }
         return LoaderTrace(
-            unused=unused,
+            unused=unread if self._one_stage else (),
+            elsewhere=() if self._one_stage else unread,
             missing=missing,
             cut=cut,
             regions=tuple(recorder.copies),
@@ -405,7 +443,7 @@ def _reply(run: Callable[[], Any]) -> Any:
 
 def _prove(model: VllmModel) -> Proof:
     appliers = (DirectApplier(model), ReloadApplier(model))
-    if model.holds_dummies():
+    if model.needs_no_proof():
         return Proof(appliers=appliers)
     return prove(model, appliers)
 

@@ -196,7 +196,7 @@ def _stage3_optimizer(engine: Any) -> Any:
     if optimizer.params_in_nvme_and_cpu:
         raise WrongState(f"the engine offloads its parameters to a disk; {_UNSUPPORTED}")
     config = engine._config.zero_config
-    for name in ("zero_hpz_partition_size", "zero_quantized_weights", "mics_shard_size"):
+    for name in ("zero_quantized_weights", "mics_shard_size"):
         if getattr(config, name, 0) not in (0, 1, -1, False):
             raise WrongState(f"the engine uses {name} = {getattr(config, name)}; {_UNSUPPORTED}")
     return optimizer

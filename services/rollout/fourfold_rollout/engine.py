@@ -41,11 +41,13 @@ class EngineSettings:
     enforce_eager: bool
     kv_cache_gib: int | None  # on each GPU; None: 1 on CPU, the rest of `gpu_memory_utilization` on GPUs
     gpus: int  # 0: CPU
+    stages: int = 1  # of the pipeline; each has an equal part of the GPUs
     gpu_memory_utilization: float
     seed: int
     sleep_mode: bool = False  # lets the engine free its memory between steps; no effect on CPU
     quantization: str = ""  # vLLM's name of a weight format; empty: the checkpoint's own
     options: Mapping[str, Any] = field(default_factory=dict)  # vLLM's options by their own names, checked at the start
+    options_key: str = "rollout.vllm"  # of the recipe, for messages
     disabled_patches: frozenset[str] = frozenset()  # patches of vLLM that are left out; see vllm/patches/README.md
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fourfold.config import Config
+from fourfold.config import Config, RolloutPool
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
@@ -45,12 +45,12 @@ _CONTROL_SERVICE: Final = control_pb.DESCRIPTOR.services_by_name["RolloutControl
 
 def main(options: ServeOptions) -> int:
     """Serve until a signal or a fatal error. The process exits here."""
-    config = options.config
+    config, pool = options.config, _pool(options)
     host = ServiceHost(options, role=Role.ROLE_ROLLOUT)
     check_ports(options.listen, config.rollout.public_listen)
     folder = model_folder.resolve(config.model.source)
     host.tokenizer_sha256 = tokenizer_sha256(folder)
-    settings = engine_settings(config, folder)
+    settings = engine_settings(config, pool, folder)
     environment.prepare(settings)
     from fourfold_rollout.vllm.engine import VllmEngine
 
@@ -64,7 +64,7 @@ def main(options: ServeOptions) -> int:
     # half a second, so they are excluded from now on.
     gc.collect()
     gc.freeze()
-    code = asyncio.run(_serve(host, engine, settings, text))
+    code = asyncio.run(_serve(host, pool, engine, settings, text))
     # The interpreter's own shutdown takes seconds to free the modules that vLLM imported.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -87,24 +87,38 @@ def check_ports(*addresses: str) -> None:
             ) from None
 
 
-def engine_settings(config: Config, folder: Path) -> EngineSettings:
-    rollout, limits = config.rollout, engine_limits(config)
-    on_cpu = rollout.gpus_per_replica == 0
+def _pool(options: ServeOptions) -> RolloutPool:
+    """Return the pool of this service. Raises ConfigError: there is none of this name."""
+    try:
+        return options.config.rollout_pool(options.pool)
+    except KeyError:
+        known = ", ".join(repr(pool.name) for pool in options.config.rollout.pool) or "none"
+        raise ConfigError(
+            f"--pool {options.pool!r} is not the name of a table [[rollout.pool]]; the recipe has {known}"
+        ) from None
+
+
+def engine_settings(config: Config, pool: RolloutPool, folder: Path) -> EngineSettings:
+    limits = engine_limits(config, pool)
+    on_cpu = pool.gpus_per_replica == 0
+    assert pool.dtype, "filled in by `Config.rollout_pools`"
     return EngineSettings(
         folder=folder,
-        dtype=config.model.dtype,
+        dtype=pool.dtype,
         max_context_tokens=config.model.max_context_tokens,
         max_concurrent_samples=limits.concurrent_samples,
         max_batched_tokens=limits.batched_tokens,
-        enforce_eager=on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
-        kv_cache_gib=rollout.kv_cache_gib,
-        gpus=rollout.gpus_per_replica,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=on_cpu if pool.enforce_eager is None else pool.enforce_eager,
+        kv_cache_gib=pool.kv_cache_gib,
+        gpus=pool.gpus_per_replica,
+        stages=pool.pipeline_parallel_size,
+        gpu_memory_utilization=pool.gpu_memory_utilization,
         seed=config.seed,
-        sleep_mode=rollout.sleep_mode,
-        quantization=rollout.quantization,
-        options=rollout.vllm,
-        disabled_patches=frozenset(rollout.disabled_vllm_patches),
+        sleep_mode=config.rollout.sleep_mode,
+        quantization=pool.quantization,
+        options=pool.vllm,
+        options_key=pool.key("vllm"),
+        disabled_patches=frozenset(pool.disabled_vllm_patches),
     )
 
 
@@ -120,7 +134,9 @@ def model_sha256(folder: Path) -> bytes:
     return hashlib.sha256(canonical.encode()).digest()
 
 
-async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings, text: TextProcess) -> int:
+async def _serve(
+    host: ServiceHost, pool: RolloutPool, engine: VllmEngine, settings: EngineSettings, text: TextProcess
+) -> int:
     config, folder = host.options.config, settings.folder
     has_agents = bool(host.options.coordinator)  # without a coordinator, all callers share everything
     update_timeout = config.weights.timeout_seconds
@@ -136,7 +152,7 @@ async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings
         max_concurrent_samples=settings.max_concurrent_samples,
         kv_cache_tokens=description.kv_cache_tokens,
         stop_token_ids=tuple(i for i in model_stop_token_ids(folder) if i < description.vocabulary_size),
-        agent_samples=engine_limits(config).agent_samples if has_agents else None,
+        agent_samples=engine_limits(config, pool).agent_samples if has_agents else None,
         agent_token_share=1 - config.rollout.agents.coordinator_share if has_agents else 1.0,
     )
     weights = WeightController(engine, update_timeout=update_timeout)

@@ -134,7 +134,8 @@ def test_layouts_put_services_where_they_say(tmp_path: Path, monkeypatch: pytest
     def places(settings: StepSettings) -> dict[str, tuple[str, ...]]:
         config = recipe.write(settings, tmp_path)
         gpus = measure.environment(settings)["CUDA_VISIBLE_DEVICES"].split(",")
-        return assign_gpus(services_of(config), gpus, colocated=config.placement.colocated)
+        visible = [Gpu(id=name, name="one") for name in gpus]
+        return assign_gpus(services_of(config), visible, colocated=config.placement.colocated)
 
     assert places(GPU) == {"rollout-0": ("1",), "trainer-0": ("0",), "reference-0": ("0",)}
     assert places(replace(GPU, layout="hybrid", sleep=True)) == {

@@ -186,6 +186,26 @@ def test_values_never_change(tmp_path: Path) -> None:
         ),
         (
             "[sampling]",
+            "[trainer]\nzero_hpz_partition_size = 2\nranks = 3\n[sampling]",
+            "trainer: zero_hpz_partition_size = 2 and ranks = 3 exclude each other: it must divide them",
+        ),
+        (
+            "[sampling]",
+            "[trainer]\nzero_hpz_partition_size = 2\nranks = 2\nzero_stage = 2\n[sampling]",
+            "trainer: zero_hpz_partition_size = 2 and zero_stage = 2 exclude each other: it needs stage 3",
+        ),
+        (
+            "[sampling]",
+            '[trainer]\nzero_hpz_partition_size = 2\nranks = 2\noffload = "optimizer+parameters"\n[sampling]',
+            "trainer: zero_hpz_partition_size = 2 and offload = optimizer+parameters exclude each other",
+        ),
+        (
+            "[sampling]",
+            "[trainer]\nzero_hpz_partition_size = 2\nranks = 2\nlora = { rank = 4 }\n[sampling]",
+            "trainer: zero_hpz_partition_size = 2 and lora.rank = 4 exclude each other",
+        ),
+        (
+            "[sampling]",
             '[weights]\nbackend = "nccl"\n[sampling]',
             'weights.backend = "nccl" moves weights between GPUs, and trainer.device = "cpu"; set weights.backend =',
         ),

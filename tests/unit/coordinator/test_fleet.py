@@ -15,6 +15,7 @@ from fourfold.config import Config
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.errors import ConfigError
 from fourfold.host.clock import Clock, SystemClock
+from fourfold.host.hardware import Gpu
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command
 from fourfold_coordinator.cli.dashboard import _PHASES
@@ -45,6 +46,7 @@ class FakeLauncher:
         self.started: list[Command] = []
         self.dying: list[Death] = []
         self.ready: set[str] = set()
+        self.waiting: set[str] = set()
 
     def start(self, service: ServiceSpec, command: Command) -> None:
         assert service.name == command.name
@@ -56,6 +58,9 @@ class FakeLauncher:
 
     def is_ready(self, name: str) -> bool:
         return name in self.ready
+
+    def is_placed(self, name: str) -> bool:
+        return name not in self.waiting
 
     def stop(self) -> None: ...
 
@@ -293,18 +298,22 @@ def test_a_critic_apart_has_gpus_of_its_own(critic_ranks: int, gpus: int) -> Non
     assert without.gpus == 2
 
 
+def gpus_named(*ids: str) -> list[Gpu]:
+    return [Gpu(id=name, name="NVIDIA H100 80GB HBM3") for name in ids]
+
+
 def test_gpus_are_dealt_out_in_order_and_shared_when_there_are_few() -> None:
     services = services_of(
         recipe(rollout={"replicas": 2, "gpus_per_replica": 1}, trainer={"ranks": 2, "device": "cuda"})
     )
-    assert assign_gpus(services, ["4", "5", "6", "7"], colocated=None) == {
+    assert assign_gpus(services, gpus_named("4", "5", "6", "7"), colocated=None) == {
         "rollout-0": ("4",), "rollout-1": ("5",), "trainer-0": ("6", "7"),
     }  # fmt: skip
-    few = assign_gpus(services, ["0", "1"], colocated=None)
+    few = assign_gpus(services, gpus_named("0", "1"), colocated=None)
     assert few == {"rollout-0": ("0",), "rollout-1": ("1",), "trainer-0": ("0", "1")}
     assert shared_gpus(few) == {"0": ["rollout-0", "trainer-0"], "1": ["rollout-1", "trainer-0"]}
     with pytest.raises(ConfigError, match="trainer-0 asks for 2 GPUs and this machine offers 1"):
-        assign_gpus(services, ["0"], colocated=None)
+        assign_gpus(services, gpus_named("0"), colocated=None)
 
 
 def test_colocated_services_share_gpus_and_others_do_not() -> None:
@@ -315,7 +324,7 @@ def test_colocated_services_share_gpus_and_others_do_not() -> None:
         "reference": {"device": "cuda", "replicas": 2, "tokens_per_batch": 8192},
     }
     together = services_of(recipe(**tables, placement={"colocated": True}))
-    names = ["4", "5", "6", "7"]
+    names = gpus_named("4", "5", "6", "7")
     assert assign_gpus(together, names, colocated=True) == {
         "rollout-0": ("4", "5"), "rollout-1": ("6", "7"), "trainer-0": ("4", "5", "6", "7"),
         "reference-0": ("4",), "reference-1": ("5",),
@@ -324,7 +333,7 @@ def test_colocated_services_share_gpus_and_others_do_not() -> None:
         five = tables | {"rollout": {"replicas": 5, "gpus_per_replica": 1, "kv_cache_gib": 1}}
         assign_gpus(services_of(recipe(**five, placement={"colocated": True})), names, colocated=True)
     apart = services_of(recipe(**tables, placement={"colocated": False}))
-    assert shared_gpus(assign_gpus(apart, [str(n) for n in range(10)], colocated=False)) == {}
+    assert shared_gpus(assign_gpus(apart, gpus_named(*map(str, range(10))), colocated=False)) == {}
     with pytest.raises(ConfigError, match="services have their own and ask for 10 GPUs, this machine offers 4"):
         assign_gpus(apart, names, colocated=False)
 
@@ -370,7 +379,8 @@ def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
         "have   node 1               64     3",
         "have   node 2               64     2",
         "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let services share GPUs "
-        "(placement.colocated), or add nodes to the cluster.",
+        "(placement.colocated), raise placement.trainer_nodes, choose another placement.strategy, or add nodes to the "
+        "cluster.",
     ]
     with pytest.raises(ConfigError, match="reward-0 fits on no node"):  # CPUs run out
         check_cluster_fits(services, [{"CPU": 8, "GPU": 8}])
@@ -452,3 +462,64 @@ def test_the_line_of_a_death_has_the_cause_in_the_services_own_words(tmp_path: P
     launcher.dying = [replace(death("trainer-0"), message=words)]
     fleet.tick()
     assert f"trainer-0 died (ended with exit code 1: {words}); restarting it" in notes[0]
+
+
+def lost(name: str, *, was_ready: bool = True) -> Death:
+    return replace(death(name, code=0, number=9, was_ready=was_ready), node="10.0.0.2", message="preempted")
+
+
+def test_a_service_lost_with_its_node_waits_for_another_one_and_keeps_its_restarts(
+    tmp_path: Path, clock: FakeClock
+) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(rollout={"replicas": 2}, retry={"restarts": 1}), clock)
+    for number in (1, 2, 3):
+        launcher.waiting, launcher.dying = {"rollout-1"}, [lost("rollout-1", was_ready=number != 2)]
+        assert fleet.tick() is None
+        assert launcher.names().count("rollout-1") == 1 + number, "Ray has it wait"
+        assert ("rollout-1", "waiting for a node") in fleet.states()
+        assert "rollout-1 died (lost with node 10.0.0.2: preempted); it starts again when" in notes[-1]
+        clock.seconds += 5000
+        assert fleet.tick() is None, "the run goes on"
+        launcher.waiting = set()
+        assert ("rollout-1", "starting") in fleet.states()
+        launcher.ready.add("rollout-1")
+        assert fleet.tick() is None and ("rollout-1", "ready") in fleet.states()
+        launcher.ready.discard("rollout-1")
+    launcher.dying = [death("rollout-1")]
+    assert fleet.tick() is None
+    assert launcher.names().count("rollout-1") == 5, "its one restart was left"
+
+
+def divided(tmp_path: Path, clock: FakeClock, restarts: int) -> tuple[Fleet, FakeLauncher, list[str]]:
+    tables: dict[str, Any] = {"trainer": {"ranks": 4}, "placement": {"trainer_nodes": 2}}
+    found = started(tmp_path, recipe(**tables, retry={"restarts": restarts}), clock)
+    assert found[1].names()[2:4] == ["trainer-0", "trainer-0-ranks-2-3"]
+    return found
+
+
+@pytest.mark.parametrize("rank_zero_first", [True, False])
+def test_the_end_of_rank_0_for_lack_of_a_lost_nodes_ranks_uses_up_no_restart(
+    tmp_path: Path, clock: FakeClock, rank_zero_first: bool
+) -> None:
+    fleet, launcher, _ = divided(tmp_path, clock, restarts=1)
+    deaths = [[death("trainer-0")], [lost("trainer-0-ranks-2-3")]]
+    for launcher.dying in deaths if rank_zero_first else reversed(deaths):
+        assert fleet.tick() is None
+    for _ in range(3):  # it waits for the ranks in vain
+        clock.seconds += 600
+        assert fleet.tick() is None
+        launcher.dying = [death("trainer-0", was_ready=False)]
+        assert fleet.tick() is None
+    clock.seconds += 10
+    launcher.ready = {"trainer-0", "trainer-0-ranks-2-3"}
+    assert fleet.tick() is None
+    launcher.dying = [death("trainer-0")]
+    assert fleet.tick() is None, "a restart is left"
+    launcher.dying = [death("trainer-0")]
+    assert (ending := fleet.tick()) is not None and "(retry.restarts = 1)" in ending.text
+
+
+def test_ranks_that_use_up_their_restarts_end_the_run(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = divided(tmp_path, clock, restarts=0)
+    launcher.dying = [death("trainer-0-ranks-2-3")]
+    assert (ending := fleet.tick()) is not None and "trainer-0-ranks-2-3 says why" in ending.text

@@ -88,9 +88,9 @@ def test_the_order_is_that_of_a_full_comparison_whatever_happens() -> None:
             found = [r for r in fleet.first() if r.has_room(2) is not full]
             assert len(found) == min(len(here), 8)
             assert min((r.seconds() for r in found), default=0.0) == pytest.approx(best)
-    known = list(fleet.replicas)
-    assert fleet.ranking.speed_sum == pytest.approx(sum(r.known_speed or 0.0 for r in known))
-    assert fleet.ranking.outstanding_size == sum(r.outstanding_size for r in known)
+    work = sum(replica.outstanding_size for replica in fleet.replicas)
+    speed = sum(replica.known_speed or 0.0 for replica in fleet.replicas)
+    assert fleet.ranking.backlog_seconds(30, 0.0) == pytest.approx((work + 30) / speed)
 
 
 def test_a_call_looks_at_few_of_a_thousand_replicas() -> None:
@@ -125,4 +125,15 @@ def test_a_replica_that_left_is_forgotten() -> None:
     fleet.replicas[0].gone = fleet.replicas[0].unusable_reason = "left"
     fleet.update(fleet.replicas[0])
     assert fleet.first() == [fleet.replicas[1]]
-    assert (fleet.ranking.speed_sum, fleet.ranking.outstanding_size) == (5.0, 0)
+    assert fleet.ranking.backlog_seconds(30, 0.0) == 6.0
+
+
+def test_many_changes_of_a_replica_between_two_calls_are_made_once() -> None:
+    fleet, counted = Fleet(2, speed=5.0), list[float]()
+    fleet.first()
+    fleet.replicas[0].speed = lambda now: counted.append(now) or 5.0  # type: ignore[method-assign,func-returns-value]
+    for _ in range(8):
+        fleet.replicas[0].add(1)
+        fleet.update(fleet.replicas[0])
+    assert fleet.first() == [fleet.replicas[1], fleet.replicas[0]] and len(counted) == 1
+    assert fleet.ranking.backlog_seconds(20, 0.0) == 10.0

@@ -96,15 +96,17 @@ async def test_only_engines_are_watched_for_load(scene: Scene) -> None:
     assert scene.watched == [engine.load, late.load], "one watch of each engine, and none of other members"
 
 
-async def test_an_engine_is_watched_when_it_was_inspected(scene: Scene) -> None:
+async def test_an_engine_is_watched_when_it_was_inspected_and_may_get_calls(scene: Scene) -> None:
     first, _ = scene.join("first", Role.ROLE_ROLLOUT, 1)
     first.vocabulary_size = 0
     second, _ = scene.join("second", Role.ROLE_ROLLOUT, 2)
-    await until(lambda: second.load in scene.watched)
-    assert first.load not in scene.watched
+    scene.router.set_unusable_reason(second, "weights not checked yet")
+    third, _ = scene.join("third", Role.ROLE_ROLLOUT, 3)
+    await until(lambda: third.load in scene.watched)
+    assert scene.watched == [third.load]
     first.vocabulary_size = 100
-    scene.router.notify()
-    await until(lambda: first.load in scene.watched)
+    scene.router.set_unusable_reason(second, "")
+    await until(lambda: {first.load, second.load} <= set(scene.watched))
 
 
 async def test_a_departed_replica_is_released(scene: Scene) -> None:

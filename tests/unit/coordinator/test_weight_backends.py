@@ -205,3 +205,23 @@ def test_engines_of_one_host_are_neighbours_in_a_chain() -> None:
     engines = [engine(name, host_id=host) for name, host in zip("abcde", ("y", "x", "here", "y", "x"), strict=True)]
     (group,) = _group("gloo", trainer(), tuple(engines))
     assert [member.name for member in group.engines] == ["c", "b", "e", "a", "d"]
+
+
+def test_a_mixed_fleet_has_one_backend_for_each_kind_of_engine() -> None:
+    source = trainer(1, 2, reachable=(3,))
+    fleet = (
+        engine("shares", 1), engine("beside", 3), engine("cpu"), engine("far", 7, host_id="there", target="10.0.0.2:1"),
+        engine("far_cpu", host_id="there", target="10.0.0.2:2"),
+    )  # fmt: skip
+    assert groups(source, *fleet) == [
+        ("cuda_ipc", ["shares", "beside"]), ("nccl", ["far"]), ("shm", ["cpu"]), ("gloo", ["far_cpu"]),
+    ]  # fmt: skip
+
+
+def test_nccl_is_not_chosen_for_a_host_that_a_loopback_address_hides() -> None:
+    far = engine("far", 7, host_id="there", target="10.0.0.2:1")
+    with pytest.raises(UpdateFailed) as failed:
+        _group("auto", trainer(1), (far,), host="127.0.0.1")
+    (error,) = failed.value.engines.values()
+    assert "nccl: the trainer is known by a loopback address, which 10.0.0.2 does not reach" in error.message
+    assert _group("auto", trainer(1), (far,), host="127.0.0.1", interface="eth0")[0].backend == "nccl"

@@ -139,8 +139,8 @@ def test_muon_has_one_moment_of_the_matrices() -> None:
 
 def test_float32_doubles_weights_and_cache() -> None:
     narrow, wide = recipe(), recipe(model={"dtype": "float32"})
-    assert kv_bytes_per_token(narrow, SHAPE) == 2 * 2 * 2 * 16 * 2
-    assert kv_bytes_per_token(wide, SHAPE) == 2 * kv_bytes_per_token(narrow, SHAPE)
+    assert kv_bytes_per_token(narrow.rollout_pools[0], SHAPE) == 2 * 2 * 2 * 16 * 2
+    assert kv_bytes_per_token(wide.rollout_pools[0], SHAPE) == 2 * kv_bytes_per_token(narrow.rollout_pools[0], SHAPE)
     assert memory_plan(wide, SIZES)[0].weights == 2 * memory_plan(narrow, SIZES)[0].weights
 
 

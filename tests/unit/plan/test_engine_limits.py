@@ -25,8 +25,13 @@ def recipe(**tables: Any) -> Config:
     return Config.model_validate(base)
 
 
+def limits(config: Config) -> EngineLimits:
+    (pool,) = config.rollout_pools
+    return engine_limits(config, pool)
+
+
 def samples(**tables: Any) -> int:
-    return engine_limits(recipe(**tables)).concurrent_samples
+    return limits(recipe(**tables)).concurrent_samples
 
 
 def test_a_replica_takes_its_share_of_a_step_rounded_up() -> None:
@@ -74,7 +79,7 @@ def test_an_evaluation_counts_if_the_recipe_gives_its_size() -> None:
 
 
 def agent_samples(**tables: Any) -> int:
-    return engine_limits(recipe(**tables)).agent_samples
+    return limits(recipe(**tables)).agent_samples
 
 
 def test_agents_get_what_the_coordinators_share_and_its_largest_call_leave() -> None:
@@ -105,16 +110,16 @@ def test_an_option_that_would_stop_the_engine_is_refused(name: str) -> None:
 
 
 def test_numbers_of_the_recipe_stay_and_a_step_has_room_for_every_sample() -> None:
-    assert engine_limits(recipe()) == EngineLimits(concurrent_samples=256, batched_tokens=8192, agent_samples=64)
-    assert engine_limits(recipe(rollout={"gpus_per_replica": 1})).batched_tokens == 16384
+    assert limits(recipe()) == EngineLimits(concurrent_samples=256, batched_tokens=8192, agent_samples=64)
+    assert limits(recipe(rollout={"gpus_per_replica": 1})).batched_tokens == 16384
     given = {"max_concurrent_samples": 3000, "max_batched_tokens": 64}
-    assert engine_limits(recipe(rollout=given)) == EngineLimits(
+    assert limits(recipe(rollout=given)) == EngineLimits(
         concurrent_samples=3000, batched_tokens=3001, agent_samples=750
     )
-    assert engine_limits(recipe(rollout={"max_concurrent_samples": 8})).concurrent_samples == 8
+    assert limits(recipe(rollout={"max_concurrent_samples": 8})).concurrent_samples == 8
     for gpus, tokens in ((0, 100), (1, 65)):
         table = {"gpus_per_replica": gpus, "max_concurrent_samples": 64, "max_batched_tokens": 64}
-        assert engine_limits(recipe(rollout=table)).batched_tokens == tokens, "a whole prompt on CPU"
+        assert limits(recipe(rollout=table)).batched_tokens == tokens, "a whole prompt on CPU"
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
@@ -127,7 +132,7 @@ def test_a_limit_that_is_derived_has_room_for_the_largest_group(gpus: int, promp
         evaluation={"samples_per_prompt": 256},
         data=data,
     )
-    assert engine_limits(config).concurrent_samples >= (256 if data else config.batch.group_size)
+    assert limits(config).concurrent_samples >= (256 if data else config.batch.group_size)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,7 @@ def test_a_limit_below_a_group_is_refused_with_the_recipe(limit: int, answers: i
 @pytest.mark.parametrize("limit", [{}, {"max_concurrent_samples": 8}])
 def test_without_held_out_data_no_evaluation_is_too_large(limit: dict[str, int]) -> None:
     config = recipe(rollout=limit, evaluation={"samples_per_prompt": 100}, batch={"prompts_per_step": 12})
-    assert engine_limits(config).concurrent_samples == limit.get("max_concurrent_samples", 96)
+    assert limits(config).concurrent_samples == limit.get("max_concurrent_samples", 96)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,22 @@ def test_plan_of_gpus_and_ranks() -> None:
     assert "trainer, per GPU 8" in text and "rollout, per GPU 2" in text and "85% of GPU" in text
 
 
+def test_plan_of_pools() -> None:
+    pools = [
+        {"name": "big", "gpu": "H100", "gpus_per_replica": 4, "pipeline_parallel_size": 2, "kv_cache_gib": 8},
+        {"name": "small", "dtype": "float32", "max_concurrent_samples": 8, "replicas": 2},
+    ]
+    data = in_bfloat16()
+    data["rollout"] = {"pool": pools}
+    text = " ".join(report.describe(Config.model_validate(data)).split())
+    assert "rollout big: 1 service on 4 H100 each, in 2 stages: 8 GiB of KV cache on each" in text
+    assert "small: 2 services on CPU: 1 GiB of KV cache = 23,301 tokens" in text
+    assert "Each engine runs at most 8 samples at once" in text
+    assert "Weights are converted to float32 as they arrive." in text
+    assert "rollout-big, per GPU 4 0.06" in text and "rollout-small 2 0.50" in text, "the weights of each"
+    assert "go to each of 3 engines after every step" in text
+
+
 _SHARED: dict[str, dict[str, Any]] = {
     "trainer": {"ranks": 2, "device": "cuda"},
     "rollout": {"replicas": 2, "gpus_per_replica": 1, "kv_cache_gib": 8, "sleep_mode": True},
@@ -221,6 +238,15 @@ def test_plan_describes_checkpoints_and_the_average() -> None:
         in average
     )
     assert "3 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
+
+
+def test_plan_describes_a_second_partition_of_the_weights() -> None:
+    flat, second = (changed(trainer={"ranks": 4, "zero_hpz_partition_size": size}) for size in (1, 2))
+    assert "Groups of 2 ranks keep a second copy of the weights" in second and "was not measured" in second
+    assert "second copy" not in flat
+    rows = [re.search(r"trainer 4 ([\d.]+)", text) for text in (flat, second)]
+    weights = [float(row[1]) for row in rows if row is not None]
+    assert weights[1] - weights[0] == pytest.approx(0.125, abs=0.01), "half of 135 million weights"
 
 
 def test_plan_describes_optimizers_and_learning_rates() -> None:

@@ -42,9 +42,10 @@ def test_the_switches_of_the_table_are_those_of_the_recipe() -> None:
 
 def test_a_recipe_switches_patches_off() -> None:
     recipe = config.load(ROOT / "recipes" / "quickstart.toml")
-    assert engine_settings(recipe, Path("/model")).disabled_patches == frozenset()
+    assert engine_settings(recipe, recipe.rollout_pools[0], Path("/model")).disabled_patches == frozenset()
     rollout = recipe.rollout.model_copy(update={"disabled_vllm_patches": ["seeds", "scheduler"]})
-    settings = engine_settings(recipe.model_copy(update={"rollout": rollout}), Path("/model"))
+    changed = recipe.model_copy(update={"rollout": rollout})
+    settings = engine_settings(changed, changed.rollout_pools[0], Path("/model"))
     assert settings.disabled_patches == {"seeds", "scheduler"}
     with pytest.raises(ValueError, match="disabled_vllm_patches"):
         RolloutConfig(disabled_vllm_patches=["sampler"])  # type: ignore[list-item]
@@ -66,7 +67,9 @@ async def test_workers_are_asked_for_the_patches_that_are_on(
 
     recipe = config.load(ROOT / "recipes" / "quickstart.toml")
     engine = VllmEngine.__new__(VllmEngine)
-    engine._settings = replace(engine_settings(recipe, Path("/model")), disabled_patches=frozenset(disabled))
+    engine._settings = replace(
+        engine_settings(recipe, recipe.rollout_pools[0], Path("/model")), disabled_patches=frozenset(disabled)
+    )
     monkeypatch.setattr(engine, "_call", call)
     table = await engine._open_logprobs()
     assert seen == asked and (table is None) == (not asked)
@@ -94,7 +97,9 @@ async def test_prefixes_of_running_samples_are_forgotten_only_with_the_patch(
 
     recipe = config.load(ROOT / "recipes" / "quickstart.toml")
     engine = VllmEngine.__new__(VllmEngine)
-    engine._settings = replace(engine_settings(recipe, Path("/model")), disabled_patches=frozenset(disabled))
+    engine._settings = replace(
+        engine_settings(recipe, recipe.rollout_pools[0], Path("/model")), disabled_patches=frozenset(disabled)
+    )
     engine._llm = cast(Any, Llm())
     monkeypatch.setattr(engine, "_unless_dead", unless_dead)
     await engine.forget_prefixes(recompute=recompute)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fourfold import config
 from fourfold.errors import ConfigError
-from fourfold_rollout.serve import check_ports, engine_settings, model_sha256, model_stop_token_ids
+from fourfold.service.lifecycle import ServeOptions
+from fourfold_rollout.serve import _pool, check_ports, engine_settings, model_sha256, model_stop_token_ids
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,19 +27,31 @@ def write(folder: Path, **files: object) -> Path:
 
 def test_engine_gets_what_the_recipe_says() -> None:
     recipe = config.load(ROOT / "recipes" / "quickstart.toml")
-    settings = engine_settings(recipe, Path("/model"))
+    settings = engine_settings(recipe, recipe.rollout_pools[0], Path("/model"))
     assert settings.max_context_tokens == recipe.model.max_context_tokens
     assert settings.enforce_eager  # the default on CPU
     assert settings.options == {}
     keys = {"vllm": {"block_size": 64}, "gpus_per_replica": 2, "sleep_mode": True, "quantization": "fp8"}
-    on_gpu = engine_settings(
-        recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=keys)}), Path("/model")
-    )
+    changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=keys)})
+    on_gpu = engine_settings(changed, changed.rollout_pools[0], Path("/model"))
     assert (on_gpu.gpus, on_gpu.sleep_mode, on_gpu.quantization) == (2, True, "fp8")
     assert (settings.max_concurrent_samples, settings.max_batched_tokens) == (256, 8192)
     assert on_gpu.max_batched_tokens == 16384
     assert not on_gpu.enforce_eager
     assert on_gpu.options == {"block_size": 64}
+
+
+def test_an_engine_gets_the_keys_of_its_pool() -> None:
+    recipe = config.load(ROOT / "recipes" / "quickstart.toml")
+    pools = [{"name": "a", "dtype": "float32"}, {"name": "b", "gpus_per_replica": 4, "pipeline_parallel_size": 2}]
+    changed = config.from_tables(recipe.model_dump() | {"rollout": {"pool": pools}}, source="here")
+    options = ServeOptions(role="rollout", recipe=Path("r.toml"), config=changed, member_id="rollout-b-0", pool="b")
+    first, second = (engine_settings(changed, _pool(replace(options, pool=name)), Path("/model")) for name in ("", "b"))
+    assert (first.dtype, first.gpus, first.stages, first.options_key) == ("float32", 0, 1, "[[rollout.pool]] 'a' vllm")
+    assert (second.dtype, second.gpus, second.stages) == (recipe.model.dtype, 4, 2)
+    unknown = "--pool 'c' is not the name of a table [[rollout.pool]]; the recipe has 'a', 'b'"
+    with pytest.raises(ConfigError, match=re.escape(unknown)):
+        _pool(replace(options, pool="c"))
 
 
 def test_stop_tokens_are_those_of_both_files_once(tmp_path: Path) -> None:

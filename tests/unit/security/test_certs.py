@@ -103,6 +103,16 @@ def test_a_recipe_says_how_many_members_there_are(tmp_path: Path) -> None:
     assert names(tmp_path / "certs" / "math.pem")[0] == ["spiffe://fourfold/svc/reward/math"]
 
 
+def test_each_pool_of_a_recipe_has_members(tmp_path: Path) -> None:
+    pools = "[[rollout.pool]]\nname = 'a_b'\nreplicas = 2\n[[rollout.pool]]\nname = 'c'\n"
+    recipe = (ROOT / "recipes/by_hand.toml").read_text().replace("[rollout]\nreplicas = 0\n", "[rollout]\n")
+    (tmp_path / "r.toml").write_text(recipe + pools)
+    assert cli_main.main(["certs", str(tmp_path / "certs"), "--recipe", str(tmp_path / "r.toml")]) == 0
+    assert {path.stem for path in (tmp_path / "certs").glob("rollout-*.pem")} == {
+        "rollout-a-b-0", "rollout-a-b-1", "rollout-c-0",
+    }  # fmt: skip
+
+
 def test_members_are_added_and_none_twice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_main.main(["certs", "add", str(folder), "rollout-1", "--host", "node-7"]) == 0
     assert "node-7" in names(folder / "rollout-1.pem")[1]

@@ -222,6 +222,8 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
             services,
             run_dir=run_dir,
             address=args.ray_address,
+            strategy=config.placement.strategy,
+            variables=[table.judge.api_key_env for table in config.reward if table.judge is not None],
             secured=bool(config.security.directory),
             coordinator_listen=args.listen,
             check_gpu=partial(check_gpu_memory, config),
@@ -232,10 +234,16 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
     advice = "" if config.placement.colocated else "; rollout.gpu_memory_utilization must leave room for all"
     for gpu, names in shared_gpus(assigned).items():
         print(f"GPU {gpu} is shared by {', '.join(names)}{advice}.")
-    on_cpu = [s for s in services if s.role != "reward" and not s.gpus]  # services that run the model on the CPU
-    if config.model.dtype == "bfloat16" and on_cpu and not has_fast_bfloat16():
+    dtypes = {pool.name: pool.dtype for pool in config.rollout_pools}
+    on_cpu = [  # services that run the model in bfloat16 on the CPU
+        service.name
+        for service in services
+        if service.role != "reward" and not service.gpus
+        if (dtypes[service.pool] if service.role == "rollout" else config.model.dtype) == "bfloat16"
+    ]
+    if on_cpu and not has_fast_bfloat16():
         print(
-            f'model.dtype = "bfloat16": {", ".join(s.name for s in on_cpu)} will take 4 to 8 times as long as in '
+            f'dtype = "bfloat16": {", ".join(on_cpu)} will take 4 to 8 times as long as in '
             f'float32, because this processor has no AVX-512; set model.dtype = "float32"',
             file=sys.stderr,
         )
@@ -244,11 +252,20 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
 
 def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
     """Return the ids of each service's GPUs on this machine; raise ConfigError when these are too few or too small."""
-    services = services_of(config)
+    placement, services = config.placement, services_of(config)
+    for key, value, valid in (
+        ("trainer_nodes", placement.trainer_nodes, placement.trainer_nodes == 1),
+        ("strategy", f'"{placement.strategy}"', placement.strategy != "strict_spread"),
+    ):
+        if not valid:
+            raise ConfigError(
+                f"placement.{key} = {value} needs several machines, and --launcher local has one; pass --launcher ray "
+                f"--ray-address ADDRESS, or remove the key"
+            )
     if not any(service.gpus for service in services):
         return {}
     visible = visible_gpus()
-    assigned = assign_gpus(services, [gpu.id for gpu in visible], colocated=config.placement.colocated)
+    assigned = assign_gpus(services, visible, colocated=config.placement.colocated)
     used = {gpu for ids in assigned.values() for gpu in ids}
     if (size := smallest_memory(gpu for gpu in visible if gpu.id in used)) is not None:
         check_gpu_memory(config, size)

@@ -6,10 +6,14 @@
          '- killed: restarted at the same address, so that the services find it; they keep running
 
 A process that dies before it was ever ready ends the run: a restart would fail for the same reason.
+
+The loss of a cluster's node is no fault of its processes. They start again when the cluster has room, and this counts
+for no limit; the run goes on meanwhile, or the coordinator ends it after retry.service_wait_seconds without a service.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +29,7 @@ from fourfold.rpc.channel import join_target, split_target
 from fourfold.text import format_duration
 
 from .launcher import Launcher, ServiceSpec
+from .placement import split_trainer
 from .run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE
 
 COORDINATOR: Final = "coordinator-0"
@@ -32,6 +37,8 @@ _COORDINATOR_START_SECONDS: Final = 120.0
 # The coordinator itself gives up after 900 s without its services, and names those that are missing. This limit is for
 # a coordinator that hangs.
 _READY_SECONDS: Final = 960.0
+# Between restarts of a trainer that lacks the ranks of a lost node. It waits for them itself, unless it fails at once.
+_PART_LOST_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,8 @@ class _Slot:
     died_at: float | None = None  # the last death, until the process is ready again
     death: str = ""  # cause of the last death, one line
     lost: bool = False  # it used up its restarts
+    node_lost: bool = False  # the last death was that of its node; until the process is ready again
+    uncertain: int = 0  # restarts since it was ready last: perhaps a node that is not known as lost is the cause
 
 
 def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
@@ -59,34 +68,50 @@ def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
 
     With `manual`, return instead one service for each needed role that the recipe leaves to the user (`replicas = 0`).
     """
-    roles = [
-        ("rollout", config.rollout.replicas, 2),
-        ("trainer", config.trainer.replicas, config.trainer_processes),
+    trainer = config.trainer
+    # Beginning of the member ids, replicas, and the service without name and place.
+    kinds = [
+        (pool.member_prefix, pool.replicas, _spec("rollout", 2, pool=pool.name, gpu=pool.gpu))
+        for pool in config.rollout_pools
     ]
+    kinds.append(("trainer", trainer.replicas, _spec("trainer", config.trainer_processes, gpu=trainer.gpu)))
     if config.needs_reference:
-        roles.append(("reference", config.reference.replicas, 1))
+        kinds.append(("reference", config.reference.replicas, _spec("reference", 1)))
     if config.agents.source != "none":
-        roles.append(("gateway", config.gateway.replicas, 1))
+        kinds.append(("gateway", config.gateway.replicas, _spec("gateway", 1)))
         if config.environment.replicas:  # agents need not be environments
-            roles.append(("environment", config.environment.replicas, config.environment.processes))
-    slots = [(role, role, "", replicas, cpus) for role, replicas, cpus in roles]
+            kinds.append(
+                ("environment", config.environment.replicas, _spec("environment", config.environment.processes))
+            )
     if config.needs_scorer:
         tables = [table for table in config.reward if not table.target]
-        slots += [("reward", t.member_prefix, t.name, t.replicas, t.processes) for t in tables]
+        kinds += [(t.member_prefix, t.replicas, _spec("reward", t.processes, scorer=t.name)) for t in tables]
     places = gpu_places(config)
-    return [
-        ServiceSpec(role=role, name=name, place=places.get(name, ()), scorer=scorer, cpus=cpus)
-        for role, prefix, scorer, replicas, cpus in slots
+    services = [
+        dataclasses.replace(spec, name=name, place=places.get(name, ()))
+        for prefix, replicas, spec in kinds
         if (replicas == 0) == manual
         for name in (f"{prefix}-{index}" for index in range(replicas or 1))
     ]
+    nodes = config.placement.trainer_nodes
+    divided = [split_trainer(s, config.trainer.ranks, nodes) if s.role == "trainer" else [s] for s in services]
+    return [service for parts in divided for service in parts]
+
+
+def _spec(role: str, cpus: int, *, scorer: str = "", pool: str = "", gpu: str = "") -> ServiceSpec:
+    return ServiceSpec(role=role, name="", cpus=cpus, scorer=scorer, pool=pool, gpu=gpu)
 
 
 def serve_arguments(service: ServiceSpec, *, run_dir: Path, coordinator: str, listen: str = "") -> list[str]:
     """Return the arguments of `fourfold` that start a service of the run in `run_dir`."""
-    words = ["serve", service.role, str(run_dir / CONFIG_FILE), "--member-id", service.name, "--run-dir", str(run_dir)]
+    member_id = service.member_id
+    words = ["serve", service.role, str(run_dir / CONFIG_FILE), "--member-id", member_id, "--run-dir", str(run_dir)]
+    if service.ranks is not None:
+        words += ["--rank", f"{service.ranks.start}-{service.ranks.stop - 1}"]
     if service.scorer:
         words += ["--scorer", service.scorer]
+    if service.pool:
+        words += ["--pool", service.pool]
     if listen:
         words += ["--listen", listen]
     if coordinator:
@@ -112,6 +137,7 @@ class Fleet:
         `notify` receives a line for the user about each death and restart. `coordinator_listen` is host:port.
         """
         self.config = config
+        run_dir = run_dir.absolute()
         self.address = ""  # of the coordinator; empty until it listens
         self.survived_deaths: list[str] = []  # one line for each death that did not end the run
         self._run_dir, self._launcher, self._notify, self._clock = run_dir, launcher, notify, clock
@@ -139,7 +165,7 @@ class Fleet:
                 self._launch(slot)
             elif slot.died_at is not None and self._state(slot) == "ready":
                 self._notify(f"{slot.spec.name} is ready again after {format_duration(now - slot.died_at)}")
-                slot.died_at = None
+                slot.died_at, slot.node_lost, slot.uncertain = None, False, 0
         if not self.address:
             self._start_services()
         if self._listen_deadline is not None:
@@ -152,7 +178,10 @@ class Fleet:
         return None
 
     def states(self) -> list[tuple[str, str]]:
-        """Return (name, "starting" | "ready" | "restarting" | "lost") of each process, the coordinator first."""
+        """Return name and state of each process, the coordinator first.
+
+        States are "starting", "ready", "restarting", "waiting for a node" and "lost".
+        """
         if not self.address:
             return [(COORDINATOR, "starting")]
         coordinator = "ready" if self._coordinator.died_at is None else "restarting"
@@ -163,6 +192,8 @@ class Fleet:
             return "lost"
         if slot.restart_at is not None:
             return "restarting"
+        if slot.node_lost and not self._launcher.is_placed(slot.spec.name):
+            return "waiting for a node"
         return "ready" if self._launcher.is_ready(slot.spec.name) else "starting"
 
     def _start_services(self) -> None:
@@ -198,22 +229,44 @@ class Fleet:
             if death.was_ready:  # it ended by itself: the run cannot continue, and it has said why
                 return RunOutcome(done=False, text=death.explain())
         slot.died_at, slot.death = now if slot.died_at is None else slot.died_at, death.brief
+        died = f"{time.strftime('%H:%M:%S', time.localtime(death.time))} {death.name} died ({death.brief})"
+        if death.node:
+            self._on_lost_node(slot, died)
+            return None
+        if any(part.node_lost for part in self._other_parts(slot)):
+            slot.restart_at, self._deadline = now + _PART_LOST_SECONDS, None
+            self._survive(f"{died}; restarting it (log: {death.log})")
+            return None
         if not death.was_ready and slot.restarts == 0:
             return RunOutcome(done=False, text=death.explain())
-        died = f"{time.strftime('%H:%M:%S', time.localtime(death.time))} {death.name} died ({death.brief})"
         if slot.restarts < self.config.retry.restarts:
             slot.restart_at = now + 2.0**slot.restarts - 1  # at once, then after 1, 3, 7 ... seconds
             slot.restarts += 1
+            slot.uncertain += 1
             # From here on the coordinator limits the wait: a restart may take longer than the first start.
             self._deadline = None
             self._survive(f"{died}; restarting it (log: {death.log})")
             return None
         slot.lost = True
-        if is_coordinator or all(other.lost for other in self._slots.values() if other.spec.role == slot.spec.role):
+        same = [other for other in self._slots.values() if other.spec.role == slot.spec.role]
+        if is_coordinator or slot.spec.ranks is not None or all(other.lost for other in same):
             limit = f"It was restarted {slot.restarts} times already (retry.restarts = {self.config.retry.restarts})."
             return RunOutcome(done=False, text=f"{death.explain()}\n{limit}")
         self._survive(f"{died}; no restarts are left, the run continues without it (log: {death.log})")
         return None
+
+    def _on_lost_node(self, slot: _Slot, died: str) -> None:
+        """Start a service again that was lost with its node: it waits until the cluster has room."""
+        slot.restart_at, slot.node_lost, self._deadline = self._clock.monotonic(), True, None
+        for part in self._other_parts(slot):  # it ended because of this node, which was not known yet
+            part.restarts, part.uncertain = part.restarts - part.uncertain, 0
+        self._survive(f"{died}; it starts again when the cluster has room")
+
+    def _other_parts(self, slot: _Slot) -> list[_Slot]:
+        """Return the other processes of a trainer on several nodes."""
+        if slot.spec.ranks is None:
+            return []
+        return [other for other in self._slots.values() if other.spec.ranks is not None and other is not slot]
 
     def _survive(self, line: str) -> None:
         self.survived_deaths.append(line)

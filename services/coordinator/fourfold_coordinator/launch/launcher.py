@@ -18,14 +18,22 @@ class ServiceSpec:
     """A service process that a recipe asks for."""
 
     role: str
-    name: str  # member id
+    name: str  # of the process: the member id, except for ranks of a trainer that has its rank 0 on another node
     place: tuple[int, ...] = ()  # indices of its GPUs within the run; services with the same index share that GPU
     scorer: str = ""  # of a reward service: the name of its table
+    pool: str = ""  # of a rollout service: the name of its table
+    gpu: str = ""  # type of its GPUs; empty: any
     cpus: int = 1  # that a cluster scheduler reserves; no process is pinned
+    ranks: range | None = None  # of a trainer on several nodes: those that this process holds
+    trainer: str = ""  # member id of the trainer that has `ranks`
 
     @property
     def gpus(self) -> int:
         return len(self.place)
+
+    @property
+    def member_id(self) -> str:
+        return self.trainer or self.name
 
 
 class Launcher(Protocol):
@@ -39,6 +47,9 @@ class Launcher(Protocol):
 
     def is_ready(self, name: str) -> bool:
         """Return whether the process has printed its READY line."""
+
+    def is_placed(self, name: str) -> bool:
+        """Return whether a machine has the process; False while a cluster has no room for it."""
 
     def stop(self) -> None:
         """End all processes and their descendants within 3 seconds."""
@@ -61,3 +72,6 @@ class LocalLauncher:
         # A service without GPUs must see none: libraries would use any that they see.
         env = {**command.env, **gpu_environment(self._gpus.get(service.name, ()))}
         self._supervisor.start(dataclasses.replace(command, env=env))
+
+    def is_placed(self, name: str) -> bool:
+        return True

@@ -3,13 +3,15 @@
     load changes --update--> heaps of (seconds, name) <--first-- call: a few of each heap, which scheduling.py compares
                              with room | full
 
-A change adds an entry and makes the old one void, so that each operation takes O(log n). The expected time grows while
-a replica does nothing, without a notice: entries are checked when they come first.
+A change adds an entry and makes the old one void, so that each operation takes O(log n). The changes of a replica
+between two calls are made together: the samples of one call end one by one. The expected time grows while a replica
+does nothing, without a notice: entries are checked when they come first.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -34,25 +36,30 @@ class ReplicaRanking:
         self._resting: list[_Entry] = []  # by the end of the rest
         self._count = 0
         self._numbers: dict[Replica, int] = {}  # of the valid entry of each replica
-        self._outstanding: dict[Replica, int] = {}  # sizes, as of the last update
+        self._changed: dict[Replica, None] = {}  # since the last question, in order
+        self._outstanding: dict[Replica, int] = {}  # sizes, as of the last question
         self._speeds: dict[Replica, float] = {}  # the known ones, likewise
-        self.outstanding_size, self.speed_sum = 0, 0.0
+        self._outstanding_size, self._speed_sum = 0, 0.0
         self._mean_size = 0.0  # of a call
         # What the entries were made with: samples and size of a call, speed of a replica whose speed is unknown.
         self._samples, self._size, self._speed = 1, 1.0, 1.0
 
     def update(self, replica: Replica, now: float) -> None:
         """Note that something about a replica changed."""
-        self._count_in(replica, now)
-        if not replica.gone and not replica.unusable_reason:
-            self._push(replica, now)
-        elif self._numbers.pop(replica, None) is not None and replica.gone:
-            self._remove_void()  # so that nothing keeps the replica
+        self._changed[replica] = None
+        if replica.gone:
+            self._settle(now)  # so that nothing keeps the replica
+
+    def backlog_seconds(self, queued: int, now: float) -> float:
+        """Return when the replicas of known speed will have done their work and `queued` more; infinite without one."""
+        self._settle(now)
+        return (self._outstanding_size + queued) / self._speed_sum if self._speed_sum > 0 else math.inf
 
     def first(
         self, demand: Demand, fits: Callable[[Replica], bool], free: Callable[[Replica], bool], now: float
     ) -> list[Replica]:
         """Return the first replicas that fit: eight with room, or more until one is free, and eight full ones."""
+        self._settle(now)
         self._mean_size += _SIZE_WEIGHT * (demand.size - self._mean_size) if self._mean_size else demand.size
         self._follow(demand.samples, now)
         while self._resting and self._resting[0][0] <= now:
@@ -60,6 +67,16 @@ class ReplicaRanking:
             if self._numbers.get(replica) == number:
                 self._push(replica, now)
         return self._take(self._with_room, fits, free, now) + self._take(self._full, fits, lambda _full: True, now)
+
+    def _settle(self, now: float) -> None:
+        """Take what changed into account."""
+        changed, self._changed = self._changed, {}
+        for replica in changed:
+            self._count_in(replica, now)
+            if not replica.gone and not replica.unusable_reason:
+                self._push(replica, now)
+            elif self._numbers.pop(replica, None) is not None and replica.gone:
+                self._remove_void()
 
     def _take(
         self, heap: list[_Entry], fits: Callable[[Replica], bool], enough: Callable[[Replica], bool], now: float
@@ -100,7 +117,7 @@ class ReplicaRanking:
 
     def _follow(self, samples: int, now: float) -> None:
         """Make all entries again if calls or speeds are not any more what the entries were made for."""
-        speed = self.speed_sum / len(self._speeds) if self._speeds else 1.0
+        speed = self._speed_sum / len(self._speeds) if self._speeds else 1.0
         means = (self._mean_size, self._size), (speed, self._speed)
         if samples == self._samples and all(1 / _DRIFT < new / old < _DRIFT for new, old in means):
             return
@@ -117,12 +134,12 @@ class ReplicaRanking:
     def _count_in(self, replica: Replica, now: float) -> None:
         """Count a replica in the sums over all of them."""
         speed = None if replica.gone else replica.speed(now)
-        self.speed_sum -= self._speeds.pop(replica, 0.0)
-        self.outstanding_size -= self._outstanding.pop(replica, 0)
+        self._speed_sum -= self._speeds.pop(replica, 0.0)
+        self._outstanding_size -= self._outstanding.pop(replica, 0)
         if speed:
             self._speeds[replica] = speed
-            self.speed_sum += speed
+            self._speed_sum += speed
             self._outstanding[replica] = replica.outstanding_size
-            self.outstanding_size += replica.outstanding_size
+            self._outstanding_size += replica.outstanding_size
         elif not self._speeds:
-            self.speed_sum = 0.0  # rounding errors of the sum end here
+            self._speed_sum = 0.0  # rounding errors of the sum end here

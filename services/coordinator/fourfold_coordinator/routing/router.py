@@ -63,7 +63,7 @@ T = TypeVar("T")
 INFO_SECONDS: Final = 10.0  # deadline of calls that only ask for information
 _TICK_SECONDS: Final = 0.25
 _NOTICE_SECONDS: Final = 0.02  # shortest time between two notices of changes
-_INSPECTIONS_PER_TURN: Final = 32  # started in one turn of the event loop, each with a connection
+_STARTS_PER_TURN: Final = 32  # inspections and streams that are started in one turn of the event loop
 _MAX_EXPLAINED: Final = 16  # members in one text
 _REST_SHARE: Final = 19  # times as long as its last pass over all members, a loop over them rests
 _REFRESH_SECONDS: Final = 5.0  # between questions to a permanent member, whose process may be another one by now
@@ -168,7 +168,8 @@ class Router:
         """Return the live replicas of one role, or of all, ordered by name; with `pool` only those of that pool."""
         if role is None:
             return [replica for _, replica in sorted(self._replicas.items())]
-        return [replica for replica in self._by_role[role] if pool in ("", replica.member.pool)]
+        found = self._by_role[role]
+        return [replica for replica in found if replica.member.pool == pool] if pool else found.copy()
 
     async def run(self) -> None:
         """Expire leases, inspect new members, watch the engines' load and end stalled calls, until cancelled."""
@@ -196,14 +197,18 @@ class Router:
             due = replica.unusable_reason == NOT_INSPECTED or stale
             if due and not replica.breaker.resting(now) and replica.key not in self._inspections:
                 self._inspections[replica.key] = tasks.create_task(self._inspect(replica))
-                if (started := started + 1) % _INSPECTIONS_PER_TURN == 0:
+                if (started := started + 1) % _STARTS_PER_TURN == 0:
                     await asyncio.sleep(0)
             if replica.member.role != Role.ROLE_ROLLOUT:
                 continue
             replica.load.period = period
-            if replica.present and replica not in self._watches:
+            # Not before it may get calls: while a thousand engines join, the period grows, and with it each stream of
+            # reports would be opened again several times.
+            if replica.present and not replica.unusable_reason and replica not in self._watches:
                 watch = watch_load(replica.rollout, replica.load, self.clock)
                 self._watches[replica] = tasks.create_task(watch)
+                if (started := started + 1) % _STARTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
             if replica.end_stalled_calls(now):
                 log.warning("engine samples nothing, its calls go elsewhere: member=%s", replica.member.member_id)
 
@@ -496,14 +501,9 @@ class Router:
         }
         if not candidates:
             return None
-        best = choose_replica(list(candidates.values()), demand.size, backlog_seconds=self._backlog_seconds(wanted))
+        backlog = self._rankings[wanted.role].backlog_seconds(self._queued[wanted.role], now)  # with this call
+        best = choose_replica(list(candidates.values()), demand.size, backlog_seconds=backlog)
         return None if best.full else self._replicas[best.name]
-
-    def _backlog_seconds(self, wanted: _Wanted) -> float:
-        """Return when the replicas of known speed would have done all work that runs or waits, this call included."""
-        ranking = self._rankings[wanted.role]
-        work = ranking.outstanding_size + self._queued[wanted.role]
-        return work / ranking.speed_sum if ranking.speed_sum > 0 else math.inf
 
     def _is_full(self, replica: Replica, demand: Demand, now: float) -> bool:
         if not replica.has_room(demand.samples):

@@ -98,6 +98,20 @@ _LOG_BYTES: Final = 4 << 20  # a write-ahead log that is larger is written back 
 _RELEASE_ROWS: Final = 10_000  # of one transaction, which blocks the event loop
 
 
+def _marks(values: Collection[object]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def _move_query(to: SampleState) -> tuple[list[SampleState], str]:
+    """Return the states from which samples may become `to`, and the change of them."""
+    sources = [state for state in SampleState if to in LEGAL_TRANSITIONS[state]]
+    where = f"sample_id {_IN_LIST} AND state IN ({_marks(sources)})"
+    return sources, f"UPDATE samples SET state = ?, reason = ? WHERE {where}"
+
+
+_MOVES: Final = {state: _move_query(state) for state in SampleState}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedGroup:
     """Ids of one prompt's samples, unique in the run."""
@@ -274,8 +288,7 @@ class Ledger:
             self._move(db, sample_ids, to, reason)
 
     def _move(self, db: sqlite3.Connection, sample_ids: Sequence[str], to: SampleState, reason: str = "") -> None:
-        sources = [state for state in SampleState if to in LEGAL_TRANSITIONS[state]]
-        query = f"UPDATE samples SET state = ?, reason = ? WHERE sample_id {_IN_LIST} AND state IN ({_marks(sources)})"
+        sources, query = _MOVES[to]
         changed = db.execute(query, (to, reason, json.dumps(sample_ids), *sources)).rowcount
         if changed == len(sample_ids):
             return
@@ -314,8 +327,10 @@ class Ledger:
         with self._transaction() as db:
             rows = [(place.sample_id, place.segment, place.offset) for place in places]
             db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", rows)
-            rolled = [name for name, state in self._states(sample_ids) if state is not SampleState.READY]
-            self._move(db, rolled, SampleState.READY)
+            # An error would undo the places, too: a repeat is recognized by the states, and not by a failed move.
+            ready = f"SELECT sample_id FROM samples WHERE sample_id {_IN_LIST} AND state = ?"
+            done = {name for (name,) in db.execute(ready, (json.dumps(sample_ids), SampleState.READY))}
+            self._move(db, [name for name in sample_ids if name not in done], SampleState.READY)
 
     def keep(self, places: Sequence[RecordPlace]) -> None:
         """Store the places of records of RUNNING samples, which become ROLLED: attempts of an unfinished group."""
@@ -368,11 +383,14 @@ class Ledger:
                 return
             if held:
                 raise AlreadyExists(f"step {step} is leased with {len(held)} other samples; it takes one batch only")
+            values = (SampleState.LEASED, step, json.dumps(sample_ids), SampleState.READY)
+            query = f"UPDATE samples SET state = ?, step = ? WHERE sample_id {_IN_LIST} AND state = ?"
+            if db.execute(query, values).rowcount == len(wanted):
+                return
+            db.rollback()
             for sample_id, state in self._states(sample_ids):
                 if state is not SampleState.READY:
                     raise WrongState(f"sample {sample_id} is {state}; only READY samples are leased")
-            values = (SampleState.LEASED, step, json.dumps(sample_ids))
-            db.execute(f"UPDATE samples SET state = ?, step = ? WHERE sample_id {_IN_LIST}", values)
 
     def leased_groups(self) -> set[str]:
         """Return the ids of the groups in the batch that is leased."""
@@ -506,7 +524,3 @@ class Ledger:
         """Store facts by key, replacing those that exist."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(facts.items()))
-
-
-def _marks(values: Sequence[object]) -> str:
-    return ", ".join("?" * len(values))

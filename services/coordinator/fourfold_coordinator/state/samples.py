@@ -47,6 +47,7 @@ from .ledger import FILTERED
 
 _FINISHED: Final = frozenset({rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH})
 _UNFINISHED: Final = frozenset({rollout.FINISH_REASON_UNSPECIFIED, rollout.FINISH_REASON_ABORTED})
+_KNOWN: Final = _FINISHED | _UNFINISHED
 _JSON: Final = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -80,7 +81,8 @@ class Trajectory:
     @property
     def token_count(self) -> int:
         """Number of sampled tokens, over all segments."""
-        return sum(int(np.count_nonzero(segment.action_mask)) for segment in self.segments)
+        count = int(np.count_nonzero(self.sample.action_mask))
+        return count + sum(int(np.count_nonzero(segment.action_mask)) for segment in self.more_segments)
 
     @property
     def truncated(self) -> bool:
@@ -195,15 +197,15 @@ def build_sample(
 ) -> Sample:
     """Return the sample of a prompt and its completion; all its arrays are [prompt tokens + completion tokens]."""
     before, after = len(prompt.token_ids), len(completion.token_ids)
-    action_mask = np.ones(before + after, np.bool_)
-    action_mask[:before] = False
+    action_mask = np.zeros(before + after, np.bool_)
+    action_mask[before:] = True
     behavior = np.empty(before + after, np.float32)
     behavior[:before] = np.nan
     behavior[before:] = completion.logprobs
     return Sample(
         sample_id=sample_id,
         group_id=group_id,
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32, copy=False),
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids], dtype=np.int32),
         behavior_logprobs=behavior,
         action_mask=action_mask,
         loss_mask=action_mask,
@@ -222,13 +224,14 @@ def check_completions(
     that an engine may have received.
     """
     for completion in completions:
-        if completion.finish_reason not in _FINISHED | _UNFINISHED:
+        if completion.finish_reason not in _KNOWN:
             raise PeerFault(peer, "BAD_SAMPLE", f"unknown finish_reason {completion.finish_reason}")
         if not len(completion.token_ids):
             if completion.finish_reason in _UNFINISHED:
                 continue
             raise PeerFault(peer, "BAD_SAMPLE", "a sample without tokens")
-        if int(completion.token_ids.view(np.uint32).max()) >= vocabulary_size:  # a negative id is a large one
+        # A negative id is a large unsigned one. `reduce` takes half of the time of `max`, for short arrays.
+        if int(np.maximum.reduce(completion.token_ids.view(np.uint32))) >= vocabulary_size:
             raise PeerFault(peer, "BAD_SAMPLE", f"sampled ids outside the vocabulary [0, {vocabulary_size})")
         # Not always the last one: a sample may continue on an engine with older weights.
         if (version := max(span.policy_version for span in completion.version_spans)) > newest_version:
@@ -284,7 +287,7 @@ def _quoted(text: str) -> bytes:
 
 def prompt_length(sample: Sample) -> int:
     """Return the number of tokens before the first sampled one, of which there is at least one."""
-    return int(np.argmax(sample.action_mask))
+    return int(sample.action_mask.argmax())
 
 
 def last_turn(sample: Sample) -> slice:
@@ -298,7 +301,8 @@ def last_turn(sample: Sample) -> slice:
 def _line(step: int, trajectory: Trajectory) -> str:
     """Return the line of a trajectory with an empty completion."""
     sample = trajectory.sample
-    logprobs = np.concatenate([segment.behavior_logprobs[segment.action_mask] for segment in trajectory.segments])
+    parts = [segment.behavior_logprobs[segment.action_mask] for segment in trajectory.segments]
+    logprobs = parts[0] if len(parts) == 1 else np.concatenate(parts)
     values = {
         "step": step,
         "sample_id": sample.sample_id,
@@ -307,8 +311,8 @@ def _line(step: int, trajectory: Trajectory) -> str:
         "completion": "",
         "answer": trajectory.prompt.answer,
         "prompt_tokens": prompt_length(sample),
-        "completion_tokens": trajectory.token_count,
-        "logprob_mean": round(float(logprobs.mean(dtype=np.float64)), 6),
+        "completion_tokens": len(logprobs),
+        "logprob_mean": round(float(np.add.reduce(logprobs, dtype=np.float64) / len(logprobs)), 6),
         "version_spans": [
             [s.policy_version, s.token_count] for part in trajectory.segments for s in part.version_spans
         ],

@@ -51,7 +51,7 @@ class RunContext:
         """Return the number of services of each role that the recipe asks for; 1 for those that users start."""
         counts: dict[int, int] = {
             Role.ROLE_TRAINER: 1,
-            Role.ROLE_ROLLOUT: max(self.config.rollout.replicas, 1),
+            Role.ROLE_ROLLOUT: self.config.rollout_replicas,
         }
         if self.config.needs_scorer:
             counts[Role.ROLE_REWARD] = sum(len(t.target) or max(t.replicas, 1) for t in self.config.reward)

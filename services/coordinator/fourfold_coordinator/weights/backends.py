@@ -4,7 +4,7 @@
 
     cuda_ipc   same host, every worker's GPU can read the ranks' memory, and each worker either shares its GPU with a
                rank or there are at most as many workers on other GPUs as ranks (each of them reads all weights)
-    nccl       trainer and engine are on GPUs and share none
+    nccl       trainer and engine are on GPUs and share none; on two hosts both are known by addresses of one network
     cuda_ipc   same host and readable memory, with more workers than ranks, where NCCL cannot work
     shm        same host
     gloo       any host, through main memory and the network; both are known by addresses of one network
@@ -152,7 +152,7 @@ class _BackendRules:
         return f"its GPU {unreadable[0].hex()} cannot read the memory of the trainer's GPUs (no peer access, or MIG)"
 
     def _nccl_obstacle(self, engine: DescribedEngine, nccl_engines: Sequence[DescribedEngine]) -> str:
-        if obstacle := self._gpu_obstacle(engine):
+        if obstacle := self._gpu_obstacle(engine) or self._network_obstacle(engine):
             return obstacle
         for uuid in engine.about.device_uuids:
             if uuid in self._trainer_gpus:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import regex  # type: ignore[import-untyped]  # its stubs are a package of their own
-
 from fourfold.config.reward import JudgeConfig
 from fourfold.errors import ConfigError
 from fourfold_reward.columns import parse_messages, parse_metadata, to_json
@@ -123,7 +121,11 @@ class GradePattern:
     """Finds the grade in a verdict: the first group of the last match."""
 
     def __init__(self, judge: JudgeConfig) -> None:
-        """Raises ConfigError: the pattern is invalid, or has no group."""
+        """Raises ConfigError: the pattern is invalid, or has no group, or the package regex is not installed."""
+        try:
+            import regex  # type: ignore[import-untyped]  # its stubs are a package of their own
+        except ImportError:
+            raise ConfigError("reward.judge needs the package regex: pip install 'fourfold-reward[http]'") from None
         try:
             self._pattern = regex.compile(judge.pattern)  # `re` has no time limit
         except (regex.error, RecursionError, OverflowError) as error:

@@ -217,9 +217,12 @@ class VllmEngine:
         replies = await self._call(
             "weights_open", *session, *places, timeout, str(self._abort_path), *listen, timeout=timeout
         )
-        report = unwrap_same(replies)
+        # Stages of a pipeline have different layers, and may apply them in different ways.
+        reports = unwrap(replies)
         return OpenReport(
-            direct_tensor_count=report["direct"], reload_tensor_count=report["reload"], reload_reason=report["reason"]
+            direct_tensor_count=min(report["direct"] for report in reports),
+            reload_tensor_count=max(report["reload"] for report in reports),
+            reload_reason=next((report["reason"] for report in reports if report["reason"]), ""),
         )
 
     async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:

@@ -41,7 +41,8 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
     """Return vLLM's arguments. Raises ConfigError: the installed vLLM does not have an option of the recipe."""
     options: dict[str, Any] = {}
     if settings.gpus:
-        options["tensor_parallel_size"] = settings.gpus
+        options["tensor_parallel_size"] = settings.gpus // settings.stages
+        options["pipeline_parallel_size"] = settings.stages
         options["enable_sleep_mode"] = settings.sleep_mode
         if settings.kv_cache_gib is None:
             options["gpu_memory_utilization"] = settings.gpu_memory_utilization
@@ -51,14 +52,14 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
             options["kv_cache_memory_bytes"] = settings.kv_cache_gib << 30
     else:
         options["block_size"] = _CPU_BLOCK_TOKENS
-        _check_whole_prompts(settings.options)
+        _check_whole_prompts(settings.options, settings.options_key)
         options["enable_chunked_prefill"] = False
     if settings.quantization:
         options["quantization"] = _QUANTIZATIONS[settings.quantization]
     sequences, largest_graph = graph_limits(settings.max_concurrent_samples)
     if not settings.enforce_eager and "cudagraph_capture_sizes" not in settings.options:
         options["max_cudagraph_capture_size"] = largest_graph
-    options |= check_options(settings.options)
+    options |= check_options(settings.options, settings.options_key)
     return AsyncEngineArgs(
         model=str(settings.folder),
         skip_tokenizer_init=True,
@@ -91,8 +92,8 @@ def graph_limits(concurrent_samples: int) -> tuple[int, int | None]:
     return sequences, sequences if sequences > _LARGEST_GRAPH else None
 
 
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's options with the types of `AsyncEngineArgs`.
+def check_options(options: Mapping[str, Any], key: str = "rollout.vllm") -> dict[str, Any]:
+    """Return the recipe's options, the table `key`, with the types of `AsyncEngineArgs`.
 
     Raises ConfigError: the installed vLLM has no option of that name, or the option has another type.
     """
@@ -102,32 +103,32 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             near = nearest_name(name, known)
             hint = f"did you mean `{near}`?" if near else "see its documentation of engine arguments"
-            raise ConfigError(f"rollout.vllm.{name}: the installed vLLM has no such option; {hint}")
+            raise ConfigError(f"{key}.{name}: the installed vLLM has no such option; {hint}")
         wanted = _alternatives(known[name])
         if wanted and not any(_fits(value, kind) for kind in wanted):
             rule = " or ".join(dict.fromkeys(_describe(kind) for kind in wanted if kind is not types.NoneType))
-            raise ConfigError(f"rollout.vllm.{name} = {value!r}: the rule is {rule}; change or remove it")
+            raise ConfigError(f"{key}.{name} = {value!r}: the rule is {rule}; change or remove it")
         # vLLM takes enums by their members; a recipe has only the names.
         result[name] = next((_member(kind, value) for kind in wanted if _is_enum(kind) and _fits(value, kind)), value)
     return result
 
 
-def _check_whole_prompts(options: Mapping[str, Any]) -> None:
+def _check_whole_prompts(options: Mapping[str, Any], key: str) -> None:
     for name in _PROMPT_SPLITTING:
         if options.get(name):
             raise ConfigError(
-                f"rollout.vllm.{name} = {options[name]!r}: on CPU prompts are computed whole, as vLLM cannot sample "
+                f"{key}.{name} = {options[name]!r}: on CPU prompts are computed whole, as vLLM cannot sample "
                 "with a seed after a part of one; remove it"
             )
 
 
-def raise_for_option(error: ValidationError, options: Mapping[str, Any]) -> None:
+def raise_for_option(error: ValidationError, options: Mapping[str, Any], key: str = "rollout.vllm") -> None:
     """Raise ConfigError for the recipe's option whose value vLLM refused; return if the cause is another one."""
     for refused in error.errors(include_url=False):
         # The location of a list's item, or of one type of a union, has more parts than the option's name.
         if name := next((str(part) for part in refused["loc"] if part in options), ""):
             raise ConfigError(
-                f"rollout.vllm.{name} = {options[name]!r}: {refused['msg']} (vLLM's rule); change or remove it"
+                f"{key}.{name} = {options[name]!r}: {refused['msg']} (vLLM's rule); change or remove it"
             ) from None
 
 

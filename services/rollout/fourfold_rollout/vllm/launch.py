@@ -63,7 +63,7 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
         config = arguments.create_engine_config()
     except (ValueError, OSError, NotImplementedError) as error:
         if isinstance(error, ValidationError):
-            raise_for_option(error, settings.options)
+            raise_for_option(error, settings.options, settings.options_key)
         raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {one_line(error)}") from error
     if config.scheduler_config.scheduler_cls is None and "scheduler" not in settings.disabled_patches:
         config.scheduler_config.scheduler_cls = scheduler_for(config)

@@ -56,6 +56,7 @@ def deepspeed_config(config: Config, model: torch.nn.Module, *, max_grad_norm: f
         "stage": stage,
         "overlap_comm": config.trainer.device == "cuda",
         "reduce_bucket_size": _BUCKET_ELEMENTS[config.trainer.device],
+        "zero_hpz_partition_size": config.trainer.zero_hpz_partition_size,
     }
     in_main_memory = {"device": "cpu", "pin_memory": config.trainer.device == "cuda"}
     if config.trainer.offload != "none":

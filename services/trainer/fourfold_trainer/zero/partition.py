@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -50,7 +51,7 @@ class Zero3Placement:
         """Use the default process group. Partitions are in main memory if the recipe offloads parameters."""
         self._device = device
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        zero: dict[str, Any] = {"stage": 3}
+        zero: dict[str, Any] = {"stage": 3, "zero_hpz_partition_size": config.trainer.zero_hpz_partition_size}
         self._home = device
         if config.trainer.offload == "optimizer+parameters":
             # DeepSpeed copies trained partitions to pinned buffers of its own, and torch never returns freed pinned
@@ -64,7 +65,13 @@ class Zero3Placement:
         }
         # With a module, though an empty one, it replaces torch.nn.functional.linear by one that saves no gathered
         # weight for the backward pass.
-        self._init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=settings, dtype=self._dtype)
+        self._init = deepspeed.zero.Init(
+            module=nn.Module(),
+            config_dict_or_path=settings,
+            dtype=self._dtype,
+            # DeepSpeed makes the group for the first model of a process, and would fail at the second.
+            zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
+        )
 
     def place(self, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill) -> nn.Parameter:
         # ZeRO-3 keeps all parameters in the model's dtype, also those that transformers would keep in float32.

@@ -29,6 +29,8 @@ _HELLO_SECONDS: Final = 30.0
 _PARTS_AHEAD: Final = 4  # of each rank
 
 T = TypeVar("T")
+# A stream may end in either way when a process is killed.
+_GONE: Final = "its process has ended, or its connection broke"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -54,7 +56,7 @@ class RankServicer(pb_grpc.RankServiceServicer):
         loop = asyncio.get_running_loop()
         leaving = pb.AttachRanksResponse(leaving=True)
         remote.on_close.append(lambda: loop.call_soon_threadsafe(_put_if_room, parts, leaving))
-        reason = "its process has ended, or its connection broke"
+        reason = _GONE
         try:
             yield pb.AttachRanksResponse(hello=pb.RankZeroHello(host=socket.gethostname()))
             while (part := await parts.get()) is not None:
@@ -102,7 +104,7 @@ async def _write_streams(requests: AsyncIterator[pb.AttachRanksRequest], attache
             await loop.sock_sendall(attached.streams[request.bytes.rank], request.bytes.data)
         except OSError:  # the engine has closed its end
             return "rank 0 has ended"
-    return "it has left"
+    return _GONE
 
 
 async def _read_streams(attached: AttachedRanks, parts: asyncio.Queue[pb.AttachRanksResponse | None]) -> None:

@@ -12,7 +12,7 @@ from tests.support.bench_command import bench
 from tests.support.tiny_models import write_tiny_model
 from tests.support.tiny_run import write_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 
 
 def test_one_run_is_measured_at_several_lags(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ print("SHOWN", json.dumps(answer))
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_services_see_their_gpus_and_those_that_share_some_the_same_ones(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     places = {"rollout-0": [0], "rollout-1": [1], "rollout-2": [2], "trainer-0": [0, 1], "reward-0": []}

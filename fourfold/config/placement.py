@@ -36,19 +36,21 @@ class PlacementConfig(Table):
 
 def gpu_places(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the GPUs of each service that the launcher starts and that needs any, by member id."""
-    needed = [(pool.member_prefix, pool.replicas, pool.gpus_per_replica) for pool in config.rollout_pools]
+    # Colocated groups share GPUs with each other; the services of one group never do.
+    groups = [[(pool.member_prefix, pool.replicas, pool.gpus_per_replica) for pool in config.rollout_pools]]
     if config.trainer.device == "cuda":
-        needed.append(("trainer", config.trainer.replicas, config.trainer_processes))
+        groups.append([("trainer", config.trainer.replicas, config.trainer_processes)])
     if config.reference_on_gpus:
-        needed.append(("reference", config.reference.replicas, 1))
+        groups.append([("reference", config.reference.replicas, 1)])
     places: dict[str, tuple[int, ...]] = {}
     first = 0
-    for prefix, replicas, gpus in needed:
-        if config.placement.colocated and not prefix.startswith("rollout-"):  # the pools share no GPU with each other
+    for group in groups:
+        if config.placement.colocated:
             first = 0
-        for index in range(replicas if gpus else 0):
-            places[f"{prefix}-{index}"] = tuple(range(first, first + gpus))
-            first += gpus
+        for prefix, replicas, gpus in group:
+            for index in range(replicas if gpus else 0):
+                places[f"{prefix}-{index}"] = tuple(range(first, first + gpus))
+                first += gpus
     first = max((place[-1] + 1 for place in places.values()), default=0)  # reward models share no GPU
     for table in config.reward if config.needs_scorer else ():
         gpus = table.model.gpus_per_replica if table.model is not None and table.model.device == "cuda" else 0

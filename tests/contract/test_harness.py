@@ -287,6 +287,28 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
     await first.stop(0)
 
 
+async def test_several_acceptors_are_one_server() -> None:
+    server = Server(listen="127.0.0.1:0", security=None, acceptors=4)
+    server.add(*Reward().servicer())
+    target = await server.start()
+    server.set_ready(True)
+    options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a connection for each channel
+    channels = [grpc.aio.insecure_channel(target, options=options) for _ in range(16)]
+    calls = [AsyncRewardClient(channel, peer="reward-0").score([score_item("a")], timeout=5) for channel in channels]
+    assert len(await asyncio.gather(*calls)) == 16
+    for acceptors in (1, 4):
+        with pytest.raises(errors.ConfigError, match="is in use by another process"):
+            await Server(listen=target, security=None, acceptors=acceptors).start()
+    await server.stop(0)
+    with pytest.raises(errors.Unavailable):
+        await AsyncRewardClient(channels[0], peer="reward-0").score([score_item("a")], timeout=1)
+    for channel in channels:
+        await channel.close()
+    again = Server(listen=target, security=None)
+    assert await again.start() == target, "every acceptor has left the port"
+    await again.stop(0)
+
+
 def test_addresses_that_may_not_be_used_are_refused_before_anything_listens() -> None:
     for listen in ("0.0.0.0:0", "10.0.0.1:5000", "example.com:1", "[::]:0"):
         with pytest.raises(errors.ConfigError, match="without TLS a service listens on loopback only"):

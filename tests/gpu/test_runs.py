@@ -174,10 +174,11 @@ def test_one_gpu_is_the_engines_and_the_trainers_in_turn(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
-def test_two_gpus_are_shared_rank_by_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("replicas", "engine_gpus"), [(2, 1), (1, 2)], ids=["two engines", "one engine"])
+def test_two_gpus_are_shared_rank_by_rank(tmp_path: Path, replicas: int, engine_gpus: int) -> None:
     with watching(0) as first, watching(1) as second:
-        folder = run(tmp_path, replicas=2, references=2, ranks=2)
-    check(folder, backend="cuda_ipc", engines=2, sleeps=True)
+        folder = run(tmp_path, replicas=replicas, engine_gpus=engine_gpus, references=2, ranks=2)
+    check(folder, backend="cuda_ipc", engines=replicas, sleeps=True)
     for memory in (first, second):
         assert times_asleep(memory.seen, size=_KV_CACHE_GIB * GIB) >= 2
 
@@ -186,15 +187,6 @@ def test_two_gpus_are_shared_rank_by_rank(tmp_path: Path) -> None:
 def test_services_have_gpus_of_their_own(tmp_path: Path) -> None:
     folder = run(tmp_path, colocated="false", sleep="false", kl=0.0)
     check(folder, backend="cuda_ipc", engines=1, sleeps=False)
-
-
-@pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
-def test_one_engine_has_two_gpus_that_it_shares_with_two_ranks(tmp_path: Path) -> None:
-    with watching(0) as first, watching(1) as second:
-        folder = run(tmp_path, engine_gpus=2, references=2, ranks=2)
-    check(folder, backend="cuda_ipc", engines=1, sleeps=True)
-    for memory in (first, second):
-        assert times_asleep(memory.seen, size=_KV_CACHE_GIB * GIB) >= 2
 
 
 def test_a_mixture_of_experts_runs_to_its_end(tmp_path: Path) -> None:

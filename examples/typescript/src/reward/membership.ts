@@ -76,7 +76,7 @@ export class Membership {
       try {
         await (this.lease ? this.renew(this.lease) : this.register());
         this.failures = 0;
-        pause = this.ttlSeconds / 3; // the lease survives two lost calls
+        pause = this.ttlSeconds / 3;
       } catch (error) {
         pause = this.afterFailure(error);
       }
@@ -96,7 +96,7 @@ export class Membership {
   }
 
   private async renew(leaseToken: Buffer): Promise<void> {
-    const deadline = within(Math.min(this.ttlSeconds / 3, CALL_SECONDS));
+    const deadline = within((2 * this.ttlSeconds) / 3); // what is left of the lease
     const response = await unary<KeepAliveResponse__Output>((done) =>
       this.client.KeepAlive({ leaseToken }, deadline, done),
     );

@@ -108,7 +108,7 @@ class Membership:
             )
             log.info("registered", extra={"target": self._target, "ttl_seconds": self._lease.ttl_seconds})
             return self._lease.ttl_seconds / 3
-        # What is left of the lease: a coordinator with a thousand members may be late, and it counts the call, too.
+        # The call may take as long as the lease lasts: a coordinator with a thousand members can be slow to accept it.
         ttl, drain = await self._client.keep_alive(self._lease.token, timeout=2 * self._lease.ttl_seconds / 3)
         if drain:
             self._on_drain()

@@ -189,6 +189,7 @@ class Publisher:
         )
 
     def _meet(self, epoch: int, timeout: float) -> list[dict[str, Any]]:
+        # An engine proves once that updates replace all its weights; one reply comes from each worker.
         counts = [len(unwrap(engine.collective_rpc("weights_prove", args=()))) for engine in self._engines]
         total = sum(counts)
         offers = self._at_once(

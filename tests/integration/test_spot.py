@@ -1,7 +1,7 @@
 """Spot instances: engines join and leave all the time, with notice (SIGTERM) and without (SIGKILL).
 
 `fourfold run` starts the coordinator, the trainer and the reward; the test starts and ends the engines, which are
-toys of a known speed. Each `SPOT_EVERY` seconds the oldest engine leaves or another one joins. At the end every sample
+toys of a known speed. Again and again the oldest engine leaves or another one joins. At the end every sample
 has entered one step or was dropped for a reason, and the run has sampled nearly as much as its engines could.
 """
 

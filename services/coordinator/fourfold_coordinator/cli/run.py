@@ -244,7 +244,7 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
     if on_cpu and not has_fast_bfloat16():
         print(
             f'dtype = "bfloat16": {", ".join(on_cpu)} will take 4 to 8 times as long as in '
-            f'float32, because this processor has no AVX-512; set model.dtype = "float32"',
+            f'float32, because this processor has no AVX-512; set model.dtype, or the dtype of the pool, to "float32"',
             file=sys.stderr,
         )
     return LocalLauncher(run_dir=run_dir, gpus=assigned)

@@ -168,7 +168,8 @@ class QueuedScorer:
     """What backends with a SampleQueue have in common; see `fourfold_reward.backend.Backend`."""
 
     pure = False
-    """Nobody knows what a program or a server reads, and batches of a model change its roundings."""
+    """Its scores may depend on more than the sample: a program or a server may read other data, and a model rounds
+    differently in another batch."""
 
     def __init__(self, queue: SampleQueue) -> None:
         self._queue = queue

@@ -152,7 +152,9 @@ class AsyncCoordinatorClient(AsyncClient):
         status, check = response.status, self._check(response)
         check.require(response.HasField("status"), "the response has no status")
         shares = (status.phase_progress, status.evaluation_progress)
-        finite = all(map(math.isfinite, shares)) and all(math.isfinite(row.mean_score) for row in status.evals)
+        scores = [row.mean_score for row in status.evals]
+        scores += [each.mean_score for row in status.evals for each in row.sets]
+        finite = all(map(math.isfinite, (*shares, *scores)))
         finite = finite and all(math.isfinite(value) for row in status.steps for value in row.metrics.values())
         check.require(finite, "a number in the status is not finite", "NOT_FINITE")
         return status

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/coordinator/v1/run_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9e\x05\n\tRunStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x05phase\x18\x02 \x01(\x0e\x32!.fourfold.coordinator.v1.RunPhase\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x12\n\nstep_count\x18\x04 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0ephase_progress\x18\x07 \x01(\x01\x12\x32\n\x05steps\x18\x08 \x03(\x0b\x32#.fourfold.coordinator.v1.StepRecord\x12\x32\n\x05\x65vals\x18\t \x03(\x0b\x32#.fourfold.coordinator.v1.EvalRecord\x12\x30\n\x07members\x18\n \x03(\x0b\x32\x1f.fourfold.coordinator.v1.Member\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0c \x01(\t\x12\x31\n\rwaiting_since\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x36\n\nconditions\x18\x0e \x03(\x0b\x32\".fourfold.coordinator.v1.Condition\x12\x35\n\nrecoveries\x18\x0f \x03(\x0b\x32!.fourfold.coordinator.v1.Recovery\x12\x33\n\x05queue\x18\x10 \x01(\x0b\x32$.fourfold.coordinator.v1.SampleQueue\x12 \n\x13\x65valuation_progress\x18\x11 \x01(\x01H\x00\x88\x01\x01\x42\x16\n\x14_evaluation_progress\"f\n\x0bSampleQueue\x12\x16\n\x0emax_policy_lag\x18\x01 \x01(\x05\x12\x11\n\tlag_limit\x18\x02 \x01(\x05\x12\x16\n\x0erunning_groups\x18\x03 \x01(\x05\x12\x14\n\x0cready_groups\x18\x04 \x01(\x05\"h\n\x08Recovery\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0ctrainer_kept\x18\x04 \x01(\x08\"U\n\tCondition\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x05since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb1\x01\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x41\n\x07metrics\x18\x02 \x03(\x0b\x32\x30.fourfold.coordinator.v1.StepRecord.MetricsEntry\x12\x0e\n\x06\x61larms\x18\x03 \x03(\t\x12\x12\n\nlag_change\x18\x04 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\nEvalRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\nmean_score\x18\x02 \x01(\x01\x12\x12\n\nhalf_width\x18\x03 \x01(\x01\x12\x14\n\x0c\x61nswer_count\x18\x04 \x01(\x05\"\xb7\x01\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x33\n\x05state\x18\x05 \x01(\x0e\x32$.fourfold.coordinator.v1.MemberState\x12/\n\x0bstate_since\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x0f\n\rGetRunRequest\"^\n\x0eGetRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\x12\x18\n\x10\x63ontract_version\x18\x02 \x01(\t\"\'\n\x0fWatchRunRequest\x12\x14\n\x0c\x63hanges_only\x18\x01 \x01(\x08\"y\n\x10WatchRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\x12\x16\n\x0esteps_appended\x18\x02 \x01(\x08\x12\x19\n\x11members_unchanged\x18\x03 \x01(\x08\"\x17\n\x15GetWeightPlaneRequest\"\xd5\x01\n\x16GetWeightPlaneResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x15\n\rphase_seconds\x18\x04 \x01(\x01\x12\x35\n\x07parties\x18\x05 \x03(\x0b\x32$.fourfold.coordinator.v1.WeightParty\x12\x1b\n\x13last_update_seconds\x18\x06 \x01(\x01\x12\x1a\n\x12last_pause_seconds\x18\x07 \x01(\x01\"\x96\x01\n\x0bWeightParty\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\r\n\x05state\x18\x04 \x01(\t\x12\x15\n\rstate_seconds\x18\x05 \x01(\x01\x12\x11\n\twaits_for\x18\x06 \x03(\t\x12\x12\n\nlast_error\x18\x07 \x01(\t*\x89\x02\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\"\n\x1eRUN_PHASE_WAITING_FOR_SERVICES\x10\x01\x12\x18\n\x14RUN_PHASE_RECOVERING\x10\x02\x12\x18\n\x14RUN_PHASE_GENERATING\x10\x03\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x04\x12\x18\n\x14RUN_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x06\x12\x14\n\x10RUN_PHASE_SAVING\x10\x07\x12\x12\n\x0eRUN_PHASE_DONE\x10\x08\x12\x14\n\x10RUN_PHASE_FAILED\x10\t*[\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11MEMBER_STATE_LIVE\x10\x01\x12\x17\n\x13MEMBER_STATE_SILENT\x10\x02\x32\xbd\x02\n\nRunService\x12Y\n\x06GetRun\x12&.fourfold.coordinator.v1.GetRunRequest\x1a\'.fourfold.coordinator.v1.GetRunResponse\x12\x61\n\x08WatchRun\x12(.fourfold.coordinator.v1.WatchRunRequest\x1a).fourfold.coordinator.v1.WatchRunResponse0\x01\x12q\n\x0eGetWeightPlane\x12..fourfold.coordinator.v1.GetWeightPlaneRequest\x1a/.fourfold.coordinator.v1.GetWeightPlaneResponseB\\\n\x17\x66ourfold.coordinator.v1P\x01Z%fourfold/coordinator/v1;coordinatorv1\xaa\x02\x17\x46ourfold.Coordinator.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/coordinator/v1/run_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9e\x05\n\tRunStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x05phase\x18\x02 \x01(\x0e\x32!.fourfold.coordinator.v1.RunPhase\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x12\n\nstep_count\x18\x04 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0ephase_progress\x18\x07 \x01(\x01\x12\x32\n\x05steps\x18\x08 \x03(\x0b\x32#.fourfold.coordinator.v1.StepRecord\x12\x32\n\x05\x65vals\x18\t \x03(\x0b\x32#.fourfold.coordinator.v1.EvalRecord\x12\x30\n\x07members\x18\n \x03(\x0b\x32\x1f.fourfold.coordinator.v1.Member\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0c \x01(\t\x12\x31\n\rwaiting_since\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x36\n\nconditions\x18\x0e \x03(\x0b\x32\".fourfold.coordinator.v1.Condition\x12\x35\n\nrecoveries\x18\x0f \x03(\x0b\x32!.fourfold.coordinator.v1.Recovery\x12\x33\n\x05queue\x18\x10 \x01(\x0b\x32$.fourfold.coordinator.v1.SampleQueue\x12 \n\x13\x65valuation_progress\x18\x11 \x01(\x01H\x00\x88\x01\x01\x42\x16\n\x14_evaluation_progress\"f\n\x0bSampleQueue\x12\x16\n\x0emax_policy_lag\x18\x01 \x01(\x05\x12\x11\n\tlag_limit\x18\x02 \x01(\x05\x12\x16\n\x0erunning_groups\x18\x03 \x01(\x05\x12\x14\n\x0cready_groups\x18\x04 \x01(\x05\"h\n\x08Recovery\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0ctrainer_kept\x18\x04 \x01(\x08\"U\n\tCondition\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x05since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xc4\x01\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x41\n\x07metrics\x18\x02 \x03(\x0b\x32\x30.fourfold.coordinator.v1.StepRecord.MetricsEntry\x12\x0e\n\x06\x61larms\x18\x03 \x03(\t\x12\x12\n\nlag_change\x18\x04 \x01(\t\x12\x11\n\tdiagnosis\x18\x05 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x8e\x01\n\nEvalRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\nmean_score\x18\x02 \x01(\x01\x12\x12\n\nhalf_width\x18\x03 \x01(\x01\x12\x14\n\x0c\x61nswer_count\x18\x04 \x01(\x05\x12\x34\n\x04sets\x18\x05 \x03(\x0b\x32&.fourfold.coordinator.v1.EvalSetRecord\"[\n\rEvalSetRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmean_score\x18\x02 \x01(\x01\x12\x12\n\nhalf_width\x18\x03 \x01(\x01\x12\x14\n\x0c\x61nswer_count\x18\x04 \x01(\x05\"\xb7\x01\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x33\n\x05state\x18\x05 \x01(\x0e\x32$.fourfold.coordinator.v1.MemberState\x12/\n\x0bstate_since\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x0f\n\rGetRunRequest\"^\n\x0eGetRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\x12\x18\n\x10\x63ontract_version\x18\x02 \x01(\t\"\'\n\x0fWatchRunRequest\x12\x14\n\x0c\x63hanges_only\x18\x01 \x01(\x08\"y\n\x10WatchRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\x12\x16\n\x0esteps_appended\x18\x02 \x01(\x08\x12\x19\n\x11members_unchanged\x18\x03 \x01(\x08\"\x17\n\x15GetWeightPlaneRequest\"\xd5\x01\n\x16GetWeightPlaneResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x15\n\rphase_seconds\x18\x04 \x01(\x01\x12\x35\n\x07parties\x18\x05 \x03(\x0b\x32$.fourfold.coordinator.v1.WeightParty\x12\x1b\n\x13last_update_seconds\x18\x06 \x01(\x01\x12\x1a\n\x12last_pause_seconds\x18\x07 \x01(\x01\"\x96\x01\n\x0bWeightParty\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\r\n\x05state\x18\x04 \x01(\t\x12\x15\n\rstate_seconds\x18\x05 \x01(\x01\x12\x11\n\twaits_for\x18\x06 \x03(\t\x12\x12\n\nlast_error\x18\x07 \x01(\t*\x89\x02\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\"\n\x1eRUN_PHASE_WAITING_FOR_SERVICES\x10\x01\x12\x18\n\x14RUN_PHASE_RECOVERING\x10\x02\x12\x18\n\x14RUN_PHASE_GENERATING\x10\x03\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x04\x12\x18\n\x14RUN_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x06\x12\x14\n\x10RUN_PHASE_SAVING\x10\x07\x12\x12\n\x0eRUN_PHASE_DONE\x10\x08\x12\x14\n\x10RUN_PHASE_FAILED\x10\t*[\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11MEMBER_STATE_LIVE\x10\x01\x12\x17\n\x13MEMBER_STATE_SILENT\x10\x02\x32\xbd\x02\n\nRunService\x12Y\n\x06GetRun\x12&.fourfold.coordinator.v1.GetRunRequest\x1a\'.fourfold.coordinator.v1.GetRunResponse\x12\x61\n\x08WatchRun\x12(.fourfold.coordinator.v1.WatchRunRequest\x1a).fourfold.coordinator.v1.WatchRunResponse0\x01\x12q\n\x0eGetWeightPlane\x12..fourfold.coordinator.v1.GetWeightPlaneRequest\x1a/.fourfold.coordinator.v1.GetWeightPlaneResponseB\\\n\x17\x66ourfold.coordinator.v1P\x01Z%fourfold/coordinator/v1;coordinatorv1\xaa\x02\x17\x46ourfold.Coordinator.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\027fourfold.coordinator.v1P\001Z%fourfold/coordinator/v1;coordinatorv1\252\002\027Fourfold.Coordinator.V1'
   _globals['_STEPRECORD_METRICSENTRY']._loaded_options = None
   _globals['_STEPRECORD_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNPHASE']._serialized_start=2201
-  _globals['_RUNPHASE']._serialized_end=2466
-  _globals['_MEMBERSTATE']._serialized_start=2468
-  _globals['_MEMBERSTATE']._serialized_end=2559
+  _globals['_RUNPHASE']._serialized_start=2368
+  _globals['_RUNPHASE']._serialized_end=2633
+  _globals['_MEMBERSTATE']._serialized_start=2635
+  _globals['_MEMBERSTATE']._serialized_end=2726
   _globals['_RUNSTATUS']._serialized_start=104
   _globals['_RUNSTATUS']._serialized_end=774
   _globals['_SAMPLEQUEUE']._serialized_start=776
@@ -48,27 +48,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONDITION']._serialized_start=986
   _globals['_CONDITION']._serialized_end=1071
   _globals['_STEPRECORD']._serialized_start=1074
-  _globals['_STEPRECORD']._serialized_end=1251
-  _globals['_STEPRECORD_METRICSENTRY']._serialized_start=1205
-  _globals['_STEPRECORD_METRICSENTRY']._serialized_end=1251
-  _globals['_EVALRECORD']._serialized_start=1253
-  _globals['_EVALRECORD']._serialized_end=1341
-  _globals['_MEMBER']._serialized_start=1344
-  _globals['_MEMBER']._serialized_end=1527
-  _globals['_GETRUNREQUEST']._serialized_start=1529
-  _globals['_GETRUNREQUEST']._serialized_end=1544
-  _globals['_GETRUNRESPONSE']._serialized_start=1546
-  _globals['_GETRUNRESPONSE']._serialized_end=1640
-  _globals['_WATCHRUNREQUEST']._serialized_start=1642
-  _globals['_WATCHRUNREQUEST']._serialized_end=1681
-  _globals['_WATCHRUNRESPONSE']._serialized_start=1683
-  _globals['_WATCHRUNRESPONSE']._serialized_end=1804
-  _globals['_GETWEIGHTPLANEREQUEST']._serialized_start=1806
-  _globals['_GETWEIGHTPLANEREQUEST']._serialized_end=1829
-  _globals['_GETWEIGHTPLANERESPONSE']._serialized_start=1832
-  _globals['_GETWEIGHTPLANERESPONSE']._serialized_end=2045
-  _globals['_WEIGHTPARTY']._serialized_start=2048
-  _globals['_WEIGHTPARTY']._serialized_end=2198
-  _globals['_RUNSERVICE']._serialized_start=2562
-  _globals['_RUNSERVICE']._serialized_end=2879
+  _globals['_STEPRECORD']._serialized_end=1270
+  _globals['_STEPRECORD_METRICSENTRY']._serialized_start=1224
+  _globals['_STEPRECORD_METRICSENTRY']._serialized_end=1270
+  _globals['_EVALRECORD']._serialized_start=1273
+  _globals['_EVALRECORD']._serialized_end=1415
+  _globals['_EVALSETRECORD']._serialized_start=1417
+  _globals['_EVALSETRECORD']._serialized_end=1508
+  _globals['_MEMBER']._serialized_start=1511
+  _globals['_MEMBER']._serialized_end=1694
+  _globals['_GETRUNREQUEST']._serialized_start=1696
+  _globals['_GETRUNREQUEST']._serialized_end=1711
+  _globals['_GETRUNRESPONSE']._serialized_start=1713
+  _globals['_GETRUNRESPONSE']._serialized_end=1807
+  _globals['_WATCHRUNREQUEST']._serialized_start=1809
+  _globals['_WATCHRUNREQUEST']._serialized_end=1848
+  _globals['_WATCHRUNRESPONSE']._serialized_start=1850
+  _globals['_WATCHRUNRESPONSE']._serialized_end=1971
+  _globals['_GETWEIGHTPLANEREQUEST']._serialized_start=1973
+  _globals['_GETWEIGHTPLANEREQUEST']._serialized_end=1996
+  _globals['_GETWEIGHTPLANERESPONSE']._serialized_start=1999
+  _globals['_GETWEIGHTPLANERESPONSE']._serialized_end=2212
+  _globals['_WEIGHTPARTY']._serialized_start=2215
+  _globals['_WEIGHTPARTY']._serialized_end=2365
+  _globals['_RUNSERVICE']._serialized_start=2729
+  _globals['_RUNSERVICE']._serialized_end=3046
 # @@protoc_insertion_point(module_scope)

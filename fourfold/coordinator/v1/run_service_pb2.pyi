@@ -344,10 +344,13 @@ class StepRecord(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     ALARMS_FIELD_NUMBER: _builtins.int
     LAG_CHANGE_FIELD_NUMBER: _builtins.int
+    DIAGNOSIS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step, from 1."""
     lag_change: _builtins.str
     """Change of the policy lag limit after the step, with its reason, as text; empty: none."""
+    diagnosis: _builtins.str
+    """All problems of the training in this step, as one text; empty: none."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Finite metrics by name; names and units are in fourfold/metrics.py."""
@@ -365,10 +368,11 @@ class StepRecord(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         alarms: _abc.Iterable[_builtins.str] | None = ...,
         lag_change: _builtins.str = ...,
+        diagnosis: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "lag_change", b"lag_change", "metrics", b"metrics", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "diagnosis", b"diagnosis", "lag_change", b"lag_change", "metrics", b"metrics", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -384,8 +388,50 @@ class EvalRecord(_message.Message):
     MEAN_SCORE_FIELD_NUMBER: _builtins.int
     HALF_WIDTH_FIELD_NUMBER: _builtins.int
     ANSWER_COUNT_FIELD_NUMBER: _builtins.int
+    SETS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of steps done when it ran; 0: before the first."""
+    mean_score: _builtins.float
+    """Mean score, in the range of the scorer; 0 is a score like any other. Of several held-out sets: the unweighted mean
+    of their means.
+    """
+    half_width: _builtins.float
+    """Half width of the 95 % confidence interval, clustered by task group; NaN where it is unknown."""
+    answer_count: _builtins.int
+    """Number of scored completions, at least 1; those without a score are left out."""
+    @_builtins.property
+    def sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalSetRecord]:
+        """Each held-out set, in the order of the recipe. Empty: the coordinator is older than this field."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        mean_score: _builtins.float = ...,
+        half_width: _builtins.float = ...,
+        answer_count: _builtins.int = ...,
+        sets: _abc.Iterable[Global___EvalSetRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_count", b"answer_count", "half_width", b"half_width", "mean_score", b"mean_score", "sets", b"sets", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvalRecord: _TypeAlias = EvalRecord  # noqa: Y015
+
+@_typing.final
+class EvalSetRecord(_message.Message):
+    """Result of one held-out set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MEAN_SCORE_FIELD_NUMBER: _builtins.int
+    HALF_WIDTH_FIELD_NUMBER: _builtins.int
+    ANSWER_COUNT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the set, [A-Za-z0-9_-]{1,64}."""
     mean_score: _builtins.float
     """Mean score, in the range of the scorer; 0 is a score like any other."""
     half_width: _builtins.float
@@ -395,18 +441,18 @@ class EvalRecord(_message.Message):
     def __init__(
         self,
         *,
-        step: _builtins.int = ...,
+        name: _builtins.str = ...,
         mean_score: _builtins.float = ...,
         half_width: _builtins.float = ...,
         answer_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_count", b"answer_count", "half_width", b"half_width", "mean_score", b"mean_score", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_count", b"answer_count", "half_width", b"half_width", "mean_score", b"mean_score", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EvalRecord: _TypeAlias = EvalRecord  # noqa: Y015
+Global___EvalSetRecord: _TypeAlias = EvalSetRecord  # noqa: Y015
 
 @_typing.final
 class Member(_message.Message):

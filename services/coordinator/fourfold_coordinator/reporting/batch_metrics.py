@@ -11,10 +11,11 @@ import numpy as np
 from fourfold import metrics as m
 from fourfold.arrays import Sample
 
-from ..state.samples import StepBatch, Trajectory
+from ..state.samples import SampleGroup, StepBatch, Trajectory
 
 AGENT_METRICS: Final = "agents/metrics/"  # prefix of the numbers that agents send with their trajectories
 SCORER_METRICS: Final = "scorers/"  # prefix of the numbers of the terms of the score
+SOURCE_METRICS: Final = "data/"  # prefix of the numbers of the sources of prompts
 _MAX_COMPONENTS: Final = 256  # of all scorers
 _MAX_AGENT_METRICS: Final = 64  # agents choose the names, and one that sends ever new ones must not fill the files
 
@@ -56,7 +57,9 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
             m.GROUPS_ALL_MIN: float(np.mean([s.max() == lowest for s in scores])),
             m.GROUPS_STD: float(np.mean([s.std() for s in scores])),
         }
-    return result | _scorer_metrics(trajectories) | _agent_metrics(trajectories) | batch.measured
+    return (
+        result | _source_metrics(groups) | _scorer_metrics(trajectories) | _agent_metrics(trajectories) | batch.measured
+    )
 
 
 def count_scorers(batch: StepBatch) -> dict[str, dict[str, int]]:
@@ -67,6 +70,21 @@ def count_scorers(batch: StepBatch) -> dict[str, dict[str, int]]:
             for term in trajectory.sample.terms:
                 counts[term.name][term.scorer] += 1
     return {name: dict(found) for name, found in counts.items()}
+
+
+def _source_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Return the mean score of each named source of prompts, and its share of the groups."""
+    by_source: defaultdict[str, list[SampleGroup]] = defaultdict(list)
+    for group in groups:
+        if source := group.trajectories[0].prompt.source:
+            by_source[source].append(group)
+    result = dict[str, float]()
+    for source, found in by_source.items():
+        scores = [sample.score for group in found for sample in group.samples if sample.score is not None]
+        result[f"{SOURCE_METRICS}{source}/share"] = len(found) / len(groups)
+        if scores:
+            result[f"{SOURCE_METRICS}{source}/reward"] = float(np.mean(scores))
+    return result
 
 
 def _scorer_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

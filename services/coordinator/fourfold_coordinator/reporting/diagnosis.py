@@ -24,7 +24,6 @@ _FEW_USEFUL: Final = 0.2
 SMALL_SAMPLE_SIZE: Final = 0.5  # as a share of the tokens
 # Metric, limit, key and text of the findings about one value, which is their severity, too.
 _LIMITS: Final = (
-    (m.TRUNCATION_RATE, 0.25, "truncation", "{:.0%} of the completions were cut off; raise sampling.max_new_tokens"),
     (
         m.MISMATCH_KL,
         0.01,
@@ -71,6 +70,10 @@ _WINDOW_STEPS: Final = 50
 # A trend needs this many steps, and compares the means of this many at its ends: one unusual step is no trend.
 _TREND_STEPS: Final = 10
 _END_STEPS: Final = 3
+# Share of the completions that are cut off, in each of so many steps, and the share of the first that is no decrease.
+_TRUNCATED: Final = 0.25
+_TRUNCATION_STEPS: Final = 5
+_FALLS: Final = 0.9
 
 # A finding is shown again when it is this many times as severe as when it was shown, or after so many steps.
 _WORSE: Final = 1.5
@@ -150,6 +153,7 @@ class TrainingDiagnosis:
             *self._check_scores(metrics, skipped_reason),
             *self._check_limits(metrics, skipped=bool(skipped_reason)),
             *self._check_trends(step, metrics),
+            *self._check_truncation(),
         ]
         expected: tuple[str, ...] = BY_DESIGN
         if self._rule.max_policy_lag:
@@ -301,6 +305,16 @@ class TrainingDiagnosis:
                 f"critic.learning_rate, train the critic alone for longer (critic.policy_starts_at_step), or scale the "
                 f"scores (algorithm.shaping.normalize)",
                 severity=1 - variances[-1],
+            )
+
+    def _check_truncation(self) -> Iterator[Finding]:
+        """Yield completions that are cut off and stay so: at first, many policies learn to write shorter ones."""
+        rates = self._history(m.TRUNCATION_RATE)[-_TRUNCATION_STEPS:]
+        if len(rates) == _TRUNCATION_STEPS and min(rates) > _TRUNCATED and rates[-1] > _FALLS * rates[0]:
+            yield Finding(
+                key="truncation",
+                text=f"{rates[-1]:.0%} of the completions were cut off; raise sampling.max_new_tokens",
+                severity=rates[-1],
             )
 
     def _history(self, name: str) -> list[float]:

@@ -54,7 +54,7 @@ _RESTARTS: Final = Exported(
     "fourfold_run_restarts_total", "counter", "services that replaced a dead one during the run"
 )
 _METRIC: Final = Exported(
-    "fourfold_run_metric", "gauge", "value of the last step for each metric of the glossary, in its unit", ("metric",)
+    "fourfold_run_metric", "gauge", "value of the last step for each metric of metrics.jsonl, in its unit", ("metric",)
 )
 EXPORTED: Final = (
     _PHASE, _STEP, _STEPS, _VERSION, _GROUPS, _LAG_LIMIT, _WAITING, _CONDITIONS, _MEMBERS, _SAMPLES, _DROPPED, _FAULTS,

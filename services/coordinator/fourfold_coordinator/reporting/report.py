@@ -12,7 +12,8 @@ report.json (times in seconds, sizes in bytes):
     seconds_per_step             mean, from the first prompt of a step to its published weights
     peak_memory_bytes            largest sum of the PSS of the run's processes on the coordinator's machine
     peak_memory_without          services that are not in that sum: on other machines, or in other containers
-    eval_before, eval_after      {"step", "score", "half_width", "n"} or null; 95 %, clustered by task group
+    eval_before, eval_after      {"step", "score", "half_width", "n", "missing", "sets"} or null; intervals of 95 %,
+                                 clustered by task group; each of the sets as in `state/eval_results.py`
     evals                        all of them
     first_step                   SHA-256 of its prompts, request seeds and sampled tokens
     answers_before, answers_after  ten sampled answers to the same held-out prompts
@@ -29,6 +30,7 @@ report.json (times in seconds, sizes in bytes):
     diagnosis                    findings: {"text", "steps", "first", "last"} each, the most frequent first
     policy_version, model        of the last weights; folder of the export
     model_ema                    folder of the export of their moving average, or null
+    critic                       folder of the export of the critic, or null
     distance                     from the newest finished run with the same recipe in runs/, or null (`compare`)
 """
 
@@ -40,6 +42,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,7 @@ from ..launch.run_folder import CONFIG_FILE, REPORT_FILE
 from ..state.files import replace_file
 from ..state.ledger import EvalRow, Ledger, StepRow
 from ..state.samples import SampleGroup, digest
+from .curve import draw_curve
 from .diagnosis import summarize_findings
 from .run_totals import RunTotals
 
@@ -78,6 +82,7 @@ def build(
     *,
     model: str,
     model_ema: str | None = None,
+    critic: str | None = None,
     faults: Sequence[Mapping[str, Any]] = (),
     scorer_changes: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
@@ -109,6 +114,7 @@ def build(
         "policy_version": steps[-1].policy_version if steps else 0,
         "model": model,
         "model_ema": model_ema,
+        "critic": critic,
         "answers_before": before.answers if before else [],
         "answers_after": after.answers if after else [],
     }
@@ -119,36 +125,6 @@ def write(folder: Path, report: dict[str, Any], steps: Sequence[StepRow], evals:
     draw_curve(folder / "curve.png", steps, evals, title=report["name"])
     report = {**report, "distance": _distance(folder, report)}
     replace_file(folder / REPORT_FILE, [json.dumps(report, indent=2, ensure_ascii=False) + "\n"])
-
-
-def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *, title: str) -> None:
-    """Draw the training reward and the held-out score over the steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no display, no global state
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.0), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    reward = [(row.step, row.metrics[m.REWARD_MEAN]) for row in steps if row.metrics.get(m.REWARD_MEAN) is not None]
-    if reward:
-        axes.plot(*zip(*reward, strict=True), color="tab:blue", alpha=0.7, label="training reward")
-    if evals:
-        axes.errorbar(
-            [row.step for row in evals],
-            [row.score for row in evals],
-            yerr=[row.half_width or 0.0 for row in evals],
-            color="tab:orange",
-            marker="o",
-            capsize=4,
-            label="held-out score, 95 % interval",
-        )
-    axes.set(title=title, xlabel="step", ylabel="mean score")
-    axes.grid(alpha=0.3)
-    if reward or evals:
-        axes.legend(loc="lower right")
-    FigureCanvasAgg(figure)
-    fresh = path.with_name(path.name + ".new")
-    figure.savefig(fresh, format="png")
-    fresh.replace(path)
 
 
 def find_twin(folder: Path) -> Path | None:
@@ -213,6 +189,7 @@ def _eval(row: EvalRow | None) -> dict[str, Any] | None:
         "half_width": row.half_width,
         "n": row.answer_count,
         "missing": row.missing_count,
+        "sets": [asdict(result) for result in row.sets],
     }
 
 

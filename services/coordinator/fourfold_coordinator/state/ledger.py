@@ -19,13 +19,16 @@ import contextlib
 import json
 import os
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold import metrics as m
 from fourfold.errors import AlreadyExists, NotFound, WrongState
+
+from .eval_results import SetResult, read_results, write_results
 
 # Reasons for which the coordinator itself drops samples.
 TRAINER_RESTORED: Final = "TRAINER_RESTORED"
@@ -61,8 +64,8 @@ LEGAL_TRANSITIONS: Final[Mapping[SampleState, frozenset[SampleState]]] = {
     SampleState.DROPPED: frozenset(),
 }
 
-# Stored as `PRAGMA user_version`. Version 0 had no table `records`.
-_VERSION: Final = 1
+# Stored as `PRAGMA user_version`. Version 0 had no table `records`, versions before 2 no column `evals.sets`.
+_VERSION: Final = 2
 # Not a parameter: SQLite cannot use a partial index for one. It would also prefer another index.
 _LEASED: Final = "samples INDEXED BY samples_leased WHERE state = 'LEASED'"
 # No index has the state, but for leased samples: each of a sample's five moves would write the index, too. Earlier
@@ -155,14 +158,24 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalRow:
-    """One evaluation on the held-out prompts."""
+    """One evaluation on the held-out sets."""
 
     step: int
-    score: float
-    half_width: float | None  # of the 95 % interval; None when a single task group was evaluated
+    score: float  # of several sets: the unweighted mean
+    half_width: float | None  # of the 95 % interval; None when a single task group of a set was evaluated
     answer_count: int
     missing_count: int  # answers without a score
-    answers: list[dict[str, Any]]  # a few examples
+    answers: list[dict[str, Any]]  # a few examples of each set
+    sets: tuple[SetResult, ...] = ()  # none: an earlier release wrote the row
+
+    def scores(self) -> dict[str, tuple[float, float | None]]:
+        """Return score and half width by metric: `eval/score`, then `eval/NAME/score` of each set."""
+        sets = {f"eval/{result.name}/score": (result.score, result.half_width) for result in self.sets}
+        return {m.EVAL_SCORE: (self.score, self.half_width)} | sets
+
+    def set_metrics(self) -> dict[str, float]:
+        """Return the metrics of each held-out set, such as `eval/NAME/score`."""
+        return {f"eval/{result.name}/{key}": value for result in self.sets for key, value in result.metrics().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +196,55 @@ class SampleCounts:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_sample_counts(path: Path) -> SampleCounts:
-    """Count the samples of a ledger that is in use. Any thread may call this: it opens a connection of its own.
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run came."""
 
-    Raises sqlite3.Error: there is no ledger yet, or it cannot be read.
-    """
-    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as db:
+    step: int  # the last one done; 0: none
+    checkpoint_step: int | None  # of the last checkpoint; None: there is none
+
+
+# Any thread and process may call these for a ledger that is in use. They raise sqlite3.Error if there is no ledger, or
+# it cannot be read.
+
+
+def read_sample_counts(path: Path) -> SampleCounts:
+    """Count the samples of a ledger."""
+    with _reading(path) as db:
         states = {SampleState(state): count for state, count in db.execute(_COUNT_SAMPLES)}
         return SampleCounts(states, dict(db.execute(_COUNT_REASONS).fetchall()))
+
+
+def read_evals(path: Path) -> list[EvalRow]:
+    """Return the evaluations of a ledger, in order."""
+    with _reading(path) as db:
+        return _select_evals(db)
+
+
+def read_progress(path: Path) -> Progress:
+    """Return how far the run of a ledger came."""
+    with _reading(path) as db:
+        (step,) = db.execute("SELECT COALESCE(MAX(step), 0) FROM steps").fetchone()
+        (checkpoint,) = db.execute("SELECT MAX(step) FROM checkpoints").fetchone()
+    return Progress(step, checkpoint)
+
+
+def _reading(path: Path) -> contextlib.closing[sqlite3.Connection]:
+    """Open a ledger without a change of its folder."""
+    # If there is no log, no process writes, and a plain connection would create the files of a log.
+    mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
+    return contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=1.0))
+
+
+def _select_evals(db: sqlite3.Connection) -> list[EvalRow]:
+    known = {name for _, name, *_ in db.execute("PRAGMA table_info(evals)")}
+    sets = "sets" if "sets" in known else "'[]'"  # an earlier release wrote the file, and no run has it open
+    columns = "step, score, half_width, answer_count, missing_count, answers"
+    rows = db.execute(f"SELECT {columns}, {sets} FROM evals ORDER BY step")
+    return [
+        EvalRow(step, score, half_width, count, missing, json.loads(answers), read_results(results))
+        for step, score, half_width, count, missing, answers, results in rows
+    ]
 
 
 class Ledger:
@@ -206,6 +260,9 @@ class Ledger:
         """
         self._path, self._wal = path, path.with_name(path.name + "-wal")
         self._in_transaction = False
+        self.on_issue: Callable[[Sequence[str]], None] = lambda _ids: None
+        self.on_move: Callable[[Sequence[str], SampleState, str], None] = lambda _ids, _state, _reason: None
+        """Called with the samples of each change, their new state and the reason. A change may fail, and come again."""
         self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -227,6 +284,8 @@ class Ledger:
                 f"the release of Fourfold that wrote it"
             )
         self._db.executescript(_SCHEMA)
+        if "sets" not in {name for _, name, *_ in self._db.execute("PRAGMA table_info(evals)")}:
+            self._db.execute("ALTER TABLE evals ADD COLUMN sets TEXT NOT NULL DEFAULT '[]'")
         self._db.execute(f"PRAGMA user_version = {_VERSION}")
 
     def close(self) -> None:
@@ -280,6 +339,7 @@ class Ledger:
                 "INSERT INTO samples (sample_id, group_id, position, step, state) VALUES (?, ?, ?, ?, ?)",
                 [(sample_id, group_id, position, step, SampleState.ISSUED) for sample_id in sample_ids],
             )
+        self.on_issue(sample_ids)
         return IssuedGroup(group_id=group_id, sample_ids=sample_ids)
 
     def move(self, sample_ids: Sequence[str], to: SampleState, *, reason: str = "") -> None:
@@ -291,6 +351,7 @@ class Ledger:
         sources, query = _MOVES[to]
         changed = db.execute(query, (to, reason, json.dumps(sample_ids), *sources)).rowcount
         if changed == len(sample_ids):
+            self.on_move(sample_ids, to, reason)
             return
         db.rollback()
         for sample_id, state in self._states(sample_ids):
@@ -386,6 +447,7 @@ class Ledger:
             values = (SampleState.LEASED, step, json.dumps(sample_ids), SampleState.READY)
             query = f"UPDATE samples SET state = ?, step = ? WHERE sample_id {_IN_LIST} AND state = ?"
             if db.execute(query, values).rowcount == len(wanted):
+                self.on_move(sample_ids, SampleState.LEASED, "")
                 return
             db.rollback()
             for sample_id, state in self._states(sample_ids):
@@ -453,13 +515,20 @@ class Ledger:
         """Store an evaluation; replace one of the same step."""
         with self._transaction() as db:
             db.execute(
-                "INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?)",
-                (row.step, row.score, row.half_width, row.answer_count, row.missing_count, json.dumps(row.answers)),
+                "INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    row.step,
+                    row.score,
+                    row.half_width,
+                    row.answer_count,
+                    row.missing_count,
+                    json.dumps(row.answers),
+                    write_results(row.sets),
+                ),
             )
 
     def evals(self) -> list[EvalRow]:
-        rows = self._db.execute("SELECT * FROM evals ORDER BY step")
-        return [EvalRow(*[*row[:-1], json.loads(row[-1])]) for row in rows]
+        return _select_evals(self._db)
 
     def commit_checkpoint(self, *, step: int, data_position: int, policy_version: int) -> None:
         """Record that the trainer's checkpoint of `step`, the last one done, is durable; `sync` makes this row so."""

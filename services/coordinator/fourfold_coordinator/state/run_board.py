@@ -224,8 +224,13 @@ class RunBoard:
 
 def _step_record(step: int, metrics: Mapping[str, Any]) -> pb.StepRecord:
     numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
-    alarms, lag_change = metrics.get("alarms", []), metrics.get("lag_change", "")
-    return pb.StepRecord(step=step, metrics=numbers, alarms=alarms, lag_change=lag_change)
+    return pb.StepRecord(
+        step=step,
+        metrics=numbers,
+        alarms=metrics.get("alarms", []),
+        lag_change=metrics.get("lag_change", ""),
+        diagnosis=metrics.get("diagnosis", ""),
+    )
 
 
 def _eval_record(row: EvalRow) -> pb.EvalRecord:
@@ -234,4 +239,13 @@ def _eval_record(row: EvalRow) -> pb.EvalRecord:
         mean_score=row.score,
         half_width=math.nan if row.half_width is None else row.half_width,
         answer_count=row.answer_count,
+        sets=[
+            pb.EvalSetRecord(
+                name=result.name,
+                mean_score=result.score,
+                half_width=math.nan if result.half_width is None else result.half_width,
+                answer_count=result.answer_count,
+            )
+            for result in row.sets
+        ],
     )

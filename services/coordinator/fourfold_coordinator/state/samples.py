@@ -5,7 +5,7 @@ Each trajectory of the steps done is a line of samples.jsonl:
     {"step": 3, "sample_id": "p0000031-0-4", "group_id": "p0000031-0", "prompt": "...", "completion": "12",
      "answer": "12", "prompt_tokens": 41, "completion_tokens": 3, "logprob_mean": -0.41,
      "version_spans": [[-1, 41], [2, 3]], "truncated": false, "score": 1.0, "scorer": "last_number@0.1.0",
-     "terms": {"reward": [1.0, 1.0, "last_number@0.1.0"]}, "dropped": ""}
+     "terms": {"reward": [1.0, 1.0, "last_number@0.1.0"]}, "dropped": "", "source": "products"}
 
 - `logprob_mean` is the mean log-probability of the sampled tokens, in nats, rounded to 6 decimals.
 - A span is [policy version, tokens]; -1 stands for the prompt, and for what an agent observed.
@@ -15,6 +15,7 @@ Each trajectory of the steps done is a line of samples.jsonl:
   all segments, one after the other. `prompt` is what the model read first, without special tokens, if that
   is not the prompt of the task. `completion` is the text of the last segment after its first prompt, observations
   included.
+- `source` is the name of the source of the prompt; empty if the recipe names none (`data_source` of its metadata).
 - `dropped` is the reason of a trajectory that was not trained on. It has a score if it was scored before, as FILTERED
   and BASELINE always were. Samples that were dropped before they were sampled have no line.
 - If every group of a step was filtered out, the last of them go to the trainer, which skips the step. Their `dropped`
@@ -37,7 +38,7 @@ import numpy as np
 
 from fourfold import metrics as m
 from fourfold.arrays import Float32Array, Sample, ScoreTerm, VersionSpan
-from fourfold.config import Config
+from fourfold.config import Config, EvalSet
 from fourfold.errors import PeerFault
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
@@ -45,9 +46,12 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from ..data.prompts import Prompt
 from .ledger import FILTERED
 
+SAMPLES_FILE: Final = "samples.jsonl"
 _FINISHED: Final = frozenset({rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH})
 _UNFINISHED: Final = frozenset({rollout.FINISH_REASON_UNSPECIFIED, rollout.FINISH_REASON_ABORTED})
 _KNOWN: Final = _FINISHED | _UNFINISHED
+# Some readers of text files, such as str.splitlines, end a line at these characters, too: U+0085, U+2028, U+2029.
+_LINE_SEPARATORS: Final = ((b"\xc2\x85", rb"\u0085"), (b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"))
 _JSON: Final = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -245,12 +249,17 @@ def shortest(score: float) -> float:
     return float(str(np.float32(score)))
 
 
-def sampling_params(config: Config, prompt: Prompt, seed: int) -> rollout.SamplingParams:
-    """Return the sampling parameters of one prompt; its completion must fit into the context."""
-    room = config.model.max_context_tokens - len(prompt.token_ids)
+def sampling_params(
+    config: Config, prompt: Prompt, seed: int, *, held_out: EvalSet | None = None
+) -> rollout.SamplingParams:
+    """Return the sampling parameters of one prompt, those of a held-out set or of training.
+
+    The completion must fit into the context.
+    """
+    room, rule = config.model.max_context_tokens - len(prompt.token_ids), held_out or config.sampling
     return rollout.SamplingParams(
-        temperature=config.sampling.temperature,
-        max_tokens=min(config.sampling.max_new_tokens, room),
+        temperature=rule.temperature,
+        max_tokens=min(rule.max_new_tokens, room),
         stop_token_ids=config.sampling.stop_token_ids,
         seed=seed,
     )
@@ -274,6 +283,8 @@ def to_lines(step: int, trajectories: Iterable[Trajectory]) -> bytearray:
         # that no text has the mark.
         before, mark, after = _line(step, trajectory).encode().partition(b', "completion": "')
         lines += b"%b%b%b%b\n" % (before, mark[:-1], _quoted(trajectory.completion), after[1:])
+    for separator, escape in _LINE_SEPARATORS:
+        lines = lines.replace(separator, escape)
     return lines
 
 
@@ -321,5 +332,6 @@ def _line(step: int, trajectory: Trajectory) -> str:
         "scorer": sample.scorer,
         "terms": {t.name: [t.score, t.weight, t.scorer] for t in sample.terms},
         "dropped": trajectory.dropped,
+        "source": trajectory.prompt.source,
     }
     return _JSON.encode(values)

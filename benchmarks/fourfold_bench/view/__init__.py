@@ -1,0 +1,1 @@
+"""Measures `fourfold view` in a browser, over a finished run of many trajectories."""

@@ -1,0 +1,137 @@
+"""`fourfold view [RUN|HOST:PORT...]`: shows runs in a browser, in progress or ended. It writes nothing to them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import ipaddress
+import re
+import secrets
+import socket
+from pathlib import Path
+from typing import Final
+
+from fourfold.errors import ConfigError
+
+from ..launch.run_folder import find_run
+
+_ROOT: Final = Path("runs")
+_PORT: Final = 8440
+_TOKEN_BYTES: Final = 24
+_MIN_TOKEN: Final = 16
+_PACKAGES: Final = ("starlette", "uvicorn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN|HOST:PORT",
+        help="folders of runs, and addresses of coordinators on other machines; default: all in runs/",
+    )
+    parser.add_argument(
+        "--certs",
+        default="",
+        metavar="DIR",
+        help="for HOST:PORT: folder of `fourfold certs` with viewer-0.pem, or with --run-token-file only ca.pem",
+    )
+    parser.add_argument(
+        "--run-token-file", type=Path, metavar="FILE", help="for HOST:PORT: a token with the scope view, in a file"
+    )
+    parser.add_argument("--listen", default=f"127.0.0.1:{_PORT}", metavar="HOST:PORT", help="port 0: any free port")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="the token that browsers need, in a file; for other machines"
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate (PEM), to serve https")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve the pages until Ctrl-C."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"`view` needs {' and '.join(missing)}; pip install 'fourfold-coordinator[view]'")
+    host, port = _address(args.listen)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key belong together; give both or none")
+    if args.tls_cert is None and not _is_loopback(host):
+        raise ConfigError(
+            f"--listen {args.listen} is beyond loopback, where pages and token would travel without encryption; add "
+            f"--tls-cert and --tls-key, or listen on 127.0.0.1 and use ssh -L {port or _PORT}:127.0.0.1:{port or _PORT}"
+        )
+    token = _read_token(args.token_file, "--token-file") if args.token_file else ""
+    if not token and not _is_loopback(host):
+        token = secrets.token_urlsafe(_TOKEN_BYTES)
+    import uvicorn
+
+    from ..view.app import make_app
+    from ..view.reader import RunFolders
+    from ..view.remote import open_remote
+
+    run_token = _read_token(args.run_token_file, "--run-token-file") if args.run_token_file else ""
+    runs = [
+        open_remote(run, certs=args.certs, token=run_token) if _is_address(run) else find_run(Path(run))
+        for run in args.runs
+    ]
+    folders = RunFolders(runs, root=None if runs else _ROOT)
+    if not args.runs and not folders.all():
+        raise ConfigError(f"{_ROOT}/: no runs are here; start one (fourfold run RECIPE.toml), or give folders of runs")
+    config = uvicorn.Config(
+        make_app(folders, token=token),
+        log_level="warning",
+        server_header=False,
+        ssl_certfile=args.tls_cert,
+        ssl_keyfile=args.tls_key,
+        timeout_graceful_shutdown=1,
+    )
+    with _listen(host, port) as listener:
+        scheme, port = "https" if args.tls_cert else "http", listener.getsockname()[1]
+        name = f"[{host}]" if ":" in host else host
+        # Flushed: the reader may be a program.
+        print(f"runs: {scheme}://{name}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C ends)", flush=True)
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--listen {text}: it must be HOST:PORT, such as 127.0.0.1:{_PORT}")
+    return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_address(run: str) -> bool:
+    return re.fullmatch(r"\S+:\d+", run) is not None and not Path(run).is_dir()
+
+
+def _read_token(path: Path, flag: str) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {path}: it cannot be read ({error}); write one line of ASCII to it") from None
+    if len(token) < _MIN_TOKEN or not token.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError(
+            f"{flag} {path}: a token has {_MIN_TOKEN} or more of A-Z a-z 0-9 - _; make one with: "
+            f"python -c 'import secrets; print(secrets.token_urlsafe())'"
+        )
+    return token
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()  # a browser that is faster than the start of the server waits
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--listen {host}:{port}: {error.strerror or error}; choose another port, or 0") from None
+    return listener

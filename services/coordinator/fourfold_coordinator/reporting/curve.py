@@ -1,0 +1,81 @@
+"""Draws curve.png: scores over the weights that produced them, and length, KL, mismatch and time beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fourfold import metrics as m
+
+from ..state.ledger import EvalRow, StepRow
+
+# Title and metric of each small panel. A run has those of which it has values.
+_PANELS: Final = (
+    ("tokens of a completion", m.RESPONSE_LENGTH),
+    ("KL to the reference, nats", m.REFERENCE_KL),
+    ("|trainer - engine|, nats", m.MISMATCH_MEAN),
+    ("seconds of a step", m.TIME_STEP),
+)
+_INCHES: Final = 7.0, 4.0
+_PANEL_INCHES: Final = 1.8
+
+
+def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *, title: str) -> None:
+    """Draw the run, and replace the file `path` by the picture.
+
+    The x axis counts the optimizer steps of the weights that produced a value: samples that step n trains on were
+    sampled by those of step n - 1, or older ones if the run is asynchronous; the evaluation after step n by those of
+    step n. So both scores of the same weights are above each other.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no display, no global state
+    from matplotlib.figure import Figure
+
+    panels = [(text, points) for text, name in _PANELS if (points := points_of(steps, name))]
+    height = _INCHES[1] + (_PANEL_INCHES if panels else 0)
+    figure = Figure(figsize=(_INCHES[0], height), dpi=120, layout="constrained")
+    rows: Any = figure.subfigures(2, 1, height_ratios=[_INCHES[1], _PANEL_INCHES]) if panels else [figure]
+    _draw_scores(rows[0].subplots(), points_of(steps, m.REWARD_MEAN), evals, title)
+    if panels:
+        for axes, (text, points) in zip(rows[1].subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            axes.plot(*zip(*points, strict=True), color="tab:gray")
+            axes.set_title(text, fontsize=7)
+            axes.tick_params(labelsize=6)
+            axes.grid(alpha=0.3)
+    FigureCanvasAgg(figure)
+    fresh = path.with_name(path.name + ".new")
+    figure.savefig(fresh, format="png")
+    fresh.replace(path)
+
+
+def _draw_scores(axes: Any, reward: Sequence[tuple[float, float]], evals: Sequence[EvalRow], title: str) -> None:
+    if reward:
+        axes.plot(*zip(*reward, strict=True), color="tab:blue", alpha=0.7, label="training reward")
+    if evals:
+        axes.errorbar(
+            [row.step for row in evals],
+            [row.score for row in evals],
+            yerr=[row.half_width or 0.0 for row in evals],
+            color="tab:orange",
+            marker="o",
+            capsize=4,
+            label="held-out score, 95 % interval",
+        )
+    names = dict.fromkeys(result.name for row in evals for result in row.sets)
+    for name in names if len(names) > 1 else ():
+        points = [(row.step, result.score) for row in evals for result in row.sets if result.name == name]
+        axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, alpha=0.7, label=name)
+    axes.set(title=title, xlabel="optimizer steps of the weights", ylabel="mean score")
+    axes.grid(alpha=0.3)
+    if reward or evals:
+        axes.legend(loc="lower right")
+
+
+def points_of(steps: Sequence[StepRow], name: str) -> list[tuple[float, float]]:
+    """Return a metric of each step's samples, at the mean age of the weights that sampled them."""
+    found = []
+    for row in steps:
+        if (value := row.metrics.get(name)) is not None:
+            lag = row.metrics.get(m.POLICY_LAG_MEAN) or 0.0
+            found.append((row.step - 1 - lag, float(value)))
+    return found

@@ -1,0 +1,286 @@
+"""The pages of runs: list, curves and alarms, comparison, timeline, weight plane, recipe, held-out answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeGuard
+
+from markupsafe import Markup
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fourfold import metrics as m
+from fourfold.config import flatten
+
+from ..state.ledger import EvalRow
+from .charts import Line, gantt, line_chart
+from .reader import RunFolders, RunReader
+from .templates import render
+
+# Charts that a run shows unless the user chooses others.
+_SHOWN: Final = (
+    m.REWARD_MEAN, m.EVAL_SCORE, m.RESPONSE_LENGTH, m.REFERENCE_KL, m.MISMATCH_MEAN, m.ENTROPY, m.TIME_STEP,
+    m.TOKEN_LAG_MEAN,
+)  # fmt: skip
+_WEIGHT_CHARTS: Final = ("weights/", m.TIME_PUBLISH, m.TIME_WAKE, m.TIME_SLEEP)
+_MAX_CHARTS: Final = 60
+_MAX_ALARMS: Final = 100
+_MAX_MEMBERS: Final = 60  # rows of a timeline
+_MAX_RUNS: Final = 8  # of a comparison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A chart with its title."""
+
+    metric: str
+    meaning: str
+    svg: Markup
+    last: float | None  # value of the last step
+
+
+def run_of(request: Request, name: str | None = None) -> RunReader:
+    """Return the run that the address names; raise HTTPException if there is none."""
+    runs: RunFolders = request.app.state.runs
+    wanted = request.path_params["run"] if name is None else name
+    if (found := runs.get(wanted)) is None:
+        raise HTTPException(404, f"no run has the name {wanted!r}; the list of runs has them all")
+    return found
+
+
+def runs(request: Request) -> Response:
+    """Show the list of runs."""
+    rows = []
+    for reader in request.app.state.runs.all():
+        steps, evals = reader.steps(), reader.evaluations()
+        rows.append(
+            {
+                "name": reader.name,
+                "state": reader.state(),
+                "done": steps[-1]["step"] if steps else 0,
+                "steps": reader.recipe().get("steps", 0),
+                "reward": steps[-1].get(m.REWARD_MEAN) if steps else None,
+                "before": evals[0].score if evals else None,
+                "after": evals[-1].score if evals else None,
+                "end_time": steps[-1].get("end_time", "") if steps else "",
+                "alarms": sum(len(row.get("alarms") or []) for row in steps),
+            }
+        )
+    return render("runs.html", request, runs=rows, live=any(row["state"] == "running" for row in rows))
+
+
+def head(reader: RunReader) -> dict[str, Any]:
+    """Return what the head of every page of a run shows."""
+    state = reader.state()
+    return {"name": reader.name, "state": state, "live": state == "running"}
+
+
+def overview(request: Request) -> Response:
+    """Show curves and alarms of a run."""
+    reader = run_of(request)
+    steps, evals, report = reader.steps(), reader.evaluations(), reader.report()
+    known = metric_names(steps)
+    chosen = [name for name in request.query_params.getlist("m") if name in known][:_MAX_CHARTS]
+    shown = chosen or [*(name for name in _SHOWN if name in known), *_set_scores(evals)] or known[:6]
+    return render(
+        "run.html",
+        request,
+        **head(reader),
+        charts=[make_chart(name, [(reader.name, steps, evals)]) for name in shown],
+        known=[(name, _meaning(name)) for name in known],
+        shown=shown,
+        alarms=list(alarms_of(steps))[:_MAX_ALARMS],
+        findings=report.get("diagnosis") or [],
+        last=steps[-1] if steps else {},
+        step_count=reader.recipe().get("steps", 0),
+        evals=evals,
+        seconds=report.get("seconds"),
+        report=report,
+    )
+
+
+def alarms_of(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, str]]:
+    """Yield step, problem and advice of each alarm, the newest first."""
+    for row in reversed(steps):
+        for text in row.get("alarms") or []:
+            problem, _, advice = str(text).partition("; ")
+            yield row["step"], problem, advice
+
+
+def metric_names(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the metrics that have a number in some step, in order of their names."""
+    names = {name for row in steps for name, value in row.items() if _is_number(value) and name != "step"}
+    return sorted(names)
+
+
+def make_chart(name: str, runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], Sequence[EvalRow]]]) -> Chart:
+    """Return the chart of a metric over the steps of some runs."""
+    lines = list[Line]()
+    for run, steps, evals in runs:
+        # Evaluations have one before the first step, too, and intervals.
+        if found := [(float(e.step), *score) for e in evals if (score := e.scores().get(name)) is not None]:
+            points = [(step, score) for step, score, _ in found]
+            lines.append(Line(name=run, points=points, bars=[half_width for _, _, half_width in found]))
+        else:
+            points = [(float(row["step"]), float(row[name])) for row in steps if _is_number(row.get(name))]
+            lines.append(Line(name=run, points=points))
+    last = lines[0].points[-1][1] if lines and lines[0].points else None
+    return Chart(metric=name, meaning=_meaning(name), svg=line_chart(lines), last=last)
+
+
+def _set_scores(evals: Sequence[EvalRow]) -> list[str]:
+    """Return the metrics with the scores of the held-out sets, if there are several."""
+    names = list(evals[-1].scores())[1:] if evals else []
+    return names if len(names) > 1 else []
+
+
+def compare(request: Request) -> Response:
+    """Show several runs in the same charts, and the differences of their recipes."""
+    every: list[RunReader] = request.app.state.runs.all()
+    names = list(dict.fromkeys(request.query_params.getlist("run")))[:_MAX_RUNS]
+    readers = [run_of(request, name) for name in names]
+    data = [(reader.name, reader.steps(), reader.evaluations()) for reader in readers]
+    known = sorted({name for _, steps, _ in data for name in metric_names(steps)})
+    chosen = [name for name in request.query_params.getlist("m") if name in known][:_MAX_CHARTS]
+    shown = chosen or [name for name in _SHOWN if name in known]
+    return render(
+        "compare.html",
+        request,
+        every=[reader.name for reader in every],
+        names=names,
+        charts=[make_chart(name, data) for name in shown],
+        known=[(name, _meaning(name)) for name in known],
+        shown=shown,
+        differences=recipe_differences([reader.recipe() for reader in readers]),
+        live=any(reader.state() == "running" for reader in readers),
+    )
+
+
+def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return the keys whose values differ, and the value of each recipe."""
+    tables = [shown_keys(recipe) for recipe in recipes]
+    keys = sorted({key for table in tables for key in table})
+    rows = [(key, [table.get(key, "(absent)") for table in tables]) for key in keys if key != "name"]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def shown_keys(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a recipe with their values as texts."""
+    return {key: repr(value) for key, value in flatten(recipe).items()}
+
+
+def recipe(request: Request) -> Response:
+    """Show the recipe of a run, and its differences from another run's."""
+    reader = run_of(request)
+    other = request.query_params.get("other", "")
+    differences = []
+    if other:
+        differences = recipe_differences([reader.recipe(), run_of(request, other).recipe()])
+    names = [each.name for each in request.app.state.runs.all() if each.name != reader.name]
+    return render(
+        "recipe.html",
+        request,
+        **{**head(reader), "live": False},
+        rows=list(shown_keys(reader.recipe()).items()),
+        others=names,
+        other=other,
+        differences=differences,
+    )
+
+
+def timeline(request: Request) -> Response:
+    """Show when the coordinator and each member worked in one step."""
+    reader = run_of(request)
+    steps = reader.steps()
+    wanted = request.query_params.get("step", "")
+    if wanted and not wanted.isdecimal():
+        raise HTTPException(400, f"step = {wanted!r} is no step; give its number")
+    last = steps[-1]["step"] if steps else 0
+    step = int(wanted) if wanted else last
+    row = next((row for row in steps if row["step"] == step), {})
+    found = reader.timeline(step)
+    parts = step_parts(row)
+    seconds = max([found.seconds] if found else [], default=0.0)
+    offset = max(seconds - (row.get(m.TIME_STEP) or seconds), 0.0)  # the line may begin before the step
+    rows: list[tuple[str, Mapping[str, Sequence[tuple[float, float]]]]] = []
+    if parts:
+        rows.append(("training loop", {name: [(b + offset, e + offset)] for name, b, e in parts}))
+        seconds = max(seconds, parts[-1][2])
+    pattern = request.query_params.get("member", "")
+    members = [(name, phases) for name, phases in (found.members if found else {}).items() if pattern in name]
+    rows += members[:_MAX_MEMBERS]
+    return render(
+        "timeline.html",
+        request,
+        **{**head(reader), "live": reader.state() == "running" and not wanted},
+        step=step,
+        last=last,
+        svg=gantt(rows, seconds) if rows else "",
+        recorded=found is not None,
+        hidden=max(len(members) - _MAX_MEMBERS, 0),
+        member=pattern,
+        seconds=seconds,
+        parts=[(name, end - begin) for name, begin, end in parts],
+    )
+
+
+def step_parts(row: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """Return name, begin and end of the parts of a step, one after another, in seconds."""
+    parts, begin = list[tuple[str, float, float]](), 0.0
+    for name in (*m.TIMES_OF_A_STEP, m.TIME_OTHER):
+        value = row.get(name, 0.0)
+        if _is_number(value) and value > 0:
+            parts.append((name.removeprefix("time/"), begin, begin + value))
+            begin += value
+    return parts
+
+
+def weights(request: Request) -> Response:
+    """Show the weight plane: the update that runs now, the state of each engine, and the updates so far."""
+    reader = run_of(request)
+    steps = reader.steps()
+    known = [name for name in metric_names(steps) if name.startswith(_WEIGHT_CHARTS)]
+    data = [(reader.name, steps, list[EvalRow]())]
+    return render(
+        "weights.html",
+        request,
+        **head(reader),
+        plane=reader.weight_plane(),
+        charts=[make_chart(name, data) for name in known],
+    )
+
+
+def answers(request: Request) -> Response:
+    """Show the answers to the same held-out prompts in two evaluations."""
+    reader = run_of(request)
+    evals = [each for each in reader.evaluations() if each.answers]
+    steps = [each.step for each in evals]
+    chosen = []
+    for key, default in (("before", 0), ("after", -1)):
+        text = request.query_params.get(key, "")
+        if text and text not in map(str, steps):
+            raise HTTPException(400, f"{key} = {text!r}: no evaluation with answers; there are those of steps {steps}")
+        chosen.append(next((e for e in evals if str(e.step) == text), evals[default] if evals else None))
+    before, after = chosen
+    later = {each["prompt"]: each for each in (after.answers if after else [])}
+    rows = [(each, later.get(each["prompt"])) for each in (before.answers if before else [])]
+    return render(
+        "answers.html",
+        request,
+        **head(reader),
+        steps=steps,
+        before=before,
+        after=after,
+        rows=rows,
+    )
+
+
+def _meaning(name: str) -> str:
+    return m.METRICS.get(name, "")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

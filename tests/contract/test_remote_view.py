@@ -1,0 +1,228 @@
+"""`fourfold view` over a coordinator: real gRPC with certificates and tokens, and a folder of a run behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from fourfold import errors
+from fourfold.config import SecurityConfig
+from fourfold.coordinator.run_files import AsyncRunFileClient, RunFileClient
+from fourfold.coordinator.v1 import run_file_service_pb2 as files
+from fourfold.coordinator.v1 import run_service_pb2 as run
+from fourfold.coordinator.v1.run_file_service_pb2_grpc import (
+    RunFileServiceServicer,
+    add_RunFileServiceServicer_to_server,
+)
+from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.server import Server
+from fourfold.security import certs
+from fourfold.security.access import COORDINATOR, Security
+from fourfold.security.principal import Principal
+from fourfold_coordinator.launch.run_folder import LEDGER_FILE
+from fourfold_coordinator.reporting.run_files import RunFileServicer
+from fourfold_coordinator.reporting.run_service import RunServicer
+from fourfold_coordinator.state.ledger import EvalRow, Ledger
+from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_coordinator.state.samples import SAMPLES_FILE
+from fourfold_coordinator.view import remote
+from fourfold_coordinator.view.app import make_app
+from fourfold_coordinator.view.reader import FolderReader, RunFolders
+from tests.support.view_run import append_step, trajectory, write_run
+
+LOCAL = "http://127.0.0.1:8440"
+_RUN = run.DESCRIPTOR.services_by_name["RunService"]
+_FILES = files.DESCRIPTOR.services_by_name["RunFileService"]
+
+
+class _Coordinator:
+    """Both services of viewers on a server of a thread, because `fourfold view` blocks its own."""
+
+    def __init__(self, folder: Path, servicer: Any = None, **options: Any) -> None:
+        self.board = RunBoard(name=folder.name, step_count=9)
+        self._servicer = servicer or RunFileServicer(folder, folder / "tokenizer.json")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.target = self._do(self._start(options))
+
+    def _do(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
+    async def _start(self, options: dict[str, Any]) -> str:
+        self._server = Server(listen="127.0.0.1:0", **({"security": None} | options))
+        self._server.add(_RUN, add_RunServiceServicer_to_server, RunServicer(self.board))
+        self._server.add(_FILES, add_RunFileServiceServicer_to_server, self._servicer)
+        return await self._server.start()
+
+    def stop(self) -> None:
+        if not self._thread.is_alive():
+            return
+        self._do(self._server.stop(0))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(20)
+
+
+Start = Callable[..., _Coordinator]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[_Coordinator] = []
+
+    def begin(*args: Any, **options: Any) -> _Coordinator:
+        started.append(_Coordinator(*args, **options))
+        return started[-1]
+
+    yield begin
+    for coordinator in started:
+        coordinator.stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "host" / "one")
+
+
+def _until(condition: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + 20
+    while not (found := condition()):
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+    return found
+
+
+def test_the_pages_of_a_remote_run_equal_those_of_its_machine(start: Start, folder: Path, tmp_path: Path) -> None:
+    coordinator = start(folder)
+    reader = remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+    local = FolderReader(folder, cache=tmp_path / "local")
+    assert (reader.name, reader.state(), reader.steps()) == ("one", "running", local.steps())
+    assert reader.recipe() == local.recipe()
+    with TestClient(make_app(RunFolders([reader])), base_url=LOCAL) as client:
+        _until(lambda: "9 trajectories" in client.get("/run/one/samples").text, "samples were copied and indexed")
+        assert "apples" in client.get("/run/one/samples?text=apples").text
+        _until(lambda: "60.7%; version 1" in client.get("/run/one/sample/p2-0-0").text, "tokens were copied, too")
+        assert "rollout-0" in client.get("/run/one/timeline").text
+        assert "The coordinator does not answer" not in client.get("/run/one/weights").text
+        coordinator.board.set_phase(run.RUN_PHASE_DONE)
+        _until(lambda: reader.state() == "finished", "the end of the run is seen")
+
+
+def test_new_lines_arrive_and_a_restart_from_a_checkpoint_replaces_old_ones(
+    start: Start, folder: Path, tmp_path: Path
+) -> None:
+    reader = remote.open_remote(start(folder).target, cache=tmp_path / "cache")
+    copy = reader.folder / SAMPLES_FILE
+    source = folder / SAMPLES_FILE
+
+    def is_equal() -> bool:
+        reader.state()
+        return copy.exists() and copy.read_bytes() == source.read_bytes()
+
+    _until(is_equal, "the first copy")
+    append_step(folder, 4, [trajectory("h4-0-0", "new words", step=4)])
+    _until(is_equal, "a new step")
+    assert reader.steps()[-1]["step"] == 4
+    lines = source.read_bytes().splitlines(keepends=True)
+    # As long as before, and with the same end: only earlier bytes differ.
+    source.write_bytes(b"".join([*lines[:-1], lines[-1].replace(b"new words", b"old words")]))
+    _until(is_equal, "a line that was replaced")
+    source.write_bytes(b"".join(lines[:2]))
+    _until(is_equal, "fewer lines")
+
+
+def test_a_coordinator_that_is_gone_leaves_its_copy(start: Start, folder: Path, tmp_path: Path) -> None:
+    ledger = Ledger(folder / LEDGER_FILE)
+    answers = [{"prompt": "p", "completion": "c", "answer": "a", "score": 1.0}]
+    row = EvalRow(step=0, score=0.5, half_width=None, answer_count=8, missing_count=0, answers=answers)
+    ledger.add_eval(row)
+    ledger.close()
+    coordinator = start(folder)
+    reader = remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+    assert reader.state() == "running"
+    _until(lambda: reader.evaluations() == [row], "evaluations come from the ledger")
+    coordinator.stop()
+    _until(lambda: reader.state() != "running", "the state follows")
+    assert reader.steps() and reader.weight_plane() is None and reader.evaluations() == [row]
+    with pytest.raises(errors.Unavailable, match=r"coordinator service at .*nothing listens there"):
+        remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+
+
+def test_a_token_needs_the_scope_view(start: Start, folder: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "certs"
+    certs.make(directory, [])
+    tokens = directory / "tokens.txt"
+    viewer = certs.add_token(tokens, "viewer", scopes=["view"])
+    agent = certs.add_token(tokens, "alice")
+    config = SecurityConfig(directory=str(directory), tokens_file=str(tokens))
+    security = Security.load(config, Principal("coordinator", "coordinator-0"), public=True)
+    public = start(folder, security=security, public=True).target
+    internal = start(folder, security=security).target
+    authority = tmp_path / "laptop"
+    authority.mkdir()
+    (authority / "ca.pem").write_bytes((directory / "ca.pem").read_bytes())
+    opened = remote.open_remote(public, certs=str(authority), token=viewer, cache=tmp_path / "cache")
+    assert opened.steps()
+    assert remote.open_remote(internal, certs=str(directory), cache=tmp_path / "cache").steps()
+    for token, text in ((agent, "may not call GetRun: its scopes are generate, info, train"), ("x" * 20, "unknown")):
+        with pytest.raises((errors.PermissionDenied, errors.Unauthenticated), match=text):
+            remote.open_remote(public, certs=str(authority), token=token, cache=tmp_path / "cache")
+    for role in ("gateway", "environment", "reward"):  # some of them may call RunService
+        asyncio.run(_is_refused(internal, role, directory))
+
+
+async def _is_refused(target: str, role: str, directory: Path) -> None:
+    security = Security.load(SecurityConfig(directory=str(directory)), Principal(role, f"{role}-0"))
+    async with open_channel(target, security, server=COORDINATOR) as channel:
+        with pytest.raises(errors.PermissionDenied, match=f"{role}-0 may not call .*RunFileService"):
+            await anext(AsyncRunFileClient(channel).read_file(files.RUN_FILE_SAMPLES))
+
+
+def test_malformed_requests_are_refused(start: Start, folder: Path) -> None:
+    with RunFileClient(start(folder).target) as client:
+        for request in (
+            {"file": files.RUN_FILE_UNSPECIFIED},
+            {"file": 99},
+            {"file": files.RUN_FILE_SAMPLES, "offset": -1},
+            {"file": files.RUN_FILE_SAMPLES, "offset": 5},
+            {"file": files.RUN_FILE_SAMPLES, "tail": b"x"},
+        ):
+            with pytest.raises(errors.InvalidInput):
+                list(client.read_file(**request))
+        parts = list(client.read_file(files.RUN_FILE_SAMPLES, offset=1 << 40, tail=b"x" * 32))
+        assert parts[0][0] == 0 and b"".join(data for _, data in parts) == (folder / SAMPLES_FILE).read_bytes()
+        (folder / "report.json").unlink()
+        assert list(client.read_file(files.RUN_FILE_REPORT)) == [(0, b"")], "a missing file is empty"
+
+
+class _Hostile(RunFileServiceServicer):
+    """Sends parts that do not follow each other."""
+
+    async def ReadFile(self, request: files.ReadFileRequest, context: object) -> AsyncIterator[files.ReadFileResponse]:
+        yield files.ReadFileResponse(offset=0, data=b"{}")
+        yield files.ReadFileResponse(offset=1 << 50, data=b"{}")
+
+
+async def test_a_hostile_coordinator_is_named(start: Start, folder: Path) -> None:
+    client = AsyncRunFileClient(start(folder, servicer=_Hostile()).target)
+    with pytest.raises(errors.PeerFault, match=r"ReadFile: offset is 1125899906842624; the next byte is at 2"):
+        async for _ in client.read_file(files.RUN_FILE_METRICS):
+            pass
+    await client.aclose()
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", ".."])
+def test_a_hostile_name_of_a_run_leaves_the_cache(start: Start, folder: Path, tmp_path: Path, name: str) -> None:
+    coordinator = start(folder)
+    coordinator.board.status.name = name
+    with pytest.raises(errors.PeerFault, match="is no name of a run"):
+        remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,207 @@
+"""Tests the pages of `fourfold view` without a browser: content, escapes, access, and that nothing is written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from fourfold.errors import ConfigError
+from fourfold_coordinator.cli import view
+from fourfold_coordinator.view.app import COOKIE, make_app
+from fourfold_coordinator.view.charts import Line, gantt, line_chart, thin_out
+from fourfold_coordinator.view.pages import recipe_differences, step_parts
+from fourfold_coordinator.view.reader import RunFolders
+from tests.support.view_run import append_step, trajectory, write_run
+
+LOCAL = "http://127.0.0.1:8440"
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    return [write_run(tmp_path / "runs" / "one"), write_run(tmp_path / "runs" / "two", rate=1e-4)]
+
+
+@pytest.fixture
+def client(folders: list[Path], tmp_path: Path) -> Iterator[TestClient]:
+    with TestClient(make_app(RunFolders(folders, cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        _wait_for_index(client)
+        yield client
+
+
+def _wait_for_index(client: TestClient) -> None:
+    end = time.monotonic() + 20
+    while "9 trajectories" not in client.get("/run/one/samples").text:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+PAGES = (
+    "/", "/run/one", "/run/one?m=time/step", "/run/one/samples", "/run/one/samples?text=apples&order=longest",
+    "/run/one/sample/p2-0-0", "/run/one/sample/q1-0-0", "/run/one/answers", "/run/one/timeline",
+    "/run/one/timeline?step=1", "/run/one/weights", "/run/one/recipe?other=two", "/compare?run=one&run=two",
+)  # fmt: skip
+
+
+def test_every_page_escapes_hostile_text_and_allows_only_own_scripts(client: TestClient) -> None:
+    for path in PAGES:
+        page = client.get(path)
+        assert page.status_code == 200, f"{path}: {page.text}"
+        assert "<img" not in page.text and page.text.count("<script") == 1 and "<b>:" not in page.text, path
+        policy = page.headers["content-security-policy"]
+        assert "script-src 'self'" in policy and "unsafe" not in policy
+        assert not re.search(r"(src|href)=\"(https?:)?//", page.text), "nothing comes from the network"
+        assert "access-control-allow-origin" not in page.headers and page.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_pages_show_what_the_run_has(client: TestClient) -> None:
+    curves = client.get("/run/one").text
+    assert "few scores differ" in curves and "raise sampling.temperature" in curves and curves.count("<polyline") >= 2
+    assert "3 of 9" in curves and "0.5 &plusmn; 0.1" in curves
+    assert "<dt>math, step 3</dt><dd>0.75 &plusmn; 0.25" in curves and "eval/code/score" in curves
+    sample = client.get("/run/one/sample/p2-0-0").text
+    assert "+0.707" in sample or "+1" in sample, "the advantage of the better of two"
+    assert "-0.5 nats, 60.7%; version 1" in sample and "turn 1, sampled" in sample
+    assert "the same prompt at step 1 and at step 3" in sample and "apples 2" in sample
+    answers = client.get("/run/one/answers").text
+    assert "&lt;script&gt;" in answers and "step 3, mean 0.5" in answers
+    timeline = client.get("/run/one/timeline").text
+    assert "rollout-0&lt;b&gt;: generate, 0.00 to 2.00 s" in timeline and "training loop: train" in timeline
+    assert "no timeline.jsonl" in client.get("/run/one/timeline?step=1").text
+    for page in (client.get("/run/one/recipe?other=two").text, client.get("/compare?run=one&run=two").text):
+        assert (
+            "trainer.learning_rate" in page
+            and "0.0001" in page
+            and "batch.group_size</code></td><td><code>2</code></td><td>" not in page
+        )
+    assert "STALE" in client.get("/run/one/samples?dropped=STALE").text
+    fruit = client.get("/run/one/samples?source=fruit").text
+    assert "<option selected>fruit</option>" in fruit and "3 trajectories" in fruit and "pears" not in fruit
+    assert 'samples?source=fruit">fruit</a>' in client.get("/run/one/sample/p2-0-1").text
+
+
+def test_wrong_addresses_are_errors_with_the_value_and_a_fix(client: TestClient) -> None:
+    for path, status, text in (
+        ("/run/three", 404, "no run has the name &#39;three&#39;"),
+        ("/run/..%2f..%2fetc", 404, ""),
+        ("/run/one/sample/..%2f..%2fconfig.toml", 404, "no trajectory"),
+        ("/static/../app.py", 404, ""),
+        ("/static/%2e%2e/app.py", 404, ""),
+        ("/compare?run=<script>", 404, "&lt;script&gt;"),
+        ("/run/one/samples?score_from=high", 400, "score_from = &#39;high&#39; is no number"),
+        ("/run/one/samples?step_from=99999999999999999999999", 400, "too large"),
+        ("/run/one/samples?score_from=nan", 400, "too large"),
+        ("/run/one/samples?order=random", 400, "choose one of newest"),
+        ("/run/one/samples?page=-1", 400, "no whole number"),
+        ("/run/one/timeline?step=x", 400, "give its number"),
+        ("/run/one/answers?before=2", 400, "no evaluation with answers"),
+    ):
+        page = client.get(path)
+        assert page.status_code == status and text in page.text, f"{path}: {page.text}"
+    assert client.post("/").status_code == 405
+
+
+def test_a_huge_text_is_cut_and_the_rest_is_a_page_further(folders: list[Path], tmp_path: Path) -> None:
+    words = "".join(f"w{index:05d} " for index in range(30_000))
+    append_step(folders[0], 4, [trajectory("h4-0-0", words, step=4)])
+    with TestClient(make_app(RunFolders(folders[:1], cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        end = time.monotonic() + 20
+        while (page := client.get("/run/one/sample/h4-0-0")).status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert len(page.text) < 400_000 and 'href="?from=2000"' in page.text and "of 210,014" in page.text
+        later = client.get("/run/one/sample/h4-0-0?from=209000").text
+        assert later.count('class="p1 v3"') == 1014 and "earlier" in later and "more &rarr;" not in later
+        assert len(client.get("/run/one/samples").text) < 30_000
+
+
+def test_no_page_writes_to_a_run(folders: list[Path], tmp_path: Path, client: TestClient) -> None:
+    def state() -> dict[str, tuple[int, int, bytes]]:
+        found = [path for folder in folders for path in [folder, *folder.rglob("*")]]
+        return {str(p): (p.stat().st_mtime_ns, p.stat().st_size, p.read_bytes() if p.is_file() else b"") for p in found}
+
+    before = state()
+    for path in PAGES:
+        client.get(path)
+    assert state() == before
+    assert list((tmp_path / "cache").glob("one-*/index.db")), "its own index is elsewhere"
+
+
+def test_the_index_that_a_run_keeps_is_used(folders: list[Path], tmp_path: Path) -> None:
+    from fourfold_coordinator.state.trajectory_index import TrajectoryIndex
+
+    TrajectoryIndex(folders[0]).update()
+    cache = tmp_path / "other-cache"
+    with TestClient(make_app(RunFolders(folders, cache=cache)), base_url=LOCAL) as client:
+        assert "9 trajectories" in client.get("/run/one/samples").text and not cache.exists()
+        os.utime(folders[0] / "index.db", (1.0, 1.0))
+        append_step(folders[0], 4, [trajectory("n4-0-0", "newest", step=4)])
+        assert client.get("/run/one/samples").status_code == 200
+        assert list(cache.glob("one-*/index.db")), "the run has stopped to keep it"
+
+
+def test_without_a_token_only_names_of_this_machine_are_answered(client: TestClient) -> None:
+    for host in ("127.0.0.1:8440", "localhost:1", "LOCALHOST", "[::1]:8440"):
+        assert client.get("/", headers={"host": host}).status_code == 200
+    for host in ("evil.example", "127.0.0.1.evil.example:8440", "", "[::2]"):
+        answer = client.get("/run/one", headers={"host": host})
+        assert answer.status_code == 421 and "learning" not in answer.text
+
+
+def test_with_a_token_nothing_is_shown_to_others(folders: list[Path], tmp_path: Path) -> None:
+    app = make_app(RunFolders(folders, cache=tmp_path), token="secret-token-of-the-test")
+    with TestClient(app, base_url="http://machine:8440", follow_redirects=False) as client:
+        for path in ("/", "/run/one", "/static/view.css", "/?token=wrong", "/?token=", "/?token=\u00e4"):
+            answer = client.get(path)
+            assert answer.status_code == 401 and "one" not in answer.text.replace("token", ""), path
+        assert client.get("/", headers={"authorization": "Bearer secret-token-of-the-test"}).status_code == 200
+        answer = client.get("/run/one?token=secret-token-of-the-test&m=time/step")
+        assert answer.status_code == 303 and "token" not in answer.headers["location"]
+        cookie = answer.headers["set-cookie"]
+        assert cookie.startswith(COOKIE) and "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+        assert client.get(answer.headers["location"]).status_code == 200, "with the cookie"
+
+
+def test_wrong_arguments_are_errors_before_anything_is_served(tmp_path: Path, folders: list[Path]) -> None:
+    def run(*words: str) -> None:
+        parser = argparse.ArgumentParser()
+        view.add_arguments(parser)
+        view.main(parser.parse_args([*words]))
+
+    short = tmp_path / "token"
+    short.write_text("short\n")
+    for words, text in (
+        ([str(tmp_path)], "no run is in this folder"),
+        ([str(folders[0]), str(folders[0])], "another run has the name 'one'"),
+        ([str(folders[0]), "--listen", "8440"], "it must be HOST:PORT"),
+        ([str(folders[0]), "--listen", "127.0.0.1:99999"], "it must be HOST:PORT"),
+        ([str(folders[0]), "--listen", "0.0.0.0:0"], "is beyond loopback.*add --tls-cert and --tls-key, or .* ssh -L"),
+        ([str(folders[0]), "--token-file", str(short)], "16 or more"),
+        ([str(folders[0]), "--tls-cert", str(short)], "give both or none"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            run(*words)
+
+
+def test_charts_draw_the_extremes_of_long_lines_and_skip_empty_ones() -> None:
+    points = [(float(x), 5.0 if x == 777 else 0.0) for x in range(10_000)]
+    assert len(thin_out(points)) <= 402 and (777.0, 5.0) in thin_out(points)
+    assert line_chart([Line(name="a", points=[])]) == ""
+    one = line_chart([Line(name='"><script>', points=[(1.0, 2.0)], bars=[0.5])])
+    assert "<script>" not in one and "<circle" in one
+    assert "NaN" not in one and gantt([("a<b", {"train": [(0.0, 1.0)], "x": [(3.0, 2.0)]})], 2.0).count("<rect") == 1
+
+
+def test_parts_of_a_step_follow_each_other_and_equal_recipes_have_no_differences() -> None:
+    row = {"time/train": 1.0, "time/generate": 2.0, "time/publish": None, "time/other": 0.5, "time/step": 3.5}
+    assert step_parts(row) == [("generate", 0.0, 2.0), ("train", 2.0, 3.0), ("other", 3.0, 3.5)]
+    tables = {"name": "a", "x": {"y": 1}, "reward": [{"name": "r", "weight": 1.0}]}
+    assert recipe_differences([tables, {**tables, "name": "b"}]) == []
+    other = {**tables, "reward": [{"name": "r", "weight": 2.0}]}
+    assert recipe_differences([tables, other]) == [("reward.r.weight", ["1.0", "2.0"])]

@@ -1,0 +1,70 @@
+"""Defines what a sink is: `Sink`, the run that it gets, and the table of all sinks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from fourfold.config import Config, flatten
+from fourfold.errors import ConfigError
+
+from .rows import MetricRow
+
+FOLDER: Final = "sinks"
+"""Folder of a run with what its sinks keep."""
+INDEX: Final = "index"
+"""In the place of a sink's name: the index of the samples."""
+_LIBRARIES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a tracker shows about a run besides its numbers."""
+
+    folder: Path
+    config: Config
+    run_id: str  # of this run in this tracker, the same after a restart
+    last_step: int  # that the tracker has; -1: none
+
+    @property
+    def sink_folder(self) -> Path:
+        """Folder for files of sinks."""
+        return self.folder / FOLDER
+
+    def recipe(self) -> Mapping[str, Any]:
+        """Return the keys of the recipe, such as `trainer.learning_rate`, with their values.
+
+        Not those of [logging]: an address there may hold a password of another tracker.
+        """
+        return flatten(self.config.model_dump(exclude_none=True, exclude={"logging"}))
+
+
+class Sink(Protocol):
+    """One run in one tracker. Any call may block, and may raise what the tracker's library raises."""
+
+    def log(self, row: MetricRow) -> None:
+        """Send the numbers of a step; one that was sent before replaces the old one and all steps after it."""
+
+    def finish(self) -> None:
+        """Send what is buffered, and end the run in the tracker."""
+
+
+def open_sink(name: str, run: RunFacts) -> Sink:
+    """Open a sink: it imports the tracker's library, and may connect to a server."""
+    module = importlib.import_module(f".{name}_sink", __package__)
+    sink: Sink = module.open_sink(run)
+    return sink
+
+
+def check_sinks(names: Iterable[str]) -> None:
+    """Raise ConfigError if the library of a sink is not installed."""
+    for name in names:
+        if importlib.util.find_spec(_LIBRARIES[name]) is None:
+            raise ConfigError(
+                f'the sink "{name}" needs the module {_LIBRARIES[name]!r}, which is not installed; '
+                f"pip install 'fourfold-coordinator[{name}]', or remove it from logging.sinks"
+            )

@@ -1,0 +1,59 @@
+"""Sends a run to Weights & Biases, or keeps it offline for `wandb sync`."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import wandb
+
+from .rows import MetricRow
+from .sink import RunFacts, Sink
+
+
+def open_sink(run: RunFacts) -> Sink:
+    """Start the run, or continue it under the same id."""
+    return WandbSink(run)
+
+
+class WandbSink:
+    """Metrics over the axis `step`, so that a repeated step is accepted, too."""
+
+    def __init__(self, run: RunFacts) -> None:
+        """Start the run; raises wandb.Error after the time limit of the library."""
+        logging = run.config.logging
+        run.sink_folder.mkdir(exist_ok=True)
+        self._run = wandb.init(
+            project=logging.project,
+            entity=logging.wandb_entity or None,
+            group=logging.group or None,
+            tags=tuple(logging.tags) or None,
+            name=run.config.name,
+            id=run.run_id,
+            resume="allow",
+            dir=str(run.sink_folder),
+            mode=_mode(logging.wandb_mode),
+            config=dict(run.recipe()),
+            # This process is not the one that trains, so its console, code and machine tell nothing.
+            settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_stats=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, row: MetricRow) -> None:
+        """Log the metrics of a step."""
+        times = {"_timestamp": row.time} if row.time else {}
+        self._run.log({**row.values, **times, "step": row.step})
+
+    def finish(self) -> None:
+        """Wait for the upload, and for the process of W&B, which writes the last part of an offline run at its end."""
+        self._run.finish()
+        wandb.teardown()
+
+
+def _mode(configured: str) -> Literal["online", "offline"] | None:
+    """Return the mode; None: that of the variable WANDB_MODE."""
+    if configured == "online" or configured == "offline":
+        return configured  # type: ignore[return-value]
+    if os.environ.get("WANDB_MODE"):
+        return None
+    return "online" if wandb.login(prompt=False) else "offline"

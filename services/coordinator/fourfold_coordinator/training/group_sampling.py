@@ -32,6 +32,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from ..routing.replica import Flight, GivenUp, Interrupted, Replica, ServiceMissing
 from ..routing.router import Router
 from ..routing.scheduling import CompletionLengths, Demand, SamplingPace, prefix_keys
+from ..state.sample_traces import GENERATE
 from ..state.samples import check_completions
 
 log = logging.getLogger("fourfold.coordinator")
@@ -231,15 +232,18 @@ class _Group:
         """Make one Generate call, and keep what it brings of samples `indices`. Return its error."""
         leg.drafts |= {index: CompletionDraft(index) for index in indices}
         fault: FourfoldError | None = None
+        names = [self._request.sample_ids[index] for index in indices if self._request.sample_ids]
         try:
-            async with aclosing(replica.rollout.generate(request, timeout=self._sampler.timeout)) as chunks:
-                async for chunk in chunks:
-                    index = indices[chunk.sample_index]
-                    leg.drafts[index].add(chunk)
-                    if chunk.finish_reason != rollout.FINISH_REASON_UNSPECIFIED:
-                        if leg.flight is not None:
-                            leg.flight.finish_sample(leg.drafts[index].token_count)
-                        self._take(leg, replica, index)
+            with self._router.traces.call(GENERATE, names, replica.member.member_id) as traced:
+                async with aclosing(replica.rollout.generate(request, timeout=self._sampler.timeout)) as chunks:
+                    async for chunk in chunks:
+                        index = indices[chunk.sample_index]
+                        leg.drafts[index].add(chunk)
+                        if chunk.finish_reason != rollout.FINISH_REASON_UNSPECIFIED:
+                            traced.end(chunk.sample_index)
+                            if leg.flight is not None:
+                                leg.flight.finish_sample(leg.drafts[index].token_count)
+                            self._take(leg, replica, index)
         except FourfoldError as error:
             fault = error
         finally:  # also when the call was cancelled, because the lease has ended

@@ -23,37 +23,34 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Final, TypeVar
+from typing import Any, TypeVar
 
 from fourfold import metrics as m
 from fourfold.config import PauseMode
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Internal, PeerFault
-from fourfold.host.disk import append_lines
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
+from ..launch.run_folder import CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, STEP_FOLDER
 from ..reporting import report
 from ..reporting.batch_metrics import compute_batch_metrics
 from ..routing.replica import Replica, ReplicaKey
 from ..routing.trainer_session import TrainerRestarted
-from ..state.samples import StepBatch, to_lines
+from ..state.sample_traces import step_attributes
+from ..state.samples import StepBatch
 from ..weights.update import WeightUpdateResult
 from .context import RunContext
-from .evaluate import Evaluator
-from .evaluation_queue import EvaluationQueue
+from .evaluation.queue import EvaluationQueue
 from .lag_control import LagController
 from .live_recipe import LiveRecipe
 from .producer import GroupProducer
-from .recovery import SAMPLES_FILE, TRAINER_KEY, restore, take_over
+from .recovery import TRAINER_KEY, append_samples, restore, take_over
 from .step_report import StepRecord, StepReporter
 
 log = logging.getLogger("fourfold.coordinator")
 
 T = TypeVar("T")
-
-MODEL_FOLDER: Final = "model"
-EMA_FOLDER: Final = "model-ema"
 
 
 class TrainingLoop:
@@ -64,7 +61,7 @@ class TrainingLoop:
         self.recipe = LiveRecipe(context.recipe, context.config)
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
-        self.producer, self.evaluator = GroupProducer(context), Evaluator(context)
+        self.producer, self.evaluator = GroupProducer(context), context.evaluator()
         self.reporter = StepReporter(context)
         self.evaluations = EvaluationQueue(
             self.evaluate_beside, router=context.router, broker=context.broker, reporter=self.reporter
@@ -74,8 +71,11 @@ class TrainingLoop:
         self.required, self.start_seconds = context.required_services(), context.start_seconds
 
     async def run(self) -> None:
-        """Train to the last step and write the report. A trainer that restarts costs the steps since its checkpoint."""
-        restarts, reason = 0, ""
+        """Train to the last step and write the report. A trainer that restarts costs the steps since its checkpoint.
+
+        The run ends after retry.restarts of them without a new checkpoint in between.
+        """
+        restarts, reason, saved = 0, "", self.ledger.last_checkpoint()
         try:
             while True:
                 try:
@@ -84,7 +84,8 @@ class TrainingLoop:
                     await self.finish()
                     return
                 except TrainerRestarted as error:
-                    restarts, reason = restarts + 1, error.message
+                    before, saved = saved, self.ledger.last_checkpoint()
+                    restarts, reason = restarts + 1 if saved == before else 1, error.message
                     if restarts > self.config.retry.restarts:
                         raise
                     log.warning("%s", error)
@@ -180,6 +181,11 @@ class TrainingLoop:
             with record.timed(m.TIME_CHECKPOINT):
                 await self.checkpoint(step)
             await self.reporter.save(record)
+        every = self.config.checkpoint.export_every_steps
+        if every and step % every == 0 and step < self.config.steps:
+            with record.timed(m.TIME_CHECKPOINT):
+                await self.export(f"{STEP_FOLDER}{step}")
+            await self.reporter.save(record)
         self.reporter.show(record)
 
     def _follow_recipe(self) -> str:
@@ -230,7 +236,9 @@ class TrainingLoop:
         sent = asyncio.Event()
         summary = asyncio.ensure_future(self._summarize(step, batch, sent))
         try:
-            response = await self.session.call("TrainStep", lambda r: self._train_once(r, step, batch, sent.set))
+            with self.context.router.traces.step(step, batch.sample_ids(), self.session.name) as spans:
+                response = await self.session.call("TrainStep", lambda r: self._train_once(r, step, batch, sent.set))
+                spans.set(step_attributes(response))
         finally:
             sent.set()
             batch_metrics = await summary
@@ -242,6 +250,7 @@ class TrainingLoop:
             skipped_reason=response.skipped_reason,
             data_position=self.producer.data_position,
         )
+        self.context.router.traces.trained(batch.sample_ids(), response)
         return response, batch_metrics
 
     async def _train_once(
@@ -258,10 +267,9 @@ class TrainingLoop:
     async def _summarize(self, step: int, batch: StepBatch, sent: asyncio.Event) -> dict[str, float]:
         """Return the metrics of a batch, and append it to samples.jsonl, while the trainer works."""
         await sent.wait()  # encoding the batch needs the GIL: start when the last byte is on its way
-        lines = await asyncio.to_thread(to_lines, step, batch.trajectories())
         # Before the ledger's acknowledge: a coordinator that dies in between takes over a step that is trained. A
         # recovery removes the lines of a step that is not.
-        await self.disk.write_in_thread(append_lines, self.context.folder / SAMPLES_FILE, lines, sync=True)
+        await self.disk.write_in_thread(append_samples, self.context, step, batch.trajectories())
         return await asyncio.to_thread(compute_batch_metrics, batch, policy_version=self.broker.version)
 
     async def publish(self, trained: TrainStepResponse) -> WeightUpdateResult:
@@ -316,6 +324,7 @@ class TrainingLoop:
             m.EVAL_HALF_WIDTH: half_width,
             m.EVAL_VERSION_MIN: found.oldest_version,
             m.EVAL_VERSION_MAX: found.newest_version,
+            **row.set_metrics(),
         }
 
     async def checkpoint(self, step: int) -> None:
@@ -339,20 +348,19 @@ class TrainingLoop:
         await self.context.experiences.release(step)
 
     async def finish(self) -> None:
-        """Export the model, and its moving average if the trainer keeps one; write the report."""
+        """Export the model, its moving average if the trainer keeps one, and the critic if any; write the report."""
         self.context.tasks.end()
         self.board.set_phase(run_pb.RUN_PHASE_SAVING)
         model = await self.export(MODEL_FOLDER)
         model_ema = await self.export(EMA_FOLDER, ema=True) if self.config.trainer.ema_decay else None
-        await self.reporter.write_report(model, model_ema)
+        critic = await self.export(CRITIC_FOLDER, critic=True) if self.config.algorithm.needs_critic else None
+        await self.reporter.write_report(model, model_ema, critic)
 
-    async def export(self, name: str, *, ema: bool = False) -> str:
-        """Export the trainer's weights, or their moving average; return the folder."""
-        timeout = self.config.trainer.step_timeout_seconds
+    async def export(self, name: str, **kind: bool) -> str:
+        """Export the policy, its moving average (`ema`) or the critic (`critic`); return the folder."""
+        kwargs: dict[str, Any] = {"timeout": self.config.trainer.step_timeout_seconds, **kind}
         async with self.broker.lock:
-            return await self.session.call(
-                "ExportModel", lambda r: r.trainer.export_model(name, ema=ema, timeout=timeout)
-            )
+            return await self.session.call("ExportModel", lambda r: r.trainer.export_model(name, **kwargs))
 
 
 def _notify_end(items: Iterator[T], on_end: Callable[[], None]) -> Iterator[T]:

@@ -37,11 +37,11 @@ from fourfold.errors import WrongState
 from ..data.curriculum import Curriculum, ScoredAttempt
 from ..routing.replica import GivenUp
 from ..state.ledger import FILTERED, STALE
-from ..state.samples import SampleGroup, StepBatch
+from ..state.samples import SAMPLES_FILE, SampleGroup, StepBatch
 from .context import RunContext
 from .groups import GroupDraft, GroupMaker
 from .queue_meter import QueueMeter
-from .recovery import SAMPLES_FILE, RunPosition
+from .recovery import RunPosition
 
 log = logging.getLogger("fourfold.coordinator")
 

@@ -34,17 +34,18 @@ from fourfold.host.disk import append_lines
 from fourfold.seeds import derive_seed
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
-from ..routing.router import INFO_SECONDS
+from ..launch.run_folder import METRICS_FILE
+from ..routing.replica import INFO_SECONDS
 from ..state.experiences import StoredSample
 from ..state.files import replace_file
 from ..state.ledger import COORDINATOR_RESTARTED, TRAINER_RESTORED, Ledger, StepRow
-from ..state.samples import SampleGroup, Trajectory, to_lines
+from ..state.sample_tokens import TOKENS_FILE, to_token_lines
+from ..state.samples import SAMPLES_FILE, SampleGroup, Trajectory, to_lines
+from ..state.timeline import TIMELINE_FILE
 from .context import RunContext
 
 log = logging.getLogger("fourfold.coordinator")
 
-METRICS_FILE: Final = "metrics.jsonl"
-SAMPLES_FILE: Final = "samples.jsonl"
 # Key in the ledger: incarnation of the trainer process whose weights come from the ledger's steps.
 TRAINER_KEY: Final = "trainer_incarnation"
 _RECIPE_KEY: Final = "experiences_recipe_sha256"
@@ -94,13 +95,9 @@ async def take_over(context: RunContext) -> RunPosition | None:
     session.policy_version = status.policy_version
     groups = [group for group in groups if group not in batch]
     dropped = await disk.write(_restore_ledger, context, step, COORDINATOR_RESTARTED, groups)
-    last = next(reversed(ledger.steps()), None)
-    if last is not None and not last.metrics and result.step == step:  # it died before it had reported the step
-        texts = {"end_time": utc_text(SYSTEM_CLOCK.now()), "diagnosis": ""}
-        metrics: dict[str, Any] = {**finite(result.metrics), **texts, "alarms": []}
-        await disk.write(ledger.record_metrics, step, metrics, seconds=0.0)
+    await _record_missing_metrics(context, result)
     await _rewrite_files(context, step)
-    await disk.write_in_thread(_append_missing, context.folder / SAMPLES_FILE, step, batch)
+    await disk.write_in_thread(_append_missing, context, step, batch)
     log.warning(
         "took over: step=%d policy_version=%d dropped_samples=%d kept_samples=%d",
         step, status.policy_version, dropped, sum(len(group.samples) for group in groups),
@@ -125,6 +122,7 @@ async def restore(context: RunContext) -> RunPosition:
     version = _raised(context, status.policy_version)
     groups = await _load_groups(context, newest=version)
     dropped = await disk.write(_restore_ledger, context, step, TRAINER_RESTORED, groups)
+    await _record_missing_metrics(context, status.last_step)
     if step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
         await disk.write(
             ledger.commit_checkpoint, step=step, data_position=data_position, policy_version=status.policy_version
@@ -142,6 +140,15 @@ async def restore(context: RunContext) -> RunPosition:
         )  # fmt: skip
     await disk.write(ledger.put, {TRAINER_KEY: session.incarnation})
     return _position(context, step, groups)
+
+
+async def _record_missing_metrics(context: RunContext, result: pb.TrainStepResponse) -> None:
+    """Record what the trainer says of the last step, if nobody had reported it when the coordinator or trainer died."""
+    last = next(reversed(context.ledger.steps()), None)
+    if last is not None and not last.metrics and result.step == last.step:
+        texts = {"end_time": utc_text(SYSTEM_CLOCK.now()), "diagnosis": ""}
+        metrics: dict[str, Any] = {**finite(result.metrics), **texts, "alarms": []}
+        await context.disk.write(context.ledger.record_metrics, last.step, metrics, seconds=0.0)
 
 
 def _position(
@@ -164,6 +171,7 @@ def _names(groups: Sequence[SampleGroup]) -> set[str]:
 
 def _restore_ledger(context: RunContext, step: int, reason: str, groups: Sequence[SampleGroup]) -> int:
     """Go back to the end of a step and keep these groups; return the number of samples that this dropped."""
+    context.router.traces.restore(_names(groups), reason)
     # One transaction: with the new recipe's digest alone, a kill would leave samples of the old recipe to train on.
     with context.ledger.together():
         context.ledger.put({_RECIPE_KEY: _recipe_sha256(context.config)})
@@ -259,13 +267,14 @@ def _recipe_sha256(config: Config) -> str:
 def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> tuple[int, int]:
     """Return step and data position of the newest checkpoint that both the trainer and the ledger can restore.
 
-    The coordinator may have died after the trainer saved a checkpoint and before the ledger committed it. The ledger
-    then has the row of that step, and in the row everything that a restore needs.
+    The coordinator may have died after the trainer saved a checkpoint and before the ledger committed it, and a trainer
+    whose machine is about to leave saves one by itself. The ledger has the row of that step, and in the row everything
+    that a restore needs but metrics, which the trainer has.
     """
     row = ledger.last_checkpoint()
     newest = (0, 0) if row is None else (row.step, row.data_position)
     for step in ledger.steps():
-        if step.step == status.checkpoint_step > newest[0] and step.metrics:
+        if step.step == status.checkpoint_step > newest[0]:
             newest = (step.step, step.data_position)
     return newest
 
@@ -283,18 +292,26 @@ async def _load_checkpoint(context: RunContext, step: int) -> pb.TrainerStatus:
 
 async def _rewrite_files(context: RunContext, step: int) -> None:
     await context.disk.write_in_thread(rewrite_metrics, context.folder / METRICS_FILE, context.ledger.steps())
-    await context.disk.write_in_thread(truncate_after, context.folder / SAMPLES_FILE, step)
+    for name in (SAMPLES_FILE, TOKENS_FILE, TIMELINE_FILE):
+        await context.disk.write_in_thread(truncate_after, context.folder / name, step)
 
 
-def _append_missing(path: Path, step: int, groups: Sequence[SampleGroup]) -> None:
+def append_samples(context: RunContext, step: int, trajectories: Sequence[Trajectory]) -> None:
+    """Append trajectories to samples.jsonl, and before that to tokens.jsonl. Slow: call it in a thread."""
+    if context.config.metrics.tokens:
+        append_lines(context.folder / TOKENS_FILE, to_token_lines(step, trajectories))
+    append_lines(context.folder / SAMPLES_FILE, to_lines(step, trajectories), sync=True)
+
+
+def _append_missing(context: RunContext, step: int, groups: Sequence[SampleGroup]) -> None:
     """Append the lines of a step's groups that samples.jsonl lacks: the coordinator died while the step was trained."""
-    written = set()
+    path, written = context.folder / SAMPLES_FILE, set[str]()
     if groups and path.exists():
         with path.open(encoding="utf-8") as lines:
             written = {json.loads(line).get("sample_id") for line in lines}
     missing = [t for group in groups for t in group.all_trajectories() if t.sample.sample_id not in written]
     if missing:
-        append_lines(path, to_lines(step, missing), sync=True)
+        append_samples(context, step, missing)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fourfold.arrays import Float32Array, Int32Array, Sample
 from fourfold.bounds import MAX_NUMBER
-from fourfold.config import Config
+from fourfold.config import Config, EvalSet
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.rollout.client import Completion
 from fourfold.rollout.group_requests import GroupRequest
@@ -18,9 +18,10 @@ from fourfold.rollout.group_requests import GroupRequest
 from ..data.prompts import Prompt
 from ..data.texts import TextDecoder
 from ..rewards.scoring import Scoring
-from ..routing.replica import ReplicaKey, RetryBudget
+from ..routing.replica import Replica, ReplicaKey, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
+from ..state.sample_traces import REFERENCE
 from ..state.samples import Trajectory, build_sample, last_turn, prompt_length, sampling_params
 from .group_sampling import GroupSampler
 
@@ -67,6 +68,7 @@ class ServiceCalls:
         version: int,
         budget: RetryBudget,
         greedy: bool = False,
+        held_out: EvalSet | None = None,
         engine: ReplicaKey | None = None,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         on_finished: Callable[[Sample], None] = lambda _sample: None,
@@ -79,6 +81,7 @@ class ServiceCalls:
             version: Lowest policy version that the engine may have.
             engine: The one to ask as long as it is usable; None for any.
             greedy: Take the likeliest token at each position.
+            held_out: Sample as this held-out set says; None: as in training.
             on_try: Returns the context that one try runs in.
             on_finished: Called with each sample when it is finished, within a try.
 
@@ -89,7 +92,7 @@ class ServiceCalls:
             GivenUp: The budget is used up.
             ServiceMissing: No service came in time.
         """
-        params, name = sampling_params(self._config, prompt, seed), group_id
+        params, name = sampling_params(self._config, prompt, seed, held_out=held_out), group_id
         if greedy:  # the sampled completions of the group are requested at the same time, under the plain name
             params.temperature, name = 0.0, f"{group_id}-greedy"
         request = GroupRequest(
@@ -98,9 +101,11 @@ class ServiceCalls:
             params=params,
             count=len(sample_ids),
             version=version,
+            sample_ids=tuple(sample_ids),
             engine=engine,
         )
-        temperature = 1.0 if greedy else self._config.sampling.temperature  # engines report greedy tokens at 1
+        greedy = not params.temperature
+        temperature = 1.0 if greedy else (held_out or self._config.sampling).temperature  # engines report greedy at 1
         samples: dict[int, Sample] = {}
 
         def finish(completion: Completion) -> None:
@@ -149,9 +154,15 @@ class ServiceCalls:
         Raises the errors of `generate`.
         """
         timeout = self._config.trainer.step_timeout_seconds
+        names = [sample.sample_id for sample in samples]
+
+        async def work(replica: Replica) -> list[Float32Array]:
+            with self._router.traces.call(REFERENCE, names, replica.member.member_id):
+                return await replica.reference.compute_logprobs(samples, timeout=timeout)
+
         return await self._router.call(
             Role.ROLE_REFERENCE,
-            lambda replica: replica.reference.compute_logprobs(samples, timeout=timeout),
+            work,
             demand=Demand(samples=len(samples)),
             spend=budget.spend,
         )

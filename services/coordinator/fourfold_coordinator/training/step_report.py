@@ -16,15 +16,17 @@ from fourfold.config import Config
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
+from ..launch.run_folder import METRICS_FILE
 from ..reporting import report
 from ..reporting.batch_metrics import SCORER_METRICS, count_scorers
 from ..reporting.diagnosis import TrainingDiagnosis
 from ..rewards.scorers import COSTS_KEY
 from ..state.files import MetricsWriter
 from ..state.samples import StepBatch
+from ..state.timeline import TIMELINE_FILE
 from ..weights.update import WeightUpdateResult
 from .context import RunContext
-from .recovery import METRICS_FILE, finite, rewrite_metrics
+from .recovery import finite, rewrite_metrics
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -64,6 +66,7 @@ class StepReporter:
         self._context, self._ledger, self._disk = context, context.ledger, context.disk
         self._path = context.folder / METRICS_FILE
         self._metrics_file = MetricsWriter(self._path)
+        self._timeline_file = MetricsWriter(context.folder / TIMELINE_FILE)
         self._config = context.config
         self._diagnosis = TrainingDiagnosis.from_config(self._config)
         self._unwritten: deque[StepRecord] = deque()  # steps that metrics.jsonl lacks, and whose metrics are shown
@@ -78,17 +81,20 @@ class StepReporter:
         rows = self._ledger.steps()
         self._unwritten.clear()
         self._metrics_file = MetricsWriter(self._path)
+        self._timeline_file = MetricsWriter(self._context.folder / TIMELINE_FILE)
         self._diagnosis = TrainingDiagnosis.from_config(self._config)
         self._diagnosis.replay(rows)
         self._context.board.set_history(((row.step, row.metrics) for row in rows), self._ledger.evals())
 
     async def close(self) -> bool:
         """Write the pending lines of metrics.jsonl; return whether the file has every step."""
+        await asyncio.to_thread(self._timeline_file.close)
         return await asyncio.to_thread(self._metrics_file.close)
 
     def abandon(self) -> None:
         """Close metrics.jsonl when the run ends, whether or not every line could be written."""
         self._metrics_file.close(timeout=_ABANDON_SECONDS)
+        self._timeline_file.close(timeout=_ABANDON_SECONDS)
 
     def add_published(
         self,
@@ -160,6 +166,7 @@ class StepReporter:
 
     def show(self, record: StepRecord) -> None:
         """Publish the metrics of a step: the board, the log, and metrics.jsonl as soon as it is evaluated."""
+        self._timeline_file.write(self._context.router.timeline.take(record.step))
         self._unwritten.append(record)
         self._write_lines()
         self._context.board.add_step(record.step, record.row)
@@ -175,8 +182,8 @@ class StepReporter:
             record = self._unwritten.popleft()
             self._metrics_file.write({"step": record.step, **record.row})
 
-    async def write_report(self, model: str, model_ema: str | None) -> None:
-        """Write report.json and what it refers to: the folders of the exported model and of its moving average."""
+    async def write_report(self, model: str, model_ema: str | None, critic: str | None) -> None:
+        """Write report.json and what it refers to: the folders of the exports, as `report.build` takes them."""
         context, totals = self._context, self._context.totals
         await totals.memory.update()
         await self._disk.write(totals.save)
@@ -189,6 +196,7 @@ class StepReporter:
             totals,
             model=model,
             model_ema=model_ema,
+            critic=critic,
             faults=faults,
             scorer_changes=context.scorers.history,
         )

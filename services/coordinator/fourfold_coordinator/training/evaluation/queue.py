@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 
-from ..routing.replica import Replica, ReplicaKey
-from ..routing.router import Router
-from ..weights.broker import WeightBroker
-from .step_report import StepRecord, StepReporter
+from ...routing.replica import Replica, ReplicaKey
+from ...routing.router import Router
+from ...weights.broker import WeightBroker
+from ..step_report import StepRecord, StepReporter
 
 _TICK_SECONDS: Final = 0.25  # an engine dies without a notice
 

@@ -1,0 +1,227 @@
+"""`fourfold eval`: evaluates the model of a run, or a model folder, on held-out sets, without a trainer.
+
+run or model folder -> evaluations/<name>/config.toml -> coordinator --evaluate -> engines, reward services
+                                                              |
+   table, evaluation.json, answers.jsonl  <-  exit code 0  <--'
+
+Prompts, request seeds, sampling, scorers and estimators are those of the evaluations during a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fourfold import config as configuration
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold.host.disk import check_room
+from fourfold.host.process import Supervisor
+from fourfold.model import folder as model_folder
+
+from ..launch.exports import export_checkpoint, find_weights
+from ..launch.run_folder import (
+    ANSWERS_FILE,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    HARNESS_FILE,
+    RUN_LOCK,
+    find_run,
+    locked,
+    make_run_dir,
+)
+from ..state.files import replace_file
+from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher
+
+_FOLDER: Final = "evaluations"
+_MOST_SIZES: Final = 3  # k of pass@k in the table; with more, it has the smallest and the largest one
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN_DIR", help="folder of a run, such as runs/quickstart")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="STEP|best|last",
+        help="weights of the run to evaluate: after a step, those with the best held-out score, or the last ones "
+        "(default); a checkpoint that is not exported yet is exported first",
+    )
+    parser.add_argument(
+        "--model", default="", metavar="FOLDER", help="model folder, or builtin:NAME, in place of a run"
+    )
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file; default: config.toml of the run")
+    configuration.add_set_option(parser, "evaluation.samples_per_prompt=8")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a held-out set beside those of the recipe, with its columns; may be repeated",
+    )
+    parser.add_argument(
+        "--lm-eval",
+        default="",
+        metavar="TASK[,TASK]",
+        help="tasks of lm-evaluation-harness to run on the engines, too; needs 'fourfold-coordinator[lm-eval]'",
+    )
+    parser.add_argument(
+        "--lm-eval-path", default="", metavar="FOLDER", help="folder with tasks of your own for --lm-eval"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the result here, too")
+    add_launcher_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Evaluate; return the exit code."""
+    if (args.run is None) == (not args.model) or (args.model and (args.recipe is None or args.checkpoint)):
+        print(
+            "fourfold eval: give RUN_DIR, with or without --checkpoint, or --model FOLDER and --recipe FILE",
+            file=sys.stderr,
+        )
+        return 2
+    if args.lm_eval and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--lm-eval needs a package: pip install 'fourfold-coordinator[lm-eval]'")
+    signals = SignalHandler()
+    with signals.installed():
+        if warning := check_room(Path.cwd()):
+            print(warning, file=sys.stderr)
+        step, model, root = _find_model(args)
+        config = _evaluation_config(args, model)
+        model_folder.check(config.model.source)
+        if args.launcher == "local":
+            local_gpus(config, evaluate=True)
+        folder, config = make_run_dir(config, config.name if step is None else f"step-{step}", root)
+        with locked(folder / RUN_LOCK, "`fourfold eval`"):
+            try:
+                model_folder.resolve(config.model.source)
+                if args.lm_eval:
+                    asked = {"tasks": args.lm_eval.split(","), "include_path": args.lm_eval_path}
+                    replace_file(folder / HARNESS_FILE, [json.dumps(asked)])
+                launcher = make_launcher(args, config, folder, evaluate=True)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            return EvalCommand(args, config, folder, launcher, signals, step=step).execute()
+
+
+def _find_model(args: argparse.Namespace) -> tuple[int | None, str, Path]:
+    """Return the step of the weights, None if they are of no run, their folder, and where evaluations are kept."""
+    if args.run is None:
+        return None, args.model, Path(_FOLDER)
+    run_dir = find_run(args.run)
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{run_dir}: not the folder of a run (no {CONFIG_FILE}); give one of runs/, or a model folder with --model "
+            f"{run_dir} --recipe FILE"
+        )
+    step, folder = find_weights(run_dir, args.checkpoint or "last")
+    if folder is None:
+        print(f"Exporting the checkpoint of step {step} to {run_dir / f'model-step-{step}'} ...", flush=True)
+        config = configuration.load(run_dir / CONFIG_FILE)
+        gpus = local_gpus(config).get("trainer-0", ())
+        folder = export_checkpoint(config, run_dir, step, gpus, Supervisor(run_dir / "logs"))
+    return step, str(folder), run_dir / _FOLDER
+
+
+def _evaluation_config(args: argparse.Namespace, model: str) -> Config:
+    """Return the recipe of the evaluation: with the model, more held-out sets, and no trackers."""
+    recipe = args.recipe or find_run(args.run) / CONFIG_FILE
+    tables = configuration.load(recipe, args.set).model_dump(exclude_none=True)
+    tables["model"]["source"] = model
+    tables["logging"]["sinks"] = []
+    tables["placement"].pop("colocated", None)  # with the trainer, which an evaluation does not have
+    tables["data"]["eval"] = [*tables["data"]["eval"], *({"path": path} for path in args.data)]
+    config = configuration.from_tables(tables, source="fourfold eval")
+    if not config.data.held_out and not args.lm_eval:
+        raise ConfigError(f"{recipe} has no held-out set; add [[data.eval]] or [data.holdout], or pass --data FILE")
+    return config
+
+
+class EvalCommand(RunCommand):
+    """One execution of `fourfold eval`, from the first process to the last."""
+
+    evaluate = True
+    subject = "Evaluation"
+
+    def __init__(self, *args: Any, step: int | None) -> None:
+        """Take the arguments of `RunCommand`, and the step of the weights; None if they are of no run."""
+        super().__init__(*args)
+        self._step = step
+
+    def print_result(self) -> int:
+        path = self._run_dir / EVALUATION_FILE
+        result = json.loads(path.read_text(encoding="utf-8"))
+        result = {"model": self._config.model.source, "step": self._step, **result}
+        lines = [json.dumps(result, indent=2, ensure_ascii=False) + "\n"]
+        for target in (path, *([self._args.out] if self._args.out else [])):
+            replace_file(target, lines)
+        print("\n".join([*result_lines(result), "", f"Result: {path}", f"Answers: {self._run_dir / ANSWERS_FILE}"]))
+        if result["unscored"]:
+            print(
+                f"No answer to {', '.join(result['unscored'])} has a score; {ANSWERS_FILE} has the reasons (`dropped`)",
+                file=sys.stderr,
+            )
+            return 1
+        return 0
+
+    def print_failure(self, lines: list[str]) -> None:
+        print("\n".join(lines), file=sys.stderr)
+
+    def next_command(self) -> str:
+        return "Nothing was measured; start the command again."
+
+
+def result_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return a table with a row for each held-out set, and the mean of several."""
+    sets = result["sets"]
+    sizes = sorted({each["k"] for row in sets for each in row["pass_at"]})
+    if len(sizes) > _MOST_SIZES:  # evaluation.json has all of them
+        sizes = sorted({1, *(each["k"] for row in sets for each in row["pass_at"][-1:])})
+    header = ["set", "score", *(f"pass@{k}" for k in sizes), *(f"maj@{k}" for k in sizes if k > 1)]
+    rows = [[*header, "answers", "missing", "tokens per answer", "time"]]
+    for row in sets:
+        pass_at, majority_at = ({each["k"]: each for each in row[key]} for key in ("pass_at", "majority_at"))
+        estimates = [pass_at.get(k) for k in sizes] + [majority_at.get(k) for k in sizes if k > 1]
+        rows.append(
+            [
+                row["name"],
+                _interval(row["score"], row["half_width"]),
+                *("-" if each is None else _interval(each["value"], each["half_width"]) for each in estimates),
+                str(row["answer_count"]),
+                str(row["missing_count"]),
+                f"{row['tokens_per_answer']:.0f}",
+                f"{row['seconds']:.1f} s",
+            ]
+        )
+    if len(sets) > 1 and result["score"] is not None:
+        rows.append(["mean of sets", _interval(result["score"], result["half_width"])])
+    lines = ["", *_aligned(rows), "", "+- is half of the 95 % interval, clustered by task group."] if sets else []
+    if result["lm_eval"]:
+        lines += ["", "lm-evaluation-harness (+- is the standard error):", *_aligned(_harness_rows(result["lm_eval"]))]
+    return lines
+
+
+def _harness_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return a row for each metric of each task; the harness names them "acc,none" and "acc_stderr,none"."""
+    rows = [["task", "metric", "value"]]
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, comma, kind = key.partition(",")
+            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+                error = values.get(f"{metric}_stderr,{kind}")
+                rows.append([task, key, _interval(value, error if isinstance(error, int | float) else None)])
+    return rows
+
+
+def _interval(value: float, half_width: float | None) -> str:
+    return f"{value:.3f}" if half_width is None else f"{value:.3f} +- {half_width:.3f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row)).rstrip() for row in rows]

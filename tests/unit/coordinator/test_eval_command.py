@@ -1,0 +1,57 @@
+"""The table of `fourfold eval`, and the weights of a run that it finds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from fourfold.errors import ConfigError
+from fourfold_coordinator.cli.evaluate import result_lines
+from fourfold_coordinator.launch.exports import find_weights
+from fourfold_coordinator.state.ledger import EvalRow, Ledger
+from tests.support.eval_results import make_result
+
+
+def test_the_table_has_a_row_for_each_set_and_the_results_of_the_harness() -> None:
+    sets = [asdict(make_result(name)) for name in ("math", "code")]
+    harness = {"arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.125, "sample_len": 4}}
+    lines = result_lines({"sets": sets, "score": 0.5, "half_width": None, "lm_eval": harness})
+    header = "set score pass@1 pass@2 maj@2 answers missing tokens per answer time"
+    assert " ".join(lines[1].split()) == header
+    row = "math 0.500 +- 0.250 0.500 +- 0.100 0.750 +- 0.100 - 8 0 4 1.2 s"
+    assert " ".join(lines[2].split()) == row
+    assert " ".join(lines[4].split()) == "mean of sets 0.500"
+    assert " ".join(lines[-1].split()) == "arc acc,none 0.500 +- 0.125"
+
+
+def test_a_table_of_many_k_has_the_smallest_and_the_largest() -> None:
+    result = asdict(make_result("math"))
+    result["pass_at"] = [{**result["pass_at"][0], "k": k} for k in (1, 2, 4, 8, 9)]
+    lines = result_lines({"sets": [result], "score": 0.5, "half_width": None, "lm_eval": {}})
+    assert lines[1].split()[:5] == ["set", "score", "pass@1", "pass@9", "maj@9"]
+
+
+def test_weights_are_found_by_step_score_and_age(tmp_path: Path) -> None:
+    for name in ("model", "model-step-4", "checkpoints/step-000006", "checkpoints/step-000004"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "report.json").write_text(json.dumps({"steps": 8}))
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for step, score in ((2, 0.9), (4, 0.5), (6, 0.5), (8, 0.4)):
+        ledger.add_eval(EvalRow(step, score, None, 8, 0, []))
+    ledger.close()
+    assert find_weights(tmp_path, "last") == (8, tmp_path / "model")
+    assert find_weights(tmp_path, "4") == (4, tmp_path / "model-step-4"), "no checkpoint is exported again"
+    assert find_weights(tmp_path, "best") == (6, None), "the newer of equal ones that the run still has"
+    with pytest.raises(ConfigError, match=r"--checkpoint 2: .* has the weights of step 4, 6, 8; give one of these"):
+        find_weights(tmp_path, "2")
+
+
+def test_a_run_without_weights_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither an exported model nor a checkpoint; .* fourfold run --resume"):
+        find_weights(tmp_path, "last")
+    (tmp_path / "model-step-4").mkdir()
+    with pytest.raises(ConfigError, match=r"--checkpoint best: .* has no held-out score of the steps .*: step 4"):
+        find_weights(tmp_path, "best")

@@ -23,6 +23,7 @@ from fourfold.algorithm.aggregation import Mode
 from fourfold.algorithm.losses import AnyPolicyLoss, PpoLoss
 from fourfold.config.presets import PRESETS
 from fourfold.table import Table
+from fourfold.text import choices
 
 # Kinds of a preset that sets none.
 _KINDS: Final = {"advantage": {"kind": "grpo"}, "loss": {"kind": "ppo"}}
@@ -32,9 +33,11 @@ class KlConfig(Table):
     """KL divergence to the frozen reference policy; with coef 0 no reference is started."""
 
     coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the KL term. 0: there is none."""
     placement: Literal["loss", "reward"] = "loss"
     """loss: a term of the loss, computed anew in every update. reward: subtracted from each token's reward."""
     estimator: kl.Kind = "k3"
+    """Estimator of the divergence of one token (docs/glossary.md); k2 is half of the squared log-ratio."""
     target: float = Field(default=0.0, ge=0)
     """Distance in nats per token to which the coefficient is adapted (arXiv 1909.08593); 0: coef is constant."""
     horizon: int = Field(default=10_000, ge=1)
@@ -91,6 +94,7 @@ class ShapingConfig(Table):
     overlong_buffer: float = Field(default=0.0, ge=0, le=1)
     """Share of sampling.max_new_tokens at its end in which the penalty grows from 0 to overlong_penalty (DAPO)."""
     overlong_penalty: float = Field(default=1.0, ge=0)
+    """Penalty of a completion with all of the tokens that it may have."""
     truncated: float | None = Field(default=None, le=1)
     """In [0, 1]: the score of a truncated sample is multiplied by this. Below 0: its score is set to this."""
     mask_truncated: bool = False
@@ -106,7 +110,9 @@ class FilterConfig(Table):
     """varied: groups whose scores differ (DAPO). mean-inside: groups whose mean score is in (low, high). Scores include
     the rewards of turns."""
     low: float = 0.0
+    """Mean score that a group must exceed, with mean-inside."""
     high: float = 1.0
+    """Mean score that a group must stay below, with mean-inside."""
     max_rounds: int = Field(default=10, ge=1)
     """Most prompts drawn for one step, in multiples of prompts_per_step; then the step trains on the groups it has."""
 
@@ -121,6 +127,7 @@ class AlgorithmConfig(Table):
     """The objective of the trainer. Losses and advantage estimators are registered in `fourfold/algorithm/`."""
 
     preset: str = "grpo"
+    """Name of the values that the keys of [algorithm] have unless the recipe sets them."""
     advantage: AnyAdvantage = Grpo()
     whiten: Literal["off", "center", "full"] = "off"
     """Whitening of the advantages over the batch's tokens. center: subtract the mean. full: divide by the std, too."""
@@ -156,7 +163,7 @@ class AlgorithmConfig(Table):
             return given
         name = given.get("preset", "grpo")
         if name not in tuple(PRESETS):  # a name of another type may not be hashable
-            raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
+            raise ValueError(f"preset = {name!r} is unknown; {choices(name, PRESETS)}")
         return merged(default_tables(name), given)
 
     @model_validator(mode="after")

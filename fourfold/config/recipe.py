@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import Any, Final
@@ -13,56 +12,47 @@ from typing import Any, Final
 import pydantic
 
 from fourfold.config.flat_keys import translate
+from fourfold.config.layers import Layers, read_layers
 from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.table import Table
 from fourfold.text import nearest_name
 
 _log: Final = logging.getLogger(__name__)
-_HEADER: Final = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
-_LISTS: Final = (("reward",), ("rollout", "pool"))  # lists of tables, which have names
-_KEY: Final = re.compile(r"^\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
+_LISTS: Final = (("reward",), ("rollout", "pool"), ("data", "train"), ("data", "eval"))  # tables with names
 
 
-def load(path: str | Path) -> Config:
-    """Read and check a recipe; ConfigError has file, line, value, rule and fix of every mistake."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the recipe ({error.strerror}); give the path of a TOML file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); save the recipe as UTF-8") from None
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    lines = _line_numbers(text)
+def load(path: str | Path, assignments: Sequence[str] = ()) -> Config:
+    """Read and check a recipe, with the files that it includes and with keys of the command line (`KEY=VALUE`).
 
-    def locate(keys: tuple[str, ...]) -> str:
-        if keys[1:2] and keys[1].isdecimal() and keys[:2] not in lines:  # one plain table in place of a list of tables
-            keys = (keys[0], *keys[2:])
-        return f"{path}:{next((lines[keys[:i]] for i in range(len(keys), 0, -1) if keys[:i] in lines), 1)}"
+    Raises:
+        ConfigError: with file, line, value, rule and fix of every mistake.
+    """
+    layers = read_layers(Path(path), assignments)
+    return _check(layers.tables, layers)
 
-    return _check(data, locate)
+
+def locate(path: Path, assignments: Sequence[str], *, table: str, text: str) -> str:
+    """Return the place, as "file:line", of the first key of a recipe that a message about one of its tables names."""
+    return read_layers(path, assignments).locate_mention((table,), text)
 
 
 def from_tables(tables: Mapping[str, Any], *, source: str) -> Config:
     """Check a recipe that a program has made; in errors, `source` stands in place of file and line."""
-    return _check(tables, lambda _keys: source)
+    return _check(tables, Layers(start=source))
 
 
-def _check(tables: Mapping[str, Any], locate: Callable[[tuple[str, ...]], str]) -> Config:
+def _check(tables: Mapping[str, Any], layers: Layers) -> Config:
     tables, moved, algorithm = translate(tables)
     if moved:
         lines = [line for name, table in algorithm.items() for line in _dump_table(table, ("algorithm", name))]
         text = f"keys of [algorithm] have moved: {', '.join(moved)}. Replace them with"
-        _log.warning("%s  %s", locate(("algorithm",)), "\n".join([text, *lines]))
+        _log.warning("%s  %s", layers.locate(("algorithm",)), "\n".join([text, *lines]))
     try:
         return Config.model_validate(tables)
     except pydantic.ValidationError as error:
         errors = [each for each in error.errors() if not _is_inherited(each["loc"], tables)]
-        raise ConfigError("\n".join(_explain(each, tables, locate) for each in errors)) from None
+        raise ConfigError("\n".join(_explain(each, tables, layers) for each in errors)) from None
 
 
 def _is_inherited(keys: tuple[int | str, ...], tables: Mapping[str, Any]) -> bool:
@@ -74,17 +64,20 @@ def _is_inherited(keys: tuple[int | str, ...], tables: Mapping[str, Any]) -> boo
     return key in rollout and key not in pool
 
 
-def _explain(error: Any, tables: Mapping[str, Any], locate: Callable[[tuple[str, ...]], str]) -> str:
+def _explain(error: Any, tables: Mapping[str, Any], layers: Layers) -> str:
     """Return one line of the form "file:line  key = value: rule"."""
     keys = tuple(str(part) for part in error["loc"])
-    where, key = locate(keys) if keys else locate(("",)), _key_text(keys, tables) or "the recipe"
+    where, key = layers.locate(keys), _key_text(keys, tables) or "the recipe"
     if error["type"] == "extra_forbidden":
         return f"{where}  {key}: no such key.{_suggest(keys)}"
     if error["type"] == "missing":
         return f"{where}  {key}: missing, and it has no default; add it."
     rule = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":  # from a check of Fourfold, whose message contains the value
-        return f"{where}  {key}: {rule}"
+        return f"{layers.locate_mention(keys, rule)}  {key}: {rule}"
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        near = nearest_name(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
+        rule += f"; did you mean `{near}`?" if near else ""
     return f"{where}  {key} = {error['input']!r}: {rule[:1].lower()}{rule[1:]}"
 
 
@@ -127,30 +120,6 @@ def _known_keys(table: tuple[str, ...]) -> list[str]:
     return list(model.model_fields)
 
 
-def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
-    """Map each key path of a TOML text to its line.
-
-    tomllib gives no lines. This reads line by line, so a line of a multi-line string that looks like a key is a key.
-    """
-    table: tuple[str, ...] = ()
-    lines: dict[tuple[str, ...], int] = {}
-    counts: dict[tuple[str, ...], int] = {}  # tables of each list so far
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := _HEADER.match(line):
-            parts = [part.strip().strip("\"'") for part in header.group(2).split(".")]
-            table = ()
-            for index, part in enumerate(parts, 1):
-                table = (*table, part)
-                if header.group(1) == "[[" and index == len(parts):
-                    counts[table] = counts.get(table, 0) + 1
-                if table in counts:
-                    table = (*table, str(counts[table] - 1))
-            lines.setdefault(table, number)
-        elif key := _KEY.match(line):
-            lines.setdefault((*table, *(part.strip().strip("\"'") for part in key.group(1).split("."))), number)
-    return lines
-
-
 def dump(config: Config) -> str:
     """Return the recipe as TOML with every default written out; `load` reads it back to an equal Config."""
     return "\n".join(_dump_table(config.model_dump(exclude_none=True), ())) + "\n"
@@ -159,7 +128,7 @@ def dump(config: Config) -> str:
 def _dump_table(table: dict[str, Any], path: tuple[str, ...], *, in_list: bool = False) -> list[str]:
     listed = {k for k, v in table.items() if (*path, k) in _LISTS and _is_list_of_tables(v)}
     scalars = {k: v for k, v in table.items() if not isinstance(v, dict) and k not in listed}
-    lines = [f"{_dump_key(key)} = {_dump_value(value)}" for key, value in scalars.items()]
+    lines = [f"{_dump_key(key)} = {toml_value(value)}" for key, value in scalars.items()]
     if path and (lines or not table):  # a table with nothing but tables inside needs no header
         header = ".".join(_dump_key(p) for p in path)
         lines = [f"[[{header}]]" if in_list else f"[{header}]", *lines]
@@ -171,15 +140,30 @@ def _dump_table(table: dict[str, Any], path: tuple[str, ...], *, in_list: bool =
     return lines
 
 
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by dotted key, such as `trainer.learning_rate`; tables of a list have their names in the key."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{prefix}{key}.")
+        elif _is_list_of_tables(value):
+            for number, entry in enumerate(value):
+                found |= flatten(entry, f"{prefix}{key}.{entry.get('name') or number}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def _is_list_of_tables(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, dict) for entry in value)
 
 
 def _dump_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _dump_value(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
-def _dump_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value in the syntax of TOML. Raises ConfigError: TOML has no such value."""
     match value:
         case bool():  # before int, because a bool is an int
             return "true" if value else "false"
@@ -191,7 +175,7 @@ def _dump_value(value: Any) -> str:
             escaped = value.replace("\\", "\\\\").replace('"', '\\"')
             return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
         case list() | tuple():
-            return "[" + ", ".join(_dump_value(v) for v in value) + "]"
+            return "[" + ", ".join(toml_value(v) for v in value) + "]"
         case dict():
-            return "{" + ", ".join(f"{_dump_key(k)} = {_dump_value(v)}" for k, v in value.items()) + "}"
+            return "{" + ", ".join(f"{_dump_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     raise ConfigError(f"{value!r} cannot be written as TOML; use a string, number, boolean, date, list or table")

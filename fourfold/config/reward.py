@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from fourfold.config.table import Name, Seconds
+from fourfold.config.table import GpuType, Name, Seconds, check_gpu_type
 from fourfold.table import Table
 from fourfold.text import public_url
 
@@ -31,10 +31,13 @@ class RewardModelConfig(Table):
     """A reward model of Hugging Face, `model = {...}`: AutoModelForSequenceClassification with one label."""
 
     source: str = Field(min_length=1)
-    """Folder of the model, relative to the working directory."""
+    """Folder of the model, relative to the working directory, or `hf:OWNER/NAME`."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda: each replica has GPUs of its own (`gpus_per_replica`)."""
+    gpu: GpuType = ""
+    """Type of its GPUs, as `rollout.gpu`. Empty: any."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of its weights."""
     tokens_per_batch: int = Field(default=16_384, ge=16)
     """Most tokens of one forward pass; texts are packed without padding."""
     max_tokens: int = Field(default=0, ge=0)
@@ -44,6 +47,11 @@ class RewardModelConfig(Table):
     chat: bool = True
     """Apply the model's own chat template to the messages of prompt and completion, if it has one. false: the text is
     prompt and completion as the policy saw them."""
+
+    @model_validator(mode="after")
+    def _check_gpu(self) -> Self:
+        check_gpu_type(self.gpu, self.device)
+        return self
 
 
 class JudgeConfig(Table):
@@ -61,9 +69,11 @@ class JudgeConfig(Table):
     pattern: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
     """Regular expression; its first group in the last match is the grade. No match: the error BAD_VERDICT."""
     grade_min: float = 0.0
+    """Lowest grade of the rubric."""
     grade_max: float = 10.0
     """The score is (grade - grade_min) / (grade_max - grade_min); another grade is the error BAD_VERDICT."""
     temperature: float = Field(default=0.0, ge=0, le=2)
+    """Sampling temperature of the judge."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest verdict."""
     api_key_env: str = ""
@@ -73,8 +83,9 @@ class JudgeConfig(Table):
     tries: int = Field(default=3, ge=1, le=10)
     """Requests for one sample: 429, 5xx, a broken connection and a verdict without a grade are tried again."""
     input_usd_per_million: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of requests, for the cost counters and `max_cost_usd`."""
     output_usd_per_million: float = Field(default=0.0, ge=0)
-    """Price of a million tokens, for the cost counters and `max_cost_usd`."""
+    """Price of a million tokens of verdicts."""
 
     @model_validator(mode="after")
     def _grades(self) -> Self:

@@ -29,6 +29,7 @@ def check_tables(config: Config) -> None:
     _check_agents(config)
     _check_placement(config)
     _check_trainer_nodes(config)
+    _check_min_ranks(config)
     _check_concurrent_samples(config)
     batch = config.batch
     config.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
@@ -37,11 +38,15 @@ def check_tables(config: Config) -> None:
 
 def _check_lengths(config: Config) -> None:
     context = config.model.max_context_tokens
-    if config.sampling.max_new_tokens >= context:
-        raise ValueError(
-            f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt; it must be below "
-            f"model.max_context_tokens = {context}"
-        )
+    lengths = [("sampling.max_new_tokens", config.sampling.max_new_tokens)]
+    lengths += [
+        (f"data.eval {held_out.name}: max_new_tokens", held_out.max_new_tokens) for held_out in config.eval_sets
+    ]
+    for key, length in lengths:
+        if length >= context:
+            raise ValueError(
+                f"{key} = {length} leaves no room for a prompt; it must be below model.max_context_tokens = {context}"
+            )
     budgets = [("batch.tokens_per_micro_batch", config.batch.tokens_per_micro_batch)]
     if config.needs_reference:
         budgets.append(("reference.tokens_per_batch", config.reference.tokens_per_batch))
@@ -119,16 +124,22 @@ def _check_tool_calls(config: Config) -> None:
 def _check_data(config: Config) -> None:
     """Check that there is training data, unless agents bring their own groups."""
     data, source = config.data, config.agents.source
-    if data.train is None and source != "groups":
+    if not data.train and source != "groups":
         raise ValueError(
             f'data.train is missing, and agents.source = "{source}" takes its prompts from there; add [data.train] '
             f'with path = "FILE.jsonl", or set agents.source = "groups"'
         )
-    if data.train is not None and source == "groups":
+    if data.train and source == "groups":
         raise ValueError(
             'data.train is set, and agents.source = "groups" trains on the groups of agents alone; remove data.train, '
             'or set agents.source = "tasks"'
         )
+    for held_out in data.eval if source != "none" else ():
+        if held_out.temperature is not None or held_out.max_new_tokens is not None:
+            raise ValueError(
+                f"data.eval {held_out.title}: temperature and max_new_tokens are for answers that the coordinator "
+                f'asks for, and agents.source = "{source}" has agents that sample as [sampling] says; remove the keys'
+            )
     if data.held_out and source == "groups" and not config.needs_scorer:
         raise ValueError(
             'data.eval needs scores, and agents.reward = "agent" has no reward service; set agents.reward = "service", '
@@ -179,7 +190,9 @@ def _check_placement(config: Config) -> None:
                 f"fails when another service takes or frees some at the same time; set it to what the trainer leaves "
                 f"(`fourfold plan` shows both), such as 8"
             )
-    if len(types := {pool.gpu for pool in config.rollout_pools} - {""} | ({config.trainer.gpu} - {""})) > 1:
+    asked = [*(pool.gpu for pool in config.rollout_pools), config.trainer.gpu]
+    asked += [config.reference.gpu] if config.reference_on_gpus else []
+    if len(types := set(asked) - {""}) > 1:
         raise ValueError(
             f"placement.colocated = true has services share GPUs, and they ask for {' and '.join(sorted(types))}; ask "
             f"for one type of GPU, or set placement.colocated = false"
@@ -230,12 +243,38 @@ def _check_trainer_nodes(config: Config) -> None:
             )
 
 
+def _check_min_ranks(config: Config) -> None:
+    """Check that a trainer can go on with fewer ranks before the run gives it up."""
+    trainer, nodes, wait = config.trainer, config.placement.trainer_nodes, config.retry.service_wait_seconds
+    if not trainer.min_ranks:
+        return
+    text, held = f"trainer.min_ranks = {trainer.min_ranks}", trainer.ranks // nodes
+    if trainer.attach_seconds >= wait:
+        raise ValueError(
+            f"{text}: trainer.attach_seconds = {trainer.attach_seconds:g} must be below retry.service_wait_seconds = "
+            f"{wait:g}, after which the run ends without a trainer; lower the first, or raise the second to that and "
+            f"the time that the model takes to load"
+        )
+    if nodes > 1 and trainer.min_ranks % held:
+        raise ValueError(
+            f"{text} must be a multiple of the {held} ranks on each of placement.trainer_nodes = {nodes}, because "
+            f"nodes are lost as a whole; set it to {-(-trainer.min_ranks // held) * held}"
+        )
+    if config.critic_apart:
+        raise ValueError(
+            f"{text} and critic.ranks = {config.critic.ranks} exclude each other: a critic with ranks of its own is on "
+            f"one machine with the policy; set critic.ranks = 0, or min_ranks = 0"
+        )
+
+
 def _check_concurrent_samples(config: Config) -> None:
     """Check that the samples of one prompt fit into an engine. A limit that is derived always has room for them."""
     rollout = config.rollout
     samples = {"batch.group_size": config.batch.group_size}
-    if config.data.held_out:
-        samples["evaluation.samples_per_prompt"] = config.evaluation.samples_per_prompt
+    for held_out in config.eval_sets:
+        inherits = held_out.source is None or held_out.source.samples_per_prompt is None
+        key = "evaluation.samples_per_prompt" if inherits else f"data.eval {held_out.name}: samples_per_prompt"
+        samples[key] = held_out.samples_per_prompt
     for pool in config.rollout_pools:
         if (limit := pool.max_concurrent_samples) is None:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
@@ -17,7 +18,9 @@ from fourfold.config.placement import PlacementConfig
 from fourfold.config.reward import RewardConfig, check_scorers
 from fourfold.config.rollout import RolloutConfig, RolloutPool
 from fourfold.config.rules import check_tables
-from fourfold.config.table import Name, Seconds, Temperature
+from fourfold.config.sinks import LoggingConfig
+from fourfold.config.sources import EvalSet, EvalSourceConfig, TrainSourceConfig, check_sources
+from fourfold.config.table import GpuType, Name, Seconds, Temperature, check_gpu_type
 from fourfold.config.trainer import CriticConfig, TrainerConfig
 from fourfold.table import Table
 
@@ -26,54 +29,19 @@ class ModelConfig(Table):
     """The model that is trained; the reference is a frozen copy of it."""
 
     source: str
-    """Hugging Face model folder, relative to the working directory, or `builtin:NAME` (`fourfold.model.folder`)."""
+    """Hugging Face model folder, relative to the working directory; `hf:OWNER/NAME`, a model of the Hugging Face Hub,
+    with `@REVISION` if it is not the newest; or `builtin:NAME` (`fourfold.model.folder`)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in the forward passes. The optimizer's masters are float32."""
     max_context_tokens: int = Field(default=1024, ge=8)
     """Maximum number of tokens of a prompt and its completion together."""
 
 
-class DataSourceConfig(Table):
-    """A source of prompts: a file or folder (`path`), or a generator (`reasoning_gym`)."""
-
-    path: str = ""
-    """JSONL or Parquet file, or a Hugging Face dataset folder (`save_to_disk`)."""
-    reasoning_gym: str = ""
-    """Name of a task of reasoning-gym."""
-    options: dict[str, Any] = Field(default={})
-    """Options of the task `reasoning_gym`."""
-    size: int = Field(default=0, ge=0)
-    """Rows to take. 0: all rows of a file; a generator needs a size."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the generator of `reasoning_gym`."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.path and self.reasoning_gym:
-            raise ValueError(
-                f"path = {self.path!r} and reasoning_gym = {self.reasoning_gym!r} are two sources; remove one"
-            )
-        if not self.path and not self.reasoning_gym:
-            raise ValueError(
-                "path and reasoning_gym are empty, and rows need a source; set path to a file or folder, or "
-                'reasoning_gym to a task such as "products"'
-            )
-        if self.reasoning_gym and not self.size:
-            raise ValueError(
-                f"reasoning_gym = {self.reasoning_gym!r} generates any number of rows; set size, such as size = 4096"
-            )
-        if self.options and not self.reasoning_gym:
-            raise ValueError(
-                f"options = {self.options} are for a reasoning-gym task, and path = {self.path!r} is none; remove them"
-            )
-        return self
-
-
 class HoldoutConfig(Table):
     """Task groups that are held out of training for evaluation. Rows with the same key form one group."""
 
     field: str = "expression"
-    """Metadata field with the key of a row."""
+    """Metadata field with the key of a row. Empty: the prompt itself."""
     unordered_numbers: bool = False
     """Use the set of numbers in the field as key: `3 * 4` and `4 * 3` are one group."""
     groups: int = Field(ge=1)
@@ -95,12 +63,13 @@ class CurriculumConfig(Table):
 class DataConfig(Table):
     """Prompts for training and evaluation."""
 
-    train: DataSourceConfig | None = None
-    """Training data. Runs with agents.source = "groups" have none."""
-    eval: DataSourceConfig | None = None
-    """Evaluation data from a source of its own; excludes `holdout`."""
+    train: tuple[TrainSourceConfig, ...] = Field(default=(), strict=False)
+    """Training data: one table [data.train], or several [[data.train]]. Runs with agents.source = "groups" have
+    none."""
+    eval: tuple[EvalSourceConfig, ...] = Field(default=(), strict=False)
+    """Held-out sets from sources of their own: one table [data.eval], or several [[data.eval]]."""
     holdout: HoldoutConfig | None = None
-    """Evaluation data that is held out of the training data."""
+    """A held-out set that is taken out of the training data; its name is "holdout"."""
     curriculum: CurriculumConfig | None = None
     """Skip training prompts by their recent success rate."""
     prompt_field: str = "question"
@@ -114,21 +83,67 @@ class DataConfig(Table):
     """Apply the tokenizer's chat template. false: the text is the whole prompt."""
     system_prompt: str = ""
     """System message before a text prompt; empty: none."""
+    min_prompt_tokens: int = Field(default=0, ge=0)
+    """Fewest tokens of a training prompt; rows with shorter ones are left out."""
+    max_prompt_tokens: int = Field(default=0, ge=0)
+    """Most tokens of a training prompt; rows with longer ones are left out. 0: what leaves room in
+    `model.max_context_tokens`."""
+    order: Literal["shuffled", "file"] = "shuffled"
+    """Order of the training prompts. shuffled: by the run's seed, differently in every pass. file: as they are in the
+    files, in every pass, for data that is sorted by difficulty."""
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_or_more_sources(cls, value: Any) -> Any:
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, Mapping | TrainSourceConfig) else value
+
+    @field_validator("train")
+    @classmethod
+    def _different_sources(cls, value: tuple[TrainSourceConfig, ...]) -> tuple[TrainSourceConfig, ...]:
+        check_sources(value)
+        return value
 
     @model_validator(mode="after")
-    def _one_eval(self) -> Self:
-        if self.eval and self.holdout:
-            raise ValueError("`eval` and `holdout` are two sources of evaluation data; remove one")
-        if self.holdout and self.train is None:
+    def _prompt_tokens(self) -> Self:
+        if self.max_prompt_tokens and self.min_prompt_tokens > self.max_prompt_tokens:
+            raise ValueError(
+                f"min_prompt_tokens = {self.min_prompt_tokens} is above max_prompt_tokens = {self.max_prompt_tokens}, "
+                f"so that no prompt is left; lower the first, or raise the second"
+            )
+        return self
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _one_or_more_sets(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, Mapping | EvalSourceConfig) else value
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        names = ["holdout"] if self.holdout else []
+        for number, source in enumerate(self.eval):
+            if (name := source.title) in names:
+                raise ValueError(
+                    f'data.eval.{number}.name = "{name}" is the name of another held-out set, too, and their metrics '
+                    f"would be the same; set another one"
+                )
+            names.append(name)
+        if self.holdout and not self.train:
             raise ValueError("`holdout` takes groups of rows from `train`, which is missing; add it, or use `eval`")
-        if self.curriculum and self.train is None:
+        if self.curriculum and not self.train:
             raise ValueError("`curriculum` skips prompts of `train`, which is missing; add it, or remove `curriculum`")
         return self
 
     @property
+    def names_sources(self) -> bool:
+        """True if training prompts have the name of their source: with several sources, or a source with a `name`."""
+        return len(self.train) > 1 or any(source.name for source in self.train)
+
+    @property
     def held_out(self) -> bool:
         """True if the recipe has evaluation data."""
-        return self.eval is not None or self.holdout is not None
+        return bool(self.eval) or self.holdout is not None
 
 
 class BatchConfig(Table):
@@ -164,6 +179,7 @@ class SamplingConfig(Table):
     temperature: Temperature = 1.0
     """From 0.01 to 2."""
     max_new_tokens: int = Field(ge=1)
+    """Maximum number of tokens of a completion."""
     stop_token_ids: tuple[NonNegativeInt, ...] = Field(default=(), max_length=64, strict=False)
     """Token ids that end a completion, in addition to the model's own. At most 64: engines and gateways refuse more."""
 
@@ -183,9 +199,18 @@ class ReferenceConfig(Table):
     """The reference services; started only if `algorithm.kl.coef` is above 0."""
 
     replicas: int = Field(default=1, ge=0)
+    """Services that the launcher starts; 0: they are started by hand."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: each replica has a GPU."""
+    gpu: GpuType = ""
+    """Type of the GPUs, as `rollout.gpu`. Empty: any."""
     tokens_per_batch: int = Field(default=8192, ge=16)
     """Maximum number of tokens in one forward pass."""
+
+    @model_validator(mode="after")
+    def _check_gpu(self) -> Self:
+        check_gpu_type(self.gpu, self.device)
+        return self
 
 
 PauseMode = Literal["keep", "recompute", "wait", "abort"]
@@ -244,13 +269,16 @@ class AsynchronyConfig(Table):
 
 
 class EvaluationConfig(Table):
-    """Evaluation on held-out prompts; needs `data.eval` or `data.holdout`."""
+    """Evaluation on held-out sets: `data.eval` and `data.holdout`."""
 
     every_steps: int = Field(default=10, ge=1)
     """Steps between two evaluations. There is one before the first step and one after the last, too."""
     samples_per_prompt: int = Field(default=1, ge=1, le=256)
+    """Answers to each held-out prompt; a set may have its own number."""
     max_prompts: int = Field(default=0, ge=0)
-    """Maximum number of held-out prompts of an evaluation; 0: all."""
+    """Maximum number of prompts of a held-out set; 0: all. A set may have its own number."""
+    success: float = 1.0
+    """An answer with this score or a higher one is a success, as pass@k and maj@k count."""
 
 
 class CheckpointConfig(Table):
@@ -263,6 +291,9 @@ class CheckpointConfig(Table):
     keep_best: int = Field(default=0, ge=0)
     """Number of checkpoints with the highest held-out score to keep, too; of equal ones the newer. Checkpoints of steps
     without an evaluation have no score."""
+    export_every_steps: int = Field(default=0, ge=0)
+    """Steps between two exports of the model to `model-step-N` in the run's folder, which stay there; 0: only the
+    last weights are exported, to `model`."""
 
 
 class RetryConfig(Table):
@@ -294,13 +325,56 @@ class MetricsConfig(Table):
     endpoint: bool = False
     """Serve metrics in the format of Prometheus over HTTP, on a free loopback port of each service. The services write
     their ports to `metrics/` in the run's folder, for Prometheus' file-based discovery."""
+    tokens: bool = True
+    """Write tokens.jsonl, from which `fourfold view` shows each token with its log-probability: about 5 bytes for each
+    token of a trajectory."""
+
+
+class ViewConfig(Table):
+    """`fourfold view` on other machines (docs/view.md)."""
+
+    public_listen: str = ""
+    """host:port of the coordinator at which a token with the scope `view` reads the run, with its prompts and
+    completions (TLS); empty: none."""
+
+
+class TracingConfig(Table):
+    """Traces of samples for OpenTelemetry (docs/monitoring.md). Without `file` and `endpoint` there are none."""
+
+    file: bool = False
+    """Write the spans of each service to `traces/MEMBER.jsonl` in the run's folder, as lines of OTLP JSON."""
+    endpoint: str = ""
+    """Collector, Jaeger or Tempo that gets the spans by OTLP: `http://HOST:4318` or `grpc://HOST:4317` on this machine,
+    `https://...` or `grpcs://...` elsewhere. Empty: none."""
+    sample_ratio: float = Field(default=0.01, ge=0, le=1)
+    """Share of the samples that are traced. The sample id decides, so that a repeated run traces the same ones."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _tls_elsewhere(cls, value: str) -> str:
+        if not value:
+            return value
+        url = urlsplit(value)
+        if url.scheme not in ("http", "https", "grpc", "grpcs") or not url.hostname or url.username or url.query:
+            raise ValueError(
+                f"{value!r} is no address of a collector; give http://HOST:PORT or grpc://HOST:PORT, and headers such "
+                f"as a token in the variable OTEL_EXPORTER_OTLP_HEADERS"
+            )
+        if url.scheme in ("http", "grpc") and url.hostname not in ("localhost", "127.0.0.1", "::1"):
+            raise ValueError(
+                f"{value!r} sends traces to another machine without TLS; use {url.scheme}s://, or a collector on "
+                f"127.0.0.1 that sends them on"
+            )
+        return value
 
 
 class Config(Table):
     """The whole recipe of a run."""
 
     name: Name
+    """Name of the run, and of its folder under runs/."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of the order of the prompts, of sampling, of the mini-batches and of held-out groups."""
     steps: int = Field(ge=1)
     """Training steps of the run."""
     model: ModelConfig
@@ -324,6 +398,9 @@ class Config(Table):
     retry: RetryConfig = RetryConfig()
     security: SecurityConfig = SecurityConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
+    logging: LoggingConfig = LoggingConfig()
+    view: ViewConfig = ViewConfig()
     placement: PlacementConfig = PlacementConfig()
 
     @field_validator("reward", mode="before")
@@ -342,6 +419,24 @@ class Config(Table):
         if name:
             return {table.name: table for table in self.reward}[name]
         return self.reward[0]
+
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """The held-out sets, that of `data.holdout` first."""
+        sources: list[EvalSourceConfig | None] = [None] if self.data.holdout else []
+        return tuple(self._eval_set(source) for source in [*sources, *self.data.eval])
+
+    def _eval_set(self, source: EvalSourceConfig | None) -> EvalSet:
+        own = {} if source is None else source.model_dump(exclude_none=True)
+        evaluation, sampling = self.evaluation, self.sampling
+        return EvalSet(
+            name="holdout" if source is None else source.title,
+            source=source,
+            samples_per_prompt=own.get("samples_per_prompt", evaluation.samples_per_prompt),
+            max_prompts=own.get("max_prompts", evaluation.max_prompts),
+            temperature=own.get("temperature", sampling.temperature),
+            max_new_tokens=own.get("max_new_tokens", sampling.max_new_tokens),
+        )
 
     @property
     def rollout_pools(self) -> tuple[RolloutPool, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from fourfold.config.table import GpuType, Seconds
+from fourfold.config.table import GpuType, Seconds, check_gpu_type
 from fourfold.table import Table
 
 ALL_LINEAR: Final = "all-linear"
@@ -61,14 +61,18 @@ class TrainerConfig(Table):
     """Ranks that share every micro-batch, each with an equal part of its tokens (DeepSpeed-Ulysses), for contexts that
     do not fit on one rank. Must divide `ranks` and the models' attention heads. 1: no rank shares micro-batches."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: each rank has a GPU."""
     gpu: GpuType = ""
     """Type of the GPUs, as `rollout.gpu`. Empty: any."""
     zero_stage: Literal[0, 1, 2, 3] = 3
+    """What DeepSpeed divides among the ranks. 0: nothing. 1: the state of the optimizer. 2: also the gradients. 3: also
+    the weights."""
     zero_hpz_partition_size: int = Field(default=1, ge=1)
     """Above 1: hierarchical partitioning (ZeRO++ hpZ, arXiv 2306.10209). So many ranks, those of one machine, keep a
     second copy of the weights among them, from which backward passes gather: no weights cross machines there. Must
     divide `ranks`; needs `zero_stage` 3. Its steps equal those without it; its speed was not measured."""
     learning_rate: float = Field(default=1e-6, gt=0)
+    """Learning rate of the policy."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. linear and cosine reach their final value one step after the last step."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -76,12 +80,16 @@ class TrainerConfig(Table):
     final_learning_rate_share: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of linear and cosine, as a share of `learning_rate`."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, as in AdamW."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer of policy and critic. muon: Muon for the matrices of the layers, AdamW for embeddings, heads, norms and
     biases."""
     adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    """Decay of AdamW's averages of the gradient and of its square."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of Muon."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """L2 norm to which larger gradients are scaled down."""
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Above 0: keep a moving average of the weights. After every optimizer step it becomes ema_decay * average +
     (1 - ema_decay) * weights. The run exports it beside the model, as `model-ema`."""
@@ -90,6 +98,7 @@ class TrainerConfig(Table):
     the policy's loss. Needs a model with routers, unless it is 0. The metrics have the load of the experts in any
     case."""
     gradient_checkpointing: bool = False
+    """Keep no activations inside of layers, and compute them again in the backward pass: less memory, slower steps."""
     offload: Literal["none", "optimizer", "optimizer+parameters"] = "none"
     """State of policy and critic that is kept in main memory instead of on the GPUs. optimizer: masters and moments,
     updated by the CPU; needs `zero_stage` 1 to 3. optimizer+parameters: also the weights, copied to the GPU layer by
@@ -100,6 +109,10 @@ class TrainerConfig(Table):
     """Longest time that one step, checkpoint or export may take."""
     attach_seconds: Seconds = 600.0
     """Longest time that rank 0 waits for the ranks on other machines (`fourfold serve trainer --rank`)."""
+    min_ranks: int = Field(default=0, ge=0)
+    """Fewest ranks that train while other machines are missing: after `attach_seconds` the trainer goes on from its
+    last checkpoint with those that are there, if these are so many, and takes others in after a checkpoint. A multiple
+    of `sequence_parallel_size` and `zero_hpz_partition_size`. 0: the trainer ends without all `ranks`."""
     lora: LoraConfig = LoraConfig()
 
     @property
@@ -114,6 +127,20 @@ class TrainerConfig(Table):
             raise ValueError(
                 f"sequence_parallel_size = {self.sequence_parallel_size} must divide ranks = {self.ranks}; set it to a "
                 f"divisor, or ranks to {more}"
+            )
+        return self
+
+    @property
+    def rank_unit(self) -> int:
+        """Number of which every possible number of ranks is a multiple."""
+        return math.lcm(self.sequence_parallel_size, self.zero_hpz_partition_size)
+
+    @model_validator(mode="after")
+    def _check_min_ranks(self) -> Self:
+        if self.min_ranks > self.ranks or self.min_ranks % self.rank_unit:
+            raise ValueError(
+                f"min_ranks = {self.min_ranks} must be at most ranks = {self.ranks} and a multiple of {self.rank_unit} "
+                f"(sequence_parallel_size and zero_hpz_partition_size); set it to a multiple, or to 0"
             )
         return self
 
@@ -154,28 +181,34 @@ class TrainerConfig(Table):
 
     @model_validator(mode="after")
     def _check_kernels(self) -> Self:
-        if self.gpu and self.device != "cuda":
-            raise ValueError(f'gpu = "{self.gpu}" needs a GPU; set device = "cuda", or remove it')
+        check_gpu_type(self.gpu, self.device)
         if self.liger_kernels and self.device != "cuda":
             raise ValueError('`liger_kernels` need a GPU; set device = "cuda", or remove them')
         return self
 
 
 class CriticConfig(Table):
-    """The critic, part of the trainer. There is one if `algorithm.advantage` needs it, as `gae` does."""
+    """The critic, part of the trainer. There is one if `algorithm.advantage` needs it, as `gae` does. The run exports
+    it beside the model, as `critic`."""
 
     source: str = ""
-    """Model folder as for `model.source`; a reward or value model keeps its head. Empty: the policy's model, with a new
+    """Model as for `model.source`; a reward or value model keeps its head. Empty: the policy's model, with a new
     head."""
     ranks: int = Field(default=0, ge=0)
     """0: the critic shares the policy's ranks, and its passes come after the policy's. Above 0: it has so many
     processes of its own, on the GPUs after the policy's, and both models are trained at the same time."""
     learning_rate: float = Field(default=9e-6, gt=0)
+    """Learning rate of the critic."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """As `trainer.schedule`."""
     warmup_steps: int = Field(default=0, ge=0)
+    """As `trainer.warmup_steps`."""
     final_learning_rate_share: float = Field(default=0.0, ge=0, le=1)
+    """As `trainer.final_learning_rate_share`."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """As `trainer.weight_decay`."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """As `trainer.max_grad_norm`."""
     value_clip: float = Field(default=0.5, ge=0)
     """Largest change of a value in one step; 0: no limit."""
     policy_starts_at_step: int = Field(default=1, ge=1)

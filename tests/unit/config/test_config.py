@@ -111,12 +111,12 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known keys: epochs_per_step, group_size, mini_ba"),
         ("group_size = 4", "group_size = 0", ":13  batch.group_size = 0: input should be greater than or equal to 1"),
         ("group_size = 4", 'group_size = "4x"', ":13  batch.group_size = '4x': input should be a valid integer"),
-        ("[batch]", "[algorithm]\npreset = []\n[batch]", "algorithm: preset [] is unknown; choose one of"),
+        ("[batch]", "[algorithm]\npreset = []\n[batch]", "algorithm: preset = [] is unknown; choose one of"),
         ("[batch]", "[algorithm.correction]\nkind = []\n[batch]", "algorithm.correction.kind = []: input should be"),
         ("[batch]", "[bach]", ":11  bach: no such key. Did you mean `batch`?"),
         ('name = "tiny"', 'name = "a b"', ":1  name = 'a b': string should match pattern"),
         ("max_new_tokens = 16", "max_new_tokens = 64", "sampling.max_new_tokens = 64 leaves no room for a prompt"),
-        ("max_new_tokens = 16", "max_new_tokens = 8\ntop_p = 0.9", ":15  sampling: `top_p` is refused for training"),
+        ("max_new_tokens = 16", "max_new_tokens = 8\ntop_p = 0.9", ":17  sampling: `top_p` is refused for training"),
         ("max_new_tokens = 16", "max_new_tokens = 8\ntop_k = 5", "`top_k` is refused for training rollouts"),
         (
             "max_new_tokens = 16",
@@ -175,13 +175,13 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "[sampling]",
             '[trainer]\nzero_stage = 0\noffload = "optimizer"\n[sampling]',
-            ':15  trainer: offload = "optimizer" needs zero_stage 1, 2 or 3, not 0; set zero_stage = 1, or '
+            ':17  trainer: offload = "optimizer" needs zero_stage 1, 2 or 3, not 0; set zero_stage = 1, or '
             'offload = "none"',
         ),
         (
             "[sampling]",
             '[trainer]\nzero_stage = 2\noffload = "optimizer+parameters"\n[sampling]',
-            ':15  trainer: offload = "optimizer+parameters" needs zero_stage 3, not 2; set zero_stage = 3, or '
+            ':17  trainer: offload = "optimizer+parameters" needs zero_stage 3, not 2; set zero_stage = 3, or '
             'offload = "optimizer"',
         ),
         (
@@ -250,8 +250,18 @@ def test_values_never_change(tmp_path: Path) -> None:
             "checkpoint.keep_best = 2 needs held-out scores, and there is no held-out data; add [data.holdout] or",
         ),
         ("[sampling]", "[algorithm.kl]\ncoef = inf\n[sampling]", "algorithm.kl.coef = inf: input should be"),
+        ("[sampling]", '[trainer]\ndevice = "gpu"\n[sampling]', ":16  trainer.device = 'gpu': input should be"),
+        (
+            "[sampling]",
+            '[trainer]\nschedule = "Cosin"\n[sampling]',
+            "trainer.schedule = 'Cosin': input should be 'constant', 'linear' or 'cosine'; did you mean `cosine`?",
+        ),
         ("[sampling]", "[trainer]\nlearning_rate = nan\n[sampling]", "trainer.learning_rate = nan: input should be"),
-        ("[sampling]", '[algorithm]\npreset = "grop"\n[sampling]', ":15  algorithm: preset 'grop' is unknown; choose"),
+        (
+            "[sampling]",
+            '[algorithm]\npreset = "grop"\n[sampling]',
+            ":16  algorithm: preset = 'grop' is unknown; did you mean `grpo`? Known are",
+        ),
         (
             "[sampling]",
             '[algorithm.kl]\ncoef = 0.1\nestimator = "k1"\n[sampling]',
@@ -296,7 +306,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "[sampling]",
             '[algorithm.loss]\nkind = "gsop"\n[sampling]',
-            "kind = 'gsop' is unknown; choose one of ppo",
+            "kind = 'gsop' is unknown; did you mean `gspo`? Known are ppo",
         ),
         (
             "[sampling]",
@@ -337,7 +347,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "[sampling]",
             "[reward]\ncommand = []\n[sampling]",
-            ":15  reward: command = [] is empty, so that nothing scores",
+            ":16  reward: command = [] is empty, so that nothing scores",
         ),
         ("[sampling]", "[reward]\ntarget = []\n[sampling]", "reward: target = [] is empty"),
         ("[sampling]", '[reward]\nhttp = ""\n[sampling]', "reward: http = '' is empty"),
@@ -474,7 +484,7 @@ def test_all_flat_keys_are_read(tmp_path: Path) -> None:
         ("gamma = 0.9", "gamma: no such key for kind = 'grpo'"),  # refused before, too
         ('loss = "gsop"', "kind = 'gsop' is unknown"),
         ("dual_clip = 0.5", "dual_clip = 0.5 must be above 1"),
-        ('preset = "grop"\nclip_low = 0.1', "preset 'grop' is unknown"),
+        ('preset = "grop"\nclip_low = 0.1', "preset = 'grop' is unknown"),
         ('loss.kind = "gspo"\nclip_low = 0.1', "algorithm.clip_low: no such key."),
     ],
 )

@@ -1,4 +1,4 @@
-"""Turns the rows of a data set into tokenized prompts: held-out ones, and the others in an endless shuffled order.
+"""Turns the rows of data sets into tokenized prompts: held-out sets, and the others in an endless order (`order.py`).
 
     rows --template, tokens--> prompts --holdout--> training prompts (endless, shuffled by seed)
                                                \\--> evaluation prompts (each once)
@@ -14,24 +14,27 @@ import json
 import logging
 import random
 import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from fourfold.arrays import Int32Array
-from fourfold.config import Config, DataConfig, DataSourceConfig, HoldoutConfig
+from fourfold.config import Config, DataConfig, DataSourceConfig, EvalSet, HoldoutConfig, block_counts, parse_template
 from fourfold.errors import ConfigError
 from fourfold.seeds import derive_seed
 
+from .order import MixtureOrder, PassOrder
 from .sources import Row, describe, read_rows
 
 log = logging.getLogger("fourfold.coordinator")
 
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 _MAX_METADATA_BYTES: Final = 64 << 10
+SOURCE_FIELD: Final = "data_source"
+"""Metadata field with the name of the source of a training prompt. A column of this name stays as it is."""
 
 
 class PromptTokenizer(Protocol):
@@ -46,13 +49,14 @@ class PromptTokenizer(Protocol):
 class Prompt:
     """One task: the text for the policy, and the fields for a scorer."""
 
-    index: int  # of its row, from 0
+    index: int  # of its row, from 0; the rows of several training sources are numbered one after the other
     text: str  # with the chat template
     messages_json: str = ""  # its chat messages, a JSON array; empty: a plain text
     token_ids: Int32Array  # [n], n >= 1
     answer: str  # reference answer; empty if the task has none
     metadata_json: str  # the other fields of the row, a JSON object
     group_key: str  # task group: held out as a whole, and a cluster in the confidence interval of the evaluation
+    source: str = ""  # name of its training source; empty if the recipe names none
 
 
 def own_prompt(text: str, *, answer: str, metadata_json: str) -> Prompt:
@@ -67,49 +71,119 @@ def own_prompt(text: str, *, answer: str, metadata_json: str) -> Prompt:
     )
 
 
-class PromptSet:
-    """Training prompts in an endless, reproducible order, and held-out prompts."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldOutSet:
+    """The prompts of a held-out set, and how their answers are sampled."""
 
-    def __init__(self, *, train: Sequence[Prompt], held_out: Sequence[Prompt], seed: int) -> None:
-        """Shuffle the training prompts by `seed`, differently in every pass; own groups of agents need none."""
+    rule: EvalSet
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    @property
+    def answer_count(self) -> int:
+        """Number of answers to all prompts."""
+        return len(self.prompts) * self.rule.samples_per_prompt
+
+
+class PromptSet:
+    """Training prompts in an endless, reproducible order, and held-out sets."""
+
+    def __init__(
+        self,
+        *,
+        train: Sequence[Prompt],
+        held_out: Sequence[HeldOutSet],
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+        shuffled: bool = True,
+        left_out: int = 0,
+    ) -> None:
+        """Order the training prompts by `seed`; own groups of agents need none.
+
+        Args:
+            train: prompts in the order of their files.
+            held_out: sets that are never trained on.
+            seed: of the order.
+            weights: relative share of each training source, by name. Empty: all prompts form one pool.
+            shuffled: whether every pass is shuffled; otherwise each is in the order of the files.
+            left_out: number of training rows that are too short or too long.
+
+        Raises:
+            ConfigError: a source has no training prompt.
+        """
         self.train = tuple(train)
         self.held_out = tuple(held_out)
-        self._seed = seed
-        self._pass = -1
-        self._order: list[int] = []
+        self.left_out = left_out
+        self._weights, self._shuffled = dict(weights or {}), shuffled
+        self._order: PassOrder | MixtureOrder
+        if self._weights and self.train:
+            rows = defaultdict[str, list[int]](list)
+            for number, prompt in enumerate(self.train):
+                rows[prompt.source].append(number)
+            if empty := next((name for name in self._weights if name not in rows), ""):
+                raise ConfigError(f"the holdout leaves no training prompt of {empty!r}; lower data.holdout.groups")
+            sources = [rows[name] for name in self._weights]
+            self._order = MixtureOrder(sources, list(self._weights.values()), seed=seed, shuffled=shuffled)
+        else:
+            self._order = PassOrder(len(self.train), seed=seed, shuffled=shuffled)
 
     def at(self, position: int) -> Prompt:
         """Return the training prompt at `position` of the endless order, from 0."""
-        number, offset = divmod(position, len(self.train))
-        if number != self._pass:
-            self._order = list(range(len(self.train)))
-            random.Random(derive_seed(self._seed, "order", number)).shuffle(self._order)
-            self._pass = number
-        return self.train[self._order[offset]]
+        return self.train[self._order.at(position)]
+
+    @property
+    def held_out_prompts(self) -> list[Prompt]:
+        """Return the prompts of all held-out sets, in order."""
+        return [prompt for held_out in self.held_out for prompt in held_out.prompts]
 
     def digest(self) -> str:
-        """Return a SHA-256 (hex) of the tokens and reference answers; a resumed run must have the same data."""
+        """Return a SHA-256 (hex) of tokens, reference answers and order; a resumed run must have the same data."""
         digest = hashlib.sha256()
-        for prompt in (*self.train, *self.held_out):
+        for prompt in (*self.train, *self.held_out_prompts):
             for part in (prompt.token_ids.astype("<i4").tobytes(), prompt.answer.encode()):
                 digest.update(len(part).to_bytes(8, "little") + part)
+        if self._weights or not self._shuffled:
+            digest.update(f"{block_counts([*self._weights.values()])} {self._shuffled}".encode())
         return digest.hexdigest()
 
 
-def load_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSet:
-    """Read, tokenize and split the data of a recipe. Takes seconds: call it in a thread."""
+def load_prompts(config: Config, tokenizer: PromptTokenizer, *, train: bool = True) -> PromptSet:
+    """Read, tokenize and split the data of a recipe. Takes seconds: call it in a thread.
+
+    With `train = False`, training data is read only to take the holdout out of it, and is left out of the result.
+    """
     data = config.data
-    train: list[Prompt] = [] if data.train is None else _load(data.train, config, tokenizer)
-    held_out: list[Prompt] = []
-    if data.eval is not None:
-        held_out = _load(data.eval, config, tokenizer)
-    elif data.holdout is not None:
-        train, held_out = split_holdout(train, data.holdout, seed=config.seed)
-        if not train:
+    trained: list[Prompt] = []
+    left_out = 0
+    lengths = range(data.min_prompt_tokens, (data.max_prompt_tokens or config.model.max_context_tokens) + 1)
+    for source in data.train if train or data.holdout is not None else ():
+        loader = _Loader(config, tokenizer, source, name=source.title if data.names_sources else "", lengths=lengths)
+        trained += loader.load(first=trained[-1].index + 1 if trained else 0)
+        left_out += len(loader.outside)
+    taken: list[Prompt] = []
+    if data.holdout is not None:
+        trained, taken = split_holdout(trained, data.holdout, seed=config.seed)
+        if not trained:
             raise ConfigError("the holdout leaves no training prompt; add data, or lower data.holdout.groups")
-    if config.evaluation.max_prompts:
-        held_out = held_out[: config.evaluation.max_prompts]
-    return PromptSet(train=train, held_out=held_out, seed=config.seed)
+    # The groups of data.holdout are those of the training data: each row of another set is a group of its own.
+    without_groups = config.model_copy(update={"data": data.model_copy(update={"holdout": None})})
+    held_out = []
+    for rule in config.eval_sets:
+        name = rule.name if data.names_sources else ""
+        prompts = taken if rule.source is None else _Loader(without_groups, tokenizer, rule.source, name=name).load()
+        held_out.append(HeldOutSet(rule=rule, prompts=tuple(prompts[: rule.max_prompts or None])))
+    weights = {source.title: source.weight for source in data.train if source.weight is not None}
+    return PromptSet(
+        train=trained if train else (),
+        held_out=held_out,
+        seed=config.seed,
+        weights=weights if len(weights) > 1 else {},
+        shuffled=data.order == "shuffled",
+        left_out=left_out,
+    )
 
 
 def split_holdout(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -137,60 +211,112 @@ def split_holdout(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: in
     return train, held_out
 
 
-def _load(source: DataSourceConfig, config: Config, tokenizer: PromptTokenizer) -> list[Prompt]:
-    max_context = config.model.max_context_tokens
-    prompts: list[Prompt] = []
-    too_long: list[int] = []
-    count = 0
-    for index, row in enumerate(read_rows(source)):
-        count += 1
-        prompt = _make_prompt(index, row, config, tokenizer, f"{describe(source)}, row {index}")
-        if len(prompt.token_ids) < max_context:
-            prompts.append(prompt)
-        else:
-            too_long.append(index)
-    if too_long:
-        log.warning(
-            "%s: dropped %d of %d prompts that leave no room in model.max_context_tokens = %d; rows %s",
-            describe(source), len(too_long), count, max_context,
-            ", ".join(map(str, too_long[:5])) + (", ..." if len(too_long) > 5 else ""),
-        )  # fmt: skip
-    if not prompts:
-        why = f"all {count} are too long for model.max_context_tokens = {max_context}" if count else "it is empty"
-        raise ConfigError(f"{describe(source)}: no prompt is left: {why}")
-    return prompts
+@dataclass(slots=True)
+class _Loader:
+    """Reads and tokenizes the rows of one source."""
 
+    config: Config
+    tokenizer: PromptTokenizer
+    source: DataSourceConfig
+    name: str = ""  # of the source, for the metadata of its prompts
+    lengths: range | None = None  # tokens that a prompt may have, besides the limit of the context
+    outside: list[int] = field(default_factory=list)  # rows of other lengths
+    too_long: list[int] = field(default_factory=list)  # rows that leave no room in the context
 
-def _make_prompt(index: int, row: Row, config: Config, tokenizer: PromptTokenizer, where: str) -> Prompt:
-    data = config.data
-    if data.prompt_field not in row:
-        raise ConfigError(
-            f"{where}: no column {data.prompt_field!r}; it has {', '.join(sorted(row))}; set data.prompt_field"
+    def load(self, *, first: int = 0) -> list[Prompt]:
+        """Return the prompts; `first` is the index of the first row."""
+        max_context, where = self.config.model.max_context_tokens, describe(self.source)
+        prompts: list[Prompt] = []
+        count = 0
+        for row_number, row in enumerate(read_rows(self.source)):
+            count += 1
+            prompt = self._make_prompt(first + row_number, row, f"{where}, row {row_number}")
+            if len(prompt.token_ids) >= max_context:
+                self.too_long.append(row_number)
+            elif self.lengths is not None and len(prompt.token_ids) not in self.lengths:
+                self.outside.append(row_number)
+            else:
+                prompts.append(prompt)
+        data = self.config.data
+        limits = f"data.min_prompt_tokens = {data.min_prompt_tokens}, data.max_prompt_tokens = {data.max_prompt_tokens}"
+        dropped = [
+            (self.too_long, f"leave no room in model.max_context_tokens = {max_context}"),
+            (self.outside, f"are outside of {limits}"),
+        ]
+        for rows, rule in dropped:
+            if rows:
+                log.warning(
+                    "%s: dropped %d of %d prompts that %s; rows %s", where, len(rows), count, rule,
+                    ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else ""),
+                )  # fmt: skip
+        if not prompts:
+            why = ", and ".join(
+                f"{'all' if len(rows) == count else f'{len(rows)} of'} {count} {rule}" for rows, rule in dropped if rows
+            )
+            raise ConfigError(f"{where}: no prompt is left: {why or 'it is empty'}")
+        return prompts
+
+    def _make_prompt(self, index: int, row: Row, where: str) -> Prompt:
+        data, source = self.config.data, self.source
+        prompt_field = "" if source.template else source.prompt_field or data.prompt_field
+        answer_field = source.answer_field or data.answer_field
+        value = _fill_template(source.template, row, where) if source.template else _prompt_of(row, prompt_field, where)
+        messages = _messages(value, data, where) if data.chat else None
+        text, ids = _tokenize(value, messages, data, self.tokenizer, where)
+        if not ids:
+            raise ConfigError(f"{where}: an empty prompt; remove the row")
+        answer = row.get(answer_field)
+        metadata = {k: v for k, v in row.items() if k not in (prompt_field, answer_field, "metadata")}
+        nested = row.get("metadata")
+        if isinstance(nested, dict):
+            metadata |= nested
+        elif nested is not None:
+            metadata["metadata"] = nested
+        if self.name:
+            metadata.setdefault(SOURCE_FIELD, self.name)
+        return Prompt(
+            index=index,
+            text=text,
+            token_ids=np.asarray(ids, np.int32),
+            answer="" if answer is None else str(answer),
+            metadata_json=_encode_metadata(metadata, where),
+            messages_json=json.dumps(messages, ensure_ascii=False) if messages else "",
+            group_key=_group_key(index, text, metadata, data.holdout, where),
+            source=self.name,
         )
-    messages = _messages(row[data.prompt_field], data, where) if data.chat else None
-    text, ids = _tokenize(row[data.prompt_field], messages, data, tokenizer, where)
-    if not ids:
-        raise ConfigError(f"{where}: an empty prompt; remove the row")
-    answer = row.get(data.answer_field)
-    metadata = {k: v for k, v in row.items() if k not in (data.prompt_field, data.answer_field, "metadata")}
-    nested = row.get("metadata")
-    if isinstance(nested, dict):
-        metadata |= nested
-    elif nested is not None:
-        metadata["metadata"] = nested
+
+
+def _encode_metadata(metadata: dict[str, Any], where: str) -> str:
     # Generators give tuples and dates, which JSON turns into lists and texts.
     encoded = json.dumps(metadata, ensure_ascii=False, default=str)
     if (size := len(encoded.encode())) > _MAX_METADATA_BYTES:
         raise ConfigError(f"{where}: {size} bytes of metadata; the limit is {_MAX_METADATA_BYTES}; remove columns")
-    return Prompt(
-        index=index,
-        text=text,
-        token_ids=np.asarray(ids, np.int32),
-        answer="" if answer is None else str(answer),
-        metadata_json=encoded,
-        messages_json=json.dumps(messages, ensure_ascii=False) if messages else "",
-        group_key=_group_key(index, metadata, data.holdout, where),
-    )
+    return encoded
+
+
+def _prompt_of(row: Row, column: str, where: str) -> Any:
+    if column not in row:
+        raise ConfigError(
+            f"{where}: no column {column!r}; it has {', '.join(sorted(row))}; set data.prompt_field, or prompt_field "
+            f"of the source"
+        )
+    return row[column]
+
+
+def _fill_template(template: str, row: Row, where: str) -> str:
+    """Return a template with the values of its columns: texts as they are, an absent value empty, others as JSON."""
+    filled = ""
+    for text, column in parse_template(template):
+        filled += text
+        if not column:
+            continue
+        if column not in row:
+            raise ConfigError(
+                f"{where}: no column {column!r}, which template = {template!r} names; it has {', '.join(sorted(row))}"
+            )
+        value = "" if row[column] is None else row[column]
+        filled += value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return filled
 
 
 def _messages(value: Any, data: DataConfig, where: str) -> list[dict[str, Any]]:
@@ -215,14 +341,15 @@ def _tokenize(
     return text, tokenizer.encode(text, add_special=True)
 
 
-def _group_key(index: int, metadata: dict[str, Any], holdout: HoldoutConfig | None, where: str) -> str:
+def _group_key(index: int, text: str, metadata: dict[str, Any], holdout: HoldoutConfig | None, where: str) -> str:
     if holdout is None:
         return f"row {index}"
-    if holdout.field not in metadata:
+    if holdout.field and holdout.field not in metadata:
         raise ConfigError(
-            f"{where}: no field {holdout.field!r} for data.holdout; it has {', '.join(sorted(metadata)) or 'none'}"
+            f"data.holdout.field = {holdout.field!r}: {where} has no such field; it has "
+            f'{", ".join(sorted(metadata)) or "none"}; name one of them, or write "" for the prompt itself'
         )
-    value = str(metadata[holdout.field])
+    value = str(metadata[holdout.field]) if holdout.field else text
     if not holdout.unordered_numbers:
         return value
     return " ".join(sorted(_NUMBER.findall(value), key=lambda n: (float(n), n)))

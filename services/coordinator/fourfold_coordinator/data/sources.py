@@ -1,4 +1,4 @@
-"""Reads the rows of a data set: JSONL, Parquet, a Hugging Face dataset folder, or a reasoning-gym generator.
+"""Reads the rows of a data set: JSONL, CSV, Parquet, a dataset folder, one of the hub, or a reasoning-gym generator.
 
 A row is a plain dictionary; `prompts.py` interprets its columns. Dataset folders are read as the Arrow files that they
 consist of, because the `datasets` library would bring pandas and an HTTP client into the coordinator.
@@ -6,19 +6,26 @@ consist of, because the `datasets` library would bring pandas and an HTTP client
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
 import json
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from fourfold import hub
 from fourfold.config import DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.text import nearest_name
 
 Row = dict[str, Any]
+
+_STATE: Final = "state.json"  # of a folder of `Dataset.save_to_disk`
+_DICT: Final = "dataset_dict.json"  # of a folder of `DatasetDict.save_to_disk`, which has a folder for each split
+
+_KINDS: Final = "give a .jsonl, .csv, .tsv or .parquet file, a dataset folder, or hf:OWNER/NAME"
 
 
 def read_rows(source: DataSourceConfig) -> Iterator[Row]:
@@ -26,7 +33,7 @@ def read_rows(source: DataSourceConfig) -> Iterator[Row]:
     if source.reasoning_gym:
         yield from _reasoning_gym(source)
         return
-    rows = _file_rows(Path(source.path))
+    rows = itertools.chain.from_iterable(map(_file_rows, _files(source)))
     yield from itertools.islice(rows, source.size) if source.size else rows
 
 
@@ -35,19 +42,45 @@ def describe(source: DataSourceConfig) -> str:
     return source.path or f"reasoning_gym {source.reasoning_gym!r}"
 
 
+def _files(source: DataSourceConfig) -> list[Path]:
+    """Return the files of a source, in order, or the dataset folder that it is."""
+    if source.path.startswith(hub.PREFIX):
+        return hub.dataset_files(source.path, config=source.config, split=source.split)
+    path = Path(source.path)
+    where = f"path = {source.path!r}"
+    if not path.exists():
+        raise ConfigError(f"{where} does not exist; {_KINDS}")
+    if path.is_dir() and not any((path / name).exists() for name in (_DICT, _STATE)):
+        return _repository_files(path, source, where)
+    if source.config or (source.split and not (path / _DICT).exists()):
+        raise ConfigError(f"{where} is one file or one split; remove split and config")
+    if path.is_dir() and (path / _DICT).exists():
+        splits = sorted(p.name for p in path.iterdir() if (p / _STATE).is_file())
+        return [path / hub.choose_split(source.split, splits, where)]
+    return [path]
+
+
+def _repository_files(path: Path, source: DataSourceConfig, where: str) -> list[Path]:
+    """Return the files of a split of a folder with the layout of a data set on the hub."""
+    names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    if not names:
+        raise ConfigError(f"{where} is an empty folder; {_KINDS}")
+    readme = path / "README.md"
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    return [path / n for n in hub.split_files(names, text, config=source.config, split=source.split, where=where)]
+
+
 def _file_rows(path: Path) -> Iterator[Row]:
     if path.is_dir():
         return _dataset_folder(path)
-    if not path.exists():
-        raise ConfigError(f"data path {str(path)!r} does not exist; give a JSONL or Parquet file, or a dataset folder")
     match path.suffix.lower():
         case ".jsonl" | ".json" | ".ndjson":
             return _jsonl(path)
+        case ".csv" | ".tsv":
+            return _csv(path)
         case ".parquet":
             return _parquet(path)
-    raise ConfigError(
-        f"data path {str(path)!r}: unknown kind {path.suffix!r}; give a .jsonl or .parquet file, or a dataset folder"
-    )
+    raise ConfigError(f"path = {str(path)!r}: unknown kind {path.suffix!r}; {_KINDS}")
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -64,6 +97,26 @@ def _jsonl(path: Path) -> Iterator[Row]:
             yield row
 
 
+def _csv(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file with a header line; all values are texts."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
+            header = next(rows, [])
+            if len(set(header)) < len(header):
+                raise ConfigError(f"{path}:1: a column is there twice: {', '.join(header)}; rename one")
+            for row in rows:
+                if row and len(row) != len(header):
+                    raise ConfigError(
+                        f"{path}:{rows.line_num}: {len(row)} values, and the header has {len(header)} columns; quote "
+                        f"values that contain the separator"
+                    )
+                if row:
+                    yield dict(zip(header, row, strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}:{rows.line_num}: not valid CSV in UTF-8: {error}") from None
+
+
 def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
@@ -78,20 +131,17 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 def _dataset_folder(path: Path) -> Iterator[Row]:
     """Return the rows of a folder that `datasets.Dataset.save_to_disk` wrote: state.json lists its Arrow files."""
-    if (path / "dataset_dict.json").exists():
-        splits = sorted(p.name for p in path.iterdir() if p.is_dir())
-        raise ConfigError(f"data path {str(path)!r} holds several splits; give one of them: {', '.join(splits)}")
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"data path {str(path)!r} is no dataset folder: it has no readable state.json; write one with "
+            f"path = {str(path)!r} is no dataset folder: it has no readable state.json; write one with "
             f"`dataset.save_to_disk(...)`, or give a JSONL or Parquet file"
         ) from None
     if state.get("_indices_data_files"):
         raise ConfigError(
-            f"data path {str(path)!r} was saved with an indices file; call `flatten_indices()` before saving"
+            f"path = {str(path)!r} was saved with an indices file; call `flatten_indices()` before saving"
         )
     for name in names:
         yield from _arrow(path / name)

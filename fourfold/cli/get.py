@@ -1,0 +1,46 @@
+"""`fourfold get hf:OWNER/NAME`: downloads a model or a data set of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fourfold import hub
+from fourfold.errors import ConfigError
+from fourfold.hub.repository import Kind
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="hf:OWNER/NAME", help="a model or a data set; with @REVISION, not the newest")
+    parser.add_argument("--kind", choices=["model", "dataset"], help="needed if the hub has both under this name")
+    parser.add_argument("--split", default="", help="split of a data set; default: all")
+    parser.add_argument("--config", default="", help="configuration (subset) of a data set; default: all")
+    parser.add_argument("--revision", default="", metavar="R", help="branch, tag or commit, in place of @REVISION")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder for the files, in place of the cache")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Download the newest commit of a revision, and say how a recipe names it; return the exit code."""
+    source = f"{args.source}@{args.revision}" if args.revision else args.source
+    kind: Kind = args.kind or ("dataset" if args.split or args.config else _kind(source))
+    repository = hub.Repository.parse(source, kind)
+    if kind == "model" and (args.split or args.config):
+        raise ConfigError("--split and --config are for data sets, and --kind is model; remove them")
+    chosen = args.split or args.config
+    select = hub.select_split(source, args.config, args.split) if chosen else hub.select_all(kind)
+    files = hub.download(repository, select, args.to)
+    place = str(args.to) if args.to else f"hf:{repository.name}@{files.commit}"
+    print(f"{len(files.names)} files of {source} at commit {files.commit} are in {files.folder}")
+    print(f"In a recipe: {'[model] source' if kind == 'model' else '[data.train] path'} = {place!r}".replace("'", '"'))
+    return 0
+
+
+def _kind(source: str) -> Kind:
+    """Return what the hub has under a name: a model, unless it has only a data set."""
+    kinds: list[Kind] = ["model", "dataset"]
+    found = [kind for kind in kinds if hub.exists(hub.Repository.parse(source, kind))]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{source}: the hub has a model and a data set of this name; add --kind model or --kind dataset"
+        )
+    return found[0] if found else "model"

@@ -1,0 +1,23 @@
+"""Imports `huggingface_hub` when it is used, and names the errors of its HTTP client."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from fourfold.errors import ConfigError
+
+
+def hub_package() -> Any:
+    """Return the package `huggingface_hub`; raise ConfigError if it is not installed."""
+    try:
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+    except ModuleNotFoundError:
+        raise ConfigError("the hub needs the package huggingface_hub; pip install 'fourfold[hub]'") from None
+    return huggingface_hub
+
+
+def network_errors() -> tuple[type[Exception], ...]:
+    """Return OSError, and the errors of the HTTP client that this version of huggingface_hub uses, which are none."""
+    return (OSError, *(sys.modules[name].HTTPError for name in ("httpx2", "httpx") if name in sys.modules))

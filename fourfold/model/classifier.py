@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.model.folder import read_json, tensor_entries
+from fourfold.model.folder import local_folder, read_json, tensor_entries
 from fourfold.model.tokenizer import tokenizer_sha256
 
 _KEY: Final = "reward.model.source"
@@ -51,17 +51,17 @@ class ClassifierFolder:
         """Check a folder.
 
         Args:
-            source: path of the folder, as `reward.model.source`.
+            source: path of the folder or `hf:OWNER/NAME`, as `reward.model.source`.
 
         Raises:
             ConfigError: the folder or a file of it is missing, the weights are pickles only, the model has code of its
                 own, is no sequence classifier, or has more than one label.
         """
-        path = Path(source).expanduser()
+        path = local_folder(source)
         if not path.is_dir():
             raise ConfigError(
-                f"{_KEY} = {source!r}: no such folder ({path.absolute()}); give a Hugging Face model folder (names of "
-                f"a model hub are not downloaded)"
+                f"{_KEY} = {source!r}: no such folder ({path.absolute()}); give a Hugging Face model folder, or "
+                f"hf:OWNER/NAME for a model of the hub"
             )
         for name in ("config.json", "tokenizer.json"):
             if not (path / name).is_file():

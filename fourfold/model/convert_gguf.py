@@ -21,20 +21,23 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fourfold.errors import ConfigError
+from fourfold.model.gguf_tokenizer import CONTROL_TOKEN
 
-_CONTROL_TOKEN: Final = 3  # GGUF's type of special tokens
 # GGUF pre-tokenizers that `_build_tokenizer` can rebuild. All of them split numbers into digits.
 _DIGIT_SPLITTING: Final = ("smollm",)
 
-_OUTER_NAMES: Final = {
+# The tensors of Llama, Qwen2 and Qwen3, by their names in GGUF. `fourfold.model.write_gguf` reads the tables backwards.
+OUTER_NAMES: Final = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_LAYER_NAMES: Final = {
+LAYER_NAMES: Final = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
@@ -113,7 +116,7 @@ def _build_tokenizer(fields: dict[str, Any]) -> Tokenizer:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = [t for t, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True) if kind == _CONTROL_TOKEN]
+    special = [t for t, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True) if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
 
@@ -151,15 +154,15 @@ def _write_weights(reader: Any, fields: dict[str, Any], path: Path) -> None:
                 values = _unpermute(values, fields["llama.attention.head_count"])
             elif tensor.name.endswith("attn_k.weight"):
                 values = _unpermute(values, fields["llama.attention.head_count_kv"])
-            file.write(_bfloat16(values).tobytes())
+            file.write(bfloat16(values).tobytes())
 
 
 def _hugging_face_name(name: str) -> str:
-    if name in _OUTER_NAMES:
-        return _OUTER_NAMES[name]
+    if name in OUTER_NAMES:
+        return OUTER_NAMES[name]
     parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{parts[3]}"
     raise ConfigError(f"tensor {name!r} is not part of a Llama model; use another GGUF file")
 
 
@@ -172,7 +175,7 @@ def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return values.reshape(heads, half, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
 
 
-def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Return the bits of the nearest bfloat16 values, ties to even. The values must be finite."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")

@@ -1,7 +1,8 @@
 """Finds the model folder of a recipe's `model.source`, and reads the sizes of the model without loading it.
 
-A source is a Hugging Face model folder, or `builtin:NAME`: a GGUF model inside a Python package, which is converted
-once into a Hugging Face model folder in ~/.cache/fourfold/models/.
+A source is a Hugging Face model folder; `hf:OWNER/NAME`, a model of the Hugging Face Hub (`fourfold.hub`), which is
+downloaded once; or `builtin:NAME`: a GGUF model inside a Python package, which is converted once into a Hugging Face
+model folder in ~/.cache/fourfold/models/.
 
 This module imports no tensor library: the conversion runs in a child process, and sizes come from file headers.
 """
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold import hub
 from fourfold.errors import ConfigError
 
 BUILTIN_PREFIX: Final = "builtin:"
@@ -76,6 +78,7 @@ class Builtin:
     version: str
     file: str  # path of the GGUF file, relative to site-packages
     shape: ModelShape
+    max_positions: int | None = None  # as of `max_positions`
 
 
 _SMOLLM2: Final = Builtin(
@@ -95,6 +98,7 @@ _SMOLLM2: Final = Builtin(
         parameter_count=134_515_008,
         largest_block=28_311_552,
     ),
+    max_positions=8192,
 )
 BUILTINS: Final = {_SMOLLM2.name: _SMOLLM2}
 
@@ -137,6 +141,14 @@ def shape(source: str) -> ModelShape:
     return builtin.shape if builtin else folder_shape(_existing_folder(source))
 
 
+def max_positions(source: str) -> int | None:
+    """Return the longest sequence that a model was made for, in tokens; None: its config.json does not say."""
+    if builtin := _builtin_of(source):
+        return builtin.max_positions
+    found = read_json(_existing_folder(source) / "config.json").get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
 def fingerprint(folder: Path) -> bytes:
     """Return a hash (32 bytes) of config.json and of the names and sizes of the weight files of a model folder.
 
@@ -151,11 +163,11 @@ def fingerprint(folder: Path) -> bytes:
 def tensor_shapes(source: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by name, without a conversion. Errors as in `shape`."""
     builtin = _builtin_of(source)
-    return _llama_shapes(builtin.shape) if builtin else _tensor_shapes(_existing_folder(source))
+    return llama_shapes(builtin.shape) if builtin else _tensor_shapes(_existing_folder(source))
 
 
-def _llama_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a Llama, the architecture of all built-in models."""
+def llama_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a Llama without biases, the architecture of all built-in models, by name."""
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     block: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
@@ -200,6 +212,8 @@ def folder_shape(folder: Path) -> ModelShape:
         raise ConfigError(
             f"{path}: no key {error}; the model must be a decoder-only language model with a flat config.json"
         ) from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"{path}: a size of the model is no number above 0 ({error}); save the model again") from None
 
 
 def _intermediate(config: Mapping[str, Any]) -> int:
@@ -294,15 +308,21 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+def local_folder(source: str) -> Path:
+    """Return the folder of a source that is not built in; a model of the hub is downloaded at its first use."""
+    return hub.model_folder(source) if source.startswith(hub.PREFIX) else Path(source).expanduser()
+
+
 def _existing_folder(source: str) -> Path:
-    return _checked_folder(Path(source).expanduser(), source)
+    return _checked_folder(local_folder(source), source)
 
 
 def _checked_folder(folder: Path, source: str) -> Path:
     if not folder.is_dir():
+        builtins = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
         raise ConfigError(
-            f"model.source = {source!r}: no such folder ({folder.absolute()}); give a Hugging Face model folder "
-            f"(names of a model hub are not downloaded) or one of: {', '.join(BUILTIN_PREFIX + n for n in BUILTINS)}"
+            f"model.source = {source!r}: no such folder ({folder.absolute()}); give a Hugging Face model folder, "
+            f"hf:OWNER/NAME for a model of the hub, or one of: {builtins}"
         )
     for name in _REQUIRED_FILES:
         if not (folder / name).is_file():

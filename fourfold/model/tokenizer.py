@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from fourfold import hub
 from fourfold.errors import ConfigError, InvalidInput
 from fourfold.model.folder import BUILTIN_PREFIX, resolve
 
@@ -79,7 +80,7 @@ class Tokenizer:
         """Read the tokenizer and the chat template of a model.
 
         Args:
-            source: model folder, or "builtin:NAME" as in a recipe's `model.source`.
+            source: model folder, "hf:OWNER/NAME" or "builtin:NAME", as a recipe's `model.source`.
 
         Raises:
             ConfigError: tokenizer.json is missing or damaged, or the chat template is not a Jinja template.
@@ -89,7 +90,8 @@ class Tokenizer:
 
         from fourfold.model.token_bytes import TokenBytes
 
-        folder = resolve(source) if isinstance(source, str) and source.startswith(BUILTIN_PREFIX) else Path(source)
+        is_name = isinstance(source, str) and source.startswith((BUILTIN_PREFIX, hub.PREFIX))
+        folder = resolve(str(source)) if is_name else Path(source)
         data = _bytes(folder / "tokenizer.json")
         try:
             tokenizer = tokenizers.Tokenizer.from_str(data.decode())
@@ -99,7 +101,7 @@ class Tokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         template = chat_template(folder)
-        special = _special_tokens(_json(folder / "tokenizer_config.json"))
+        special = special_tokens(folder)
         added = tokenizer.get_added_tokens_decoder()
         return Tokenizer(
             sha256=tokenizer_sha256(folder),
@@ -309,7 +311,9 @@ def _mark(match: re.Match[str]) -> str:
     return text[0] + MARK + text[1:]
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the texts of the special tokens of tokenizer_config.json, such as "eos_token", by their names there."""
+    config = _json(folder / "tokenizer_config.json")
     tokens: dict[str, str] = {}
     for name in _SPECIAL:
         value = config.get(name)

@@ -8,8 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
+import torch
+import transformers
 
 from fourfold.errors import Unavailable
+from fourfold.nn.forward import read_value_head
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
 from fourfold.trainer.client import AsyncTrainerClient
@@ -40,6 +44,7 @@ async def test_a_critic_apart_trains_saves_and_its_death_is_explained(llama: Pat
         assert await client.save_checkpoint(timeout=60) == 1
         saved = trainer.run_dir / "checkpoints/step-000001"
         assert sorted(p.stem for p in saved.glob("*.safetensors")) == ["critic-000", "policy-000"]
+        check_exported_critic(Path(await client.export_model("critic", critic=True, timeout=60)), llama, saved)
         (rank,) = trainer.ranks()
         rank.kill()
         with pytest.raises(Unavailable):
@@ -50,6 +55,20 @@ async def test_a_critic_apart_trains_saves_and_its_death_is_explained(llama: Pat
         assert "trainer-0: trainer-0-critic-rank-0 died" in last and "SIGKILL" in last
     finally:
         trainer.end()
+
+
+def check_exported_critic(folder: Path, model: Path, checkpoint: Path) -> None:
+    """Check that transformers and Fourfold read the critic, with the trained weights and the model's tokenizer."""
+    found = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32")
+    assert type(found).__name__ == "LlamaForSequenceClassification" and found.config.num_labels == 1
+    head = read_value_head(folder)
+    assert head is not None and head.abs().max() > 0, "it was trained from zeros"
+    assert torch.equal(found.score.weight, head)
+    with safetensors.safe_open(checkpoint / "critic-000.safetensors", framework="pt") as shard:
+        masters = torch.cat([shard.get_tensor(key).flatten() for key in shard.keys() if "master" in key])  # noqa: SIM118
+    exported = torch.cat([value.flatten() for value in found.state_dict().values()])
+    assert exported.numel() <= masters.numel() and torch.isin(exported, masters).all()
+    assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
 
 
 def case(model: Path, folder: Path, ranks: int, critic_ranks: int, stage: int) -> Case:
@@ -71,7 +90,15 @@ def case(model: Path, folder: Path, ranks: int, critic_ranks: int, stage: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "critic_ranks", "stage"), [(1, 1, 3), (2, 1, 3), (1, 2, 3), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "critic_ranks", "stage"),
+    [
+        pytest.param(1, 1, 3, marks=pytest.mark.soak),
+        (2, 1, 3),
+        pytest.param(1, 2, 3, marks=pytest.mark.soak),
+        (1, 2, 1),
+    ],
+)
 def test_a_critic_apart_learns_what_it_learns_in_the_ranks_of_the_policy(
     llama: Path, tmp_path: Path, ranks: int, critic_ranks: int, stage: int
 ) -> None:

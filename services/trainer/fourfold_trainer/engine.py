@@ -175,6 +175,9 @@ class TrainerEngine(Protocol):
     def export(self, folder: Path, *, ema: bool = False) -> None:
         """Write the weights, or their average, as a Hugging Face model into an existing folder, durably."""
 
+    def export_critic(self, folder: Path) -> None:
+        """Write the critic as a Hugging Face classifier with one label into an existing folder, durably."""
+
     def manifest(self) -> Manifest:
         """Return the layout of the weights."""
 
@@ -285,6 +288,9 @@ class Policy(TrainedModel, Protocol):
 
 class Critic(TrainedModel, Protocol):
     """The critic on one rank."""
+
+    def export(self, folder: Path) -> None:
+        """Gather the weights; rank 0 writes them."""
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Return float32 [k]: the value of the state before each target token."""

@@ -138,6 +138,6 @@ def test_unpermute_undoes_the_row_order_of_gguf() -> None:
 def test_bfloat16_rounds_to_nearest_even() -> None:
     # 1 + 2^-8 lies between two bfloat16 values: the even one wins; a bit more goes up.
     values = np.array([1.0, -2.5, 1 + 2**-8, 1 + 2**-8 + 2**-20, 1 + 3 * 2**-8], np.float32)
-    bits = convert_gguf._bfloat16(values)
+    bits = convert_gguf.bfloat16(values)
     back = (bits.astype(np.uint32) << 16).view(np.float32)
     assert back.tolist() == [1.0, -2.5, 1.0, 1 + 2**-7, 1 + 2**-6]

@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.errors import InvalidInput
 from fourfold_trainer.checkpoint import machines
-from fourfold_trainer.checkpoint.machines import FileCopy, complete_checkpoints, copies_to_keep, copies_to_read
+from fourfold_trainer.checkpoint.machines import FileCopy, copies_to_keep, copies_to_read, newest_complete
 from fourfold_trainer.checkpoint.store import STATE_FILE
 
 RANKS = [range(0, 1), range(1, 2), range(2, 3)]
@@ -51,7 +51,22 @@ def test_a_checkpoint_is_complete_when_all_files_are_somewhere_in_full() -> None
     record = json.dumps({"files": {"p-0": 5, "p-1": 6}})
     seen = [{"step-000003/p-0": 5, "step-000004/p-0": 5}, {"step-000003/p-1": 6, "step-000004/p-1": 3}]
     records = [{"step-000003": record, "step-000004": record, "step-000005": "{}", "step-000006": "torn"}, {}]
-    assert complete_checkpoints(seen, records) == ["step-000003"]
+    found = newest_complete(seen, records)
+    assert found is not None and (found.name, found.stale) == ("step-000003", [])
+    assert newest_complete([{}, {}], records) is None
+
+
+def test_a_machine_that_was_away_may_have_another_checkpoint_of_the_same_step() -> None:
+    def record(lineage: str, score: float | None = None, **files: int) -> dict[str, str]:
+        return {"step-3": json.dumps({"files": files, "score": score, "state": {"lineage": lineage}})}
+
+    mine, other = {"step-3/p0": 9, "step-3/trainer.json": 4}, {"step-3/p0": 5, "step-3/p1": 5, "step-3/trainer.json": 4}
+    found = newest_complete([mine, other], [record("new", p0=9), record("old", p0=5, p1=5)])
+    assert found is not None and (found.files, found.stale) == (mine, [1])
+    found = newest_complete([{}, other], [record("new", p0=9), record("old", p0=5, p1=5)])  # rank 0's disk was lost
+    assert found is not None and (found.files, found.stale) == (other, [0])
+    found = newest_complete([mine, mine], [record("new", p0=9, score=0.5), record("new", p0=9)])
+    assert found is not None and found.stale == [], "a score that was added later makes no difference"
 
 
 def test_a_machine_with_its_own_disk_commits_what_it_has(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fourfold.errors import DeadlinePassed, PermissionDenied, WrongState
 from fourfold.trainer.v1 import rank_service_pb2 as pb
 from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage
+from fourfold_trainer.ranks.rank_processes import OtherMachines
 from fourfold_trainer.ranks.remote_ranks import AttachedRanks, RemoteRanks
 
 MODEL = b"m" * 32
@@ -35,8 +36,8 @@ def closed() -> Iterator[None]:
         Ranks.sockets.pop().close()
 
 
-def expecting(deaths: list[str], *, held: int = 2, ranks: int = 6) -> RemoteRanks:
-    return Ranks(held, ranks, version="1.0", model_sha256=MODEL, on_death=deaths.append)
+def expecting(deaths: list[str], *, held: int = 2, ranks: int = 6, least: int = 0, unit: int = 1) -> RemoteRanks:
+    return Ranks(held, ranks, least=least, unit=unit, version="1.0", model_sha256=MODEL, on_death=deaths.append)
 
 
 def hello(remote: RemoteRanks, first: int, last: int, **fields: Any) -> pb.RanksHello:
@@ -106,6 +107,7 @@ def test_a_machine_that_leaves_before_all_are_there_may_come_back() -> None:
     deaths: list[str] = []
     remote = expecting(deaths)
     first = remote.attach(hello(remote, 2, 5))
+    remote.wait(timeout=0)
     remote.detach(first, "killed")
     assert deaths == ["ranks 2-5 on host-2: killed"]
     with pytest.raises(WrongState, match="this rank 0 is ending"):
@@ -125,6 +127,55 @@ def test_the_end_after_close_is_no_death() -> None:
     deaths: list[str] = []
     remote = expecting(deaths)
     attached = remote.attach(hello(remote, 2, 5))
+    remote.wait(timeout=0)
     remote.close()
     remote.detach(attached, "the machine has left")
     assert (deaths, remote.death) == ([], "")
+
+
+def test_enough_ranks_go_on_and_later_ones_wait() -> None:
+    deaths: list[str] = []
+    remote = expecting(deaths, ranks=8, least=4, unit=2)
+    odd, last = remote.attach(hello(remote, 5, 5)), remote.attach(hello(remote, 6, 7))
+    assert remote.wait(timeout=0.01) == [last], "2 + 1 + 2 ranks are no multiple of 2"
+    assert remote.title == "ranks 0-1, ranks 6-7" and not remote.can_grow
+    assert odd.engine_ends[5].fileno() == -1, "the end of its stream tells the machine to ask again"
+    remote.detach(odd, "the engine has closed its end")
+    assert deaths == []
+    for first, last_rank, grows in ((5, 5, False), (2, 4, True)):
+        with pytest.raises(WrongState, match=r"train without rank.*, which are taken in after the next") as refused:
+            remote.attach(hello(remote, first, last_rank))
+        assert (refused.value.reason, remote.can_grow) == ("LATER", grows)
+    remote.end("the trainer begins again")
+    left: list[str] = []
+    remote.on_close.append(lambda: left.append("leaving"))
+    remote.close()
+    assert left == [], "machines are told that the run ends only when it does"
+    remote.detach(last, "it has left")
+    assert deaths == []
+
+
+def test_a_machine_that_waits_no_longer_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = expecting([], least=2)
+    assert remote.wait(timeout=0) == []
+    with pytest.raises(WrongState, match="ranks 0-1 train without ranks 2-5"):
+        remote.attach(hello(remote, 2, 5))
+    assert remote.can_grow
+    monkeypatch.setattr("fourfold_trainer.ranks.remote_ranks._CALL_SECONDS", -1.0)
+    assert not remote.can_grow
+
+
+def test_too_few_ranks_do_not_go_on() -> None:
+    remote = expecting([], least=4)
+    with pytest.raises(DeadlinePassed, match=r"attach_seconds = 0.01, and trainer.min_ranks = 4; start them"):
+        remote.wait(timeout=0.01)
+    remote.attach(hello(remote, 4, 5))
+    assert len(remote.wait(timeout=0.01)) == 1
+
+
+def test_ranks_without_gaps_get_the_streams_of_the_machines_that_are_there() -> None:
+    remote = expecting([], least=4)
+    attached = remote.attach(hello(remote, 4, 5))
+    others = OtherMachines(remote=remote, held=2, attached=remote.wait(timeout=0), meeting="")
+    assert others.machines == [range(2), range(2, 4)]
+    assert others.connections == {2: attached.engine_ends[4], 3: attached.engine_ends[5]}

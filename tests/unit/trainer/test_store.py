@@ -266,7 +266,7 @@ class Model:
     def save_pretrained(self, folder: Path, *, state_dict: dict[str, torch.Tensor]) -> None:
         """Write the configuration."""
         assert not state_dict
-        (folder / "config.json").write_text("the model's")
+        (folder / "config.json").write_text('{"model_type": "w"}')
 
 
 def export(folder: Path, weight: torch.Tensor, *, source: Path) -> None:
@@ -277,7 +277,7 @@ def export(folder: Path, weight: torch.Tensor, *, source: Path) -> None:
         writer.finish()
     finally:
         writer.close()
-    model_export.write_companions(Model(), folder, source=source)
+    model_export.write_companions(Model(), folder, source=source, settings={"id2label": {"0": "value"}})
 
 
 def source(folder: Path) -> Path:
@@ -297,7 +297,7 @@ def test_an_export_has_the_tokenizers_files_and_the_trained_weights(tmp_path: Pa
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "spiece.model", "merges.txt"}
     assert {path.name for path in target.iterdir()} == copied | {"config.json", "model.safetensors"}
     assert all((target / name).read_text() == f"{name} of the source" for name in copied)
-    assert (target / "config.json").read_text() == "the model's"
+    assert json.loads((target / "config.json").read_text()) == {"model_type": "w", "id2label": {"0": "value"}}
     assert safetensors.torch.load_file(target / "model.safetensors")["w"].tolist() == [1, 1]
 
 

@@ -33,6 +33,7 @@ from .placement import split_trainer
 from .run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE
 
 COORDINATOR: Final = "coordinator-0"
+_ONLY_TRAINING: Final = ("trainer", "reference")
 _COORDINATOR_START_SECONDS: Final = 120.0
 # The coordinator itself gives up after 900 s without its services, and names those that are missing. This limit is for
 # a coordinator that hangs.
@@ -63,10 +64,11 @@ class _Slot:
     uncertain: int = 0  # restarts since it was ready last: perhaps a node that is not known as lost is the cause
 
 
-def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
+def services_of(config: Config, *, manual: bool = False, evaluate: bool = False) -> list[ServiceSpec]:
     """Return the services that the launcher starts besides the coordinator, the slowest to load first.
 
     With `manual`, return instead one service for each needed role that the recipe leaves to the user (`replicas = 0`).
+    With `evaluate`, leave out those that only training needs; the GPUs of the others are numbered without a gap.
     """
     trainer = config.trainer
     # Beginning of the member ids, replicas, and the service without name and place.
@@ -76,7 +78,7 @@ def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
     ]
     kinds.append(("trainer", trainer.replicas, _spec("trainer", config.trainer_processes, gpu=trainer.gpu)))
     if config.needs_reference:
-        kinds.append(("reference", config.reference.replicas, _spec("reference", 1)))
+        kinds.append(("reference", config.reference.replicas, _spec("reference", 1, gpu=config.reference.gpu)))
     if config.agents.source != "none":
         kinds.append(("gateway", config.gateway.replicas, _spec("gateway", 1)))
         if config.environment.replicas:  # agents need not be environments
@@ -85,7 +87,14 @@ def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
             )
     if config.needs_scorer:
         tables = [table for table in config.reward if not table.target]
-        kinds += [(t.member_prefix, t.replicas, _spec("reward", t.processes, scorer=t.name)) for t in tables]
+        kinds += [
+            (
+                t.member_prefix,
+                t.replicas,
+                _spec("reward", t.processes, scorer=t.name, gpu=t.model.gpu if t.model else ""),
+            )
+            for t in tables
+        ]
     places = gpu_places(config)
     services = [
         dataclasses.replace(spec, name=name, place=places.get(name, ()))
@@ -93,6 +102,10 @@ def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
         if (replicas == 0) == manual
         for name in (f"{prefix}-{index}" for index in range(replicas or 1))
     ]
+    if evaluate:
+        services = [service for service in services if service.role not in _ONLY_TRAINING]
+        used = sorted({index for service in services for index in service.place})
+        return [dataclasses.replace(s, place=tuple(used.index(index) for index in s.place)) for s in services]
     nodes = config.placement.trainer_nodes
     divided = [split_trainer(s, config.trainer.ranks, nodes) if s.role == "trainer" else [s] for s in services]
     return [service for parts in divided for service in parts]
@@ -130,11 +143,13 @@ class Fleet:
         launcher: Launcher,
         notify: Callable[[str], None],
         coordinator_listen: str = "127.0.0.1:0",
+        evaluate: bool = False,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Create the fleet of the run in `run_dir`, which has config.toml; `start` starts the first process.
 
         `notify` receives a line for the user about each death and restart. `coordinator_listen` is host:port.
+        With `evaluate`, the fleet evaluates the model of the recipe, and trains nothing.
         """
         self.config = config
         run_dir = run_dir.absolute()
@@ -143,7 +158,8 @@ class Fleet:
         self._run_dir, self._launcher, self._notify, self._clock = run_dir, launcher, notify, clock
         self._listen = coordinator_listen
         self._coordinator = _Slot(ServiceSpec(role="coordinator", name=COORDINATOR))
-        self._slots = {service.name: _Slot(service) for service in services_of(config)}
+        self._slots = {service.name: _Slot(service) for service in services_of(config, evaluate=evaluate)}
+        self._evaluate = evaluate
         self._deadline: float | None = None  # of the first start of all processes
         self._listen_deadline: float | None = None  # of a restarted coordinator
 
@@ -280,6 +296,8 @@ class Fleet:
                 env[DEATH_VARIABLE] = slot.death
                 self._listen_deadline = self._clock.monotonic() + _COORDINATOR_START_SECONDS
         arguments = serve_arguments(service, run_dir=self._run_dir, coordinator=coordinator, listen=listen)
+        if slot is self._coordinator and self._evaluate:
+            arguments.append("--evaluate")
         self._launcher.start(
             service, Command(name=service.name, argv=(sys.executable, "-m", "fourfold", *arguments), env=env)
         )

@@ -123,6 +123,12 @@ class ServiceActor:
         children = list(self._supervisor.children.values())
         return self._supervisor.deaths(), any(child.alive and child.poll_ready() for child in children)
 
+    def give_notice(self) -> None:
+        """Tell a ready child that its node is about to leave."""
+        for child in self._supervisor.children.values():
+            if child.alive and child.poll_ready():
+                child.give_notice()
+
     def stop(self) -> None:
         self._supervisor.stop()
 
@@ -214,6 +220,8 @@ class RayLauncher:
         self._executor = ThreadPoolExecutor(1, "ray-notices")  # Ray's state is read by calls that block
         self._notices: Future[dict[str, float]] | None = None
         self._noticed_at = 0.0
+        self._trainers = {service.name for service in services if service.role == "trainer"}
+        self._noticed: set[str] = set()  # parts of the trainer on nodes that leave, which save checkpoints
         self._group: Any = None
         self._ray_processes = Supervisor(self._run_dir / "logs")
         self._is_local = not address
@@ -354,7 +362,7 @@ class RayLauncher:
                 self._nodes[call.name] = answer
 
     def _follow_notices(self, now: float) -> None:
-        """Stop the services on nodes that leave soon."""
+        """Tell the trainer of nodes that leave; stop the services on those that leave soon."""
         if self._notices is None:
             if self._nodes and now - self._noticed_at >= _NOTICE_SECONDS:
                 self._notices, self._noticed_at = self._executor.submit(_notices), now
@@ -367,6 +375,9 @@ class RayLauncher:
         self._notices = None
         stopping = {call.name for call in self._polls.values() if call.kind == "stop"}
         for name, started in self._nodes.items():
+            if started.node_id in leaving and name in self._trainers - self._noticed:
+                self._noticed.add(name)
+                self._actors[name].give_notice.remote()
             if name not in stopping and leaving.get(started.node_id, float("inf")) < time.time() + _DRAIN_SECONDS:
                 self._polls[self._actors[name].stop.remote()] = _Call(name, "stop")
 
@@ -390,6 +401,7 @@ class RayLauncher:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._actors.pop(name))
         self._ready.discard(name)
+        self._noticed.discard(name)
         self._nodes.pop(name, None)
         self._polls = {reference: call for reference, call in self._polls.items() if call.name != name}
         self._deaths.append(

@@ -1,32 +1,60 @@
-"""The folder of a run: creation, lock, coordinator address, and whether the run in it is finished."""
+"""The folder of a run: creation, lock, coordinator address, whether the run in it is finished, or failed to start.
+
+runs/demo           the first run with this name
+runs/demo-2         the second one
+runs/demo.failed    the last start that failed before a step was done; its name is free again
+runs/latest         symbolic link to the folder of the run that was started last
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final
 
 from fourfold import config as configuration
+from fourfold import hub
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 
 ADDRESS_FILE: Final = "coordinator.address"
 CONFIG_FILE: Final = "config.toml"
 REPORT_FILE: Final = "report.json"
+METRICS_FILE: Final = "metrics.jsonl"
+MODEL_FOLDER: Final = "model"
+EMA_FOLDER: Final = "model-ema"
+CRITIC_FOLDER: Final = "critic"
+STEP_FOLDER: Final = "model-step-"
+EVALUATION_FILE: Final = "evaluation.json"
+HARNESS_FILE: Final = "lm-eval.json"  # tasks of lm-evaluation-harness to run: {"tasks", "include_path"}
+ANSWERS_FILE: Final = "answers.jsonl"  # of `fourfold eval`
+LEDGER_FILE: Final = "ledger.sqlite"
+RUN_LOCK: Final = ".lock"  # of `fourfold run`
+COORDINATOR_LOCK: Final = "coordinator.lock"
+LATEST: Final = "latest"
+# `is_locked` holds a lock for a moment, in which a process that starts must not fail.
+_PROBE_SECONDS: Final = 0.5
 # In the environment of a coordinator that the launcher restarted: how the one before it died.
 DEATH_VARIABLE: Final = "FOURFOLD_COORDINATOR_DEATH"
 
 
 def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[Path, Config]:
-    """Make runs/<name>, or <name>-2, -3 ... when it exists, and write config.toml; return both, under that name."""
-    number = 1
+    """Make runs/<name>, or <name>-2, -3 ... when it exists, and write config.toml; return both, under that name.
+
+    Sources of the hub are pinned to the commits that are in the cache: a resumed run uses the same files.
+    """
+    number = 2 if name == LATEST else 1  # runs/latest is the link
+    tables = pin_sources(config.model_dump())
     while True:
         candidate = name if number == 1 else f"{name}-{number}"
         try:
-            named = Config.model_validate({**config.model_dump(), "name": candidate})
+            named = Config.model_validate({**tables, "name": candidate})
         except ValueError:
             raise ConfigError(f"name = {candidate!r}: 1 to 64 characters of A-Z a-z 0-9 _ -; choose another") from None
         try:
@@ -39,6 +67,52 @@ def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[
             raise ConfigError(f"{root / candidate}: cannot make the folder of the run ({error.strerror})") from None
 
 
+def pin_sources(value: Any, key: str = "") -> Any:
+    """Return tables of a recipe in which each model and data set of the hub has its commit."""
+    if isinstance(value, Mapping):
+        return {name: pin_sources(entry, name) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [pin_sources(entry, key) for entry in value]
+    if key in ("source", "path") and isinstance(value, str) and value.startswith(hub.PREFIX):
+        return hub.pin(value, "model" if key == "source" else "dataset")
+    return value
+
+
+def link_latest(run_dir: Path) -> None:
+    """Let runs/latest point to the folder of a run. Without it, users have to write the name."""
+    link, new = run_dir.parent / LATEST, run_dir.parent / f".{LATEST}-{os.getpid()}"
+    with suppress(OSError):  # a file system without links, or a folder of that name
+        new.symlink_to(run_dir.name)
+        new.replace(link)
+    with suppress(OSError):
+        new.unlink(missing_ok=True)
+
+
+def find_run(path: Path) -> Path:
+    """Return the folder of a run, for runs/latest the one that it points to now."""
+    return path.parent / path.readlink() if path.is_symlink() else path
+
+
+def free_name(run_dir: Path) -> Path:
+    """Rename the folder of a run that failed before its first step, if there is none; return where it is.
+
+    A start that failed would otherwise keep the name of the run from the one that works.
+    """
+    try:
+        if (run_dir / METRICS_FILE).stat().st_size:
+            return run_dir
+    except OSError:
+        pass
+    failed = run_dir.with_name(f"{run_dir.name}.failed")
+    try:
+        shutil.rmtree(failed, ignore_errors=True)
+        run_dir.rename(failed)
+    except OSError:
+        return run_dir
+    link_latest(failed)
+    return failed
+
+
 @contextmanager
 def locked(file: Path, holder: str) -> Iterator[None]:
     """Hold an exclusive lock on a file; raise ConfigError when another process, a `holder`, has it.
@@ -46,11 +120,29 @@ def locked(file: Path, holder: str) -> Iterator[None]:
     The kernel releases the lock when this process dies.
     """
     with file.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{file.parent}: another {holder} uses this folder; stop it first") from None
+        end = time.monotonic() + _PROBE_SECONDS
+        while not _try_lock(lock):
+            if time.monotonic() >= end:
+                raise ConfigError(f"{file.parent}: another {holder} uses this folder; stop it first")
+            time.sleep(_PROBE_SECONDS / 10)
         yield
+
+
+def is_locked(file: Path) -> bool:
+    """Return whether a process of this machine holds the lock on a file."""
+    try:
+        with file.open() as lock:
+            return not _try_lock(lock)
+    except OSError:  # there is no such file
+        return False
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_address(run_dir: Path) -> str:

@@ -144,17 +144,45 @@ def keep_only(folder: Path, names: Collection[str]) -> None:
             remove(path.parent)
 
 
-def complete_checkpoints(seen: Sequence[Mapping[str, int]], records: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names of checkpoints all files of which are on some machine, the newest first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteCheckpoint:
+    """A checkpoint whose files are all on some machine."""
+
+    name: str
+    files: dict[str, int]  # sizes by path relative to the folder of checkpoints, with the record
+    stale: list[int]  # indices of machines with another checkpoint of the same name
+
+
+def newest_complete(
+    seen: Sequence[Mapping[str, int]], records: Sequence[Mapping[str, str]]
+) -> CompleteCheckpoint | None:
+    """Return the newest checkpoint all files of which are on some machine; None if there is none.
+
+    A machine that was away while its ranks were missing may have a checkpoint of the same step from another history,
+    with the files of more ranks.
 
     Args:
         seen: the files in the folder of checkpoints that each machine sees.
         records: the texts of the record files there, by name of the checkpoint.
     """
-    found = set()
-    for name, text in (item for machine in records for item in machine.items()):
-        with suppress(ValueError, KeyError, TypeError, AttributeError):  # damaged
-            files = {f"{name}/{file}": size for file, size in json.loads(text)["files"].items()}
-            if all(any(machine.get(file) == size for machine in seen) for file, size in files.items()):
-                found.add(name)
-    return sorted(found, reverse=True)
+    read = [{name: fields for name, text in machine.items() if (fields := _record(text))} for machine in records]
+    for name in sorted({name for machine in read for name in machine}, reverse=True):
+        for index, machine in enumerate(read):  # what rank 0's machine has counts first
+            if name not in machine or machine[name] in [other.get(name) for other in read[:index]]:
+                continue
+            stale = [i for i, other in enumerate(read) if other.get(name, machine[name]) != machine[name]]
+            same = [holder for i, holder in enumerate(seen) if i not in stale]
+            files = {f"{name}/{file}": size for file, size in machine[name]["files"].items()}
+            if all(any(holder.get(file) == size for holder in same) for file, size in files.items()):
+                files[f"{name}/{STATE_FILE}"] = seen[index].get(f"{name}/{STATE_FILE}", 0)
+                return CompleteCheckpoint(name=name, files=files, stale=stale)
+    return None
+
+
+def _record(text: str) -> dict[str, Any]:
+    """Return the record of a checkpoint, without the score, which is added later; {} if it is damaged."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        record = {**json.loads(text), "score": None}
+        if all(isinstance(size, int) for size in record["files"].values()):
+            return record
+    return {}

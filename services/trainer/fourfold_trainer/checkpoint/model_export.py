@@ -88,10 +88,16 @@ class WeightsWriter:
         self._open.clear()
 
 
-def write_companions(model: Any, folder: Path, *, source: Path) -> None:
-    """Write the other files of a model folder, durably: configuration of `model`, tokenizer files of `source`."""
+def write_companions(model: Any, folder: Path, *, source: Path, settings: Mapping[str, Any]) -> None:
+    """Write the other files of a model folder, durably: configuration of `model`, tokenizer files of `source`.
+
+    `settings` replaces keys of config.json.
+    """
     with store.writing(folder):
         model.save_pretrained(folder, state_dict={})
+        config = folder / "config.json"
+        found = json.loads(config.read_text(encoding="utf-8")) | dict(settings)
+        config.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for path in source.iterdir():
             wanted = path.suffix in _COMPANIONS and not path.name.endswith(".index.json")
             if path.is_file() and wanted and path.name != "config.json":

@@ -107,6 +107,7 @@ class CheckpointStore:
         *,
         commit: Callable[[Path, Path], None] = lambda _partial, _target: None,
         score: float | None = None,
+        extra: bool = False,
     ) -> None:
         """Write a checkpoint, unless it exists; then remove those that are neither recent nor good enough.
 
@@ -114,6 +115,7 @@ class CheckpointStore:
             write: writes every rank's file into the given folder, durably.
             commit: makes the first folder the second one on other machines; called when the first one is complete.
             score: of a held-out evaluation of these weights, higher is better; None without an evaluation.
+            extra: remove none: the coordinator does not know of this one, and may need an older one.
         """
         if self._is_there(state):
             if score is not None and score != self._score(state.step):
@@ -126,7 +128,8 @@ class CheckpointStore:
                 record = {"format": FORMAT, "layout": self._layout, "files": files, "score": score}
                 write_text(partial / STATE_FILE, json.dumps(record | {"state": asdict(state)}, indent=1))
                 commit(partial, self._path(state.step))
-        self._prune(state.step)
+        if not extra:
+            self._prune(state.step)
 
     def read(self, step: int) -> tuple[TrainerState, Path]:
         """Return a checkpoint's state and folder, after checking that all of its files exist.

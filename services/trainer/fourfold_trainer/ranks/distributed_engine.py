@@ -23,7 +23,7 @@ from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.transport.locality import LOOPBACK
 from fourfold_trainer.batches import MicroBatch, PolicyBatch, ValueBatch, WeightedBatch
-from fourfold_trainer.checkpoint.machines import FileCopy, complete_checkpoints, copies_to_keep, copies_to_read
+from fourfold_trainer.checkpoint.machines import FileCopy, copies_to_keep, copies_to_read, newest_complete
 from fourfold_trainer.checkpoint.store import STATE_FILE
 from fourfold_trainer.engine import SentWeights, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import ModelSize
@@ -162,9 +162,13 @@ class DistributedEngine:
         if not self._machines:
             return
         seen, records = self._list_files(folder, tidy=True)
-        for name in complete_checkpoints(seen, records)[:1]:
-            wanted = {path: size for files in seen for path, size in files.items() if path.startswith(f"{name}/")}
-            self._copy_files(folder, copies_to_read(seen, self._machines, wanted))
+        if (newest := newest_complete(seen, records)) is None:
+            return
+        for index in newest.stale:
+            kept, seen[index] = [name for name in records[index] if name != newest.name], {}
+            fields = {"folder": self._on_each_machine(folder), "names": kept, "ranks": [self._machines[index].start]}
+            self._policy.call("keep_only", fields=fields)
+        self._copy_files(folder, copies_to_read(seen, self._machines, newest.files))
 
     def load(self, folder: Path) -> None:
         # Every rank of every group reads its files before the first model changes.
@@ -180,6 +184,9 @@ class DistributedEngine:
 
     def export(self, folder: Path, *, ema: bool = False) -> None:
         self._policy.call("export", fields={"folder": str(folder.absolute()), "ema": ema})
+
+    def export_critic(self, folder: Path) -> None:
+        self._critic.call("export_critic", fields={"folder": str(folder.absolute())})
 
     def manifest(self) -> Manifest:
         return self._manifest

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -21,11 +22,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
+
 from fourfold.coordinator.client import RendezvousClient
 from fourfold.errors import FourfoldError, InvalidInput, PermissionDenied, Unauthenticated, Unavailable, WrongState
 from fourfold.host import logs
 from fourfold.host.network import interface_of
-from fourfold.host.process_tree import die_with_parent
+from fourfold.host.process import NOTICE
+from fourfold.host.process_tree import PARENT_PID_VARIABLE, die_with_parent
 from fourfold.model import folder
 from fourfold.rpc.channel import check_target, open_channel, split_target, translate_errors
 from fourfold.security.access import COORDINATOR, Security
@@ -65,7 +69,11 @@ class RankHolder:
         check_target(options.coordinator, self._security)
         self._model_folder = folder.resolve(config.model.source)
         self._stop = asyncio.Event()
+        self._leave = asyncio.Event()  # the machine is about to leave: rank 0 saves a checkpoint first
+        self._stops_when_saved = False
         self._announced = False
+        self._attached = False
+        self._said = ""  # the last refusal, which a machine that waits gets every second
 
     async def run(self) -> int:
         """Hold the ranks until the run is over, a signal, or an error that stays; return the exit code."""
@@ -116,17 +124,23 @@ class RankHolder:
                 if not isinstance(answer, pb.AttachRanksResponse) or answer.WhichOneof("message") != "hello":
                     raise Unavailable(f"{peer} answered no hello")
                 self._announce(answer.hello.host)
+                self._attached = True
                 return await self._carry(call, split_target(target)[0])
         except TimeoutError:
             _log.warning("%s did not answer within %g s", peer, _HELLO_SECONDS)
         except WrongState as error:
-            if error.reason not in ("ENDING", "RANK_TAKEN"):  # another model or version, ranks that do not fit
+            if error.reason not in ("ENDING", "RANK_TAKEN", "LATER"):  # another model or version, unknown ranks
                 raise
-            _log.warning("%s", error)
+            if error.message != self._said:
+                self._said = error.message
+                _log.warning("%s", error)
         except FourfoldError as error:
             _log.warning("%s", error)
         finally:
+            self._attached = False
             await channel.close()
+        if self._stops_when_saved:
+            self._stop.set()
         await asyncio.sleep(_ASK_SECONDS)
         return False
 
@@ -145,9 +159,11 @@ class RankHolder:
             connection = _Streams(call, dict(zip(self._ranks, sockets, strict=True)))
             carrying = asyncio.create_task(connection.run())
             stopping = asyncio.create_task(self._stop.wait())
+            noticing = asyncio.create_task(self._give_notice(connection))
             waiting: set[asyncio.Future[Any]] = {carrying, stopping, died}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
+            noticing.cancel()
             if carrying.done():
                 error = carrying.exception()
                 if error is not None and not connection.leaving:  # the connection broke
@@ -161,11 +177,22 @@ class RankHolder:
                 connection.close()
             await asyncio.to_thread(ranks.close)
 
+    async def _give_notice(self, connection: _Streams) -> None:
+        """Tell rank 0 of a notice, if there is one; stop afterwards if this process must end."""
+        await self._leave.wait()
+        with suppress(TimeoutError, grpc.RpcError):  # the end of the call is handled apart
+            async with asyncio.timeout(self._options.config.trainer.step_timeout_seconds):
+                await connection.write(pb.AttachRanksRequest(notice=True))
+                await connection.saved.wait()
+        if self._stops_when_saved:
+            self._stop.set()
+
     def _start_children(self, ranks: LocalRanks, rank_zero: str) -> list[socket.socket]:
         paths = {
             "model_folder": str(self._model_folder),
             "run_dir": str(self._run_dir),
             "critic_source": self._options.config.critic.source,
+            "start_seconds": self._options.config.trainer.attach_seconds + _HELLO_SECONDS,
         }
         address = _own_address(rank_zero)
         interface = self._options.interface or interface_of(address)
@@ -199,12 +226,20 @@ class RankHolder:
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(NOTICE, self._leave.set)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, NOTICE):
                 loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        """End after a checkpoint of rank 0; immediately without ranks, under a launcher, and at the second signal."""
+        if not self._attached or self._stops_when_saved or PARENT_PID_VARIABLE in os.environ:
+            self._stop.set()
+        self._stops_when_saved = True
+        self._leave.set()
 
 
 class _Streams:
@@ -214,6 +249,7 @@ class _Streams:
         self._call, self._sockets = call, sockets
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self.leaving = False  # rank 0 ends in good order
+        self.saved = asyncio.Event()  # rank 0 has saved a checkpoint because of our notice
         for stream in sockets.values():
             stream.setblocking(False)
 
@@ -224,6 +260,8 @@ class _Streams:
         try:
             while isinstance(part := await self._call.read(), pb.AttachRanksResponse):
                 self.leaving = self.leaving or part.leaving
+                if part.saved:
+                    self.saved.set()
                 with suppress(OSError, KeyError):  # a child that has ended; its death is reported apart
                     await loop.sock_sendall(self._sockets[part.bytes.rank], part.bytes.data)
         finally:
@@ -235,7 +273,7 @@ class _Streams:
         """Tell rank 0 why the ranks end, and end the call."""
         with suppress(Exception):  # rank 0 may be gone, too
             async with asyncio.timeout(_CALL_SECONDS):
-                await self._write(pb.AttachRanksRequest(failure=clean(reason, MAX_ERROR)))
+                await self.write(pb.AttachRanksRequest(failure=clean(reason, MAX_ERROR)))
                 await carrying
         carrying.cancel()
         await asyncio.gather(carrying, return_exceptions=True)
@@ -248,9 +286,9 @@ class _Streams:
         loop = asyncio.get_running_loop()
         with suppress(OSError):
             while data := await loop.sock_recv(stream, PART_BYTES):
-                await self._write(pb.AttachRanksRequest(bytes=pb.RankBytes(rank=rank, data=data)))
+                await self.write(pb.AttachRanksRequest(bytes=pb.RankBytes(rank=rank, data=data)))
 
-    async def _write(self, message: pb.AttachRanksRequest) -> None:
+    async def write(self, message: pb.AttachRanksRequest) -> None:
         async with self._writing:
             await self._call.write(message)
 

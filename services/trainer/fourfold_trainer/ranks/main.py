@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
@@ -29,6 +29,8 @@ from fourfold_trainer.ranks.loading import make_worker
 from fourfold_trainer.ranks.placement import RankPlacement
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
 from fourfold_trainer.ranks.worker import ANSWER, RankWorker
+
+_START_SECONDS: Final = 60.0
 
 
 class QueuedBatches:
@@ -57,10 +59,12 @@ class QueuedBatches:
 def main() -> int:
     """Join the process group of rank 0 and carry out its commands; return the exit code."""
 
+    own: Mapping[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 2 else {}
+
     def make(start: Mapping[str, Any], config: Config) -> RankWorker:
-        start = {**start, **(json.loads(sys.argv[1]) if len(sys.argv) > 2 else {})}
+        start = {**start, **own}
         if source := start.get("critic_source"):
-            config.critic.source = source
+            config = config.model_copy(update={"critic": config.critic.model_copy(update={"source": source})})
         return make_worker(
             config,
             Path(start["model_folder"]),
@@ -69,13 +73,14 @@ def main() -> int:
             run_dir=Path(start["run_dir"]),
         )
 
-    return run_rank(make)
+    return run_rank(make, start_seconds=own.get("start_seconds", _START_SECONDS))
 
 
-def run_rank(make: Callable[[Mapping[str, Any], Config], RankWorker]) -> int:
+def run_rank(make: Callable[[Mapping[str, Any], Config], RankWorker], *, start_seconds: float = _START_SECONDS) -> int:
     """Carry out rank 0's commands until it sends `close` or ends; return the exit code.
 
-    `make` gets the fields of rank 0's first message.
+    `make` gets the fields of rank 0's first message, which comes within `start_seconds`: rank 0 first waits for all
+    machines.
     """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to rank 0, too, which then ends this process
@@ -83,7 +88,7 @@ def run_rank(make: Callable[[Mapping[str, Any], Config], RankWorker]) -> int:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[-1])
     channel = RankChannel(connection)
-    start = channel.receive(timeout=60.0).fields
+    start = channel.receive(timeout=start_seconds).fields
     try:
         config = Config.model_validate(start["config"])
         worker = make(start, config)

@@ -54,18 +54,26 @@ class OtherMachines:
     """The ranks of a group that are on other machines, and where all ranks of the group meet."""
 
     remote: RemoteRanks
-    attached: Sequence[AttachedRanks]  # in order; all of them after this machine's
+    held: int  # ranks of this machine
+    attached: Sequence[AttachedRanks]  # at least one, in order; all of them after this machine's
     meeting: str  # address of the process group's store, which every machine reaches
 
     @property
     def machines(self) -> list[range]:
-        """Return the ranks of each machine, those of this one first."""
-        return [range(self.attached[0].ranks.start), *(machine.ranks for machine in self.attached)]
+        """Return the ranks of each machine, those of this one first.
+
+        They have no gaps: without the ranks of a machine that is missing, later ones have lower numbers here.
+        """
+        found = [range(self.held)]
+        for machine in self.attached:
+            found.append(range(found[-1].stop, found[-1].stop + len(machine.ranks)))
+        return found
 
     @property
     def connections(self) -> dict[int, socket.socket]:
         """Return the engine's end of each rank's stream."""
-        return {rank: end for machine in self.attached for rank, end in machine.engine_ends.items()}
+        ends = [end for machine in self.attached for _, end in sorted(machine.engine_ends.items())]
+        return dict(enumerate(ends, self.held))
 
 
 class RankProcesses:

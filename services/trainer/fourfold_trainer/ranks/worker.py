@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from fourfold import errors
+from fourfold import errors, metrics
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal
 from fourfold.nn.batching import TokenBatch
@@ -85,6 +85,7 @@ class RankWorker:
             "restore": self._restore,
             "forget": lambda _: self._shards.clear(),
             "export": lambda command: self.policy.export(Path(command.fields["folder"]), ema=command.fields["ema"]),
+            "export_critic": lambda command: self._critic.export(Path(command.fields["folder"])),
             "describe_sender": self._describe_sender,
             "make_offer": self._make_offer,
             "open_weights": lambda command: self.sender.open(**command.fields),
@@ -118,7 +119,11 @@ class RankWorker:
     def _update_policy(self, command: RankMessage) -> RankMessage:
         batches, settings = ReceivedBatches(PolicyBatch, command.batches), UpdateSettings(**command.fields)
         algorithm = self._config.algorithm
-        return _sums_answer(update_policy(self.policy, batches, settings, algorithm, rank_count=self._rank_count))
+        sums = update_policy(self.policy, batches, settings, algorithm, rank_count=self._rank_count)
+        if self._config.trainer.device == "cuda":
+            sums.highest[metrics.GPU_PEAK] = torch.cuda.max_memory_allocated() / (1 << 30)
+            torch.cuda.reset_peak_memory_stats()
+        return _sums_answer(sums)
 
     def _update_critic(self, command: RankMessage) -> RankMessage:
         batches, settings = ReceivedBatches(ValueBatch, command.batches), UpdateSettings(**command.fields)

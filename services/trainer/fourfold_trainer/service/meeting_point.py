@@ -2,6 +2,10 @@
 
 engine thread    gather() --waits------------------------------------> all ranks attached --> OtherMachines
 event loop           '-> OfferRendezvous, renewed     AttachRanks (rank_servicer.py) -^
+
+With trainer.min_ranks a trainer begins again by itself, with the ranks that are there, when a machine was lost, and
+after a checkpoint when more ranks could train. The program then replaces itself (exec): a collective that never returns
+and the state of NCCL, gloo and DeepSpeed end with it.
 """
 
 from __future__ import annotations
@@ -9,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import ExitStack
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from fourfold.coordinator.client import RendezvousClient
 from fourfold.errors import ConfigError, FourfoldError
@@ -33,6 +39,8 @@ _log = logging.getLogger("fourfold.trainer")
 
 _CALL_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 1.0
+# In the environment of a program that replaced itself: how often it did so after a failure, without a checkpoint since.
+_FAILURES_VARIABLE: Final = "FOURFOLD_TRAINER_FAILURES"
 
 
 class MeetingPoint:
@@ -42,35 +50,76 @@ class MeetingPoint:
         """Serve RankService. `options.ranks` are those of this machine, from 0 on."""
         assert options.ranks is not None
         self._options, self._host, self._held = options, host, options.ranks
-        self._servicer = RankServicer()
+        self.servicer = RankServicer()
+        self._remote: RemoteRanks | None = None
+        self._growing = False
+        self._failures = int(os.environ.get(_FAILURES_VARIABLE, "0"))
         self._meeting: TcpMeeting | None = None  # its server lives as long as the process
         host.server.add(
-            pb.DESCRIPTOR.services_by_name["RankService"], pb_grpc.add_RankServiceServicer_to_server, self._servicer
+            pb.DESCRIPTOR.services_by_name["RankService"], pb_grpc.add_RankServiceServicer_to_server, self.servicer
         )
 
-    def gather(self, model_folder: Path, loop: asyncio.AbstractEventLoop) -> OtherMachines:
-        """Wait for the ranks of all machines; called in the engine thread while `loop` serves.
+    def gather(self, model_folder: Path, loop: asyncio.AbstractEventLoop) -> OtherMachines | None:
+        """Wait for the ranks of the other machines; called in the engine thread while `loop` serves.
+
+        Returns None if this machine's ranks train alone (trainer.min_ranks).
 
         Raises:
             ConfigError: this machine's address has no network interface.
-            DeadlinePassed: ranks are missing after trainer.attach_seconds.
+            DeadlinePassed: too few ranks are there after trainer.attach_seconds.
         """
         trainer, address = self._options.config.trainer, split_target(self._host.target)[0]
         os.environ[INTERFACE_VARIABLE] = self._options.interface or interface_of(address)
         remote = RemoteRanks(
             self._held.stop,
             trainer.ranks,
+            least=trainer.min_ranks,
+            unit=trainer.rank_unit,
             version=version("fourfold"),
             model_sha256=folder.fingerprint(model_folder),
             on_death=self._host.fatal,
         )
-        self._servicer.remote = remote
+        self.servicer.remote = self._remote = remote
         with ExitStack() as stack:
             offering = asyncio.run_coroutine_threadsafe(self._offer(remote.secret), loop)
             stack.callback(offering.cancel)
             attached = remote.wait(timeout=trainer.attach_seconds)
-        self._meeting = TcpMeeting(address, remote.secret.hex(), trainer.ranks, timeout=trainer.step_timeout_seconds)
-        return OtherMachines(remote=remote, attached=attached, meeting=self._meeting.address)
+            count = self._held.stop + sum(len(machine.ranks) for machine in attached)
+            if count < trainer.ranks:
+                _log.warning("training with %d of %d ranks: %s", count, trainer.ranks, remote.title)
+                stack.pop_all()  # the others find this process, and wait
+        if not attached:
+            return None
+        self._meeting = TcpMeeting(address, remote.secret.hex(), count, timeout=trainer.step_timeout_seconds)
+        return OtherMachines(remote=remote, held=self._held.stop, attached=attached, meeting=self._meeting.address)
+
+    def on_checkpoint(self) -> None:
+        """Begin again when more ranks could train; nothing is lost, because a checkpoint was just written."""
+        self._failures = 0
+        if self._remote is not None and self._remote.can_grow and not self._growing:
+            _log.warning("more ranks wait: the trainer begins again with them")
+            self._growing = True
+            self._remote.end("the trainer begins again with more ranks")
+            self._host.stop()
+
+    def begins_again(self) -> bool:
+        """Return whether the program must replace itself instead of ending: call it when the service has ended.
+
+        A trainer that fails without a checkpoint in between ends after retry.restarts tries.
+        """
+        config, remote = self._options.config, self._remote
+        if not config.trainer.min_ranks or remote is None or self._host.signalled:
+            return False
+        self._failures += not self._growing
+        return bool(remote.death) and self._failures <= config.retry.restarts
+
+    def replace_program(self, environment: Mapping[str, str]) -> NoReturn:
+        """Start this program again in its own process, with `environment`, which is that of its start."""
+        for path in list(Path("/proc/self/fd").iterdir()):
+            with suppress(OSError):  # that of the list is closed already
+                os.set_inheritable(int(path.name), int(path.name) <= 2)
+        words = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, words, {**environment, _FAILURES_VARIABLE: str(self._failures)})
 
     async def _offer(self, secret: bytes) -> None:
         """Offer this machine's address at the coordinator, until cancelled."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -40,6 +40,8 @@ class RankServicer(pb_grpc.RankServiceServicer):
     def __init__(self) -> None:
         self.remote: RemoteRanks | None = None
         """The ranks that are expected; None: not yet known."""
+        self.on_notice: Callable[[], Awaitable[None]] = _nothing
+        """Called when a machine is about to leave; saves a checkpoint."""
 
     async def AttachRanks(
         self, requests: AsyncIterator[pb.AttachRanksRequest], context: Context
@@ -51,7 +53,7 @@ class RankServicer(pb_grpc.RankServiceServicer):
         attached = remote.attach(hello)
         _log.info("ranks attached: %s", attached.title)
         parts: asyncio.Queue[pb.AttachRanksResponse | None] = asyncio.Queue(_PARTS_AHEAD * len(attached.ranks))
-        to_engine = asyncio.create_task(_then_end(_write_streams(requests, attached), parts))
+        to_engine = asyncio.create_task(_then_end(_write_streams(requests, attached, lambda: self._save(parts)), parts))
         from_engine = asyncio.create_task(_then_end(_read_streams(attached, parts), parts))
         loop = asyncio.get_running_loop()
         leaving = pb.AttachRanksResponse(leaving=True)
@@ -72,6 +74,16 @@ class RankServicer(pb_grpc.RankServiceServicer):
             remote.detach(attached, reason)
             _log.info("ranks left: %s: %s", attached.title, reason)
 
+    async def _save(self, parts: asyncio.Queue[pb.AttachRanksResponse | None]) -> None:
+        await self.on_notice()
+        with suppress(TimeoutError):  # the call has ended, and nobody takes parts any more
+            async with asyncio.timeout(_HELLO_SECONDS):
+                await parts.put(pb.AttachRanksResponse(saved=True))
+
+
+async def _nothing() -> None:
+    pass
+
 
 def _put_if_room(parts: asyncio.Queue[pb.AttachRanksResponse | None], part: pb.AttachRanksResponse) -> None:
     with suppress(asyncio.QueueFull):
@@ -89,13 +101,20 @@ async def _hello(requests: AsyncIterator[pb.AttachRanksRequest]) -> pb.RanksHell
     return first.hello
 
 
-async def _write_streams(requests: AsyncIterator[pb.AttachRanksRequest], attached: AttachedRanks) -> str:
+async def _write_streams(
+    requests: AsyncIterator[pb.AttachRanksRequest], attached: AttachedRanks, on_notice: Callable[[], Awaitable[None]]
+) -> str:
     """Give the machine's bytes to the engine; return why the stream ended, for users."""
-    loop = asyncio.get_running_loop()
+    loop, saving = asyncio.get_running_loop(), None
     async for request in requests:
         kind = request.WhichOneof("message")
         if kind == "failure":
             return clean(request.failure, MAX_ERROR)
+        if kind == "notice":
+            if saving is None:
+                _log.warning("%s: the machine is about to leave", attached.title)
+                saving = asyncio.ensure_future(on_notice())
+            continue
         if kind != "bytes" or request.bytes.rank not in attached.streams:
             raise InvalidInput(f"a message has {kind or 'nothing'}; after the hello come bytes of attached ranks")
         if not 1 <= len(request.bytes.data) <= MAX_PART_BYTES:

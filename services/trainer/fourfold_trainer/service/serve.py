@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from fourfold.coordinator.v1.membership_service_pb2 import ROLE_TRAINER
+from fourfold.host.process import NOTICE
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.plan.models import check_sequence_parallel
@@ -31,14 +32,18 @@ def main(options: ServeOptions) -> int:
         check_ranks(options)
         if options.ranks.start > 0:
             return holder.main(options)
-    code = asyncio.run(_serve(options))
+    environment = dict(os.environ)
+    code, point = asyncio.run(_serve(options))
     # Exit without the interpreter's shutdown: the engine thread may be in a collective that never returns.
     sys.stdout.flush()
     sys.stderr.flush()
+    if point is not None and point.begins_again():
+        point.replace_program(environment)
     os._exit(code)
 
 
-async def _serve(options: ServeOptions) -> int:
+async def _serve(options: ServeOptions) -> tuple[int, MeetingPoint | None]:
+    """Serve until the end; return the exit code, and the meeting point of a trainer on several machines."""
     config = options.config
     run_dir = (options.run_dir or Path("runs") / config.name).absolute()
     host = ServiceHost(options, role=ROLE_TRAINER)
@@ -51,8 +56,11 @@ async def _serve(options: ServeOptions) -> int:
         check_sequence_parallel(config)
         servicer.tokenizer_sha256 = host.tokenizer_sha256 = tokenizer_sha256(folder)
         others = None if point is None else point.gather(folder, loop)
+        count = len(options.ranks or range(config.trainer.ranks)) if others is None else others.machines[-1].stop
+        # Everything in this process has the ranks that are there; the recipe of the run keeps its own.
+        core.config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": count})})
         return DistributedEngine(
-            config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal, others=others
+            core.config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal, others=others
         )
 
     core = TrainerCore(config, run_dir=run_dir, make_engine=make_engine, fatal=host.fatal)
@@ -68,5 +76,11 @@ async def _serve(options: ServeOptions) -> int:
         TrainerWeightServicer(core),
     )
     host.exporter.add(trainer_source(core))
+    host.on_signal.append(core.save_before_leaving)
     host.on_drain.append(core.stop)
-    return await host.run(start=core.start)
+    if point is not None:
+        core.on_checkpoint = point.on_checkpoint
+        point.servicer.on_notice = core.save_before_leaving
+    saving = set[asyncio.Task[None]]()  # a loop keeps no reference to its tasks
+    loop.add_signal_handler(NOTICE, lambda: saving.add(loop.create_task(core.save_before_leaving())))
+    return await host.run(start=core.start), point

@@ -19,6 +19,7 @@ from fourfold.bounds import MAX_RAISED_VERSION, check_number
 from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import check_id, check_unique, decode, decode_token_ids, pack_floats, unpack_floats
+from fourfold.tracing import spans
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.types.v1 import experience_pb2
@@ -70,7 +71,11 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 async for request in requests:
                     await asyncio.to_thread(batch.add, request)
                 samples = batch.samples if is_new else None
-                answer = await self._run(context, Phase.TRAINING, self._core.train_step, step, samples, batch.sha256)
+                with spans.current().child("optimizer_step", attributes={"fourfold.step": step}) as work:
+                    answer = await self._run(
+                        context, Phase.TRAINING, self._core.train_step, step, samples, batch.sha256
+                    )
+                    work.set({"fourfold.policy_version": answer.policy_version})
         return _step_response(answer)
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
@@ -134,7 +139,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
         name = check_id(request.name, "name")
-        path = await self._run(context, Phase.SAVING, self._core.export, name, ema=request.ema)
+        path = await self._run(context, Phase.SAVING, self._core.export, name, ema=request.ema, critic=request.critic)
         return pb.ExportModelResponse(path=str(path))
 
     async def RaisePolicyVersion(

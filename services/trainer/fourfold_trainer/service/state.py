@@ -77,8 +77,10 @@ class TrainerCore:
         self._watchers: set[asyncio.Event] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: tuple[TrainerEngine, CheckpointStore] | None = None
-        self._stopped = False
+        self._stopped = self._leaving = False
         self.trained_tokens = 0  # in the loss, of all steps of this process
+        self.on_checkpoint: Callable[[], None] = lambda: None
+        """Called in the engine thread when a checkpoint was written before the end of the run."""
         self._recorded_changes = 0  # the engine's change_count when `_status` last described its weights
         self._thread = EngineThread(
             limit_seconds=config.trainer.step_timeout_seconds,
@@ -104,6 +106,17 @@ class TrainerCore:
             _log.info("Ranks did not shut down cleanly; terminating them. reason=%s", error.message)
         self._thread.stop()
         await asyncio.to_thread(self.engine.close)
+
+    async def save_before_leaving(self) -> None:
+        """Save a checkpoint after the step in flight, and from now on after each step: a machine is about to leave.
+
+        The coordinator finds it when the trainer has restarted. Errors are logged.
+        """
+        self._leaving = True
+        try:
+            await self.run(Phase.SAVING, self.config.trainer.step_timeout_seconds, self._save_extra)
+        except FourfoldError as error:
+            _log.warning("no checkpoint could be saved before a machine leaves: %s", error)
 
     async def run(
         self, phase: Phase, timeout: float, method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -255,7 +268,18 @@ class TrainerCore:
         store.save(state, engine.save, commit=engine.commit, score=score)
         engine.keep_checkpoints(self._run_dir / "checkpoints", store.folders)
         self._set(checkpoint_step=store.newest_step)
+        if state.step < self.config.steps:
+            self.on_checkpoint()
         return state.step
+
+    def _save_extra(self) -> None:
+        state, (engine, store) = self._status.state, self._get_loaded()
+        if state.step == 0 or store.newest_step == state.step:
+            return
+        self._status.gradient.refuse("no checkpoint can be written")
+        store.save(state, engine.save, commit=engine.commit, extra=True)
+        _log.info("checkpoint saved before a machine leaves: step=%d", state.step)
+        self._set(checkpoint_step=store.newest_step)
 
     def load_checkpoint(self, step: int) -> Status:
         """Restore a checkpoint. Raises NotFound, before anything changes, if there is none of that step."""
@@ -267,8 +291,8 @@ class TrainerCore:
         self._set(state=state)
         return replace(self._status, phase=Phase.WAITING)
 
-    def export(self, name: str, *, ema: bool = False) -> Path:
-        """Write the weights, or their average, as a Hugging Face folder into the run's folder; return its path."""
+    def export(self, name: str, *, ema: bool = False, critic: bool = False) -> Path:
+        """Write the weights, their average, or the critic, as a folder into the run's folder; return its path."""
         target = (self._run_dir / name).absolute()
         if name in ("checkpoints", "logs"):
             raise InvalidInput(f"name {name!r} is the run's own folder; choose another one, such as `model`")
@@ -276,8 +300,15 @@ class TrainerCore:
             raise WrongState(
                 "trainer.ema_decay = 0, so no average is kept; set it, such as 0.99, or export without ema"
             )
+        if critic and not self.config.algorithm.needs_critic:
+            raise WrongState("the algorithm of the recipe trains no critic; export without critic")
+        if critic and ema:
+            raise InvalidInput("ema and critic exclude each other: the critic has no average; leave one out")
         with atomic_folder(target) as partial:
-            self.engine.export(partial, ema=ema)
+            if critic:
+                self.engine.export_critic(partial)
+            else:
+                self.engine.export(partial, ema=ema)
         return target
 
     def raise_policy_version(self, version: int) -> int:
@@ -306,7 +337,10 @@ class TrainerCore:
         return self._loaded
 
     def _count(self, answer: StepAnswer) -> None:
+        """Count a step that was trained; if a machine is about to leave, have its state saved when it is set."""
         self.trained_tokens += int(answer.metrics.get(metrics.TRAINED_TOKENS, 0))
+        if self._leaving and self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self.save_before_leaving(), self._loop)
 
     def _release_memory(self) -> None:
         """Return cached GPU memory if the rollout engines share the GPUs."""

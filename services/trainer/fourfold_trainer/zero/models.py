@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Final
 
-import deepspeed
 from torch import Tensor
 
 from fourfold.config import Config
-from fourfold.errors import Unavailable
 from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.sequence import Exchange
 from fourfold.weights.source.base import ParameterSource, WeightSource
 from fourfold.weights.source.dense import DenseSource
-from fourfold.weights.source.fused_params import SentParameter, sent_parameters, whole_shape
-from fourfold.weights.source.lora import MergedSource, merged
-from fourfold.weights.source.zero3 import Zero3Source, gathering, make_whole
-from fourfold_trainer.checkpoint import model_export
+from fourfold.weights.source.fused_params import whole_shape
+from fourfold.weights.source.lora import MergedSource
+from fourfold.weights.source.zero3 import Zero3Source, make_whole
 from fourfold_trainer.zero import lora
 from fourfold_trainer.zero.deepspeed_model import DeepSpeedModel
+from fourfold_trainer.zero.export import export_model
 from fourfold_trainer.zero.load_model import load_model
 from fourfold_trainer.zero.partition import gathered_modules
 from fourfold_trainer.zero.process_groups import device_of
-
-# Elements that the export gathers at once: 1 GiB in float32 on each rank.
-_GATHER_ELEMENTS: Final = 1 << 28
-# Folder inside an export that holds the LoRA adapters alone.
-_ADAPTER_FOLDER: Final = "adapter"
 
 
 class DeepSpeedPolicy(DeepSpeedModel):
@@ -71,48 +60,14 @@ class DeepSpeedPolicy(DeepSpeedModel):
             self._copy_masters_to_weights()
 
     def _export(self, folder: Path) -> None:
-        """Gather some parameters at a time; rank 0 writes them before the next ones are gathered."""
-        rename = self._adapters.rename if self._adapters is not None else None
-        ignored = self._model._keys_to_ignore_on_save or ()
-        sent = [one for one in sent_parameters(self._model, rename) if one[0] not in ignored]
-        specs = {one.name: (p.dtype, one.shape) for _, p, slices in sent for one in slices}
-        failure: Unavailable | None = None  # of rank 0, which gathers on: the others would wait for it
-        writer = model_export.WeightsWriter(folder, specs) if self._rank == 0 else None
-        # ZeRO-3 prefetches parameters, and some are still in flight after a pass without gradients. GatheredParameters
-        # then fails with "Cannot partition a param in flight"; `gathering` waits for them first.
-        with gathering(self._engine) if self._stage == 3 else nullcontext():
-            # Every group needs the adapters, which are small: gather them once around all groups.
-            with self._gathered(self._adapters.parameters if self._adapters is not None else []):
-                for group in _groups(sent):
-                    with self._gathered([parameter for _, parameter, _ in group]):
-                        if writer is not None and failure is None:
-                            failure = self._write(writer, group)
-                if self._rank == 0 and self._adapters is not None and failure is None:
-                    self._adapters.write(folder / _ADAPTER_FOLDER)
-        if writer is not None:
-            writer.close()
-            if failure is not None:
-                raise failure
-            writer.finish()
-            model_export.write_companions(self._model, folder, source=self._source_folder)
-
-    def _write(self, writer: model_export.WeightsWriter, group: Sequence[SentParameter]) -> Unavailable | None:
-        """Write parameters that are whole on this rank, merged with their LoRA adapters; return the disk's error."""
-        try:
-            for name, parameter, slices in group:
-                flat = parameter.detach().reshape(-1)
-                if self._adapters is not None and (adapter := self._adapters.by_weight.get(name)) is not None:
-                    flat = merged(flat, adapter)
-                for one in slices:
-                    writer.write(one.name, flat[one.start : one.start + one.count])
-        except Unavailable as error:
-            return error
-        return None
-
-    def _gathered(self, parameters: list[Any]) -> AbstractContextManager[Any]:
-        """Return a context in which these parameters are whole on every rank; only valid inside `gathering`."""
-        whole: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
-        return whole if self._stage == 3 and parameters else nullcontext()
+        export_model(
+            self._engine,
+            folder,
+            source=self._source_folder,
+            stage=self._stage,
+            rank=self._rank,
+            adapters=self._adapters,
+        )
 
     def weight_source(self) -> WeightSource:
         adapters = self._adapters
@@ -140,20 +95,6 @@ class DeepSpeedPolicy(DeepSpeedModel):
         lora.check_record(folder, self._adapters)
 
 
-def _groups(sent: Sequence[SentParameter]) -> Iterator[list[SentParameter]]:
-    """Yield parameters in groups of at most _GATHER_ELEMENTS, or one parameter that is larger."""
-    group: list[SentParameter] = []
-    size = 0
-    for one in sent:
-        count = math.prod(whole_shape(one[1]))
-        if group and size + count > _GATHER_ELEMENTS:
-            yield group
-            group, size = [], 0
-        group.append(one)
-        size += count
-    yield group
-
-
 class DeepSpeedCritic(DeepSpeedModel):
     """Implements `Critic`: a body with a value head, from a folder of its own or the policy's."""
 
@@ -161,12 +102,16 @@ class DeepSpeedCritic(DeepSpeedModel):
         self, config: Config, model_folder: Path, *, rank: int, gpu: int, exchange: Exchange | None = None
     ) -> None:
         """Load the model. The ranks of `exchange` share every row. Raises ConfigError if it cannot be trained."""
+        self._source_folder = model_folder
         model = load_model(config, model_folder, device_of(config, gpu))
         with gathered_modules(model):
             forward.install_values(model, forward.read_value_head(model_folder))
         if exchange is not None:
             forward.share_rows(model, exchange)
         super().__init__(config, config.critic, model, rank=rank, gpu=gpu)
+
+    def export(self, folder: Path) -> None:
+        export_model(self._engine, folder, source=self._source_folder, stage=self._stage, rank=self._rank)
 
     def values(self, batch: TokenBatch) -> Tensor:
         result: Tensor = self._forward(**forward.value_arguments(batch, self._device))

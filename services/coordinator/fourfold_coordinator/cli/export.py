@@ -1,0 +1,106 @@
+"""`fourfold export RUN|FOLDER`: writes a model as one GGUF file, or uploads it to the Hugging Face Hub.
+
+fourfold export runs/demo --gguf demo.gguf                      its newest export, for llama.cpp
+fourfold export runs/demo --export model-step-40 --gguf 40.gguf
+fourfold export runs/demo --push me/demo --private              the Hugging Face folder, with a model card
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from typing import Final
+
+from fourfold.errors import ConfigError
+from fourfold.hub import upload
+from fourfold.model import folder as model_folder
+from fourfold.text import choices, format_bytes
+
+from ..launch.run_folder import CONFIG_FILE, CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, find_run
+from ..reporting.model_card import model_card
+
+_DTYPES: Final = ("bf16", "f16", "f32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="folder of a run, a model folder, or builtin:NAME")
+    parser.add_argument(
+        "--export", default="", metavar="NAME", help="of a run: model, model-ema or model-step-N; default: the newest"
+    )
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--gguf", type=Path, metavar="FILE.gguf", help="write this file, for llama.cpp")
+    target.add_argument("--push", default="", metavar="OWNER/NAME", help="upload the folder to the Hugging Face Hub")
+    parser.add_argument("--dtype", choices=_DTYPES, help="--gguf: of the matrices, default: bf16")
+    parser.add_argument("--force", action="store_true", help="--gguf: replace a file of that name")
+    parser.add_argument("--private", action="store_true", help="--push: into a private repository")
+    parser.add_argument("--revision", metavar="BRANCH", help="--push: default: main")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write or upload a model; return the exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, so that no part is left
+    if args.push and (args.dtype or args.force):
+        raise ConfigError("--dtype and --force go with --gguf; remove them")
+    if args.gguf is not None and (args.private or args.revision):
+        raise ConfigError("--private and --revision go with --push; remove them")
+    folder = find_export(args.source, args.export)
+    if args.gguf is not None:
+        _write(folder, args.gguf, dtype=args.dtype or "bf16", force=args.force)
+    else:
+        _push(folder, args.push, private=args.private, branch=args.revision or "main")
+    return 0
+
+
+def find_export(source: str, name: str = "") -> Path:
+    """Return the model folder of a run or of another source.
+
+    Args:
+        source: folder of a run, model folder, or builtin:NAME.
+        name: export of the run; empty: the newest of the policy, apart from its moving average.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    run = find_run(Path(source))
+    if not (run / CONFIG_FILE).is_file():
+        if name:
+            raise ConfigError(f"--export {name}: {source} is not the folder of a run; name the model folder itself")
+        return model_folder.resolve(source)
+    exports = {path.parent.name: path.parent for path in run.glob("[!.]*/config.json")}
+    plain = [path for path in exports.values() if path.name not in (EMA_FOLDER, CRITIC_FOLDER)]
+    if not plain:
+        raise ConfigError(
+            f"{run} has no export yet: the model is exported at the end of a run, and every "
+            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: fourfold run --resume {run}"
+        )
+    if name and name not in exports:
+        raise ConfigError(f"{run} has no export {name!r}; {choices(name, sorted(exports))}")
+    newest = max(plain, key=lambda path: (path / "config.json").stat().st_mtime)
+    return model_folder.resolve(str(exports[name] if name else newest))
+
+
+def _write(folder: Path, path: Path, *, dtype: str, force: bool) -> None:
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists; choose another name, or replace it with --force")
+    try:
+        from fourfold.model import write_gguf
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--gguf needs the package {error.name}; pip install 'fourfold[gguf]'") from None
+    write_gguf.write(folder, path, dtype=dtype, name=_title(folder))
+    print(f"wrote {path}: {folder} in {dtype}, {format_bytes(path.stat().st_size)}")
+
+
+def _push(folder: Path, repository: str, *, private: bool, branch: str) -> None:
+    made = upload.prepare(folder, repository, card=model_card(folder), private=private, branch=branch)
+    names = [*made.files, *([f"{upload.CARD} (a model card)"] if made.card else [])]
+    print(f"{len(names)} files, {format_bytes(made.size)}, of {folder}")
+    print("".join(f"  {name}\n" for name in names) + f"to {made.address}, branch {branch}", flush=True)
+    print(f"uploaded: {upload.send(made)}")
+
+
+def _title(folder: Path) -> str:
+    """Return the name of a model: that of its run, if it is an export of one."""
+    in_run = (folder.parent / CONFIG_FILE).is_file()
+    step = folder.name.removeprefix(MODEL_FOLDER)
+    return f"{folder.parent.name}{step}" if in_run else folder.name

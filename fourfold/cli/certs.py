@@ -194,7 +194,7 @@ def _token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("change", choices=("add", "remove", "list"))
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder with tokens.txt")
     parser.add_argument("name", nargs="?", default="", metavar="NAME", help="name of the token, for logs")
-    _repeatable(parser, "--scope", "allowed calls; may be repeated; default: all", choices=tuple(SCOPES))
+    _repeatable(parser, "--scope", "allowed calls; may be repeated; default: all but view", choices=tuple(SCOPES))
     parser.add_argument("--days", type=_days_number, help="validity of the token; default: unlimited")
     for key in LIMITS:
         parser.add_argument(f"--{key.replace('_', '-')}", type=_positive, metavar="N", help="limit of the token")

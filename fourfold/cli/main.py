@@ -1,9 +1,9 @@
 """Runs the command `fourfold`. Imports a command's module only when that command is called.
 
 A command is a module or an object with `add_arguments(parser)` and `main(args) -> int`, and perhaps `complete(words)`,
-which returns the words of a short form in full. `plan`, `doctor`, `certs`, `conformance`, `health`, `proto` and
-`serve` are here. The distributions of the coordinator, the benchmarks and the services register theirs by entry points:
-in the groups `fourfold.commands` and `fourfold.services`.
+which returns the words of a short form in full. `plan`, `import`, `get`, `doctor`, `certs`, `conformance`, `health`,
+`proto` and `serve` are here. The distributions of the coordinator, the benchmarks and the services register theirs by
+entry points: in the groups `fourfold.commands` and `fourfold.services`.
 
 Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted.
 """
@@ -30,6 +30,8 @@ _MODULES: Final = {
     "health": "fourfold.cli.health",
     "proto": "fourfold.cli.proto",
     "conformance": "fourfold.cli.conformance",
+    "import": "fourfold.cli.migrate",
+    "get": "fourfold.cli.get",
 }
 _COORDINATOR: Final = "fourfold-coordinator"
 _DISTRIBUTIONS: Final = {"bench": "fourfold-bench"}
@@ -46,16 +48,24 @@ _SERVICES: Final = {
 """Distributions of services."""
 _STDOUT: Final = 1
 _HELP: Final = {
+    "new": "write a recipe for your data, model and GPUs",
     "run": "start every service of a recipe and train",
+    "get": "download a model or a data set of the Hugging Face Hub",
+    "eval": "evaluate the model of a run, or a model folder, on held-out sets",
     "plan": "describe a run and the memory it needs, before anything is started",
     "doctor": "check what this machine can run, and print the commands that install the rest",
     "serve": "start one service by hand, in its own terminal or on its own machine",
     "health": "ask a service whether it is ready, for probes of containers",
     "watch": "show the live display of a run",
+    "view": "show runs in a browser: curves, trajectories, comparison",
     "weights": "show the weight update of a run: each participant, and what it waits for",
     "reward": "list the scorers of a running run, and replace them without a stop",
+    "runs": "list the runs of a folder, and delete old ones",
+    "log": "send the metrics of a run to TensorBoard, W&B, trackio or MLflow",
+    "export": "write a trained model as a GGUF file, or upload it to the Hugging Face Hub",
     "chat": "chat with a model folder through a rollout service",
     "bench": "measure weight updates, sampling or whole steps on this machine",
+    "import": "convert a run configuration of OpenRLHF, TRL or verl into a recipe",
     "certs": "make a private CA, certificates of members and tokens of agents, for [security]",
     "conformance": "check a service of your own against the contract: reward, rollout or gateway",
     "proto": "write the .proto files and the descriptor set, for clients in other languages",
@@ -123,11 +133,30 @@ def _dispatch(words: list[str]) -> int:
 
 def parse(name: str, words: list[str]) -> tuple[CommandModule, argparse.Namespace]:
     """Return the command `name` and its parsed arguments."""
-    command, text = _command(name), _HELP.get(name, "")
+    command = _command(name)
+    complete: Callable[[list[str]], list[str]] = getattr(command, "complete", list)
+    return command, _build_parser(name, command).parse_args(complete(words))
+
+
+def commands() -> dict[str, str]:
+    """Return every command with what it does, those of distributions that are not installed included."""
+    return dict(_HELP)
+
+
+def build_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command.
+
+    Raises:
+        ConfigError: the distribution of the command is not installed.
+    """
+    return _build_parser(name, _command(name))
+
+
+def _build_parser(name: str, command: CommandModule) -> argparse.ArgumentParser:
+    text = _HELP.get(name, "")
     parser = argparse.ArgumentParser(prog=f"fourfold {name}", description=f"{text[:1].upper()}{text[1:]}.")
     command.add_arguments(parser)
-    complete: Callable[[list[str]], list[str]] = getattr(command, "complete", list)
-    return command, parser.parse_args(complete(words))
+    return parser
 
 
 def _overview() -> str:
@@ -224,6 +253,11 @@ class _Serve:
             metavar="NAME",
             help="trainer with --rank only: network interface of the collectives; default: the one that reaches rank 0",
         )
+        parser.add_argument(
+            "--evaluate",
+            action="store_true",
+            help="coordinator only: evaluate the recipe's model on its held-out sets, and train nothing",
+        )
         parser.add_argument("--list", action="store_true", help="reward only: print the built-in verifiers")
 
     def main(self, args: argparse.Namespace) -> int:
@@ -239,6 +273,9 @@ class _Serve:
             return 2
         if (args.rank is not None or args.interface) and args.role != "trainer":
             print(f"fourfold serve {args.role}: --rank and --interface are for a trainer; remove them", file=sys.stderr)
+            return 2
+        if args.evaluate and args.role != "coordinator":
+            print(f"fourfold serve {args.role}: --evaluate is for a coordinator; remove it", file=sys.stderr)
             return 2
         from fourfold import config
 
@@ -271,6 +308,7 @@ class _Serve:
             engines=tuple(args.engine),
             ranks=args.rank,
             interface=args.interface,
+            evaluate=args.evaluate,
         )
         code: int = service(options)
         return code

@@ -1,0 +1,252 @@
+"""Conversions that several systems share: names, models, data, learning rates, steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from fourfold.config import parse_template
+from fourfold.errors import ConfigError
+from fourfold.migrate.draft import Draft
+
+ASSUMED_ROWS: Final = 10_000
+KV_CACHE_GIB: Final = 8
+MIN_REFERENCE_TOKENS: Final = 8192
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_DATA_FILES: Final = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user tells beside the configuration."""
+
+    source: str
+    """Name of the file, for messages."""
+    name: str = ""
+    """Name of the run; empty: from the configuration."""
+    rows: int = 0
+    """Rows of the training data; 0: unknown."""
+    processes: int = 0
+    """Processes of the trainer, where the configuration has no number of them; 0: unknown."""
+
+
+def run_name(draft: Draft, options: Options, candidates: Sequence[tuple[str, str | None]], fallback: str) -> None:
+    """Set `name` to the first usable one of (flag, text)."""
+    for flag, text in [("", options.name), *candidates]:
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", PurePosixPath(text or "").name).strip("-")[:64]
+        if name:
+            draft.set("name", name, *([flag] if flag else []))
+            return
+    draft.set("name", fallback)
+
+
+def model(draft: Draft, key: str, source: str | None, *names: str, note: str = "") -> None:
+    """Set a model: a folder, or one of the hub."""
+    if not source:
+        draft.check(f"{key}: the configuration names no model; write its folder")
+    draft.set(key, _location(draft, key, source) if source else "MODEL_FOLDER", *names, note=note)
+
+
+def _location(draft: Draft, key: str, source: str) -> str:
+    """Return a path as it is, and a name of the hub as Fourfold writes it."""
+    if source.endswith(_DATA_FILES) or not _HUB_NAME.fullmatch(source):
+        return source
+    draft.check(f"{key}: hf:{source} is downloaded from the Hugging Face Hub; write {source} if that is a folder")
+    return f"hf:{source}"
+
+
+def data(draft: Draft, key: str, sources: Sequence[str], split: str, *names: str) -> None:
+    """Set the source of evaluation rows; several become one folder to which the user saves them."""
+    if len(sources) == 1:
+        path = _location(draft, key, sources[0])
+        draft.set(key, path, *names)
+        if path.startswith("hf:"):
+            draft.set(f"{key.removesuffix('.path')}.split", split, *names)
+        return
+    clean = [re.sub(r"[^\w./-]+", "-", source).strip("/") for source in sources]
+    path = "data/" + "+".join(PurePosixPath(c).name for c in clean)[:80]
+    draft.set(key, path, *names)
+    loads = ", ".join(_load(source, split) for source in sources)
+    draft.check(
+        f'{key} is one file or one folder. Save the joined rows: python -c "from datasets import *; '
+        f"concatenate_datasets([{loads}]).save_to_disk('{path}')\""
+    )
+
+
+def train_data(draft: Draft, sources: Sequence[Mapping[str, tuple[Any, str]]]) -> None:
+    """Set the sources of training rows, each with its keys: a value, and the flag that it comes from."""
+    if not sources:
+        draft.check("data.train.path: the configuration names no data; write a JSONL, CSV or Parquet file")
+        draft.set("data.train.path", "DATA.jsonl")
+    names, used = {flag for keys in sources for _, flag in keys.values()}, set[str]()
+    for number, keys in enumerate(sources):
+        table = "data.train" if len(sources) == 1 else f"data.train.{number}"
+        path = _location(draft, f"{table}.path", str(keys["path"][0]))
+        for key, (value, flag) in keys.items():
+            if value is not None and (key not in ("split", "config") or path.startswith("hf:")):
+                draft.set(f"{table}.{key}", path if key == "path" else value, flag)
+                used.add(flag)
+    draft.leave("not needed: a file has no splits, and a single source no weight", *(names - used))
+
+
+def weights(draft: Draft, text: str, count: int) -> list[float | None]:
+    """Return the weights "0.5,0.5" of several sources; None for each if there are none."""
+    none: list[float | None] = [None] * count
+    if not text or count < 2:
+        return none
+    try:
+        found = [float(share) for share in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) == count and min(found) > 0:
+        return list(found)
+    draft.check(f"data.train: the weights {text!r} are not {count} positive numbers; write `weight` of each source")
+    return none
+
+
+def template(draft: Draft, text: str, column: str) -> str | None:
+    """Return a template of OpenRLHF, whose `{}` is the prompt, with the name of the column; None if there is none."""
+    before, braces, after = text.partition("{}")
+    found = f"{before}{{{column}}}{after}"
+    try:
+        if not braces:
+            raise ValueError("it has no {}")
+        parse_template(found)
+    except ValueError as error:
+        draft.check(
+            f"data.train.template: the template {text!r} is not converted ({error}); write it with {{{column}}}"
+        )
+        return None
+    return found
+
+
+def _load(source: str, split: str) -> str:
+    if source.endswith(_DATA_FILES):
+        kind = {"parquet": "parquet", "csv": "csv", "tsv": "csv"}.get(source.rpartition(".")[2], "json")
+        separator = ", sep='\\t'" if source.endswith(".tsv") else ""
+        return f"load_dataset('{kind}', data_files='{source}', split='train'{separator})"
+    return f"load_dataset('{source}', split='{split}')"
+
+
+def steps(
+    draft: Draft, options: Options, *, limit: int, passes: float, prompts: int, names: Sequence[str], fixed: int = 0
+) -> int:
+    """Set `steps` and return it.
+
+    Args:
+        draft: gets the line.
+        options: may have the number of rows.
+        limit: most rows that are used; 0: unknown.
+        passes: passes over the rows.
+        prompts: prompts of one step.
+        names: flags of the calculation.
+        fixed: number of steps that the configuration has; 0: none.
+    """
+    if fixed:
+        draft.set("steps", fixed, *names)
+        return fixed
+    rows = min(options.rows, limit) if options.rows and limit else options.rows or limit or ASSUMED_ROWS
+    count = max(int(rows * passes / prompts), 1)
+    text = f"{rows:,} rows x {passes:g} / {prompts:,} prompts"
+    draft.set("steps", count, *names, note=text if options.rows else f"CHECK: {text}")
+    if not options.rows:
+        known = f"at most {limit:,} are used" if limit else f"{ASSUMED_ROWS:,} are assumed"
+        draft.check(
+            f"steps = {count}: the configuration does not have the number of rows of the data; {known}. Import again "
+            f"with --rows N, or correct steps, and warmup_steps with it"
+        )
+    return count
+
+
+def schedule(
+    draft: Draft,
+    table: str,
+    kind: str,
+    names: Sequence[str],
+    *,
+    warmup: int,
+    warmup_names: Sequence[str],
+    final: float = 0.0,
+    final_names: Sequence[str] = (),
+) -> None:
+    """Set schedule, warm-up and final share of `table` for a scheduler of transformers."""
+    kinds = {
+        "constant": "constant",
+        "constant_with_warmup": "constant",
+        "linear": "linear",
+        "cosine": "cosine",
+        "cosine_with_min_lr": "cosine",
+    }
+    found = kinds.get(kind)
+    if found is None:
+        found = "cosine"
+        draft.check(f"{table}.schedule: {kind} has no equivalent; cosine is used, or choose constant or linear")
+    draft.set(f"{table}.schedule", found, *names)
+    draft.set(f"{table}.warmup_steps", 0 if kind == "constant" else warmup, *warmup_names)
+    draft.set(f"{table}.final_learning_rate_share", final if found != "constant" else 0.0, *final_names)
+
+
+def warmup_steps(share: float, count: int) -> int:
+    """Return the warm-up of `count` steps for a share of them."""
+    return math.ceil(share * count - 1e-9)
+
+
+def gradient_limit(draft: Draft, key: str, limit: float, name: str) -> None:
+    """Set a clip of gradients; 0 is none."""
+    draft.set(key, limit or 1e9, name, note="" if limit else "no clipping")
+
+
+def mini_batches(draft: Draft, samples: int, per_update: int, *names: str) -> None:
+    """Set the optimizer steps of one pass over a batch."""
+    count = max(samples // per_update, 1)
+    draft.set("batch.mini_batches_per_step", count, *names, note=f"{samples:,} samples / {per_update:,}")
+    if samples % per_update:
+        size = -(-samples // count)
+        draft.check(
+            f"batch.mini_batches_per_step = {count}: {per_update:,} samples per optimizer step do not divide the "
+            f"{samples:,} of a step; here each has {size:,}"
+        )
+
+
+def tokens(draft: Draft, key: str, wanted: int, least: int, *names: str) -> None:
+    """Set a limit of tokens that has to hold one sample."""
+    note = "" if wanted >= least else f"raised from {wanted:,}: one sample may have {least:,} tokens"
+    draft.set(key, max(wanted, least), *names, note=note)
+
+
+def colocated(draft: Draft, name: str) -> None:
+    """Set the KV cache of engines that share GPUs, which they cannot measure."""
+    draft.set("rollout.kv_cache_gib", KV_CACHE_GIB, name, note="CHECK: it is asked for, not measured")
+    draft.check(
+        f"rollout.kv_cache_gib = {KV_CACHE_GIB}: services that share GPUs ask for memory instead of measuring a share; "
+        f"`fourfold plan` prints what is left on a GPU, so raise it to that"
+    )
+
+
+def require(value: int | None, title: str, low: int = 1) -> int:
+    """Return a positive number of the configuration, or raise ConfigError."""
+    if value is None or value < low:
+        raise ConfigError(f"{title} = {value} must be at least {low}; correct it in the file")
+    return value
+
+
+def trackers(draft: Draft, sinks: Mapping[str, str], settings: Mapping[str, str]) -> None:
+    """Set [logging], if a flag asks for a tracker.
+
+    Args:
+        sinks: the flag of each tracker, by its name in the recipe.
+        settings: the flag of each key.
+    """
+    flags = draft.flags
+    wanted = sorted(sink for sink, flag in sinks.items() if flags[flag])
+    if not wanted:
+        draft.leave("not needed without a tracker", *settings.values())
+        return
+    draft.set("logging.sinks", wanted, *(sinks[sink] for sink in wanted))
+    for key, flag in settings.items():
+        if flags[flag] is not None:
+            draft.set(key, flags[flag], flag)

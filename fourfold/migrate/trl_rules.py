@@ -1,0 +1,457 @@
+"""Converts the options of TRL's GRPO that need more than a copy. The table is in `trl.py`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from fourfold.errors import ConfigError
+from fourfold.migrate import common
+from fourfold.migrate.common import Options
+from fourfold.migrate.documents import read_keywords, read_yaml
+from fourfold.migrate.draft import Draft
+from fourfold.migrate.flags import Flags, names_of, parse_arguments, unknown
+from fourfold.migrate.shell import Script, read_command
+from fourfold.migrate.trl import TABLE
+
+_PROGRAM: Final = re.compile(r"(^|/)((trl/scripts/)?grpo[\w-]*(\.py)?|trl\.scripts\.grpo|train_grpo\.py)$")
+_CALLS: Final = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig")
+_PROCESSES: Final = re.compile(r"--(?:num_processes|nproc_per_node|nproc-per-node|num-processes)(?:=|\s+)(\d+)")
+_NODES: Final = re.compile(r"--(?:nnodes)(?:=|\s+)(\d+)")
+_STAGE: Final = re.compile(r"(?:zero|stage)[_-]?([0-3])")
+_EPSILON: Final = 1e-4
+_PROMPT_TOKENS: Final = 1024
+_THINK: Final = r"<think>(?!.*<think>)(.*?)</think>.*"
+
+
+def convert(text: str, options: Options, variables: Mapping[str, str], environment: Mapping[str, str]) -> Draft:
+    """Return the recipe of a YAML file, of a Python file with GRPOConfig(...), or of a command of `trl grpo`.
+
+    Raises:
+        ConfigError: there is no configuration of GRPO, or an option has a wrong value.
+    """
+    notes: list[str] = []
+    launcher = ""
+    placeholders: Mapping[str, str] = {}
+    if re.search(r"\bGRPO(Config|Trainer)\s*\(", text):
+        values, varying = read_keywords(text, options.source, _CALLS)
+        flags = _from_values(values)
+        notes = [f"{name} has a value that is only known when the file runs; it is left out" for name in varying]
+    elif re.search(r"(^|\s)--[a-z]", text):
+        script = read_command(text, _PROGRAM, path=options.source, variables=variables, environment=environment)
+        flags, launcher = _from_command(script, options), " ".join(script.before)
+        notes, placeholders = script.notes, script.placeholders
+    else:
+        flags = _from_values(read_yaml(text, options.source))
+    draft = Draft(flags)
+    for problem in (*flags.problems, *notes):
+        draft.check(problem)
+    _processes(draft, options, launcher)
+    common.run_name(draft, options, [("run_name", flags["run_name"]), ("output_dir", flags["output_dir"])], "trl")
+    for rule in _RULES:
+        rule(draft, options)
+    draft.copy()
+    draft.check_placeholders(placeholders)
+    return draft
+
+
+def _from_values(values: Mapping[str, Any]) -> Flags:
+    flags, known = Flags(TABLE, ""), names_of(TABLE)
+    if "r" in values and "use_peft" not in values:  # LoraConfig(r=...)
+        flags.values["use_peft"] = True
+    for name, value in values.items():
+        if name in known:
+            if value is not None or TABLE[known[name]].kind in ("any", "float", "int", "text"):
+                flags.add(name, known[name], value)
+        else:
+            flags.problems.append(unknown(name, name, known, ""))
+    return flags
+
+
+def _from_command(script: Script, options: Options) -> Flags:
+    if not script.found and not (script.words and script.words[0].startswith("--")):
+        raise ConfigError(
+            f"{options.source}: no command that runs TRL's GRPO (trl grpo, or a file grpo*.py), no "
+            f"GRPOConfig(...) and no "
+            f"YAML; give a script, a Python file or a YAML file"
+        )
+    words, files = list(script.words), list[str]()
+    for index in range(len(words) - 1, -1, -1):
+        name, equals, value = words[index].partition("=")
+        if name in ("--config", "--config_file"):
+            files.append(value if equals else (words[index + 1 :] or [""])[0])
+            del words[index : index + (1 if equals else 2)]
+    flags = parse_arguments(TABLE, words)
+    flags.problems += [f"the command reads {file}, which is a file of its own; import that file, too" for file in files]
+    return flags
+
+
+def _processes(draft: Draft, options: Options, launcher: str) -> None:
+    flags = draft.flags
+    found, nodes = _PROCESSES.search(launcher), _NODES.search(launcher)
+    count = options.processes or flags["num_processes"] or 0
+    if not count and found:
+        count = int(found[1]) * (int(nodes[1]) if nodes else 1)
+    note = "" if count else "CHECK: not in the configuration"
+    names = [] if options.processes or found else ["num_processes"]
+    note = "--gpus" if options.processes else "processes of the launcher" if found else note
+    draft.set("trainer.ranks", max(count, 1), *names, note=note)
+    if options.processes or not flags["num_processes"]:
+        draft.leave("not needed: the number of processes is known", "num_processes")
+    if not count:
+        draft.check(
+            "trainer.ranks = 1: the configuration does not have the number of processes, with which the batch grows. "
+            "Import again with --gpus N"
+        )
+    stage = _STAGE.search(f"{flags['deepspeed']} {launcher}".lower())
+    draft.set("trainer.device", "cuda")
+    draft.set("trainer.zero_stage", int(stage[1]) if stage else 0, "deepspeed")
+    if flags["deepspeed"] and not stage:
+        draft.check("trainer.zero_stage = 0: the name of the DeepSpeed file has no stage; write that of the file")
+
+
+def _updates(draft: Draft) -> int:
+    """Return the optimizer steps of one step."""
+    batch = draft.lines["batch",]
+    return int(batch["mini_batches_per_step"].value * draft.flags["num_iterations"])
+
+
+def _batch(draft: Draft, options: Options) -> None:
+    flags = draft.flags
+    ranks = draft.lines["trainer",]["ranks"].value
+    each = common.require(flags["per_device_train_batch_size"], "per_device_train_batch_size") * ranks
+    accumulated = common.require(flags["gradient_accumulation_steps"], "gradient_accumulation_steps")
+    group = common.require(flags["num_generations"], "num_generations", 2)
+    generated = flags["generation_batch_size"] or each * (flags["steps_per_generation"] or accumulated)
+    per_update = each * accumulated
+    samples = max(generated, per_update)
+    names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
+    names += [name for name in ("generation_batch_size", "steps_per_generation") if flags[name]]
+    if samples % group:
+        raise ConfigError(
+            f"{samples} samples of a step ({each // ranks} per device x {ranks} processes x "
+            f"{samples // each}) are no multiple of num_generations = {group}; give the number of processes with "
+            f"--gpus N"
+        )
+    draft.set(
+        "batch.prompts_per_step", samples // group, *names, "num_generations", note=f"{samples:,} samples / {group}"
+    )
+    common.mini_batches(draft, samples, per_update, *names)
+    if generated < per_update:
+        draft.check(
+            f"batch.prompts_per_step: TRL samples {per_update // generated} times for one optimizer step; here it "
+            f"is one "
+            f"step"
+        )
+    new = common.require(flags["max_completion_length"], "max_completion_length")
+    names, context = ["vllm_max_model_length"], flags["vllm_max_model_length"]
+    if not context:
+        names = ["max_prompt_length", "max_completion_length"]
+        context = (flags["max_prompt_length"] or _PROMPT_TOKENS) + new
+        if not flags["max_prompt_length"]:
+            draft.check(
+                f"model.max_context_tokens = {context}: TRL has no limit of the prompt, and {_PROMPT_TOKENS} "
+                f"tokens are "
+                f"assumed; longer prompts are left out"
+            )
+    draft.set("model.max_context_tokens", max(context, new + 1), *names)
+    wanted = each // ranks * max(context, new + 1)
+    common.tokens(draft, "batch.tokens_per_micro_batch", wanted, max(context, new + 1), "per_device_train_batch_size")
+
+
+def _steps_and_rates(draft: Draft, options: Options) -> None:
+    flags, updates = draft.flags, _updates(draft)
+    fixed = max(math.ceil(flags["max_steps"] / updates), 1) if flags["max_steps"] > 0 else 0
+    prompts = draft.lines["batch",]["prompts_per_step"].value
+    count = common.steps(
+        draft, options, limit=0, passes=flags["num_train_epochs"], prompts=prompts,
+        names=["max_steps"] if fixed else ["num_train_epochs"], fixed=fixed,
+    )  # fmt: skip
+    if fixed:
+        draft.leave("not needed: max_steps is set", "num_train_epochs")
+    else:
+        draft.leave("not needed: num_train_epochs counts", "max_steps")
+    kind = str(flags["lr_scheduler_type"]).rpartition(".")[2].lower()
+    given, ratio = flags["warmup_steps"] or 0.0, flags["warmup_ratio"] or 0.0
+    share = given if 0 < given < 1 else 0.0 if given else ratio
+    warmup = common.warmup_steps(share, count) if share else math.ceil(given / updates)
+    more = flags["lr_scheduler_kwargs"] if isinstance(flags["lr_scheduler_kwargs"], dict) else {}
+    final = float(more.get("min_lr_rate", 0.0)) if kind == "cosine_with_min_lr" else 0.0
+    if "min_lr" in more and kind == "cosine_with_min_lr":
+        final = float(more["min_lr"]) / flags["learning_rate"]
+    common.schedule(
+        draft, "trainer", kind, ["lr_scheduler_type"], warmup=warmup,
+        warmup_names=["warmup_ratio" if share == ratio and share else "warmup_steps"],
+        final=final, final_names=["lr_scheduler_kwargs"],
+    )  # fmt: skip
+    for name in ("warmup_steps", "warmup_ratio"):
+        if name not in draft.converted:
+            draft.leave("not needed: the other option of the warm-up counts", name)
+    draft.set("trainer.adam_betas", [flags["adam_beta1"], flags["adam_beta2"]], "adam_beta1", "adam_beta2")
+    common.gradient_limit(draft, "trainer.max_grad_norm", flags["max_grad_norm"], "max_grad_norm")
+    if flags.given("router_aux_loss_coef"):
+        draft.set("trainer.router_aux_loss_coef", flags["router_aux_loss_coef"], "router_aux_loss_coef")
+
+
+def _loss(draft: Draft, options: Options) -> None:
+    flags = draft.flags
+    kind, level = flags["loss_type"], flags["importance_sampling_level"]
+    if kind == "vespo":
+        raise ConfigError(
+            "loss_type = vespo has no equivalent; import with loss_type: sapo, which fades gradients, too"
+        )
+    modes = {"grpo": "sequence-mean", "sapo": "sequence-mean", "dr_grpo": "constant-length", "luspo": "sequence-sum"}
+    draft.set("algorithm.preset", "grpo")
+    draft.set("algorithm.aggregation", modes.get(kind, "token-mean"), "loss_type")
+    if kind == "bnpo":
+        draft.check(
+            "algorithm.aggregation: bnpo averages over the tokens of each micro-batch; token-mean over the whole step"
+        )
+    high = flags["epsilon_high"] if flags["epsilon_high"] is not None else flags["epsilon"]
+    high_name = "epsilon_high" if flags["epsilon_high"] is not None else "epsilon"
+    sapo = ("sapo_temperature_pos", "sapo_temperature_neg")
+    if kind == "cispo":
+        draft.set("algorithm.loss.kind", "cispo", "loss_type")
+        draft.set("algorithm.loss.ratio_max", high, high_name)
+        draft.leave("not needed: cispo bounds the ratio from above alone", "epsilon", "delta")
+    elif kind == "sapo":
+        draft.set("algorithm.loss.kind", "sapo", "loss_type")
+        draft.set("algorithm.loss.tau_positive", flags[sapo[0]], sapo[0])
+        draft.set("algorithm.loss.tau_negative", flags[sapo[1]], sapo[1])
+        draft.leave("not needed: sapo clips nothing", "epsilon", "epsilon_high", "delta")
+    else:
+        sequence = level == "sequence"
+        draft.set("algorithm.loss.kind", "gspo" if sequence else "ppo", "importance_sampling_level")
+        draft.set("algorithm.loss.clip_low", flags["epsilon"], "epsilon")
+        draft.set("algorithm.loss.clip_high", high, high_name)
+        if sequence:
+            draft.set("algorithm.loss.form", "sequence", "importance_sampling_level")
+            draft.leave("no equivalent: the loss gspo has no second bound", "delta")
+        else:
+            draft.set("algorithm.loss.dual_clip", flags["delta"] or 0.0, "delta")
+    if kind in ("cispo", "sapo") and level == "sequence":
+        draft.check(f"algorithm.loss: {kind} has a ratio for each token; importance_sampling_level has no equivalent")
+    if kind in ("cispo", "sapo"):
+        draft.leave(f"not needed: {kind} has a ratio for each token", "importance_sampling_level")
+    if kind != "sapo":
+        draft.leave("not needed without sapo", *sapo)
+
+
+def _advantage_and_correction(draft: Draft, options: Options) -> None:
+    flags = draft.flags
+    scale = {True: "group", False: "none", "true": "group", "false": "none", "True": "group", "False": "none"}.get(
+        flags["scale_rewards"], flags["scale_rewards"]
+    )
+    if scale not in ("group", "none", "batch"):
+        raise ConfigError(f"scale_rewards = {scale} is unknown; choose group, batch or none")
+    if flags["multi_objective_aggregation"] == "normalize_then_sum":
+        draft.set("algorithm.advantage.kind", "gdpo", "multi_objective_aggregation")
+        draft.set("algorithm.advantage.epsilon", _EPSILON, note="TRL's")
+        draft.leave("not needed: normalize_then_sum normalises each reward", "scale_rewards")
+    elif scale == "group":
+        draft.set("algorithm.advantage.kind", "grpo", "scale_rewards")
+        draft.set("algorithm.advantage.epsilon", _EPSILON, note="TRL's")
+    else:
+        draft.set("algorithm.advantage.kind", "dr-grpo", "scale_rewards")
+        if scale == "batch":
+            draft.set("algorithm.whiten", "full", "scale_rewards")
+            draft.check(
+                "algorithm.whiten: scale_rewards = batch divides by the deviation of all rewards of the batch; here "
+                "advantages are divided by theirs over the batch's tokens"
+            )
+    draft.set("algorithm.kl.coef", flags["beta"], "beta")
+    draft.set("algorithm.kl.placement", "loss", "beta")
+    draft.set("algorithm.kl.estimator", "k3", "beta")
+    if flags["beta"]:
+        context = draft.lines["model",]["max_context_tokens"].value
+        draft.set("reference.device", "cuda")
+        draft.set("reference.tokens_per_batch", max(context, common.MIN_REFERENCE_TOKENS), "beta")
+    names = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
+    bounds = ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
+    if not (flags["use_vllm"] and flags[names[0]]):
+        draft.set("algorithm.correction.kind", "none", "use_vllm", names[0])
+        draft.leave("not needed without a correction", names[1], *bounds)
+        return
+    mode = flags[names[1]]
+    draft.set("algorithm.correction.kind", "icepop" if mode == "token_mask" else "tis", *names)
+    draft.set("algorithm.correction.low", flags[bounds[0]] or 0.0, bounds[0])
+    draft.set("algorithm.correction.high", flags[bounds[1]] or 1e9, bounds[1])
+    if mode.startswith("sequence"):
+        draft.check(
+            f"algorithm.correction.kind = tis: {mode} weighs each sample by the product of the ratios of its "
+            f"tokens, which "
+            f"has no equivalent; here each token has its own ratio. sequence-mask leaves out samples by their "
+            f"mean ratio"
+        )
+
+
+def _placement(draft: Draft, options: Options) -> None:
+    flags = draft.flags
+    ranks, parallel = draft.lines["trainer",]["ranks"].value, flags["vllm_tensor_parallel_size"]
+    shared = not flags["use_vllm"] or flags["vllm_mode"] == "colocate"
+    draft.set("placement.colocated", shared, "vllm_mode")
+    if shared:
+        draft.set("rollout.replicas", max(ranks // parallel, 1), "use_vllm", note="on the GPUs of the trainer")
+        common.colocated(draft, "vllm_gpu_memory_utilization")
+        draft.set("rollout.sleep_mode", flags["vllm_enable_sleep_mode"], "vllm_enable_sleep_mode")
+        if flags["beta"]:
+            draft.set("reference.replicas", ranks, "beta", note="a whole model on each GPU")
+    else:
+        draft.set("rollout.replicas", 1, "use_vllm", note="the server")
+        draft.check(
+            "rollout: the options of the vLLM server are in its own command; write replicas and gpus_per_replica"
+        )
+        draft.leave("not needed: the server has its own", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
+        if flags["beta"]:
+            draft.set("reference.replicas", 1, "beta", note="on a GPU of its own")
+    draft.set("model.dtype", "bfloat16" if flags["bf16"] is not False or flags["fp16"] else "float32", "bf16", "fp16")
+    if flags["fp16"]:
+        draft.check("model.dtype = bfloat16: float16 has no equivalent")
+
+
+def _lora(draft: Draft, options: Options) -> None:
+    flags = draft.flags
+    names = ("lora_r", "lora_alpha", "lora_target_modules", "use_rslora")
+    if not flags["use_peft"]:
+        draft.set("trainer.lora.rank", 0, "use_peft")
+        draft.leave("not needed without use_peft", *names, "lora_dropout")
+        return
+    draft.set("trainer.lora.rank", flags["lora_r"], "use_peft", "lora_r")
+    draft.set("trainer.lora.alpha", flags["lora_alpha"], "lora_alpha")
+    modules = flags["lora_target_modules"]
+    draft.set("trainer.lora.target_modules", list(modules) or ["q_proj", "v_proj"], "lora_target_modules")
+    draft.set("trainer.lora.use_rslora", flags["use_rslora"], "use_rslora")
+    if not modules:
+        draft.check("trainer.lora.target_modules: PEFT's default depends on the architecture; all-linear learns more")
+    if flags["lora_dropout"]:
+        draft.check("trainer.lora: there is no dropout, which would make log-probabilities random")
+
+
+def _rewards(draft: Draft, options: Options) -> None:
+    flags = draft.flags
+    functions, model = flags["reward_funcs"], flags["reward_model_name_or_path"]
+    entries = [("reward_model_name_or_path", model)] if model else []
+    entries += [("reward_funcs", name) for name in functions]
+    weights = flags["reward_weights"] or []
+    if not isinstance(weights, list | tuple):
+        weights = [weights]
+    if weights and len(weights) != len(entries):
+        raise ConfigError(
+            f"reward_weights has {len(weights)} numbers for {len(entries)} rewards; give one for each reward of "
+            f"reward_funcs"
+        )
+    if not entries:
+        draft.set("reward.function", "rewards.py:reward", note="CHECK: the configuration names no reward")
+        draft.check("reward.function: the configuration names no reward; write FILE.py:FUNCTION or model")
+    for index, (flag, name) in enumerate(entries):
+        table = f"reward.{index}" if len(entries) > 1 else "reward"
+        if len(entries) > 1:
+            draft.set(f"{table}.name", _scorer_name(name, index))
+        _one_reward(draft, table, flag, name)
+        if weights:
+            draft.set(f"{table}.weight", float(weights[index]), "reward_weights")
+    if any(_last(name) in ("accuracy_reward", "reasoning_accuracy_reward") for name in functions):
+        draft.set("data.answer_field", "solution", "reward_funcs", note="the column of accuracy_reward")
+
+
+def _last(name: str) -> str:
+    return re.split(r"[.:]", name)[-1]
+
+
+def _scorer_name(name: str, index: int) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", _last(name)).strip("-")[:48] + f"-{index}"
+
+
+def _one_reward(draft: Draft, table: str, flag: str, name: str) -> None:
+    if flag == "reward_model_name_or_path":
+        common.model(draft, f"{table}.model.source", name, flag)
+        draft.set(f"{table}.model.device", "cuda")
+        return
+    match _last(name):
+        case "accuracy_reward" | "reasoning_accuracy_reward":
+            draft.set(f"{table}.function", "math_verify", flag)
+            draft.check(
+                f"reward: {_last(name)} becomes math_verify, which compares the final expression by the same library"
+            )
+        case "think_format_reward":
+            draft.set(f"{table}.function", "format", flag)
+            draft.set(f"{table}.options", {"pattern": _THINK}, flag)
+        case "get_soft_overlong_punishment":
+            draft.set(f"{table}.function", "length", flag)
+            draft.set(f"{table}.options", {"target_tokens": 1024, "max_tokens": 1280, "min": -1.0}, flag)
+            draft.check("reward: length has the limits of trl grpo (1280 and 256); change them to yours")
+        case _ if ":" in name:
+            draft.set(f"{table}.function", name, flag)
+            draft.check(f"reward: {name} is in a script that trains when it is loaded; move it to a file of its own")
+        case _ if "." in name:
+            module, _, function = name.rpartition(".")
+            draft.set(f"{table}.function", f"{module}:{function}", flag)
+        case _:
+            draft.set(f"{table}.function", f"rewards.py:{name or 'reward'}", flag, note="CHECK: write the file")
+            draft.check(f"reward: {name or 'a reward'} is known by its name alone; write the file that has it")
+
+
+def _data(draft: Draft, options: Options) -> None:
+    flags = draft.flags
+    common.model(draft, "model.source", flags["model_name_or_path"], "model_name_or_path")
+    split = (flags["dataset_train_split"], "dataset_train_split")
+    mixture, sources = flags["datasets"], list[dict[str, tuple[Any, str]]]()
+    if isinstance(mixture, Sequence) and not isinstance(mixture, str) and mixture:
+        for part in (part for part in mixture if isinstance(part, dict)):
+            found = {"path": part.get("path", ""), "split": part.get("split") or "train", "config": part.get("name")}
+            sources.append({key: (value, "datasets") for key, value in found.items()})
+        draft.leave("not needed: datasets is set", "dataset_name", "dataset_config", "dataset_train_split")
+    elif flags["dataset_name"]:
+        config = (flags["dataset_config"], "dataset_config")
+        sources.append({"path": (flags["dataset_name"], "dataset_name"), "split": split, "config": config})
+    common.train_data(draft, sources)
+    draft.set("data.order", "shuffled" if flags["shuffle_dataset"] else "file", "shuffle_dataset")
+    draft.set("data.prompt_field", "prompt", note="TRL's column")
+    draft.set("data.chat", True, note="CHECK: false if the prompts are plain texts")
+    draft.check("data.chat = true: TRL applies the chat template to lists of messages alone; set false for plain texts")
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"):
+        if flags.given(name) and flags[name] not in (None, 0, 1, 1.0, "1.0", "1", "0", -1, {}):
+            draft.check(
+                f"sampling: {name} = {flags[name]} has no equivalent; completions are sampled with temperature alone"
+            )
+    if flags["top_entropy_quantile"] < 1:
+        draft.check("algorithm.loss: top_entropy_quantile has no equivalent; every sampled token is trained on")
+
+
+def _evaluation_and_checkpoints(draft: Draft, options: Options) -> None:
+    flags, updates = draft.flags, _updates(draft)
+    count = draft.lines[()]["steps"].value
+
+    def every(value: float | None) -> int:
+        share = value or 0.0
+        return max(math.ceil(share * count) if 0 < share < 1 else math.ceil(share / updates), 1)
+
+    if flags["eval_strategy"] == "no":
+        draft.leave("not needed: eval_strategy is no", "eval_steps", "num_generations_eval", "dataset_test_split")
+        draft.set("evaluation.every_steps", 10, "eval_strategy")
+    else:
+        steps = every(flags["eval_steps"]) if flags["eval_steps"] else 10
+        draft.set("evaluation.every_steps", steps, "eval_strategy", "eval_steps")
+        samples = flags["num_generations_eval"] or flags["num_generations"]
+        draft.set("evaluation.samples_per_prompt", samples, "num_generations_eval")
+        name = flags["dataset_name"] or "DATA"
+        common.data(draft, "data.eval.path", [name], flags["dataset_test_split"], "dataset_test_split")
+    saves = flags["save_strategy"] == "steps"
+    draft.set("checkpoint.every_steps", every(flags["save_steps"]) if saves else 10, "save_strategy", "save_steps")
+    if flags["save_total_limit"]:
+        draft.set("checkpoint.keep", flags["save_total_limit"], "save_total_limit")
+
+
+_RULES: Final[tuple[Callable[[Draft, Options], None], ...]] = (
+    _batch,
+    _steps_and_rates,
+    _loss,
+    _advantage_and_correction,
+    _placement,
+    _lora,
+    _rewards,
+    _data,
+    _evaluation_and_checkpoints,
+)

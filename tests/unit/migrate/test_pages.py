@@ -1,0 +1,66 @@
+"""The pages of docs/migration have the tables of the code, and numbers of recorded measurements."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main as cli_main
+from fourfold.config import Config
+from fourfold.config.recipe import _known_keys
+from fourfold.migrate.pages import TABLES, markdown
+
+ROOT = Path(__file__).parents[3]
+FLAGS = re.compile(r"(?<=<!-- begin flags -->\n).*?(?=<!-- end flags -->)", re.DOTALL)
+
+
+@pytest.mark.parametrize("system", TABLES)
+def test_a_page_has_the_table_of_its_system(system: str) -> None:
+    path = ROOT / "docs" / "migration" / f"{system}.md"
+    text, table = path.read_text(), f"\n{markdown(system)}\n"
+    if os.environ.get("FOURFOLD_UPDATE_SNAPSHOT"):
+        path.write_text(FLAGS.sub(lambda _: table, text))
+    found = FLAGS.search(path.read_text())
+    assert found is not None
+    assert found[0] == table, "FOURFOLD_UPDATE_SNAPSHOT=1 writes the table"
+
+
+@pytest.mark.parametrize("system", TABLES)
+def test_a_flag_has_a_key_that_exists_or_a_reason(system: str) -> None:
+    for flag in TABLES[system].values():
+        for key in filter(None, (part.strip() for part in flag.to.split(","))):
+            table, _, name = key.rpartition(".")
+            known = _known_keys(tuple(table.split("."))) if table else list(Config.model_fields)
+            inner = table in ("algorithm.loss", "algorithm.advantage", "reward", "reward.model") or not table
+            assert name in known or inner, f"{flag.name}: {key} is no key"
+        if not flag.to:
+            assert flag.how.startswith(("not needed", "no equivalent")), flag
+
+
+def test_names_are_unique() -> None:
+    for system, table in TABLES.items():
+        names = [name for flag in table.values() for name in (flag.name, *flag.older.split())]
+        assert len(names) == len(set(names)), system
+
+
+@pytest.mark.parametrize("system", TABLES)
+def test_measured_seconds_are_those_of_their_files(system: str) -> None:
+    text = (ROOT / "docs" / "migration" / f"{system}.md").read_text()
+    files = set(re.findall(r"benchmarks/results/[\w.-]+\.json", text))
+    assert files
+    for name in files:
+        wall = json.loads((ROOT / name).read_text())["results"]["phases"]["wall"]
+        assert f"{wall:.1f}" in text
+
+
+def test_the_help_names_the_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli_main.main(["import", "--help"])
+    out = capsys.readouterr().out
+    assert all(system in out for system in TABLES)
+    assert cli_main.main(["--help"]) == 0
+    assert "convert a run configuration of OpenRLHF, TRL or verl into a recipe" in capsys.readouterr().out

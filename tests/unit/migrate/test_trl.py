@@ -1,0 +1,225 @@
+"""`fourfold import trl`: every option, and what typical configurations become."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import config
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold.migrate.common import Options
+from fourfold.migrate.draft import Draft
+from fourfold.migrate.flags import names_of
+from fourfold.migrate.trl import TABLE
+from fourfold.migrate.trl_rules import convert
+
+OPTIONS = (Path(__file__).parent / "data" / "trl_options.txt").read_text().splitlines()[1:]
+LEAST = "model_name_or_path: POLICY\ndataset_name: d.jsonl\nreward_funcs: [my.rewards.f]\n"
+
+
+def draft_of(text: str, **options: Any) -> Draft:
+    return convert(text, Options(source="grpo.yaml", **({"processes": 4} | options)), {}, {})
+
+
+def recipe_of(text: str, **options: Any) -> Config:
+    draft = draft_of(text, **options)
+    return config.from_tables(tomllib.loads(draft.checked(draft.text("test"), "grpo.yaml")), source="test")
+
+
+def test_every_option_of_trl_is_in_the_table() -> None:
+    known = names_of(TABLE)
+    assert [name for name in OPTIONS if name not in known] == []
+
+
+def test_each_option_alone_is_converted_or_has_a_reason() -> None:
+    """One test for all: pytest takes far longer for hundreds of tests than for what they do."""
+    for name in TABLE:
+        _check_alone(name)
+
+
+def _check_alone(name: str) -> None:
+    flag = TABLE[name]
+    special = {
+        "per_device_train_batch_size": "16", "num_generations": "4", "generation_batch_size": "64", "delta": "3",
+        "lr_scheduler_kwargs": "{}", "scale_rewards": "batch", "reward_weights": "[0.5]", "loss_type": "sapo",
+        "datasets": "[{path: a/b}]", "lr_scheduler_type": "cosine", "reward_model_name_or_path": "RM",
+    }  # fmt: skip
+    number = {"int": "2", "float": "0.5", "bool": "true", "texts": "[a.b]"}.get(flag.kind, "x")
+    value = special.get(name) or (flag.values[-1] if flag.values else number)
+    least = re.sub(rf"(?m)^{name}:.*\n", "", LEAST)
+    draft = draft_of(f"{least}{name}: {value}\n" + ("reward_weights: [1, 1]\n" if name == "x" else ""))
+    draft.checked(draft.text("test"), "grpo.yaml")
+    reasons = dict(draft.reasons())
+    assert name in draft.converted or reasons[name].startswith(("not needed", "no equivalent")), reasons
+
+
+def test_batch_and_schedule_are_in_steps() -> None:
+    recipe = recipe_of(
+        LEAST + "per_device_train_batch_size: 8\ngradient_accumulation_steps: 2\nsteps_per_generation: 8\n"
+        "num_generations: 16\nnum_iterations: 2\nmax_steps: 1600\nwarmup_steps: 80\nsave_steps: 80\n"
+    )
+    batch = recipe.batch
+    assert (batch.prompts_per_step, batch.group_size, batch.mini_batches_per_step, batch.epochs_per_step) == (
+        16,
+        16,
+        4,
+        2,
+    )
+    assert (recipe.steps, recipe.trainer.warmup_steps, recipe.checkpoint.every_steps) == (200, 10, 10)
+    assert (recipe.trainer.schedule, recipe.trainer.final_learning_rate_share) == ("linear", 0.0)
+    epochs = recipe_of(LEAST + "num_train_epochs: 2\nwarmup_ratio: 0.1\n", rows=400)
+    assert (epochs.steps, epochs.trainer.warmup_steps) == (200, 20)
+
+
+def test_samples_of_several_generations_are_one_step() -> None:
+    recipe = recipe_of(
+        LEAST + "per_device_train_batch_size: 8\ngradient_accumulation_steps: 4\nsteps_per_generation: 1\n"
+    )
+    assert (recipe.batch.prompts_per_step, recipe.batch.mini_batches_per_step) == (16, 1)
+
+
+def test_the_defaults_are_those_of_trl() -> None:
+    recipe = recipe_of(LEAST)
+    algorithm = recipe.algorithm
+    assert algorithm.advantage.model_dump() == {"kind": "grpo", "epsilon": 1e-4}
+    assert (algorithm.aggregation, algorithm.kl.coef, algorithm.whiten) == ("token-mean", 0.0, "off")
+    assert algorithm.loss.model_dump() == {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
+    assert (recipe.batch.prompts_per_step, recipe.batch.group_size) == (4, 8)
+    assert (recipe.trainer.gradient_checkpointing, recipe.trainer.learning_rate, recipe.seed) == (True, 1e-6, 42)
+
+
+@pytest.mark.parametrize(
+    ("options", "aggregation", "loss"),
+    [
+        ("loss_type: grpo", "sequence-mean", {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}),
+        ("loss_type: dr_grpo\ndelta: 4", "constant-length", {"kind": "ppo", "dual_clip": 4.0}),
+        ("loss_type: cispo\nepsilon_high: 5", "token-mean", {"kind": "cispo", "ratio_max": 5.0}),
+        ("loss_type: sapo", "sequence-mean", {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}),
+        ("loss_type: luspo\nimportance_sampling_level: sequence", "sequence-sum", {"kind": "gspo", "form": "sequence"}),
+        (
+            "loss_type: grpo\nimportance_sampling_level: sequence\nepsilon: 3e-4\nepsilon_high: 4e-4",
+            "sequence-mean",
+            {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "form": "sequence"},
+        ),
+    ],
+)
+def test_losses(options: str, aggregation: str, loss: dict[str, Any]) -> None:
+    algorithm = recipe_of(LEAST + options).algorithm
+    assert algorithm.aggregation == aggregation
+    assert loss.items() <= algorithm.loss.model_dump().items()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ("scale_rewards: false", "dr-grpo"),
+        ("scale_rewards: none", "dr-grpo"),
+        ("multi_objective_aggregation: normalize_then_sum", "gdpo"),
+    ],
+)
+def test_advantages(options: str, kind: str) -> None:
+    assert recipe_of(LEAST + options).algorithm.advantage.kind == kind
+
+
+def test_corrections_need_vllm() -> None:
+    assert recipe_of(LEAST).algorithm.correction.kind == "none"
+    token = recipe_of(LEAST + "use_vllm: true\nvllm_importance_sampling_mode: token_truncate\n").algorithm.correction
+    assert (token.kind, token.low, token.high) == ("tis", 0.0, 3.0)
+    draft = draft_of(LEAST + "use_vllm: true\n")
+    assert any("sequence_mask weighs each sample by the product" in text for text in draft.checks)
+
+
+def test_rewards_with_weights_are_tables() -> None:
+    recipe = recipe_of(
+        "model_name_or_path: POLICY\ndataset_name: d.jsonl\n"
+        "reward_funcs: [accuracy_reward, think_format_reward, a.b.c]\n"
+        "reward_weights: [1.0, 0.2, 0.5]\n"
+    )
+    assert [(table.function, table.weight) for table in recipe.reward] == [
+        ("math_verify", 1.0),
+        ("format", 0.2),
+        ("a.b:c", 0.5),
+    ]
+    assert recipe.data.answer_field == "solution"
+
+
+def test_lora_and_placement() -> None:
+    recipe = recipe_of(
+        LEAST + "use_peft: true\nlora_r: 32\nlora_target_modules: [q_proj]\nuse_vllm: true\nbeta: 0.04\n"
+    )
+    assert (recipe.trainer.lora.rank, recipe.trainer.lora.alpha) == (32, 32.0)
+    assert recipe.trainer.lora.target_modules == ("q_proj",)
+    assert (recipe.placement.colocated, recipe.rollout.replicas, recipe.reference.replicas) == (True, 4, 4)
+    server = recipe_of(LEAST + "use_vllm: true\nvllm_mode: server\n")
+    assert (server.placement.colocated, server.rollout.replicas, server.trainer.ranks) == (False, 1, 4)
+
+
+def test_a_command_line_with_its_launcher() -> None:
+    recipe = recipe_of(
+        "accelerate launch --num_processes 8 --config_file zero3.yaml -m trl.scripts.grpo --model_name_or_path P "
+        "--dataset_name d.jsonl --reward_funcs a.b --max_steps 50 --use_peft False --beta=0.01",
+        processes=0,
+    )
+    assert (recipe.trainer.ranks, recipe.trainer.zero_stage, recipe.steps, recipe.algorithm.kl.coef) == (8, 3, 50, 0.01)
+
+
+def test_a_mixture_becomes_tables_with_splits_and_configurations() -> None:
+    text = LEAST + "shuffle_dataset: false\ndatasets: [{path: a/b, name: main, split: test}, {path: rows.jsonl}]\n"
+    recipe = config.from_tables(tomllib.loads(draft_of(text).text("test")), source="test")
+    first, second = recipe.data.train
+    assert (first.path, first.config, first.split, second.path, second.split) == (
+        "hf:a/b",
+        "main",
+        "test",
+        "rows.jsonl",
+        "",
+    )
+    assert recipe.data.order == "file"
+
+
+def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    draft = draft_of(
+        f"import os; os.system('touch {touched}')\nfrom trl import GRPOConfig, GRPOTrainer\nfrom x.y import score\n"
+        "NAME = 'm/n'\ndata = load_dataset('a/b', split='train')\n"
+        "args = GRPOConfig(output_dir='out/run', beta=0.01, max_steps=100, "
+        f"learning_rate=os.system('touch {touched}'))\n"
+        "t = GRPOTrainer(model=NAME, reward_funcs=[score], args=args, train_dataset=data)\n"
+    )
+    recipe = config.from_tables(tomllib.loads(draft.text("test")), source="test")
+    assert (recipe.name, recipe.model.source, recipe.algorithm.kl.coef) == ("run", "hf:m/n", 0.01)
+    assert (recipe.reward[0].function, recipe.data.train[0].path) == ("x.y:score", "hf:a/b")
+    assert any(text.startswith("learning_rate has a value that is only known") for text in draft.checks)
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (LEAST + "loss_type: vespo", "vespo has no equivalent"),
+        (LEAST + "loss_type: dappo", "did you mean `dapo`"),
+        (LEAST + "num_generations: 7", "no multiple of num_generations = 7"),
+        (LEAST + "reward_weights: [1, 2]", "2 numbers for 1 rewards"),
+        (LEAST + "beta: high", "beta = high must be a number"),
+        ("a: [", "not valid YAML"),
+        ("- 1\n- 2", "a list in place of names with values"),
+        ("GRPOConfig(", "not valid Python"),
+        ("python sft.py --learning_rate 1", "no command that runs TRL's GRPO"),
+        ("!!python/object/apply:os.system ['touch x']", "not valid YAML"),
+    ],
+)
+def test_a_wrong_configuration_gives_value_rule_and_fix(text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        recipe_of(text)
+
+
+def test_an_unknown_option_is_named_with_the_nearest() -> None:
+    assert (
+        "temprature is unknown, and not converted; did you mean temperature?"
+        in draft_of(LEAST + "temprature: 1").checks
+    )

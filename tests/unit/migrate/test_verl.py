@@ -1,0 +1,190 @@
+"""`fourfold import verl`: every option, and what typical configurations become."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import config
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold.migrate.common import Options
+from fourfold.migrate.draft import Draft
+from fourfold.migrate.flags import names_of
+from fourfold.migrate.verl import PATTERNS, TABLE
+from fourfold.migrate.verl_rules import convert
+
+OPTIONS = (Path(__file__).parent / "data" / "verl_options.txt").read_text().splitlines()[1:]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LEAST = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=POLICY {ROLLOUT}.n=8 "
+GRPO = LEAST + "algorithm.adv_estimator=grpo "
+
+_BOMB = "a0: &a0 {x: 1, y: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 18))
+
+
+def draft_of(text: str, **options: Any) -> Draft:
+    return convert(text, Options(source="run.sh", **options), {}, {})
+
+
+def recipe_of(text: str, **options: Any) -> Config:
+    draft = draft_of(text, **options)
+    return config.from_tables(tomllib.loads(draft.checked(draft.text("test"), "run.sh")), source="test")
+
+
+def test_every_option_of_verl_has_a_row_or_a_pattern() -> None:
+    known = names_of(TABLE)
+    assert [n for n in OPTIONS if n not in known and not any(p.search(n) for p, _ in PATTERNS)] == []
+
+
+def test_every_pattern_is_that_of_an_option_or_of_an_example() -> None:
+    others = "data.gen_batch_size actor_rollout_ref.model.torch_dtype reward.reward_manager hydra.run.dir defaults"
+    names = [*OPTIONS, *others.split()]
+    assert [p.pattern for p, _ in PATTERNS if not any(p.search(name) for name in names)] == []
+
+
+def test_each_option_alone_is_converted_or_has_a_reason() -> None:
+    """One test for all: pytest takes far longer for hundreds of tests than for what they do."""
+    for name in TABLE:
+        _check_alone(name)
+
+
+def _check_alone(name: str) -> None:
+    flag = TABLE[name]
+    special = {
+        f"{ACTOR}.policy_loss.loss_mode": "sapo", "algorithm.adv_estimator": "opo", f"{ACTOR}.clip_ratio_c": "3",
+        "data.train_batch_size": "512", f"{ROLLOUT}.n": "4", f"{ACTOR}.optim.lr_scheduler_type": "cosine",
+        f"{ACTOR}.optim.betas": "[0.9,0.95]", f"{ACTOR}.ulysses_sequence_parallel_size": "4",
+        "critic.optim.lr_scheduler_type": "cosine", f"{ACTOR}.kl_loss_type": "mse", "algorithm.kl_penalty": "mse",
+        f"{ROLLOUT}.max_num_batched_tokens": "4096", f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum",
+        f"{ACTOR}.ppo_mini_batch_size": "64", "algorithm.rollout_correction.rollout_rs": "geometric",
+        "algorithm.rollout_correction.rollout_is": "token",
+    }  # fmt: skip
+    number = {"int": "2", "float": "0.5", "bool": "True", "texts": "[a]"}.get(flag.kind, "x")
+    value = special.get(name) or (flag.values[-1] if flag.values else number)
+    draft = draft_of(f"{GRPO} {name}={value}")
+    draft.checked(draft.text("test"), "run.sh")
+    reasons = dict(draft.reasons())
+    assert name in draft.converted or reasons[name].startswith(("not needed", "no equivalent")), reasons
+
+
+def test_a_grpo_script_of_the_examples() -> None:
+    recipe = recipe_of(
+        GRPO + "data.train_files=/d/train.parquet data.val_files=/d/test.parquet data.train_batch_size=1024 "
+        f"data.max_prompt_length=512 data.max_response_length=1024 {ACTOR}.optim.lr=1e-6 "
+        f"{ACTOR}.ppo_mini_batch_size=256 "
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=32 {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0.001 "
+        f"{ACTOR}.kl_loss_type=low_var_kl {ROLLOUT}.tensor_model_parallel_size=2 trainer.n_gpus_per_node=8 "
+        "trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 $@",
+        rows=7473,
+    )
+    batch, algorithm = recipe.batch, recipe.algorithm
+    assert (batch.prompts_per_step, batch.group_size, batch.mini_batches_per_step) == (1024, 8, 4)
+    assert (recipe.steps, recipe.model.max_context_tokens, batch.tokens_per_micro_batch) == (109, 1536, 49_152)
+    assert (recipe.data.max_prompt_tokens, recipe.data.order) == (512, "shuffled")
+    assert recipe_of(GRPO + "data.shuffle=False").data.order == "file"
+    assert algorithm.loss.model_dump() == {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+    assert (algorithm.kl.coef, algorithm.kl.placement, algorithm.kl.estimator) == (0.001, "loss", "k3")
+    assert (algorithm.advantage.kind, algorithm.whiten, algorithm.shaping.clip) == ("grpo", "off", 0.0)
+    assert (recipe.trainer.ranks, recipe.rollout.replicas, recipe.rollout.gpus_per_replica) == (8, 4, 2)
+    assert (recipe.trainer.weight_decay, recipe.trainer.schedule) == (0.01, "constant")
+    assert (recipe.evaluation.every_steps, recipe.checkpoint.every_steps) == (5, 20)
+
+
+def test_ppo_with_a_reward_model_and_a_critic() -> None:
+    recipe = recipe_of(
+        f"{LEAST} critic.model.path=C critic.optim.lr=1e-5 critic.optim.lr_warmup_steps_ratio=0.05 algorithm.lam=0.95 "
+        "reward_model.enable=True reward_model.model.path=RM trainer.critic_warmup=3 trainer.total_training_steps=200"
+    )
+    assert recipe.algorithm.advantage.model_dump()["lam"] == 0.95
+    assert (recipe.algorithm.kl.coef, recipe.algorithm.whiten) == (0.0, "full")
+    assert (recipe.critic.source, recipe.critic.warmup_steps, recipe.critic.policy_starts_at_step) == ("C", 10, 3)
+    assert recipe.reward[0].model is not None
+    assert recipe.reward[0].model.source == "RM"
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "aggregation"),
+    [
+        (
+            f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.clip_ratio_low=0.0003 {ACTOR}.clip_ratio_high=0.0004",
+            {"kind": "gspo", "form": "token", "clip_low": 3e-4, "clip_high": 4e-4},
+            "sequence-mean",
+        ),
+        (f"{ACTOR}.policy_loss.loss_mode=sapo", {"kind": "sapo", "tau_negative": 1.05}, "sequence-mean"),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=cispo {ACTOR}.clip_ratio_low=10 {ACTOR}.clip_ratio_high=4",
+            {"kind": "cispo", "ratio_min": 0.0, "ratio_max": 5.0},
+            "token-mean",
+        ),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", {"kind": "ppo"}, "sequence-mean"),
+        (f"{ACTOR}.clip_ratio=0.3", {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2}, "token-mean"),
+    ],
+)
+def test_losses(options: str, loss: dict[str, Any], aggregation: str) -> None:
+    algorithm = recipe_of(GRPO + options).algorithm
+    assert algorithm.aggregation == aggregation
+    assert loss.items() <= algorithm.loss.model_dump().items()
+
+
+def test_kl_in_the_reward_overlong_and_filter() -> None:
+    prefix = "+reward_model.reward_kwargs.overlong_buffer_cfg"
+    algorithm = recipe_of(
+        f"{LEAST} algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_in_reward=True "
+        "algorithm.kl_ctrl.kl_coef=0.01 "
+        f"algorithm.kl_ctrl.type=adaptive {prefix}.enable=True {prefix}.len=128 {prefix}.penalty_factor=0.5 "
+        "+algorithm.filter_groups.enable=True +algorithm.filter_groups.max_num_gen_batches=10"
+    ).algorithm
+    kl, shaping = algorithm.kl, algorithm.shaping
+    assert (kl.coef, kl.placement, kl.estimator, kl.target, kl.horizon) == (0.01, "reward", "k1", 0.1, 10_000)
+    assert (shaping.overlong_buffer, shaping.overlong_penalty) == (0.25, 0.5)
+    assert (algorithm.filter.keep, algorithm.filter.max_rounds) == ("varied", 10)
+
+
+def test_a_script_with_arithmetic_and_lists() -> None:
+    recipe = recipe_of(
+        "sp=1\nprompt=$((1024 * 2))\nresponse=$((1024 * 8))\nfiles=\"['/a.parquet', '/b.parquet']\"\n"
+        f'{GRPO} data.max_prompt_length=${{prompt}} data.max_response_length=$response data.train_files="$files" '
+        f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=$(((prompt + response) * 2)) "
+        'trainer.logger=\'["console","wandb"]\' \\\n  trainer.experiment_name="x-${sp}"'
+    )
+    assert (recipe.model.max_context_tokens, recipe.batch.tokens_per_micro_batch) == (10_240, 20_480)
+    assert recipe.name == "x-1"
+
+
+def test_a_yaml_file_with_references() -> None:
+    recipe = recipe_of(
+        "data: {max_prompt_length: 100, max_response_length: 300, train_batch_size: 64}\n"
+        "algorithm: {adv_estimator: rloo}\ntrainer: {project_name: p, experiment_name: e}\n"
+        "actor_rollout_ref:\n  model: {path: POLICY}\n  rollout: {n: 4, name: vllm}\n"
+        "  actor: {ppo_mini_batch_size: '${data.train_batch_size}', optim: {lr: 1e-5}}\n"
+    )
+    assert (recipe.name, recipe.batch.mini_batches_per_step, recipe.trainer.learning_rate) == ("p_e", 1, 1e-5)
+    assert recipe.algorithm.advantage.kind == "rloo"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (f"{GRPO} {ACTOR}.policy_loss.loss_mode=kl_cov", "kl_cov has no equivalent"),
+        (f"{LEAST} algorithm.adv_estimator=grpo_passk", "grpo_passk has no equivalent"),
+        (f"{LEAST} algorithm.adv_estimator=grop", "did you mean `grpo`"),
+        (f"{GRPO} trainer.nnodes=$NODES", "--define NODES=VALUE"),
+        ("echo hello", "no command of verl.trainer.main_ppo"),
+        ("a: &a [x]\nb: " + "[" * 3000, "not valid YAML"),
+        (_BOMB, "more than 20,000 values"),
+    ],
+)
+def test_a_wrong_configuration_gives_value_rule_and_fix(text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        recipe_of(text)
+
+
+def test_an_unknown_option_is_named_with_the_nearest() -> None:
+    draft = draft_of(GRPO + "data.train_batchsize=2 --config-name=x foo")
+    assert "data.train_batchsize is unknown, and not converted; did you mean data.train_batch_size?" in draft.checks
+    assert any("--config-name=x: its file has further options" in text for text in draft.checks)
+    assert any("'foo' is no KEY=VALUE" in text for text in draft.checks)

@@ -21,6 +21,7 @@ TRAIN_MESSAGE_BYTES: Final = 4 << 20
 # chain. So large shards have large chunks.
 _CHUNK_BYTES: Final = (1 << 20, 8 << 20)
 _CHUNKS: Final = 256
+_CHUNK_MULTIPLE: Final = 64  # as the offsets of tensors in a shard, so that no chunk ends within an element
 
 
 def check_number(value: int, name: str, *, least: int = 0, most: int = MAX_NUMBER) -> int:
@@ -35,4 +36,4 @@ def check_number(value: int, name: str, *, least: int = 0, most: int = MAX_NUMBE
 def chunk_bytes(shard_bytes: int) -> int:
     """Return the bytes of a chunk in which a shard travels along a chain of engines; all members derive it alike."""
     least, most = _CHUNK_BYTES
-    return min(max(shard_bytes // _CHUNKS, least), most)
+    return min(max(shard_bytes // _CHUNKS, least), most) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE

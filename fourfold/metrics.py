@@ -5,9 +5,10 @@ time at which the step ended), `diagnosis` (text: the problems of the step; empt
 that were logged), `lag_change` (text: change of the policy lag limit after the step, with its reason; empty if none)
 and `scorers` (scored samples by table [[reward]] and name@version). `scorers/NAME/mean`, `/std`, `/samples` and
 `/part/COMPONENT` are of the terms of the score, before their weights, `/cost_usd` of the whole run;
-`shadows/NAME/...` compares a shadow. The trainer
-sends its part in `TrainStepResponse.metrics` under the same names. Only a loss of another distribution has metrics that
-are not in `METRICS`: it names its own.
+`shadows/NAME/...` compares a shadow. With named sources of prompts, `data/SOURCE/reward` is the mean score of each, and
+`data/SOURCE/share` its share of the groups. `eval/NAME/score`, `/half_width`, `/pass_at_K` and `/maj_at_K` are of the
+held-out set NAME (docs/evaluation.md). The trainer sends its part in `TrainStepResponse.metrics` under the same names.
+Only a loss of another distribution has metrics that are not in `METRICS`: it names its own.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ SHADOW_SECONDS: Final = "shadow/seconds"
 LEARNING_RATE: Final = "train/lr"
 CRITIC_LEARNING_RATE: Final = "train/critic_lr"
 UPDATES: Final = "train/updates"
+GPU_PEAK: Final = "train/gpu_peak_gib"
 TRAIN_SPEED: Final = "train/tokens_per_second"
 TRAIN_TFLOPS: Final = "train/tflops_per_second"
 MFU: Final = "train/mfu"
@@ -221,6 +223,7 @@ METRICS: Final[dict[str, str]] = {
     LEARNING_RATE: "learning rate of the policy in this step",
     CRITIC_LEARNING_RATE: "learning rate of the critic in this step",
     UPDATES: "optimizer steps of the policy in this step",
+    GPU_PEAK: "GiB: most that tensors took on a GPU of the trainer since the step before, fullest GPU; absent on CPU",
     TRAIN_SPEED: "tokens per second: tokens of all samples with prompts, divided by the time in the trainer",
     TRAIN_TFLOPS: "TFLOP/s per GPU: passes of the models without recomputation, divided by the time in the trainer",
     MFU: "share in [0, 1]: train/tflops_per_second of the GPU's bfloat16 peak; absent if the peak is unknown",
@@ -284,7 +287,7 @@ METRICS: Final[dict[str, str]] = {
     TIME_STEP: "seconds: whole step, including evaluation and checkpoint",
     DROPPED_SAMPLES: "samples: number dropped in the step; the ledger has the reasons",
     CERTIFICATE_SECONDS: "seconds: until the first certificate of coordinator or members expires; only with TLS",
-    EVAL_SCORE: "score units: mean held-out score",
+    EVAL_SCORE: "score units: mean held-out score; of several sets: the unweighted mean of theirs",
     EVAL_HALF_WIDTH: "score units: half width of the 95 % interval of eval/score, clustered by task group",
     EVAL_VERSION_MIN: "policy versions: lowest one that sampled a token of a held-out answer",
     EVAL_VERSION_MAX: "policy versions: highest one; above that of the step if no engine kept its weights",

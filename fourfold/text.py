@@ -78,6 +78,11 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
+def format_bytes(count: int) -> str:
+    """Return a size in MB, or in GB from 10 MB on."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
+
+
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table: the first column starts on the left, the others end on the right."""
     first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -88,5 +93,13 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most similar to a misspelt one; empty if none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+    """Return the known name that is most similar to a misspelt one in any case; empty if none is similar."""
+    names = {one.casefold(): one for one in known}
+    return next((names[near] for near in difflib.get_close_matches(name.casefold(), list(names), n=1)), "")
+
+
+def choices(name: object, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: the nearest one, and all that are known."""
+    names = list(known)
+    near = nearest_name(name, names) if isinstance(name, str) else ""
+    return (f"did you mean `{near}`? Known are " if near else "choose one of ") + ", ".join(names)

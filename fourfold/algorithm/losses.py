@@ -92,7 +92,9 @@ class _ClippedLoss(PolicyLoss):
     """Bounds of PPO and GSPO: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
+    """Distance below 1 at which the ratio is clipped."""
     clip_high: float = Field(default=0.2, gt=0)
+    """Distance above 1 at which the ratio is clipped."""
 
     def _surrogate(self, ratio: Tensor, advantages: Tensor) -> TokenLoss:
         """Return -min(ratio A, clip(ratio) A): no gradient where the ratio is past a bound in the direction of A."""
@@ -146,7 +148,7 @@ class PpoLoss(_ClippedLoss):
 
 @LOSSES.register
 class GspoLoss(_ClippedLoss):
-    """PPO's loss with one ratio for the whole trajectory. Its bounds are 3e-4 and 4e-4: a mean moves less."""
+    """PPO's loss with one ratio for the whole trajectory. Its preset clips at 3e-4 and 4e-4: a mean moves less."""
 
     kind: Literal["gspo"] = "gspo"
     form: Literal["token", "sequence"] = "token"
@@ -179,6 +181,7 @@ class CispoLoss(PolicyLoss):
     ratio_min: float = Field(default=0.0, ge=0)
     """Bounds of the ratio itself, not of its distance to 1; 0: no lower bound."""
     ratio_max: float = Field(default=5.0, gt=0)
+    """Upper bound of the ratio."""
     source: ClassVar[str] = "arXiv 2506.13585, eq. 4 and 5"
     token_wise: ClassVar[bool] = True
 

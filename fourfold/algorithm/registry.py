@@ -18,6 +18,7 @@ from importlib.metadata import entry_points
 from typing import ClassVar, Generic, TypeVar
 
 from fourfold.table import Table
+from fourfold.text import choices
 
 
 class Definition(Table):
@@ -77,8 +78,8 @@ class Registry(Generic[D]):
                 )
             return definition
         raise ValueError(
-            f"kind = {kind!r} is unknown; choose one of {', '.join(self.kinds())}, or install the distribution that "
-            f"has it as an entry point of {self.group}"
+            f"kind = {kind!r} is unknown; {choices(kind, self.kinds())}, or install the distribution that has it as an "
+            f"entry point of {self.group}"
         )
 
     def parse(self, given: object) -> object:

@@ -45,11 +45,13 @@ class Death:
         return end + hint + (f": {self.message}" if self.message else "")
 
     def explain(self) -> str:
-        """Return several lines: name, cause, the end of the log, and the path of the log."""
+        """Return several lines: name, cause and log; the end of the log, too, if the process gave no reason itself."""
         stage = "" if self.was_ready else " before it was ready"
         hint = explain_sigkill(self.oom_kills) if self.signal == signal.SIGKILL else ""
         lines = [f"{self.name} died{stage}: {self._describe(hint)}."]
-        if self.last_lines:
+        if self.message:
+            lines += [f"Its log: {self.log}"]
+        elif self.last_lines:
             lines += [f"Its last lines ({self.log}):", *(f"  | {line}" for line in self.last_lines)]
         else:
             lines += [f"It wrote nothing to its log ({self.log})."]

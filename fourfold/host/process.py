@@ -33,6 +33,8 @@ from fourfold.host.postmortem import Death, last_message, log_tail, oom_kill_cou
 from fourfold.host.process_tree import PARENT_PID_VARIABLE, TAGS_VARIABLE, ProcessHandles, descendants, kill_tagged
 
 STOP_GRACE_SECONDS: Final = 2.0
+NOTICE: Final = signal.SIGUSR1
+"""Signal to a ready trainer, from a launcher: its machine is about to leave."""
 _POLL_SECONDS: Final = 0.05
 _ROTATION_SECONDS: Final = 1.0
 _REAP_SECONDS: Final = 1.0
@@ -109,6 +111,11 @@ class ChildProcess:
         # The process is a zombie until `reap`, so the pid cannot be another one's.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
+
+    def give_notice(self) -> None:
+        """Send NOTICE to the process, unless it is dead."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, NOTICE)
 
     def kill_group(self) -> None:
         """SIGKILL the whole process group; members of it may outlive their leader."""

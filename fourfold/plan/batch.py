@@ -96,7 +96,7 @@ def engine_limits(config: Config, pool: RolloutPool) -> EngineLimits:
         wanted = math.ceil(wanted / share)
     samples = pool.max_concurrent_samples or min(wanted, _MOST_SAMPLES[device])
     # The samples of a prompt travel in one call, so that agents must always leave room for the largest call.
-    largest_call = max(config.batch.group_size, config.evaluation.samples_per_prompt if config.data.held_out else 0)
+    largest_call = max([config.batch.group_size, *(held_out.samples_per_prompt for held_out in config.eval_sets)])
     reserved = max(math.ceil(samples * share), largest_call) if share else 0
     # vLLM does not split prompts on CPU, so that a step there must hold a whole context.
     least = samples + 1 if device == "gpu" else max(samples + 1, config.model.max_context_tokens)
@@ -109,13 +109,15 @@ def engine_limits(config: Config, pool: RolloutPool) -> EngineLimits:
 
 def _samples_of_one_replica(config: Config) -> int:
     """Return the most samples that the coordinator sends to one replica at once."""
-    evaluation, replicas = config.evaluation, config.rollout_replicas
+    replicas = config.rollout_replicas
     group = config.batch.group_size + config.algorithm.advantage.needs_greedy_sample
     share, least = -(-groups_in_flight(config) // replicas) * group, max(group, _LEAST_SAMPLES)
-    if config.data.held_out:
-        least = max(least, evaluation.samples_per_prompt)
-        if prompts := evaluation.max_prompts or (config.data.eval.size if config.data.eval else 0):
-            share = max(share, -(-prompts // replicas) * evaluation.samples_per_prompt)
+    answers = 0  # to all held-out sets, which are evaluated at the same time
+    for held_out in config.eval_sets:
+        least = max(least, held_out.samples_per_prompt)
+        if prompts := held_out.max_prompts or (held_out.source.size if held_out.source else 0):
+            answers += -(-prompts // replicas) * held_out.samples_per_prompt
         else:  # the number of held-out prompts is unknown until the data is read
             least = max(least, _EVALUATION_SAMPLES)
+    share = max(share, answers)
     return max(share, least)

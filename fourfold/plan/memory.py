@@ -28,6 +28,14 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                          KV cache    2 * layers * kv_heads * head_dim * b per token
     reward model         weights     b P        of its own dtype, divided by reward.model.gpus_per_replica
 
+Measured on H100, in GiB; the formulas with the tokens of the largest micro-batch, without "programs":
+
+    trainer of 0.5B, one rank         28.2, by formula 28.7; with Liger 23.2 and 23.7; with checkpointing 12.5 and 14.2
+    trainer of 1.5B, two ranks        with Liger 43.4 and 43.5
+    7B, hybrid, optimizer offloaded   trainer 17.0 and 15.9; the fullest GPU, with engine and reference, 48.2 and 48.4
+
+Raw: `trainer_speed-*-memory-*` and `step-7b-hybrid-sleep-offload-*` in benchmarks/results.
+
 The column "programs" is the memory that a process holds before it loads a model: interpreter, libraries, threads.
 """
 
@@ -263,7 +271,7 @@ def _reference(config: Config, shape: ModelShape) -> MemoryRow:
         count=max(config.reference.replicas, 1),
         on_gpu=config.reference.device == "cuda",
         weights=weight_bytes(config, shape),
-        activations=_layer_bytes_per_token(config, shape) * config.reference.tokens_per_batch
+        activations=layer_bytes_per_token(shape, _bytes_per_weight(config)) * config.reference.tokens_per_batch
         + logits_bytes(config, shape),
         programs=_REFERENCE_PROGRAM,
     )
@@ -297,7 +305,7 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
     With gradient checkpointing: one layer, and the inputs of all. With sequence parallelism: its part of the tokens.
     """
     tokens = -(-config.batch.tokens_per_micro_batch // config.trainer.sequence_parallel_size)
-    layer = _layer_bytes_per_token(config, shape)
+    layer = layer_bytes_per_token(shape, _bytes_per_weight(config), liger=config.trainer.liger_kernels)
     if config.trainer.gradient_checkpointing:
         return tokens * (layer + shape.layers * shape.hidden * _bytes_per_weight(config))
     return tokens * layer * shape.layers
@@ -310,20 +318,16 @@ def logits_bytes(config: Config, shape: ModelShape) -> int:
     return min(rows * shape.vocabulary, _LOGITS_ELEMENTS) * 4 * _LOGITS_COPIES
 
 
-def _layer_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    return layer_bytes_per_token(shape, _bytes_per_weight(config))
-
-
-def layer_bytes_per_token(shape: ModelShape, width: int) -> int:
+def layer_bytes_per_token(shape: ModelShape, width: int, *, liger: bool = False) -> int:
     """Return the bytes that one decoder layer keeps per token. Fused attention kernels keep no score matrix.
 
-    `width` is the bytes of a number. Hidden-sized: both residual sums, both normalised inputs, attention output and its
-    projection, and two float32 copies inside the norms. Also queries and keys before and after rotation, values, and
-    four of the MLP's inner size.
+    `width` is the bytes of a number. Hidden-sized: the results of both norms before and after their weights, and two
+    float32 copies inside the norms. Also rotated queries and keys, values, attention output, and four of the MLP's
+    inner size. Liger's norms keep their input instead of a copy, and its MLP one result less.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    elements = 5 * shape.hidden + 3 * queries + 3 * keys + 4 * shape.intermediate
-    return elements * width + 2 * 4 * shape.hidden
+    elements = 4 * shape.hidden + 2 * queries + 2 * keys + (3 if liger else 4) * shape.intermediate
+    return elements * width + (0 if liger else 2 * 4 * shape.hidden)
 
 
 def _bytes_per_weight(config: Config) -> int:

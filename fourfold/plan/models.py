@@ -44,6 +44,16 @@ def model_sizes(config: Config) -> ModelSizes:
     return ModelSizes(policy=policy, critic=critic, adapters=adapter_plan(config))
 
 
+def check_context(config: Config) -> None:
+    """Check that the model was made for sequences as long as `model.max_context_tokens`."""
+    longest = folder.max_positions(config.model.source)
+    if longest is not None and config.model.max_context_tokens > longest:
+        raise ConfigError(
+            f"model.max_context_tokens = {config.model.max_context_tokens}, but {config.model.source} was made for at "
+            f"most {longest} tokens; lower it"
+        )
+
+
 def check_sequence_parallel(config: Config) -> None:
     """Check that `trainer.sequence_parallel_size` divides the attention heads of policy and critic.
 

@@ -49,6 +49,42 @@ def gpu_plan(config: Config, rows: Sequence[MemoryRow], gpu_bytes: int | None = 
     return [f"{many}, one service on each: {listed}.{fewer}"]
 
 
+def node_plan(config: Config, sizes: ModelSizes) -> list[str]:
+    """Return how the trainer is divided among nodes, and what it holds with the fewest ranks; [] on one machine."""
+    nodes, ranks, fewest = config.placement.trainer_nodes, config.trainer.ranks, config.trainer.min_ranks
+    rows, found = memory_plan(config, sizes), []
+    if nodes > 1:
+        held = ranks // nodes
+        named = (f"{first}-{first + held - 1}" if held > 1 else f"{first}" for first in range(0, ranks, held))
+        found.append(
+            f"{nodes} nodes hold {held} of the trainer's ranks each ({'; '.join(named)}). For them a node needs "
+            f"{f'{held} GPUs and ' if config.trainer.device == 'cuda' else ''}about "
+            f"{_ranks_on_host(rows, held) / GIB:.1f} GiB of main memory, besides that of other services on it."
+        )
+    if fewest and fewest < ranks:
+        fewer = _with_ranks(config, fewest)
+        if config.trainer.device == "cuda":
+            needed, usual = _fullest(fewer, memory_plan(fewer, sizes)), _fullest(config, rows)
+            what = "the fullest GPU holds"
+        else:
+            needed, usual = _ranks_on_host(memory_plan(fewer, sizes), 1), _ranks_on_host(rows, 1)
+            what = "a rank takes"
+        found.append(
+            f"Without the machines that are missing after {config.trainer.attach_seconds:g} s it goes on with at least "
+            f"{fewest} of {ranks} ranks: {what} about {needed / GIB:.1f} GiB instead of {usual / GIB:.1f}."
+        )
+    return found
+
+
+def _with_ranks(config: Config, ranks: int) -> Config:
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": ranks})})
+
+
+def _ranks_on_host(rows: Sequence[MemoryRow], ranks: int) -> int:
+    """Return the bytes of main memory of so many of the trainer's ranks."""
+    return ranks * sum(row.total for row in rows if not row.on_gpu and row.role.startswith(("trainer", "critic")))
+
+
 def _overlap(config: Config, rows: Sequence[MemoryRow], needed: int, gpu_bytes: int | None) -> str:
     """Describe whether engine and trainer fit on a GPU while both work."""
     pools = {pool.member_prefix for pool in config.rollout_pools}
@@ -92,11 +128,17 @@ def check_gpu_memory(config: Config, gpu_bytes: int) -> None:
 
 
 def memory_warnings(
-    config: Config, sizes: ModelSizes, *, gpu_bytes: int | None = None, host_bytes: int | None = None
+    config: Config,
+    sizes: ModelSizes,
+    *,
+    gpu_count: int = 0,
+    gpu_bytes: int | None = None,
+    host_bytes: int | None = None,
 ) -> list[str]:
     """Return why a trainer on GPUs does not fit, as sentences with what helps; [] if it does, or sizes are unknown.
 
     Args:
+        gpu_count: GPUs of this machine, which counts as one of the nodes; 0: unknown.
         gpu_bytes: memory of the smallest GPU of this machine; None: unknown.
         host_bytes: free main memory of this machine; None: unknown.
     """
@@ -118,11 +160,28 @@ def memory_warnings(
         found.append(
             f"A GPU must hold about {needed / GIB:.1f} GiB, and this machine's have {gpu_bytes / GIB:.1f}: {helps}."
         )
-    in_main_memory = sum(row.total * row.count for row in rows if not row.on_gpu)
-    if host_bytes is not None and in_main_memory > host_bytes:
+    nodes, held = config.placement.trainer_nodes, trainer.ranks // config.placement.trainer_nodes
+    if nodes > 1 and 0 < gpu_count < held:
         found.append(
-            f"All processes together take about {in_main_memory / GIB:.1f} GiB of main memory, and this machine has "
-            f"{host_bytes / GIB:.1f} free: spread the ranks over several machines."
+            f"A node must have {held} GPUs for its ranks, and this machine has {gpu_count}: raise "
+            f"placement.trainer_nodes if the others are like it."
+        )
+    fewer = _with_ranks(config, trainer.min_ranks or trainer.ranks)
+    fewest = _fullest(fewer, memory_plan(fewer, sizes))
+    if gpu_bytes is not None and needed <= gpu_bytes < fewest:
+        found.append(
+            f"With trainer.min_ranks = {trainer.min_ranks} a GPU must hold about {fewest / GIB:.1f} GiB, and this "
+            f"machine's have {gpu_bytes / GIB:.1f}: raise it."
+        )
+    whole = sum(row.total * row.count for row in rows if not row.on_gpu)
+    in_main_memory = whole if nodes == 1 else _ranks_on_host(rows, held)
+    if host_bytes is not None and in_main_memory > host_bytes:
+        what, fix = "All processes together take", "spread the ranks over several machines"
+        if nodes > 1:
+            what, fix = "The ranks of a node take", "raise placement.trainer_nodes"
+        found.append(
+            f"{what} about {in_main_memory / GIB:.1f} GiB of main memory, and this machine has "
+            f"{host_bytes / GIB:.1f} free: {fix}."
         )
     return found
 
@@ -141,7 +200,7 @@ def _ranks_that_fit(config: Config, sizes: ModelSizes, gpu_bytes: int) -> int | 
     ranks = config.trainer.ranks
     while ranks < _MOST_RANKS:
         ranks *= 2
-        wider = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": ranks})})
+        wider = _with_ranks(config, ranks)
         if _fullest(wider, memory_plan(wider, sizes)) <= gpu_bytes:
             return ranks
     return None

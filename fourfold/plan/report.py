@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
-from fourfold.config import Config, CriticConfig, DataSourceConfig, RewardConfig, RolloutPool, TrainerConfig
+from fourfold.config import (
+    Config,
+    CriticConfig,
+    DataSourceConfig,
+    EvalSet,
+    RewardConfig,
+    RolloutPool,
+    TrainerConfig,
+    TrainSourceConfig,
+    block_counts,
+)
 from fourfold.config.reward import RewardModelConfig
+from fourfold.config.sources import MIXTURE_BLOCK
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import available_memory, smallest_memory, visible_gpus
 from fourfold.model.classifier import ClassifierFolder
@@ -28,8 +40,9 @@ from fourfold.plan.memory import (
     memory_plan,
     weight_bytes,
 )
-from fourfold.plan.models import AdapterPlan, check_sequence_parallel, model_sizes
-from fourfold.plan.placement import gpu_plan, memory_warnings
+from fourfold.plan.models import AdapterPlan, check_context, check_sequence_parallel, model_sizes
+from fourfold.plan.placement import gpu_plan, memory_warnings, node_plan
+from fourfold.plan.preflight import Preflight, check_recipe
 from fourfold.plan.rates import RunRates, read_rates
 from fourfold.plan.weight_update import update_cost
 from fourfold.text import align_columns
@@ -47,35 +60,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="folder of a run, such as runs/NAME: predict step time and speed-up from its metrics",
     )
+    configuration.add_set_option(parser, "batch.group_size=4")
+    parser.add_argument(
+        "--skip-checks",
+        action="store_true",
+        help="do not read data and reward functions, which may be on another machine",
+    )
     parser.add_argument("--resolved", action="store_true", help="print the recipe with every default written out")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the plan of a recipe, or the recipe with all defaults."""
-    config = configuration.load(args.recipe)
+    config = configuration.load(args.recipe, args.set)
     if args.resolved and args.rates:
         raise ConfigError("--resolved and --rates exclude each other: a recipe has no rates; give one of them")
+    if args.resolved:
+        print(configuration.dump(config), end="")
+        return 0
     run = read_rates(args.rates) if args.rates else None
-    print(configuration.dump(config) if args.resolved else describe(config, run), end="")
+    found = Preflight(config) if args.skip_checks else check_recipe(config, args.recipe, args.set)
+    print(describe(config, run, found), end="")
     return 0
 
 
-def describe(config: Config, run: RunRates | None = None) -> str:
-    """Return the plan as text, with step times if rates are known; its models must exist and fit the recipe."""
+def describe(config: Config, run: RunRates | None = None, found: Preflight | None = None) -> str:
+    """Return the plan as text, with step times if rates are known; its models must exist and fit the recipe.
+
+    `found` has what the checks of data and rewards have found.
+    """
+    found = found or Preflight(config)
+    check_context(config)
     check_sequence_parallel(config)
     sizes, plan = model_sizes(config), batch_plan(config)
     shape = sizes.policy
     rows = memory_plan(config, sizes)
-    gpu_bytes = smallest_memory(visible_gpus())
-    on_gpus = gpu_plan(config, rows, gpu_bytes)
+    gpus = visible_gpus()
+    gpu_bytes = smallest_memory(gpus)
+    on_gpus, on_nodes = gpu_plan(config, rows, gpu_bytes), node_plan(config, sizes)
     host_bytes = None if gpu_bytes is None else available_memory()  # a plan may be made on another machine
-    warnings = memory_warnings(config, sizes, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    warnings = memory_warnings(config, sizes, gpu_count=len(gpus), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    warnings = [*warnings, *found.warnings]
     # Label and paragraph; further paragraphs of a label have an empty one.
     paragraphs = [
         ("model", _model(config, shape)),
         *([("lora", _lora(config, shape, sizes.adapters))] if sizes.adapters else []),
-        ("data", _data(config)),
-        ("held out", _held_out(config, plan)),
+        *zip_longest(["data"], [_data(config), *found.notes.get("data", ())], fillvalue=""),
+        *zip_longest(["held out"], [_held_out(config, plan), *found.notes.get("held out", ())], fillvalue=""),
         ("one step", _step(config, plan)),
         *zip_longest(["algorithm"], algorithm_plan(config), fillvalue=""),
         ("the run", _run(config, plan, checkpoint_bytes(config, sizes))),
@@ -83,9 +113,10 @@ def describe(config: Config, run: RunRates | None = None) -> str:
         *zip_longest(["optimizer"], _optimizer(config), fillvalue=""),
         *zip_longest(["rollout"], (_rollout(config, pool, shape) for pool in config.rollout_pools), fillvalue=""),
         *zip_longest(["agents"] if config.agents.source != "none" else [], agents_plan(config), fillvalue=""),
-        ("reward", _reward(config)),
+        *zip_longest(["reward"], [_reward(config), *found.notes.get("reward", ())], fillvalue=""),
         ("reference", _reference(config)),
         *zip_longest(["placement"] if on_gpus else [], on_gpus, fillvalue=""),
+        *zip_longest(["nodes"] if on_nodes else [], on_nodes, fillvalue=""),
         *zip_longest(["warning"] if warnings else [], warnings, fillvalue=""),
         *zip_longest(["weights"], _weights(config, shape), fillvalue=""),
         *zip_longest(["policy lag"], lag_plan(config, shape), fillvalue=""),
@@ -125,22 +156,45 @@ def _data(config: Config) -> str:
     data = config.data
     form = "as chat" if data.chat else "as plain text"
     system = f'; system prompt "{data.system_prompt}"' if data.system_prompt else "."
-    if data.train is None:
+    if not data.train:
         return "none: agents bring their own groups of attempts."
-    return f"{_source(data.train)}, {form}{system}"
+    order = ", in the order of the files" if data.order == "file" else ""
+    return f"{_sources(data.train)}, {form}{order}{system}"
+
+
+def _sources(sources: Sequence[TrainSourceConfig]) -> str:
+    if len(sources) == 1:
+        return _source(sources[0])
+    weights = [source.weight for source in sources if source.weight is not None]
+    if not weights:
+        return "one pool of " + "; ".join(f"{source.title} ({_source(source)})" for source in sources)
+    shares = [count / MIXTURE_BLOCK for count in block_counts(weights)]
+    parts = (f"{share:.1%} {one.title} ({_source(one)})" for share, one in zip(shares, sources, strict=True))
+    return f"a mixture of {'; '.join(parts)}, exact in each {MIXTURE_BLOCK:,} prompts"
 
 
 def _source(source: DataSourceConfig) -> str:
     if source.reasoning_gym:
         options = "".join(f"{key} {value}, " for key, value in source.options.items())
         return f"{source.size:,} rows made by reasoning-gym `{source.reasoning_gym}` ({options}seed {source.seed})"
-    return f"{f'the first {source.size:,}' if source.size else 'all'} rows of {source.path}"
+    part = " ".join(filter(None, (source.config, source.split)))
+    rows = f"the first {source.size:,}" if source.size else "all"
+    return f"{rows} rows of {source.path}{f' ({part})' if part else ''}"
 
 
 def _held_out(config: Config, plan: BatchPlan) -> str:
     if not plan.evaluations:
         return "nothing, so no accuracy is measured; add [data.holdout] or [data.eval] to measure it."
-    if (rule := config.data.holdout) is not None:
+    sets = " ".join(_held_out_set(config, held_out) for held_out in config.eval_sets)
+    steps = ", ".join(str(step) for step in plan.evaluations[1:7])
+    more = f", ... {plan.evaluations[-1]}" if len(plan.evaluations) > 7 else ""
+    return f"{sets} before step 1 and after steps {steps}{more}."
+
+
+def _held_out_set(config: Config, held_out: EvalSet) -> str:
+    """Return the rows of a held-out set, and the answers to them, without the steps."""
+    rule = config.data.holdout
+    if held_out.source is None and rule is not None:
         key = f"`{rule.field}`"
         if rule.unordered_numbers:
             key = f"numbers in {key}, in any order,"
@@ -150,14 +204,12 @@ def _held_out(config: Config, plan: BatchPlan) -> str:
         )
         prompts = "each of their distinct prompts"
     else:
-        assert config.data.eval is not None
-        rows, prompts = f"{_source(config.data.eval)}.", "each of their prompts"
-    if config.evaluation.max_prompts:
-        prompts = f"the first {config.evaluation.max_prompts:,} of their prompts"
-    answers = _count(config.evaluation.samples_per_prompt, "sampled answer")
-    steps = ", ".join(str(step) for step in plan.evaluations[1:7])
-    more = f", ... {plan.evaluations[-1]}" if len(plan.evaluations) > 7 else ""
-    return f"{rows} {answers} to {prompts} before step 1 and after steps {steps}{more}."
+        assert held_out.source is not None
+        rows, prompts = f"{_source(held_out.source)}.", "each of their prompts"
+    if held_out.max_prompts:
+        prompts = f"the first {held_out.max_prompts:,} of their prompts"
+    answers = _count(held_out.samples_per_prompt, "greedy answer" if held_out.temperature == 0 else "sampled answer")
+    return f"{rows} {answers} to {prompts}"
 
 
 def _step(config: Config, plan: BatchPlan) -> str:
@@ -323,7 +375,7 @@ def _scorer(table: RewardConfig) -> str:
 
 def _reward_model(table: RewardConfig, model: RewardModelConfig) -> str:
     folder = ClassifierFolder.read(model.source)
-    where = f"{model.gpus_per_replica} GPU" if model.device == "cuda" else "CPU"
+    where = f"{model.gpus_per_replica} {model.gpu or 'GPU'}" if model.device == "cuda" else "CPU"
     each = " each" if model.device == "cuda" and table.replicas != 1 else ""
     longest = model.max_tokens or folder.longest
     limit = f"of at most {longest:,} tokens" if longest else "of any length"
@@ -337,7 +389,7 @@ def _reward_model(table: RewardConfig, model: RewardModelConfig) -> str:
 def _reference(config: Config) -> str:
     if not config.needs_reference:
         return "none, because algorithm.kl.coef is 0."
-    device = "GPU" if config.reference.device == "cuda" else "CPU"
+    device = config.reference.gpu or "GPU" if config.reference.device == "cuda" else "CPU"
     return f"{_services(config.reference.replicas)} on {device}, with the frozen weights of {config.model.source}."
 
 

@@ -19,6 +19,7 @@ from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking
 from fourfold.rpc.codec import chunks
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, MAX_NAME, clean, is_metric_name, is_reason
+from fourfold.tracing.spans import part_of_work
 
 # The proto allows 8 MiB. Smaller calls are spread over several services more evenly.
 _REQUEST_BYTES: Final = 4 << 20
@@ -72,7 +73,8 @@ class AsyncRewardClient(AsyncClient):
         left = self._countdown(timeout)
         scores: list[pb.SampleScore] = []
         for part in chunks(items, _REQUEST_BYTES, max_sample_count):
-            response = await self._call(self._stub.Score, pb.ScoreRequest(items=part), left())
+            with part_of_work(range(len(scores), len(scores) + len(part))):
+                response = await self._call(self._stub.Score, pb.ScoreRequest(items=part), left())
             if fault := ids_fault(part, response):
                 raise PeerFault(self.peer, fault[0], f"Score: {fault[1]}")
             scores.extend(map(_checked, part, response.scores))

@@ -33,6 +33,7 @@ class GroupRequest:
     params: rollout.SamplingParams  # with max_tokens and seed
     count: int  # samples
     version: int  # lowest policy version that an engine may have
+    sample_ids: tuple[str, ...] = ()  # names for traces; empty: the samples have none
     engine: tuple[str, str] | None = None  # member id and incarnation: to ask as long as it is usable; None: any
 
     def plan(

@@ -26,6 +26,7 @@ from fourfold.rpc.status import from_rpc
 from fourfold.security.access import Security
 from fourfold.security.material import server_name
 from fourfold.security.principal import Principal
+from fourfold.tracing import propagation
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -267,7 +268,7 @@ async def call(method: Callable[..., Awaitable[Response]], request: Message, *, 
     """
     name = method_name(request)
     with translate_errors(peer=peer, name=name, timeout=timeout):
-        response: Response | None = await method(request, timeout=timeout)
+        response: Response | None = await method(request, timeout=timeout, metadata=propagation.outgoing())
     return clean_response(response, peer=peer, name=name)
 
 
@@ -283,7 +284,7 @@ async def stream(
     Leaving the iterator (aclose, error, cancellation) cancels the call.
     """
     name = method_name(request)
-    running = method(request, timeout=timeout)
+    running = method(request, timeout=timeout, metadata=propagation.outgoing())
     try:
         with translate_errors(peer=peer, name=name, timeout=timeout):
             async for response in running:

@@ -11,8 +11,15 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -35,6 +42,7 @@ from fourfold.security.access import Security, check_identity
 from fourfold.security.principal import LOCAL, LOCAL_AGENT, Principal, current, set_current
 from fourfold.security.tokens import check_token
 from fourfold.text import clean
+from fourfold.tracing import propagation
 
 log = logging.getLogger("fourfold.rpc.server")
 
@@ -135,6 +143,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 try:
                     admit(context, held)
                     admitted = True
+                    held.enter_context(_traced(context, label, record))
                     yield
                 except grpc.aio.AbortError:
                     record.code = _code_name(context)
@@ -205,6 +214,18 @@ def authorize_token(security: Security) -> Authorize:
         return Principal("agent", check_token(header, method, security.tokens).name)
 
     return authorize
+
+
+@contextmanager
+def _traced(context: Context, method: str, record: CallRecord) -> Iterator[None]:
+    """Make the spans of a call, in the traces that its caller records."""
+    attributes = {"rpc.system.name": "grpc", "rpc.method": method}
+    with propagation.incoming(context.invocation_metadata(), method, attributes) as spans:
+        try:
+            yield
+        finally:
+            spans.set({"rpc.response.status_code": record.code})
+            spans.end_all(error=None if record.code == "OK" else record.code)
 
 
 def _code_name(context: Context) -> str:

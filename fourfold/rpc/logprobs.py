@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from fourfold.arrays import Float32Array, Sample
 from fourfold.rpc.client import AsyncClient
 from fourfold.rpc.codec import chunks, pack_ints
+from fourfold.tracing.spans import part_of_work
 from fourfold.types.v1 import experience_pb2 as pb
 
 # The protos allow 8 MiB per request.
@@ -33,7 +34,8 @@ async def compute_logprobs(
     left = client._countdown(timeout)
     rows: list[Float32Array] = []
     for chunk in chunks(experiences, _REQUEST_BYTES):
-        response = await client._call(method, make_request(experiences=chunk), left())
+        with part_of_work(range(len(rows), len(rows) + len(chunk))):
+            response = await client._call(method, make_request(experiences=chunk), left())
         check = client._check(response)
         unpacked = check.rows(response.logprobs, chunk)
         check.logprobs(unpacked, chunk)

@@ -38,7 +38,7 @@ ROLES: Final = (
     *("rollout", "trainer", "reward", "reference", "gateway", "environment", "coordinator"),
     *("viewer", "operator"),
 )
-"""Roles of certificates. Viewers are `fourfold run`, `watch` and `weights`, which only read the state of the run.
+"""Roles of certificates. Viewers are `fourfold run`, `watch`, `weights` and `view`, which only read the run.
 Operators may change it: `fourfold reward`."""
 # Principals without a name: `open_channel` accepts any server of the role.
 COORDINATOR: Final = Principal("coordinator")
@@ -69,13 +69,19 @@ POLICY: Final[Mapping[str, frozenset[str]]] = {
     "fourfold.coordinator.v1.RunService": frozenset(
         {"viewer", "gateway", "environment"}
     ),  # to find engines and gateways
+    "fourfold.coordinator.v1.RunFileService": frozenset({"viewer"}),
     "fourfold.coordinator.v1.ScorerService": frozenset({"operator"}),
     "fourfold.agent.v1.AgentService": frozenset({"environment"}),
     # Health and reflection are open to every certificate of the deployment.
     "grpc.health.v1.Health": frozenset(ROLES),
     "grpc.reflection.v1alpha.ServerReflection": frozenset(ROLES),
 }
-PUBLIC_SERVICES: Final = frozenset({"fourfold.rollout.v1.RolloutService", "fourfold.agent.v1.AgentService"})
+PUBLIC_SERVICES: Final = frozenset(
+    {
+        *("fourfold.rollout.v1.RolloutService", "fourfold.agent.v1.AgentService"),
+        *("fourfold.coordinator.v1.RunService", "fourfold.coordinator.v1.RunFileService"),
+    }
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,9 +96,10 @@ class Security:
     _revoked: WatchedFiles[frozenset[str]] | None = None
 
     @staticmethod
-    def load(config: SecurityConfig, member: Principal) -> Security | None:
+    def load(config: SecurityConfig, member: Principal, *, public: bool = False) -> Security | None:
         """Read the files of `member`; return None when the recipe has no [security] table.
 
+        Tokens are read for a service with a `public` port, and for roles that always may have one.
         ConfigError names a file that is missing, malformed or readable by others, or a certificate that is not usable.
         """
         if not config.directory:
@@ -110,8 +117,8 @@ class Security:
         folder, tokens_file = Path(config.directory), Path(config.tokens_file)
         own, revoked = folder / f"{member.name}.pem", folder / REVOKED_FILE
         tokens: WatchedFiles[dict[str, TokenGrant]] | None = None
-        # Only rollout services and gateways have public ports; other machines need no token file.
-        if config.tokens_file and member.role in ("rollout", "gateway"):
+        # Other machines need no token file.
+        if config.tokens_file and (public or member.role in ("rollout", "gateway")):
             tokens = WatchedFiles([tokens_file], lambda: read_tokens(tokens_file))
             if not tokens.get():
                 raise ConfigError(f"{tokens_file}: holds no token digest; make one with `fourfold certs token add`")

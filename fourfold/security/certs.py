@@ -34,7 +34,7 @@ from fourfold.errors import ConfigError
 from fourfold.security.access import REVOKED_FILE, ROLES, fingerprint
 from fourfold.security.material import MEMBER_NAME, check_private, read_file, read_lines, server_name, uri
 from fourfold.security.principal import Principal
-from fourfold.security.tokens import SCOPES, TokenGrant, parse_grant, read_tokens
+from fourfold.security.tokens import DEFAULT_SCOPES, TokenGrant, parse_grant, read_tokens
 
 VALID_DAYS: Final = 365
 AUTHORITY_DAYS: Final = 3650
@@ -174,8 +174,8 @@ def add_token(
 ) -> str:
     """Make a token, append its grant to the file, and return the token. The token itself is stored nowhere.
 
-    A missing file is made. `scopes` are keys of `tokens.SCOPES`; none means all. Without `days` the token stays valid.
-    `limits` has keys of `tokens.LIMITS`.
+    A missing file is made. `scopes` are keys of `tokens.SCOPES`; none means `tokens.DEFAULT_SCOPES`. Without `days` the
+    token stays valid. `limits` has keys of `tokens.LIMITS`.
 
     Raises:
         ConfigError: the name is malformed or taken, or a scope or limit is unknown.
@@ -184,7 +184,7 @@ def add_token(
     grant = TokenGrant(
         name=name,
         digest=hashlib.sha256(token.encode()).digest(),
-        scopes=frozenset(scopes or SCOPES),
+        scopes=frozenset(scopes or DEFAULT_SCOPES),
         expires=None if days is None else _now() + datetime.timedelta(days=days),
         limits=limits or {},
     )

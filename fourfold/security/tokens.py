@@ -5,7 +5,7 @@ The file has one line per token, with the token's SHA-256 and never the token it
     NAME SHA256 [scopes=generate,info] [expires=2027-01-31T00:00:00Z] [concurrent_calls=4] [tokens_in_flight=20000]
         [calls_per_second=10]
 
-(on one line). An absent option does not restrict: all scopes, no expiry, the limits of the port.
+(on one line). An absent option does not restrict: all scopes but `view`, no expiry, the limits of the port.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
 from fourfold.security.material import read_lines
 from fourfold.security.principal import CallerLimits
 
-# Methods of the public services that each scope allows: sampling, reading limits, and sessions that are trained on.
+# Methods of the public services that each scope allows: sampling, reading limits, sessions that are trained on, and
+# reading what a run has recorded.
 SCOPES: Final[Mapping[str, frozenset[str]]] = {
     "generate": frozenset(
         {"Generate", "ScoreTokens", "ParseCompletion", "Tokenize", "Detokenize", "ApplyChatTemplate"}
     ),
     "info": frozenset({"GetInfo", "GetQuota", "WatchLoad"}),
     "train": frozenset({"NextTask", "OpenSession", "CloseSession", "ExportSession", "WatchSession"}),
+    "view": frozenset({"GetRun", "WatchRun", "GetWeightPlane", "ReadFile"}),
 }
+DEFAULT_SCOPES: Final = frozenset(SCOPES) - {"view"}
+"""Scopes of a token that names none: whoever samples from a model need not read all prompts and answers of a run."""
 # Limits that a token may have.
 LIMITS: Final = tuple(limit.name for limit in fields(CallerLimits))
 
@@ -47,7 +51,7 @@ class TokenGrant:
     """Names the holder in logs and quotas; unique in the file."""
     digest: bytes = field(repr=False)
     """SHA-256 of the token."""
-    scopes: frozenset[str] = frozenset(SCOPES)
+    scopes: frozenset[str] = DEFAULT_SCOPES
     expires: datetime.datetime | None = None
     """With time zone; None: never."""
     limits: Mapping[str, float] = field(default_factory=dict)
@@ -56,7 +60,7 @@ class TokenGrant:
     def line(self) -> str:
         """Return the grant as a line of the file, without a line end."""
         words = [self.name, self.digest.hex()]
-        if self.scopes != frozenset(SCOPES):
+        if self.scopes != DEFAULT_SCOPES:
             words.append(f"scopes={','.join(sorted(self.scopes))}")
         if self.expires is not None:
             words.append(f"expires={self.expires.astimezone(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}")
@@ -68,7 +72,7 @@ def parse_grant(line: str) -> TokenGrant:
     name, digest, *options = line.split() if len(line.split()) > 1 else ("", "")
     if not _TOKEN_NAME.fullmatch(name) or not _DIGEST.fullmatch(digest):
         raise ConfigError("no token digest; a line is NAME, a space, and 64 hexadecimal digits, then KEY=VALUE words")
-    scopes, expires, limits = frozenset(SCOPES), None, dict[str, float]()
+    scopes, expires, limits = DEFAULT_SCOPES, None, dict[str, float]()
     for option in options:
         key, _, value = option.partition("=")
         if key == "scopes":

@@ -41,6 +41,7 @@ from fourfold.security.principal import CallerLimits, Principal
 from fourfold.service.exporter import Exporter
 from fourfold.service.membership import Membership
 from fourfold.service.metrics_server import DiscoveryFile, MetricsServer
+from fourfold.tracing import export as tracing
 
 _log = logging.getLogger("fourfold.service.lifecycle")
 
@@ -72,6 +73,7 @@ class ServeOptions:
     engines: tuple[str, ...] = ()  # host:port of each engine of a gateway without a coordinator
     ranks: range | None = None  # ranks of the trainer that this process holds; None: all of them
     interface: str = ""  # network interface of the ranks' collectives; empty: the one on the way to rank 0
+    evaluate: bool = False  # the coordinator evaluates the model of the recipe, and trains nothing
 
 
 class ServiceHost:
@@ -96,7 +98,11 @@ class ServiceHost:
         self.options = options
         self.role = role
         self.tokenizer_sha256 = b""  # 32 bytes or none; `start` may set it
-        self.security = Security.load(options.config.security, Principal(options.role, options.member_id))
+        self.security = Security.load(
+            options.config.security,
+            Principal(options.role, options.member_id),
+            public=options.role == "coordinator" and bool(options.config.view.public_listen),
+        )
         self.quotas = Quotas(limits_by_role(agent_limits(options.config), self._token_limits))
         self._stats = CallStats()
         self.server = Server(
@@ -109,7 +115,13 @@ class ServiceHost:
         )
         self.exporter = Exporter(options.role, stats=self._stats, ready=lambda: self.server.ready)
         self._metrics = metrics_server(options, self.exporter)
+        self.tracing = tracing.start(
+            options.config, role=options.role, member_id=options.member_id, run_dir=options.run_dir
+        )
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
+        self.on_signal: list[Callable[[], Awaitable[None]]] = []
+        """Awaited before the drain that a signal starts, while the service works as before. They limit themselves, and
+        a second signal ends the process. Not under a launcher: its signal ends the whole run."""
         self.target = ""  # host:port for other services; set when the server listens
         self._servers = [self.server]
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -178,6 +190,11 @@ class ServiceHost:
                 until.close()
             self._print_fatal()
 
+    @property
+    def signalled(self) -> bool:
+        """Return whether a signal ended the service."""
+        return self._signal is not None
+
     def _set_ready(self, ready: bool) -> None:
         for server in self._servers:
             server.set_ready(ready)
@@ -211,6 +228,9 @@ class ServiceHost:
             for task in tasks - {stop}:
                 if task.done() and not self._stop.is_set():
                     await task  # raises its error
+            if self.signalled and PARENT_PID_VARIABLE not in os.environ:
+                for step in self.on_signal:
+                    await step()
         finally:
             for task in tasks - {work}:
                 task.cancel()
@@ -241,6 +261,7 @@ class ServiceHost:
         await asyncio.gather(*(server.stop(_GRACE_SECONDS) for server in self._servers))
         if self._metrics is not None:
             await self._metrics.stop()
+        await asyncio.to_thread(self.tracing.stop)
 
     async def _unless_stopped(self, work: Awaitable[None]) -> None:
         """Await `work`; cancel it when the service is stopped first."""

@@ -21,6 +21,7 @@ from fourfold.rpc.codec import Buffer, chunks, encode_parts, encode_stream, pack
 from fourfold.rpc.logprobs import compute_logprobs, from_samples, from_token_ids
 from fourfold.rpc.responses import ResponseCheck, clean_response
 from fourfold.text import clean, is_metric_name, is_reason
+from fourfold.tracing import propagation
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
@@ -116,7 +117,7 @@ class AsyncTrainerClient(AsyncClient):
             FourfoldError: Any other error of the trainer or of the connection.
         """
         timeout = self._seconds(timeout)
-        running = self._train_step(timeout=timeout)
+        running = self._train_step(timeout=timeout, metadata=propagation.outgoing())
         try:
             with translate_errors(peer=self.peer, name="TrainStep", timeout=timeout):
                 try:
@@ -278,15 +279,20 @@ class AsyncTrainerClient(AsyncClient):
         _check_step(self._check(response), status.step, wanted=step)
         return status
 
-    async def export_model(self, name: str, *, ema: bool = False, timeout: float | None = None) -> str:
+    async def export_model(
+        self, name: str, *, ema: bool = False, critic: bool = False, timeout: float | None = None
+    ) -> str:
         """Write the weights as a Hugging Face folder; return its absolute path on the trainer's machine.
 
         Args:
             name: name of the folder inside the trainer's run folder.
             ema: write the moving average of the weights instead; raises WrongState when the recipe keeps none.
+            critic: write the critic instead, a classifier with one label; raises WrongState when there is none.
             timeout: seconds.
         """
-        response = await self._call(self._stub.ExportModel, pb.ExportModelRequest(name=name, ema=ema), timeout)
+        response = await self._call(
+            self._stub.ExportModel, pb.ExportModelRequest(name=name, ema=ema, critic=critic), timeout
+        )
         self._check(response).require(bool(response.path), "the response has no path")
         return response.path
 

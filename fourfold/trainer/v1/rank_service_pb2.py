@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&fourfold/trainer/v1/rank_service.proto\x12\x13\x66ourfold.trainer.v1\"\x95\x01\n\x12\x41ttachRanksRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.fourfold.trainer.v1.RanksHelloH\x00\x12/\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x1e.fourfold.trainer.v1.RankBytesH\x00\x12\x11\n\x07\x66\x61ilure\x18\x03 \x01(\tH\x00\x42\t\n\x07message\"\x99\x01\n\x13\x41ttachRanksResponse\x12\x33\n\x05hello\x18\x01 \x01(\x0b\x32\".fourfold.trainer.v1.RankZeroHelloH\x00\x12/\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x1e.fourfold.trainer.v1.RankBytesH\x00\x12\x11\n\x07leaving\x18\x03 \x01(\x08H\x00\x42\t\n\x07message\"\x89\x01\n\nRanksHello\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x12\n\nfirst_rank\x18\x02 \x01(\r\x12\x11\n\tlast_rank\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x14\n\x0cmodel_sha256\x18\x07 \x01(\x0c\"\x1d\n\rRankZeroHello\x12\x0c\n\x04host\x18\x01 \x01(\t\"\'\n\tRankBytes\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32s\n\x0bRankService\x12\x64\n\x0b\x41ttachRanks\x12\'.fourfold.trainer.v1.AttachRanksRequest\x1a(.fourfold.trainer.v1.AttachRanksResponse(\x01\x30\x01\x42L\n\x13\x66ourfold.trainer.v1P\x01Z\x1d\x66ourfold/trainer/v1;trainerv1\xaa\x02\x13\x46ourfold.Trainer.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&fourfold/trainer/v1/rank_service.proto\x12\x13\x66ourfold.trainer.v1\"\xa7\x01\n\x12\x41ttachRanksRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.fourfold.trainer.v1.RanksHelloH\x00\x12/\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x1e.fourfold.trainer.v1.RankBytesH\x00\x12\x11\n\x07\x66\x61ilure\x18\x03 \x01(\tH\x00\x12\x10\n\x06notice\x18\x04 \x01(\x08H\x00\x42\t\n\x07message\"\xaa\x01\n\x13\x41ttachRanksResponse\x12\x33\n\x05hello\x18\x01 \x01(\x0b\x32\".fourfold.trainer.v1.RankZeroHelloH\x00\x12/\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x1e.fourfold.trainer.v1.RankBytesH\x00\x12\x11\n\x07leaving\x18\x03 \x01(\x08H\x00\x12\x0f\n\x05saved\x18\x04 \x01(\x08H\x00\x42\t\n\x07message\"\x89\x01\n\nRanksHello\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x12\n\nfirst_rank\x18\x02 \x01(\r\x12\x11\n\tlast_rank\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x14\n\x0cmodel_sha256\x18\x07 \x01(\x0c\"\x1d\n\rRankZeroHello\x12\x0c\n\x04host\x18\x01 \x01(\t\"\'\n\tRankBytes\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32s\n\x0bRankService\x12\x64\n\x0b\x41ttachRanks\x12\'.fourfold.trainer.v1.AttachRanksRequest\x1a(.fourfold.trainer.v1.AttachRanksResponse(\x01\x30\x01\x42L\n\x13\x66ourfold.trainer.v1P\x01Z\x1d\x66ourfold/trainer/v1;trainerv1\xaa\x02\x13\x46ourfold.Trainer.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\023fourfold.trainer.v1P\001Z\035fourfold/trainer/v1;trainerv1\252\002\023Fourfold.Trainer.V1'
   _globals['_ATTACHRANKSREQUEST']._serialized_start=64
-  _globals['_ATTACHRANKSREQUEST']._serialized_end=213
-  _globals['_ATTACHRANKSRESPONSE']._serialized_start=216
-  _globals['_ATTACHRANKSRESPONSE']._serialized_end=369
-  _globals['_RANKSHELLO']._serialized_start=372
-  _globals['_RANKSHELLO']._serialized_end=509
-  _globals['_RANKZEROHELLO']._serialized_start=511
-  _globals['_RANKZEROHELLO']._serialized_end=540
-  _globals['_RANKBYTES']._serialized_start=542
-  _globals['_RANKBYTES']._serialized_end=581
-  _globals['_RANKSERVICE']._serialized_start=583
-  _globals['_RANKSERVICE']._serialized_end=698
+  _globals['_ATTACHRANKSREQUEST']._serialized_end=231
+  _globals['_ATTACHRANKSRESPONSE']._serialized_start=234
+  _globals['_ATTACHRANKSRESPONSE']._serialized_end=404
+  _globals['_RANKSHELLO']._serialized_start=407
+  _globals['_RANKSHELLO']._serialized_end=544
+  _globals['_RANKZEROHELLO']._serialized_start=546
+  _globals['_RANKZEROHELLO']._serialized_end=575
+  _globals['_RANKBYTES']._serialized_start=577
+  _globals['_RANKBYTES']._serialized_end=616
+  _globals['_RANKSERVICE']._serialized_start=618
+  _globals['_RANKSERVICE']._serialized_end=733
 # @@protoc_insertion_point(module_scope)

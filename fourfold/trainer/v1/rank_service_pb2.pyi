@@ -25,8 +25,13 @@ class AttachRanksRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    NOTICE_FIELD_NUMBER: _builtins.int
     failure: _builtins.str
     """Last, when a rank has died or the machine leaves: the cause, for users."""
+    notice: _builtins.bool
+    """True: the machine is about to leave. Rank 0 saves a checkpoint after the step in flight, and after each later one,
+    besides the run's; it answers `saved` after the first.
+    """
     @_builtins.property
     def hello(self) -> Global___RanksHello:
         """First."""
@@ -41,12 +46,13 @@ class AttachRanksRequest(_message.Message):
         hello: Global___RanksHello | None = ...,
         bytes: Global___RankBytes | None = ...,
         failure: _builtins.str = ...,
+        notice: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failure", b"failure", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failure", b"failure", "hello", b"hello", "message", b"message", "notice", b"notice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failure", b"failure", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failure", b"failure", "hello", b"hello", "message", b"message", "notice", b"notice"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bytes", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bytes", "failure", "notice"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -61,8 +67,11 @@ class AttachRanksResponse(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
     leaving: _builtins.bool
     """True: rank 0 ends in good order; the end of the ranks after it is no failure."""
+    saved: _builtins.bool
+    """True: nothing is lost if the machine leaves now; or no checkpoint can be written."""
     @_builtins.property
     def hello(self) -> Global___RankZeroHello:
         """First: the ranks are attached, and may now be started."""
@@ -77,12 +86,13 @@ class AttachRanksResponse(_message.Message):
         hello: Global___RankZeroHello | None = ...,
         bytes: Global___RankBytes | None = ...,
         leaving: _builtins.bool = ...,
+        saved: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "hello", b"hello", "leaving", b"leaving", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "hello", b"hello", "leaving", b"leaving", "message", b"message", "saved", b"saved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "hello", b"hello", "leaving", b"leaving", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "hello", b"hello", "leaving", b"leaving", "message", b"message", "saved", b"saved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bytes", "leaving"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bytes", "leaving", "saved"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

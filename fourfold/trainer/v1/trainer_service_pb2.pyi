@@ -704,6 +704,7 @@ class ExportModelRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     EMA_FIELD_NUMBER: _builtins.int
+    CRITIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of a folder inside the trainer's run folder, [A-Za-z0-9_-]{1,128}, which is replaced when
     it exists. INVALID_ARGUMENT when it is empty or a folder of the run: "checkpoints" or "logs".
@@ -712,15 +713,20 @@ class ExportModelRequest(_message.Message):
     """True: export the moving average of the weights; FAILED_PRECONDITION when the recipe keeps none
     (trainer.ema_decay = 0). False: export the weights.
     """
+    critic: _builtins.bool
+    """True: export the critic; FAILED_PRECONDITION when there is none, INVALID_ARGUMENT with `ema`.
+    False: export the policy.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         ema: _builtins.bool = ...,
+        critic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ema", b"ema", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["critic", b"critic", "ema", b"ema", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

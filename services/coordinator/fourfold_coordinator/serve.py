@@ -18,10 +18,12 @@ import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import grpc
 import numpy as np
+from google.protobuf.descriptor import ServiceDescriptor
 
 from fourfold.arrays import Int32Array
 from fourfold.config import dump
@@ -29,6 +31,7 @@ from fourfold.coordinator.v1 import (
     experience_service_pb2,
     membership_service_pb2,
     rendezvous_service_pb2,
+    run_file_service_pb2,
     run_service_pb2,
     scorer_service_pb2,
 )
@@ -36,6 +39,7 @@ from fourfold.coordinator.v1.experience_service_pb2_grpc import add_ExperienceSe
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.rendezvous_service_pb2_grpc import add_RendezvousServiceServicer_to_server
+from fourfold.coordinator.v1.run_file_service_pb2_grpc import add_RunFileServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold.coordinator.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
@@ -48,8 +52,18 @@ from fourfold.security.principal import Principal
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 
 from .data.prompts import PromptSet, load_prompts
-from .launch.run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE, REPORT_FILE, is_finished, locked
+from .launch.run_folder import (
+    ADDRESS_FILE,
+    CONFIG_FILE,
+    COORDINATOR_LOCK,
+    DEATH_VARIABLE,
+    LEDGER_FILE,
+    REPORT_FILE,
+    is_finished,
+    locked,
+)
 from .reporting.exported import RunSource
+from .reporting.run_files import RunFileServicer
 from .reporting.run_service import RunServicer
 from .reporting.run_totals import RunTotals
 from .rewards.scorers import COSTS_KEY, STATE_KEY, ScorerTable
@@ -61,27 +75,32 @@ from .routing.registry import Member, MemberChange, Registry
 from .routing.rendezvous import RendezvousServicer
 from .routing.router import MemberState, Router, rest_after
 from .routing.trainer_session import TrainerSession
+from .sinks.sink import check_sinks
+from .sinks.supervisor import SinkProcesses
 from .state.experiences import FOLDER as EXPERIENCES_FOLDER
 from .state.experiences import ExperienceStore
 from .state.faults import FaultLog
 from .state.files import DiskWriter, replace_file
 from .state.ledger import Ledger
 from .state.run_board import RunBoard
+from .state.sample_traces import SampleTraces
 from .state.segments import SegmentFiles
+from .state.timeline import Timeline
 from .tasks.board import TaskBoard
 from .tasks.servicer import ExperienceServicer, TaskSource
 from .training.context import RunContext
+from .training.evaluation.standalone import StandaloneEvaluation
 from .training.loop import TrainingLoop
 from .training.service_calls import ServiceCalls
 from .weights.broker import WeightBroker
+from .weights.loaded_model import LoadedModel
 from .weights.status import WeightPlaneStatus
 
 log = logging.getLogger("fourfold.coordinator")
 
-_LEDGER_FILE: Final = "ledger.sqlite"
-_LOCK_FILE: Final = "coordinator.lock"
 _PROMPTS_KEY: Final = "prompts_sha256"
 _RUN_ID_KEY: Final = "run_id"
+_TRACING: Final = "tracing"  # subject of a condition
 _RESTART_SECONDS: Final = 30.0  # of a gateway that was stopped, until it renews the leases of its sessions
 _PROBE_TEXT: Final = "The quick brown fox jumps over the lazy dog."
 # Services load models at the start, and users start some of them by hand, so the first wait is longer than later ones.
@@ -98,13 +117,14 @@ def main(options: ServeOptions) -> int:
     """Run the coordinator; return the exit code. A finished run exits at once."""
     folder = options.run_dir or Path("runs") / options.config.name
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / _LOCK_FILE, "coordinator"):
+    with locked(folder / COORDINATOR_LOCK, "coordinator"):
         if is_finished(folder, options.config):
             sys.stdout.write(
                 f"{folder} is finished already: its report is {folder / REPORT_FILE}. Raise steps to train further, or "
                 f"give --run-dir for another run.\n"
             )
             return 0
+        check_sinks(options.config.logging.sinks)
         if warning := check_room(folder):
             log.warning("%s", warning)
         if not (folder / CONFIG_FILE).exists():  # started by hand, not by the launcher
@@ -122,7 +142,7 @@ class Coordinator:
         """
         config = options.config
         self._config, self._folder, self._member_id = config, folder, options.member_id
-        self._recipe = options.recipe
+        self._recipe, self._evaluate = options.recipe, options.evaluate
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
@@ -130,7 +150,8 @@ class Coordinator:
             name=config.name, step_count=config.steps, max_policy_lag=config.asynchrony.max_policy_lag
         )
         self._disk = DiskWriter(folder, self._board, wait_seconds=config.retry.service_wait_seconds)
-        self._weight_status = WeightPlaneStatus()
+        timeline = Timeline()
+        self._weight_status = WeightPlaneStatus(timeline=timeline)
         self._registry = Registry(
             clock=SYSTEM_CLOCK,
             tokenizer_sha256=self._tokenizer.sha256,
@@ -144,8 +165,9 @@ class Coordinator:
             wait_seconds=config.retry.service_wait_seconds,
             on_wait=self._board.set_waiting_for,
             faults=FaultLog(report=self._board.report_condition, resolve=self._board.resolve_condition),
+            timeline=timeline,
         )
-        self._run_source = RunSource(self._board, self._router.faults, folder / _LEDGER_FILE)
+        self._run_source = RunSource(self._board, self._router.faults, folder / LEDGER_FILE)
         self._host.exporter.add(self._run_source.read, refresh=self._run_source.refresh)
         self._certificates = CertificateMonitor(self._host.security, self._registry, self._board, own=options.member_id)
         self._scorers = ScorerTable(config, self._registry, self._router)
@@ -157,27 +179,23 @@ class Coordinator:
         self._add_servicers()
 
     def _add_servicers(self) -> None:
-        """Add all services of the coordinator to its server."""
+        """Add all services to the server, and those for viewers to the public one, if there is one."""
+        tokenizer = model_folder.resolve(self._config.model.source) / "tokenizer.json"
+        files = RunFileServicer(self._folder, tokenizer)
         run = RunServicer(self._board, lambda: self._weight_status.to_proto(self._router.replicas()))
+        members = MembershipServicer(self._registry, self._certificates)
         rendezvous = RendezvousServicer(self._host.security)
-        for module, name, add, servicer in (
-            (
-                membership_service_pb2,
-                "MembershipService",
-                add_MembershipServiceServicer_to_server,
-                MembershipServicer(self._registry, self._certificates),
-            ),
-            (rendezvous_service_pb2, "RendezvousService", add_RendezvousServiceServicer_to_server, rendezvous),
-            (run_service_pb2, "RunService", add_RunServiceServicer_to_server, run),
-            (scorer_service_pb2, "ScorerService", add_ScorerServiceServicer_to_server, self._scorer_servicer),
-            (
-                experience_service_pb2,
-                "ExperienceService",
-                add_ExperienceServiceServicer_to_server,
-                self._experience_servicer,
-            ),
-        ):
-            self._host.server.add(module.DESCRIPTOR.services_by_name[name], add, servicer)
+        servers = [self._host.server]
+        if listen := self._config.view.public_listen:
+            servers.append(self._host.public_server(listen))
+        for server in servers:
+            server.add(_service(run_service_pb2), add_RunServiceServicer_to_server, run)
+            server.add(_service(run_file_service_pb2), add_RunFileServiceServicer_to_server, files)
+        server = self._host.server
+        server.add(_service(membership_service_pb2), add_MembershipServiceServicer_to_server, members)
+        server.add(_service(rendezvous_service_pb2), add_RendezvousServiceServicer_to_server, rendezvous)
+        server.add(_service(scorer_service_pb2), add_ScorerServiceServicer_to_server, self._scorer_servicer)
+        server.add(_service(experience_service_pb2), add_ExperienceServiceServicer_to_server, self._experience_servicer)
 
     def _on_member(self, member: Member, change: MemberChange) -> None:
         """Return the tasks of a gateway that left. A new process of the same name has the sessions of the old one."""
@@ -204,7 +222,7 @@ class Coordinator:
         """Run the training loop to its end, and report the outcome to watchers."""
         ledger: Ledger | None = None
         try:
-            ledger = await self._disk.write(Ledger, self._folder / _LEDGER_FILE)
+            ledger = await self._disk.write(Ledger, self._folder / LEDGER_FILE)
             segments = await self._disk.write_in_thread(SegmentFiles, self._folder / EXPERIENCES_FOLDER)
             await self._loop(ledger, ExperienceStore(segments, ledger, self._disk))
         except FourfoldError as error:
@@ -234,6 +252,7 @@ class Coordinator:
         await self._restore_scorers(ledger)
         self._run_source.totals = totals
         await self._disk.write(totals.save)
+        sinks = SinkProcesses(self._config, self._folder, self._board)
         background = [
             asyncio.create_task(self._router.run()),
             asyncio.create_task(self._show_members()),
@@ -241,14 +260,21 @@ class Coordinator:
             asyncio.create_task(self._certificates.run()),
             asyncio.create_task(totals.run()),
             asyncio.create_task(self._tasks.run()),
+            asyncio.create_task(sinks.run()),
         ]
         try:
             context = await self._assemble(ledger, experiences, totals)
             gc.collect()
             gc.freeze()  # modules and prompts live as long as the process
             gc.set_threshold(*_GC_THRESHOLDS)
-            background.append(asyncio.create_task(context.broker.run()))
-            await first_of(TrainingLoop(context).run(), background)
+            if self._evaluate:
+                background.append(asyncio.create_task(LoadedModel(context.router).run()))
+                work = StandaloneEvaluation(context, self._tokenizer).run()
+            else:
+                background.append(asyncio.create_task(context.broker.run()))
+                work = TrainingLoop(context).run()
+            await first_of(work, background)
+            await sinks.finish()
         finally:
             for task in background:
                 task.cancel()
@@ -270,14 +296,16 @@ class Coordinator:
 
     async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
         config = self._config
-        prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
-        self._scoring.check_prompts((*prompts.train, *prompts.held_out))
+        prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer, train=not self._evaluate)
+        self._scoring.check_prompts((*prompts.train, *prompts.held_out_prompts))
         await self._disk.write(check_same_data, prompts, ledger)
         router = self._router
         session = TrainerSession(router, config, self._board)
         self._router.faults.load(ledger)
         run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
         await self._disk.write(ledger.put, {_RUN_ID_KEY: run_id})
+        router.traces = SampleTraces(run_id, ratio=config.tracing.sample_ratio)
+        ledger.on_issue, ledger.on_move = router.traces.issue, router.traces.move
         self._experience_servicer.open(
             TaskSource(
                 config=config,
@@ -340,8 +368,22 @@ class Coordinator:
             if (members := self._router.members()) != shown:
                 shown = members
                 self._board.set_members(member.to_proto() for member in members)
+            self._show_tracing()
             await rest_after(began)
             await self._router.wait_for_change(timeout=_TICK_SECONDS)
+
+    def _show_tracing(self) -> None:
+        if text := self._host.tracing.condition:
+            self._board.report_condition(_TRACING, text)
+        else:
+            self._board.resolve_condition(_TRACING)
+
+
+def _service(module: ModuleType) -> ServiceDescriptor:
+    """Return the only service of a generated module."""
+    service: ServiceDescriptor
+    (service,) = module.DESCRIPTOR.services_by_name.values()
+    return service
 
 
 def check_same_data(prompts: PromptSet, ledger: Ledger) -> None:

@@ -102,7 +102,7 @@ def _options(config: Config, reward: RewardConfig) -> GymOptions:
 
 def _gym_options(config: Config, reward: RewardConfig) -> GymOptions:
     """Return the reasoning-gym tasks that this run generates or that the recipe allows, with their options."""
-    sources = [source for source in (config.data.eval, config.data.train) if source is not None]
+    sources = (*config.data.eval, *config.data.train)
     options = {source.reasoning_gym: dict(source.options) for source in sources if source.reasoning_gym}
     # An entry of a composite names its own task.
     for part in options.pop("composite", {}).get("datasets", []):

@@ -12,6 +12,7 @@ For fast functions the outcomes are collected for some milliseconds, because eac
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +31,7 @@ _STUCK_FACTOR: Final = 20.0  # of the mean time of the function's samples
 _COLLECT_SECONDS: Final = 0.005  # longest time for which outcomes are collected
 _COLLECTED_SAMPLES: Final = 16  # fewer samples are not worth a wait
 _NEWEST_WEIGHT: Final = 0.1
+_NUMBER_BITS: Final = 48
 
 
 class Call:
@@ -119,7 +121,8 @@ class Batch:
         """
         self._worker, self._entries, self._times = worker, entries, times
         self._timeout, self._on_scored, self._on_stuck, self._on_moving = timeout, on_scored, on_stuck, on_moving
-        self._first = worker.next_number
+        # Code in a worker can write replies, but does not know the numbers of the batches that come later.
+        self._first = secrets.randbits(_NUMBER_BITS)
         self._position = 0  # of the sample that runs
         self._began = 0.0  # when it began
         self._stuck = self._over = False
@@ -153,7 +156,6 @@ class Batch:
         """
         loop = asyncio.get_running_loop()
         self._worker.send(protocol.pack_batch(self._first, [entry.job for entry in self._entries]))
-        self._worker.next_number += len(self._entries)
         self._began = loop.time()
         try:
             while not self._over:

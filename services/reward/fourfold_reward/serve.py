@@ -21,7 +21,7 @@ from fourfold_reward.exported import reward_source
 from fourfold_reward.sample import RewardFunction
 from fourfold_reward.servicer import RewardServicer
 
-# A recipe must describe a run. The reward role reads only [reward] and [security], which `serve_reward` adds.
+# A recipe must describe a run. The reward role reads no table but those that `serve_reward` adds.
 _MINIMAL_RECIPE: Final[dict[str, Any]] = {
     "name": "reward",
     "steps": 1,
@@ -96,6 +96,7 @@ def serve_reward(
     environment: tuple[str, ...] = (),
     memory_gib: int = 8,
     metrics_listen: str = "",
+    tracing_endpoint: str = "",
 ) -> int:
     """Serve a reward function until SIGTERM or Ctrl-C.
 
@@ -115,9 +116,9 @@ def serve_reward(
         environment: variables that the function may read, besides PATH, HOME and the like.
         memory_gib: memory limit of a worker process.
         metrics_listen: "HOST:PORT" on loopback to serve metrics for Prometheus; empty: none.
+        tracing_endpoint: where spans go, as tracing.endpoint in a recipe; empty: nowhere.
 
-    Returns the exit code: 0 after a drain, 1 after an error. Raises ConfigError: a worker process cannot load the
-    function, or an argument is wrong.
+    Returns the exit code: 0 after a drain, 1 after an error. Raises ConfigError for a wrong argument or function.
     """
     reward: dict[str, Any] = {
         "name": scorer or "reward",
@@ -131,7 +132,7 @@ def serve_reward(
     options = ServeOptions(
         role="reward",
         recipe=Path(),
-        config=Config.model_validate({**_MINIMAL_RECIPE, "reward": reward, "security": {"directory": str(certs)}}),
+        config=_config(reward=reward, security={"directory": str(certs)}, tracing={"endpoint": tracing_endpoint}),
         member_id=member,
         scorer=scorer,
         listen=listen,
@@ -140,6 +141,10 @@ def serve_reward(
         metrics_listen=metrics_listen,
     )
     return main(options)
+
+
+def _config(**tables: dict[str, Any]) -> Config:
+    return Config.model_validate({**_MINIMAL_RECIPE, **tables})
 
 
 def _name_of(function: RewardFunction) -> str:

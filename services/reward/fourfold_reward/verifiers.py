@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from decimal import Decimal
 from typing import Any, Final
 
+from fourfold.answers import find_last_number, find_tagged
 from fourfold.text import nearest_name
 from fourfold_reward import text_rules
 from fourfold_reward.code import verifier as code_verifier
@@ -68,11 +67,6 @@ DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
 
 _NAMES: Final = frozenset(name for name, _ in DESCRIPTIONS)
 
-# A minus after a letter, a digit or a closing bracket is an operator. Commas may group thousands.
-_NUMBER: Final = re.compile(
-    r"(?:(?<![A-Za-z0-9_.)\]])[-\u2212])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-)
-_ANSWER_TAG: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # Raised by libraries for malformed text. Any other exception is an error of the verifier.
 _UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, AssertionError)
 # These tasks compare tuples, and JSON turned the tuples of their metadata into lists.
@@ -139,14 +133,6 @@ def last_number(sample: ScoreInput) -> float | Abstain:
     if expected is None:
         return NO_ANSWER
     return float(find_last_number(sample.completion) == expected)
-
-
-def find_last_number(text: str) -> Decimal | None:
-    """Return the last integer or decimal number of a text, or None."""
-    found = None
-    for found in _NUMBER.finditer(text):  # noqa: B007 - only the last match is needed
-        pass
-    return Decimal(found[0].replace(",", "").replace("\u2212", "-")) if found else None
 
 
 def _load_math_verify() -> RewardFunction:
@@ -223,8 +209,8 @@ def _score_gym(score: GymScorer, task: str, sample: ScoreInput) -> Score:
         metadata["output"] = tuple(tuple(row) for row in metadata["output"])
     # A task without a reference answer expects None, which is an empty string in a request.
     entry = {"question": sample.prompt, "answer": sample.answer or None, "metadata": metadata}
-    tagged = _ANSWER_TAG.findall(sample.completion)
-    given = (tagged[-1] if tagged else sample.completion).strip()
+    tagged = find_tagged(sample.completion)
+    given = sample.completion.strip() if tagged is None else tagged
     with contextlib.redirect_stdout(io.StringIO()):  # some tasks print errors of an answer
         try:
             return Score(score(given, entry))

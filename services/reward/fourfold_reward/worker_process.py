@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -23,7 +22,6 @@ from fourfold_reward import protocol
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
 _MODULE: Final = "fourfold_reward.worker"
-_NUMBER_BITS: Final = 48
 _READ_BYTES: Final = 1 << 16  # the usual size of a pipe
 # A process in uninterruptible sleep ignores SIGKILL. It is abandoned after this time.
 _REAP_SECONDS: Final = 5.0
@@ -124,14 +122,11 @@ class WorkerProcess(ChildProcess):
         finally:
             os.close(writer)
         worker.loaded, worker.warm = set(), set()
-        # Code in a sample that a function runs can write into the pipe, but does not know the numbers.
-        worker.next_number = secrets.randbits(_NUMBER_BITS)
         worker._reader, worker._unread, worker._ended = reader, bytearray(), False
         return worker
 
     loaded: set[str]  # names of its verifiers
     warm: set[str]  # names of those that have scored a sample
-    next_number: int  # of the next sample; the first one is random
     _reader: int  # descriptor; -1: closed
     _unread: bytearray  # the start of a frame
     _ended: bool  # the pipe is at its end

@@ -17,7 +17,7 @@ from fourfold.model import folder as model_folder
 from fourfold.plan import report
 from fourfold.plan.memory import GIB, memory_plan
 from fourfold.plan.models import model_sizes
-from fourfold.plan.placement import memory_warnings
+from fourfold.plan.placement import memory_warnings, node_plan
 
 # hidden, layers, heads, key and value heads, head size, inner size, vocabulary, experts
 QWEN_7B = (3584, 28, 28, 4, 128, 18_944, 152_064, 0)
@@ -164,3 +164,25 @@ def test_what_does_not_fit_is_a_warning_with_a_number_of_ranks(
     assert text.startswith("Each rank holds all 14.2 GiB of weights, because trainer.zero_stage = 2")
     monkeypatch.setattr(report, "visible_gpus", lambda: [Gpu(id="0", name="g", memory_bytes=80 * GIB)])
     assert "warning     A GPU must hold about" in report.describe(config)
+
+
+def test_the_plan_of_several_nodes_and_of_fewer_ranks(folders: dict[tuple[int, ...], Path]) -> None:
+    waits = {"attach_seconds": 60.0, "min_ranks": 16}
+    config = recipe(folders[LLAMA_70B], 32, **waits)
+    config = Config.model_validate(config.model_dump() | {"placement": {"colocated": False, "trainer_nodes": 4}})
+    sizes = model_sizes(config)
+    divided, fewer = node_plan(config, sizes)
+    assert "4 nodes hold 8 of the trainer's ranks each (0-7; 8-15; 16-23; 24-31)" in divided
+    # 8 ranks with 12 P / N each and 700 MiB of programs
+    needed = 8 * (12 * 70.554e9 / 32 / GIB + 700 / 1024)
+    assert f"a node needs 8 GPUs and about {needed:.1f} GiB of main memory" in divided
+    assert "it goes on with at least 16 of 32 ranks: the fullest GPU holds about 1" in fewer
+    assert node_plan(recipe(folders[LLAMA_70B], 32), sizes) == []
+
+    assert memory_warnings(config, sizes, gpu_count=8, gpu_bytes=140 * GIB, host_bytes=256 * GIB) == []
+    found = memory_warnings(config, sizes, gpu_count=4, gpu_bytes=80 * GIB, host_bytes=128 * GIB)
+    assert [text.partition(",")[0] for text in found] == [
+        "A node must have 8 GPUs for its ranks",
+        f"With trainer.min_ranks = 16 a GPU must hold about {fewer.split('about ')[1].split()[0]} GiB",
+        f"The ranks of a node take about {needed:.1f} GiB of main memory",
+    ]

@@ -19,11 +19,17 @@ from fourfold.plan import report
 from fourfold.plan.memory import memory_plan
 from fourfold.plan.models import model_sizes
 from fourfold.plan.placement import check_gpu_memory
+from tests.unit.plan.test_large_models import QWEN_7B, write_headers
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = RECIPES / "quickstart.toml"
 
 # Word for word what the command prints: the README quotes it.
+READ = (
+    "read: 3,245 training prompts of 43 tokens. The run draws 108 prompts: 3% of them.",
+    "read: 22 prompts in 11 task groups.",
+    "last_number: the reference answers of 4 rows score 1, 1, 1, 1.",
+)
 QUICKSTART_PLAN = """\
 quickstart: 9 steps of grpo on builtin:smollm2-135m-instruct
 
@@ -63,12 +69,12 @@ speed       unknown. `fourfold plan RECIPE --rates runs/NAME` predicts it from t
             done a step.
 
 GiB each     number  weights  gradients  optimizer  activations  kv cache  programs  total
-trainer           1     1.00       0.50       1.50         3.00         -      0.68   6.69
-rollout           1     0.50          -          -         0.38      1.00      1.27   3.15
+trainer           1     1.00       0.50       1.50         2.69         -      0.68   6.38
+rollout           1     0.50          -          -         0.34      1.00      1.27   3.11
 transfer          1     0.50          -          -            -         -         -   0.50
 reward            2        -          -          -            -         -      0.06   0.06
 coordinator       1        -          -          -            -         -      0.23   0.23
-Main memory in total: about 10.7 GiB.
+Main memory in total: about 10.3 GiB.
 """
 
 
@@ -90,12 +96,21 @@ def changed(**tables: dict[str, Any]) -> str:
 
 def test_plan_of_the_quickstart_word_for_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(QUICKSTART)]) == 0
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    assert [line.strip() for line in lines if line.strip() in READ] == list(READ)
+    assert "".join(line for line in lines if line.strip() not in READ) == QUICKSTART_PLAN
+
+
+def test_skipped_checks_read_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "--skip-checks"]) == 0
     assert capsys.readouterr().out == QUICKSTART_PLAN
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("**/*.toml")), ids=lambda path: path.stem)
-def test_every_recipe_has_a_plan(path: Path) -> None:
+def test_every_recipe_has_a_plan(path: Path, tmp_path: Path) -> None:
     config = configuration.load(path)
+    if not config.model.source.startswith("builtin:"):
+        config = configuration.load(path, [f"model.source={write_headers(tmp_path / 'model', QWEN_7B)}"])
     text = report.describe(config)
     assert text.startswith(f"{config.name}: {config.steps} steps of")
     assert "Warning:" not in text
@@ -384,7 +399,7 @@ def test_the_plan_has_the_memory_of_reward_models(tmp_path: Path) -> None:
     )
     (row,) = [row for row in memory_plan(config, model_sizes(config)) if row.role == "reward model rm"]
     assert (row.count, row.on_gpu, row.weights) == (2, False, 2 * (512 * 64 + 64))
-    assert row.activations == 16_384 * (2 * (5 * 64 + 3 * 64 + 3 * 64 + 4 * 128) + 8 * 64)
+    assert row.activations == 16_384 * (2 * (4 * 64 + 2 * 64 + 2 * 64 + 4 * 128) + 8 * 64)
     on_gpus = {"source": source, "device": "cuda", "gpus_per_replica": 2, "tokens_per_batch": 1024}
     config = with_rewards([{"name": "rm", "model": on_gpus}, {"name": "b", "function": "exact_match"}])
     rows = {row.role: row for row in memory_plan(config, model_sizes(config))}

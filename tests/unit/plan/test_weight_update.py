@@ -6,6 +6,7 @@ import pytest
 
 from fourfold.bounds import chunk_bytes
 from fourfold.plan.weight_update import Link, chain_seconds, copies_seconds, simulate_chain
+from fourfold.weights.manifest import ALIGNMENT
 
 _GB = 1 << 30
 
@@ -28,6 +29,11 @@ def test_one_slow_link_sets_the_pace_of_all_behind_it() -> None:
     fast, slow = Link(bytes_per_second=10e9), Link(bytes_per_second=1e9)
     done = simulate_chain(_GB, [fast, fast, slow, fast])
     assert done[1] < 0.3 * done[2] and done[3] == pytest.approx(done[2], rel=0.1)
+
+
+def test_no_chunk_ends_within_an_element() -> None:
+    sizes = [(256 << 20) + (_GB * number) // 100 // ALIGNMENT * ALIGNMENT for number in range(150)]
+    assert {chunk_bytes(size) % ALIGNMENT for size in sizes} == {0}
 
 
 def test_chunks_grow_with_the_shard_within_bounds() -> None:

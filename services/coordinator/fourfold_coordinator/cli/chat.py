@@ -1,4 +1,6 @@
-"""`fourfold chat MODEL_DIR`: chats with a model through a rollout service, like any agent.
+"""`fourfold chat RUN_DIR|MODEL_DIR`: chats with a model through a rollout service, like any agent.
+
+Of a run, the chat has the trained model, and the system message and the temperature with which it was trained.
 
 The command starts a service for the chat, or uses a running one (`--target`). Prompts and answers travel as token ids:
 the next prompt is all ids so far plus the ids of the new turn. The model's answers are never tokenised again, because
@@ -28,6 +30,8 @@ from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.text import printable
 
+from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, find_run
+
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
 _ANSWER_SECONDS: Final = 600.0
@@ -38,20 +42,23 @@ _HELP: Final = "An empty line or Ctrl-D ends the chat, /new starts a new one, Ct
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a model folder, such as runs/quickstart/model, or builtin:NAME")
+    parser.add_argument(
+        "model", help="folder of a finished run, such as runs/quickstart, a model folder, hf:OWNER/NAME or builtin:NAME"
+    )
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="a rollout service that runs already")
     parser.add_argument("--ca", type=Path, metavar="FILE", help="ca.pem of that service's deployment")
     parser.add_argument("--token", default="", help="bearer token for its public port")
-    parser.add_argument("--system", default="", help="system message")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy decoding")
+    parser.add_argument("--system", help="system message; default: that of the run, or none")
+    parser.add_argument("--temperature", type=float, help="0: greedy decoding; default: that of the run, or 1")
     parser.add_argument("--max-tokens", type=int, default=256, help="maximum length of an answer")
 
 
 def main(args: argparse.Namespace) -> int:
     """Chat until the input ends; return the exit code."""
-    folder = model_folder.resolve(args.model)
+    source = use_run(args, find_run(Path(args.model))) or args.model
+    folder = model_folder.resolve(source)
     tokenizer = Tokenizer.load(folder)
-    conversation = Conversation(tokenizer, system=args.system)
+    conversation = Conversation(tokenizer, system=args.system or "")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         if args.target:
@@ -61,6 +68,29 @@ def main(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print()
         return 0
+
+
+def use_run(args: argparse.Namespace, folder: Path) -> str:
+    """Take the settings that the command line leaves open from a run; return its model, or "" if it is no run.
+
+    `folder` is that of the run, or one of its exported models.
+    """
+    run_dir = folder.parent if folder.name.startswith(MODEL_FOLDER) else folder
+    if not (run_dir / CONFIG_FILE).is_file():
+        args.temperature = 1.0 if args.temperature is None else args.temperature
+        return ""
+    model = folder if run_dir != folder else folder / MODEL_FOLDER
+    if not model.is_dir():
+        raise ConfigError(
+            f"{run_dir} has no folder `{model.name}` yet: the model is exported at the end of a run, and every "
+            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: fourfold run --resume {run_dir}"
+        )
+    config = configuration.load(run_dir / CONFIG_FILE)
+    if args.system is None and config.data.chat:
+        args.system = config.data.system_prompt
+    if args.temperature is None:
+        args.temperature = config.sampling.temperature
+    return str(model)
 
 
 class Conversation:

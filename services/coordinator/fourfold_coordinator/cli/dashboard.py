@@ -31,10 +31,35 @@ _log = logging.getLogger("fourfold.dashboard")
 _BLOCKS: Final = "".join(chr(0x2581 + i) for i in range(8))
 _ASCII_BLOCKS: Final = "_.-=+*%#"
 _NOTES: Final = 5
-_ALARMS: Final = 4
 _RECOVERIES: Final = 2
-# The diagnosis repeats an alarm that lasts after this many steps, so that older ones are over.
-_ALARM_STEPS: Final = 50
+_LAG_CHANGE_STEPS: Final = 50  # so long, a change of the lag limit is shown
+_NOTE: Final = "an old note"
+# Rows that a small terminal leaves out, the least important first.
+_OPTIONAL: Final = (
+    "MFU",
+    "tokens/s trained",
+    "effective tokens",
+    "engines",
+    "logs",
+    "entropy",
+    "stale",
+    "tokens/s sampled",
+    "samples",
+    "useful groups",
+    "logprob mismatch",
+    _NOTE,
+    "weights",
+    "lag",
+    "trainer waits",
+    "queue",
+    "services",
+    "last step",
+    "KL",
+    "length",
+)
+_LABEL_WIDTH: Final = 24  # with the frame
+_VALUE_WIDTH: Final = 12
+_SPARKLINE_WIDTH: Final = 32
 _PHASES: Final = {
     pb.RUN_PHASE_WAITING_FOR_SERVICES: "waiting for services",
     pb.RUN_PHASE_RECOVERING: "restoring a checkpoint",
@@ -132,28 +157,53 @@ class Dashboard:
         footer = f"{format_duration(seconds)} elapsed"
         if (left := self._time_left.estimate(self._status)) is not None:
             footer += f", about {format_duration(left)} left"
-        rows = Table.grid(padding=(0, 2))
-        rows.add_column(style="dim", no_wrap=True)
-        rows.add_column()
-        for label, value in panel_rows(self._status, self._blocks):
-            rows.add_row(label, Text(value))  # a plain str would be read as markup
-        rows.add_row("services", Text(_services_text(self._services, self._status)))
-        rows.add_row("logs", Text(str(self._run_dir / "logs")))
-        parts: list[RenderableType] = [rows]
+        rows = panel_rows(self._status, self._blocks, self._console.width)
+        rows.append(("services", _services_text(self._services, self._status)))
+        rows.append(("logs", str(self._run_dir / "logs")))
+        return self._fitting(rows, self._messages(), title=Text(self._name + progress), footer=footer)
+
+    def _messages(self) -> list[Text]:
+        """Return what is wrong now and what happened last, the most important first."""
+        lines = [
+            Text(f"! {each.subject}: {each.text} ({_age(each.since)})", style="bold red")
+            for each in self._status.conditions
+        ]
+        if self._status.steps and (diagnosis := self._status.steps[-1].diagnosis):
+            lines.append(Text(f"! step {self._status.steps[-1].step}: {diagnosis}", style="bold yellow"))
+        lines += [Text(line, style="yellow") for line in _lag_changes(self._status)[-1:]]
+        return lines + [Text(recovery_line(r), style="yellow") for r in self._status.recoveries[-_RECOVERIES:]]
+
+    def _fitting(self, rows: list[tuple[str, str]], messages: list[Text], *, title: Text, footer: str) -> Panel:
+        """Return the panel without the least important rows, notes and messages that do not fit on the terminal."""
+        notes = [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
+        optional = list(_OPTIONAL)
+        while True:
+            panel = self._frame(rows, [*messages, *notes], title=title, footer=footer)
+            # One line less than the terminal has, for the cursor.
+            if len(self._console.render_lines(panel)) < self._console.height:
+                return panel
+            if optional and optional[0] == _NOTE and len(notes) > 1:
+                notes = notes[1:]
+            elif optional:
+                dropped = optional.pop(0)
+                rows = [row for row in rows if row[0] != dropped]
+            elif notes or messages:
+                notes, messages = ([], messages) if notes else (notes, messages[:-1])
+            else:
+                return panel
+
+    def _frame(self, rows: list[tuple[str, str]], messages: list[Text], *, title: Text, footer: str) -> Panel:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column()
+        for label, value in rows:
+            grid.add_row(label, Text(value))  # a plain str would be read as markup
+        parts: list[RenderableType] = [grid, *messages]
         if self._status.step_count:
             bar = Table.grid(expand=True)  # a bar alone does not end its line
             bar.add_row(ProgressBar(total=self._status.step_count, completed=self._status.step))
             parts.insert(0, bar)
-        for condition in self._status.conditions:
-            line = f"! {condition.subject}: {condition.text} ({_age(condition.since)})"
-            parts.append(Text(line, style="bold red"))
-        parts += [Text(line, style="bold yellow") for line in _alarm_lines(self._status)[-_ALARMS:]]
-        parts += [Text(line, style="yellow") for line in _lag_changes(self._status)[-1:]]
-        parts += [Text(recovery_line(r), style="yellow") for r in self._status.recoveries[-_RECOVERIES:]]
-        parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
-        return Panel(
-            Group(*parts), title=Text(self._name + progress), subtitle=footer, title_align="left", subtitle_align="left"
-        )
+        return Panel(Group(*parts), title=title, subtitle=footer, title_align="left", subtitle_align="left")
 
 
 class TimeLeft:
@@ -181,8 +231,8 @@ class TimeLeft:
         return remaining * sum(times) / len(times) if times else None
 
 
-def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, str]]:
-    """Return (label, text) of the panel's rows; rows without data are left out."""
+def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS, width: int = 100) -> list[tuple[str, str]]:
+    """Return (label, text) of the rows of a panel of `width` characters; rows without data are left out."""
     phase = _phase_text(status)
     if status.waiting_for:
         since = f" ({_age(status.waiting_since)})" if status.HasField("waiting_since") else ""
@@ -193,8 +243,11 @@ def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, s
     if status.evals:
         shown = [status.evals[0], *status.evals[1:][-3:]]
         rows.append(("held-out accuracy", " -> ".join(f"{e.mean_score:.2f} (step {e.step})" for e in shown)))
+        last = status.evals[-1]
+        if len(last.sets) > 1:
+            rows.append(("held-out sets", ", ".join(f"{each.name} {each.mean_score:.2f}" for each in last.sets)))
     if status.steps:
-        rows += _step_rows(status, blocks)
+        rows += _step_rows(status, blocks, min(_SPARKLINE_WIDTH, max(width - _LABEL_WIDTH - _VALUE_WIDTH, 0)))
     if status.failure:
         rows.append(("failure", status.failure))
     return rows
@@ -219,12 +272,15 @@ def _queue_text(queue: pb.SampleQueue) -> str:
     return f"{queue.running_groups} groups running, {queue.ready_groups} ready, lag limit {queue.lag_limit}{lowered}"
 
 
-def _step_rows(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
-    """Return the rows of the last step, with the history of its main metrics."""
+def _step_rows(status: pb.RunStatus, blocks: str, width: int) -> list[tuple[str, str]]:
+    """Return the rows of the last step, with the history of its main metrics in `width` characters."""
     last = status.steps[-1].metrics
     rows = []
     for label, metric, form in (
         ("reward", metrics.REWARD_MEAN, "{:.2f}"),
+        ("length", metrics.RESPONSE_LENGTH, "{:.0f} tokens"),
+        ("KL", metrics.REFERENCE_KL if metrics.REFERENCE_KL in last else metrics.APPROX_KL, "{:.4f}"),
+        ("samples", metrics.TRAINED_SAMPLES, "{:.0f}"),
         ("useful groups", metrics.USEFUL_GROUPS, "{:.0%}"),
         ("entropy", metrics.ENTROPY, "{:.2f}"),
         ("logprob mismatch", metrics.MISMATCH_MEAN, "{:.4f}"),
@@ -235,7 +291,7 @@ def _step_rows(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
     ):
         history = [record.metrics[metric] for record in status.steps if metric in record.metrics]
         if metric in last:
-            rows.append((label, f"{form.format(last[metric])}  {sparkline(history, blocks)}"))
+            rows.append((label, f"{form.format(last[metric])}  {sparkline(history, blocks, width)}"))
     if metrics.ENGINE_SPEED_MIN in last:
         rows.append(("engines", _engine_speeds(last)))
     lag = last.get(metrics.POLICY_LAG_MAX)
@@ -256,16 +312,9 @@ def _engine_speeds(last: Mapping[str, float]) -> str:
     return text
 
 
-def _alarm_lines(status: pb.RunStatus) -> list[str]:
-    return [f"step {record.step}: {text}" for record in _recent_steps(status) for text in record.alarms]
-
-
 def _lag_changes(status: pb.RunStatus) -> list[str]:
-    return [f"step {record.step}: {record.lag_change}" for record in _recent_steps(status) if record.lag_change]
-
-
-def _recent_steps(status: pb.RunStatus) -> list[pb.StepRecord]:
-    return [record for record in status.steps if record.step > status.step - _ALARM_STEPS]
+    recent = [record for record in status.steps if record.step > status.step - _LAG_CHANGE_STEPS]
+    return [f"step {record.step}: {record.lag_change}" for record in recent if record.lag_change]
 
 
 def _services_text(states: Sequence[tuple[str, str]], status: pb.RunStatus) -> str:
@@ -295,9 +344,9 @@ def _age(since: Timestamp) -> str:
     return format_duration(max(time.time() - since.ToNanoseconds() / 1e9, 0.0))
 
 
-def sparkline(values: Sequence[float], blocks: str = _BLOCKS, width: int = 32) -> str:
+def sparkline(values: Sequence[float], blocks: str = _BLOCKS, width: int = _SPARKLINE_WIDTH) -> str:
     """Draw the last `width` values, scaled from the lowest to the highest of all values."""
-    shown = list(values)[-width:]
+    shown = list(values)[-width:] if width else []
     if not shown:
         return ""
     low, high = min(values), max(values)

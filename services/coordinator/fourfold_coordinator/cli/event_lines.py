@@ -161,6 +161,8 @@ def _records(status: pb.RunStatus) -> Iterator[tuple[tuple[str, int], str]]:
     for evaluation in status.evals:
         interval = f"{evaluation.mean_score:.2f} +- {evaluation.half_width:.2f}"
         text = f"step {evaluation.step}: held-out accuracy {interval} ({evaluation.answer_count} answers)"
+        if len(evaluation.sets) > 1:
+            text += ": " + ", ".join(f"{s.name} {s.mean_score:.2f} +- {s.half_width:.2f}" for s in evaluation.sets)
         yield ("eval", evaluation.step), text
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,14 +27,26 @@ from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.hardware import has_fast_bfloat16, smallest_memory, visible_gpus
 from fourfold.model import folder as model_folder
-from fourfold.plan.models import adapter_plan, check_sequence_parallel
+from fourfold.plan.models import adapter_plan, check_context, check_sequence_parallel
 from fourfold.plan.placement import check_gpu_memory
+from fourfold.plan.preflight import check_recipe
 from fourfold.security.access import VIEWER, Security
 
 from ..launch.fleet import Fleet, RunOutcome, serve_arguments, services_of
 from ..launch.launcher import Launcher, LocalLauncher
 from ..launch.placement import assign_gpus, shared_gpus
-from ..launch.run_folder import CONFIG_FILE, is_finished, locked, make_run_dir
+from ..launch.run_folder import (
+    CONFIG_FILE,
+    RUN_LOCK,
+    find_run,
+    free_name,
+    is_finished,
+    link_latest,
+    locked,
+    make_run_dir,
+)
+from ..sinks.sink import check_sinks
+from ..state.files import replace_file
 from .dashboard import Dashboard
 from .summary import report_lines
 from .watch import follow
@@ -41,13 +54,18 @@ from .watch import follow
 _TICK_SECONDS: Final = 0.1
 _REDRAWS_PER_SECOND: Final = 2
 _LAST_STATUS_SECONDS: Final = 1.0
-_LOCK_FILE: Final = ".lock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, nargs="?", help="a TOML file, for example recipes/quickstart.toml")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
+    configuration.add_set_option(parser, "trainer.learning_rate=1e-5", ", of a resumed run also in its config.toml")
     parser.add_argument("--name", default="", help="name of the run's folder under runs/, default that of the recipe")
+    add_launcher_arguments(parser)
+
+
+def add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where services run."""
     parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="where services run")
     parser.add_argument("--ray-address", default="", metavar="ADDRESS", help="a Ray cluster; default: a local one")
     parser.add_argument(
@@ -66,25 +84,38 @@ def main(args: argparse.Namespace) -> int:
     signals = SignalHandler()
     with signals.installed():
         if args.resume is not None:
-            run_dir, config = args.resume, _resumed_config(args.resume, args.name)
+            run_dir = find_run(args.resume)
+            config = _resumed_config(run_dir, args)
             _warn_of_little_room(run_dir)
             check_sequence_parallel(config)
         else:
-            config = configuration.load(args.recipe)
+            config = configuration.load(args.recipe, args.set)
             # A mistake in the recipe must leave no run folder: check all that is known before it is made.
             _warn_of_little_room(Path.cwd())
             model_folder.check(config.model.source)
+            check_sinks(config.logging.sinks)
+            check_context(config)
             check_sequence_parallel(config)
             adapter_plan(config)
+            for text in check_recipe(config, args.recipe, args.set).warnings:
+                print(f"Warning: {text}.", file=sys.stderr)
             if args.launcher == "local":
-                _local_gpus(config)
+                local_gpus(config)
             run_dir, config = make_run_dir(config, args.name or config.name)
-        with locked(run_dir / _LOCK_FILE, "`fourfold run`"):
+        with locked(run_dir / RUN_LOCK, "`fourfold run`"):
             if args.resume is not None and is_finished(run_dir, config):
-                print(f"{run_dir} is finished already. To train further, raise steps in {run_dir / 'config.toml'}.")
+                print(f"{run_dir} is finished already. To train further, add --set steps=N with a larger N.")
                 return _print_report(run_dir)
-            model_folder.resolve(config.model.source)
-            launcher = _launcher(args, config, run_dir)
+            if args.resume is not None and args.set:
+                replace_file(run_dir / CONFIG_FILE, [configuration.dump(config)])
+            try:
+                model_folder.resolve(config.model.source)
+                launcher = make_launcher(args, config, run_dir)
+            except BaseException:
+                if args.resume is None:  # nothing was started, so there is nothing to see
+                    shutil.rmtree(run_dir, ignore_errors=True)
+                raise
+            link_latest(run_dir)
             return RunCommand(args, config, run_dir, launcher, signals).execute()
 
 
@@ -128,6 +159,9 @@ class SignalHandler:
 class RunCommand:
     """One execution of `fourfold run`, from the first process to the last."""
 
+    evaluate = False  # True in `fourfold eval`
+    subject = "Run"
+
     def __init__(
         self, args: argparse.Namespace, config: Config, run_dir: Path, launcher: Launcher, signals: SignalHandler
     ) -> None:
@@ -136,14 +170,19 @@ class RunCommand:
         self._security = Security.load(config.security, VIEWER)
         self._dashboard = Dashboard(name=config.name, run_dir=run_dir)
         self._fleet = Fleet(
-            config, run_dir=run_dir, launcher=launcher, notify=self._dashboard.note, coordinator_listen=args.listen
+            config,
+            run_dir=run_dir,
+            launcher=launcher,
+            notify=self._dashboard.note,
+            coordinator_listen=args.listen,
+            evaluate=self.evaluate,
         )
         signals.launcher, signals.dashboard = launcher, self._dashboard
 
     def execute(self) -> int:
         """Supervise the run to its end, stop all processes, and print the outcome; return the exit code."""
         outcome: RunOutcome | None = None
-        print(f"Run folder: {self._run_dir}")
+        print(f"{self.subject} folder: {self._run_dir}")
         try:
             with self._dashboard:
                 self._signals.polled = True
@@ -153,15 +192,28 @@ class RunCommand:
             self._signals.polled = False
         if outcome is None:
             name = signal.Signals(self._signals.number).name
-            print(f"Stopped by {name}. {self._next_command()}", file=sys.stderr)
+            print(f"Stopped by {name}. {self.next_command()}", file=sys.stderr)
             return 128 + self._signals.number
         if outcome.done:
-            return _print_report(self._run_dir)
-        print(f"\nThe run failed. {outcome.text}", file=sys.stderr)
+            return self.print_result()
+        lines = [f"\nThe {self.subject.lower()} failed. {outcome.text}"]
         if self._fleet.survived_deaths:
-            print("Earlier failures:", *self._fleet.survived_deaths, sep="\n  ", file=sys.stderr)
-        print(self._next_command(), file=sys.stderr)
+            lines += ["Earlier failures:", *(f"  {death}" for death in self._fleet.survived_deaths)]
+        self.print_failure(lines)
         return 1
+
+    def print_result(self) -> int:
+        """Print what was measured; return the exit code."""
+        return _print_report(self._run_dir)
+
+    def print_failure(self, lines: list[str]) -> None:
+        """Print why the run failed, and what to do."""
+        folder = self._run_dir
+        if self._args.resume is None and (folder := free_name(self._run_dir)) != self._run_dir:
+            lines += [f"No step was done. Its logs are in {folder}; start it again with the corrected recipe."]
+        else:
+            lines += [self.next_command()]
+        print("\n".join(lines).replace(f"{self._run_dir}/", f"{folder}/"), file=sys.stderr)
 
     async def _supervise(self) -> RunOutcome | None:
         """Drive the fleet and the display until the run ends; return None after a signal."""
@@ -193,11 +245,12 @@ class RunCommand:
                 await asyncio.wait({watching}, timeout=_LAST_STATUS_SECONDS)
 
     def _show_manual_commands(self) -> None:
-        for service in services_of(self._config, manual=True):
+        for service in services_of(self._config, manual=True, evaluate=self.evaluate):
             words = serve_arguments(service, run_dir=self._run_dir, coordinator=self._fleet.address)
             self._dashboard.note(f"start this service yourself (replicas = 0): fourfold {' '.join(words)}")
 
-    def _next_command(self) -> str:
+    def next_command(self) -> str:
+        """Return how to go on after a stop."""
         options = "" if self._args.launcher == "local" else f" --launcher {self._args.launcher}"
         options += f" --ray-address {self._args.ray_address}" if self._args.ray_address else ""
         resume = f"fourfold run --resume {self._run_dir}{options}"
@@ -209,8 +262,9 @@ class RunCommand:
         )
 
 
-def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launcher:
-    services = services_of(config)
+def make_launcher(args: argparse.Namespace, config: Config, run_dir: Path, *, evaluate: bool = False) -> Launcher:
+    """Return the launcher that the command line asks for; with `evaluate`, for the services of an evaluation."""
+    services = services_of(config, evaluate=evaluate)
     if args.launcher == "ray":
         try:
             from ..launch.ray import RayLauncher
@@ -230,7 +284,7 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
         )
     if args.ray_address:
         raise ConfigError("--ray-address is for --launcher ray; give both, or neither")
-    assigned = _local_gpus(config)
+    assigned = local_gpus(config, evaluate=evaluate)
     advice = "" if config.placement.colocated else "; rollout.gpu_memory_utilization must leave room for all"
     for gpu, names in shared_gpus(assigned).items():
         print(f"GPU {gpu} is shared by {', '.join(names)}{advice}.")
@@ -250,11 +304,11 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
     return LocalLauncher(run_dir=run_dir, gpus=assigned)
 
 
-def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
+def local_gpus(config: Config, *, evaluate: bool = False) -> dict[str, tuple[str, ...]]:
     """Return the ids of each service's GPUs on this machine; raise ConfigError when these are too few or too small."""
-    placement, services = config.placement, services_of(config)
+    placement, services = config.placement, services_of(config, evaluate=evaluate)
     for key, value, valid in (
-        ("trainer_nodes", placement.trainer_nodes, placement.trainer_nodes == 1),
+        ("trainer_nodes", placement.trainer_nodes, evaluate or placement.trainer_nodes == 1),
         ("strategy", f'"{placement.strategy}"', placement.strategy != "strict_spread"),
     ):
         if not valid:
@@ -272,12 +326,12 @@ def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
     return assigned
 
 
-def _resumed_config(run_dir: Path, name: str) -> Config:
-    if name:
+def _resumed_config(run_dir: Path, args: argparse.Namespace) -> Config:
+    if args.name:
         raise ConfigError("--name and --resume exclude each other: a resumed run keeps its name")
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run (no config.toml); give one of runs/")
-    return configuration.load(run_dir / CONFIG_FILE)
+    return configuration.load(run_dir / CONFIG_FILE, args.set)
 
 
 def _print_report(run_dir: Path) -> int:

@@ -43,6 +43,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     before, after = report.get("eval_before"), report.get("eval_after")
     if before and after:
         lines.append(f"Held-out accuracy: {_interval(before)} before, {_interval(after)} after training (95 %).")
+        lines += _sets(before, after)
     lines += _asynchrony(report.get("asynchrony") or {})
     lines += _interruptions(report)
     if dropped := report.get("dropped"):
@@ -52,7 +53,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines += _diagnosis(report)
     lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
     lines += ["", *_files(run_dir)]
-    return [*lines, "", f"Chat with the model: fourfold chat {run_dir / 'model'}"]
+    return [*lines, "", f"Chat with the model: fourfold chat {run_dir}"]
 
 
 def _headline(report: dict[str, Any]) -> str:
@@ -110,6 +111,17 @@ def _diagnosis(report: dict[str, Any]) -> list[str]:
                 when = f"step {entry['first']}"
             lines += textwrap.wrap(f"{when}: {entry['text']}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
     return lines
+
+
+def _sets(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return a line for each of several held-out sets."""
+    pairs = zip(before.get("sets") or [], after.get("sets") or [], strict=False)
+    lines = [
+        f"  {each['name']}: {_interval({**old, 'n': old['answer_count']})} before, "
+        f"{_interval({**each, 'n': each['answer_count']})} after"
+        for old, each in pairs
+    ]
+    return lines if len(lines) > 1 else []
 
 
 def _interval(evaluation: dict[str, Any]) -> str:
@@ -201,11 +213,12 @@ def _cut(text: str, width: int) -> str:
 
 def _files(run_dir: Path) -> list[str]:
     named = (
-        ("curve.png", "reward and held-out accuracy over the steps"),
+        ("curve.png", "scores, length, KL, mismatch and time"),
         ("report.json", "the numbers above"),
         ("metrics.jsonl", "every metric of every step"),
         ("samples.jsonl", "every trajectory: texts, lengths, versions, scores"),
         ("model", "the trained model, a Hugging Face folder"),
         ("model-ema", "the same model with the moving average of the weights"),
+        ("critic", "the critic, a classifier with one label"),
     )
     return [f"{run_dir / name!s:36}  {what}" for name, what in named if (run_dir / name).exists()]

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sqlite3
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
+from fourfold.config import Config
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import COORDINATOR, VIEWER, Security
 
-from ..launch.run_folder import CONFIG_FILE, read_address
+from ..launch.run_folder import (
+    CONFIG_FILE,
+    COORDINATOR_LOCK,
+    LEDGER_FILE,
+    find_run,
+    is_finished,
+    is_locked,
+    read_address,
+)
+from ..state.ledger import Progress, read_progress
 from .dashboard import Dashboard
 from .summary import report_lines
 
@@ -26,23 +37,45 @@ _MAX_RECONNECTS: Final = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, help="folder of the run, such as runs/quickstart")
+    parser.add_argument("run_dir", type=Path, help="folder of the run, such as runs/quickstart or runs/latest")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Show the run until it ends or Ctrl-C; show the report of a run that has ended."""
-    address = read_address(args.run_dir)
-    config = configuration.load(args.run_dir / CONFIG_FILE)
+    """Show the run until it ends or Ctrl-C; show the report of a run that has ended, or where one has stopped."""
+    run_dir = find_run(args.run_dir)
+    address = read_address(run_dir)
+    config = configuration.load(run_dir / CONFIG_FILE)
     security = Security.load(config.security, VIEWER)
-    dashboard = Dashboard(name=config.name, run_dir=args.run_dir)
+    dashboard = Dashboard(name=config.name, run_dir=run_dir)
     try:
         with dashboard:
             asyncio.run(_show(address, security, dashboard))
-    except Unavailable:  # the coordinator has ended
-        if not (args.run_dir / "report.json").is_file():
+    except Unavailable:
+        if is_locked(run_dir / COORDINATOR_LOCK):  # the coordinator lives, and does not respond
             raise
-        print("\n".join(report_lines(args.run_dir)))
+        if is_finished(run_dir, config):
+            print("\n".join(report_lines(run_dir)))
+            return 0
+        print("\n".join(stopped_lines(run_dir, config)))
+        return 1
     return 0
+
+
+def stopped_lines(run_dir: Path, config: Config) -> list[str]:
+    """Return where a run has stopped, and how to continue it."""
+    try:
+        progress = read_progress(run_dir / LEDGER_FILE)
+    except sqlite3.Error:
+        progress = Progress(0, None)
+    lines = [f"{run_dir} does not run: it stopped after step {progress.step} of {config.steps}."]
+    if progress.checkpoint_step is None:
+        lines.append(f"It has no checkpoint. To start again: fourfold run --resume {run_dir}")
+    else:
+        lost = progress.step - progress.checkpoint_step
+        repeated = f", and repeats {lost} step{'s' if lost > 1 else ''}" if lost else ""
+        lines.append(f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}:")
+        lines.append(f"  fourfold run --resume {run_dir}")
+    return [*lines, f"Why it stopped is at the end of {run_dir / 'logs'}/coordinator-0.log"]
 
 
 async def _show(address: str, security: Security | None, dashboard: Dashboard) -> None:

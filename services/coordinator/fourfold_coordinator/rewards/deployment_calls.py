@@ -39,6 +39,7 @@ from ..routing.cancellation import CancelScopes
 from ..routing.replica import FatalRunError, GivenUp, Replica, ReplicaKey, RetryBudget, ScorerInputs
 from ..routing.router import Router, WaitLimit
 from ..routing.scheduling import Demand
+from ..state.sample_traces import SCORE
 from ..state.samples import Trajectory
 from .outcome import Outcome, to_outcome
 from .scorers import Deployment
@@ -235,7 +236,11 @@ class DeploymentCalls:
         rounds = math.ceil(max(self._samples_per_step, replica.outstanding) / self._config.processes)
         timeout = self._config.timeout_seconds * rounds + SLACK_SECONDS
         try:
-            scores = await replica.reward.score(items, timeout=timeout, max_sample_count=replica.max_items)
+            with self._router.traces.call(SCORE, [t.sample.sample_id for t in trajectories], replica.title) as traced:
+                scores = await replica.reward.score(items, timeout=timeout, max_sample_count=replica.max_items)
+                for index, score in enumerate(scores):
+                    if score.HasField("score"):
+                        traced.end(index, {"gen_ai.evaluation.score.value": score.score})
         except InvalidInput as refusal:
             if await self._still_scores(replica):
                 raise

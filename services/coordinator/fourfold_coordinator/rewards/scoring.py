@@ -70,22 +70,13 @@ class Scoring:
 
     def scorers_of(self, prompt: Prompt) -> list[Scorer]:
         """Return the scorers of the samples of a prompt."""
-        field_name = self._config.data.scorers_field
-        if not field_name and not any(s.table.where for s in self._table.scorers):
-            return list(self._table.scorers)
-        row = json.loads(prompt.metadata_json or "{}")
-        return [s for s in self._table.scorers if applies(s.table, row, field_name)]
+        scorers = self._table.scorers
+        names = scorer_names([s.table for s in scorers], prompt, self._config.data.scorers_field)
+        return [s for s in scorers if s.table.name in names]
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError for a row without a scorer; such samples would all be lost."""
-        if not self._config.needs_scorer:
-            return
-        for prompt in prompts:
-            if not self.scorers_of(prompt):
-                raise ConfigError(
-                    f"row {prompt.index} of the data has no scorer: {prompt.metadata_json[:200]}; change `where` of a "
-                    f"table [[reward]], or what the row has in data.scorers_field"
-                )
+        check_scorers(self._config, [s.table for s in self._table.scorers], prompts)
 
     async def _ask(
         self, name: str, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool
@@ -156,6 +147,26 @@ async def _all(calls: Sequence[Coroutine[Any, Any, Mapping[str, Outcome]]]) -> l
     except BaseExceptionGroup as errors:
         raise next(leaves(errors)) from None
     return [task.result() for task in tasks]
+
+
+def scorer_names(tables: Sequence[RewardConfig], prompt: Prompt, scorers_field: str) -> tuple[str, ...]:
+    """Return the names of the tables that score the samples of a prompt."""
+    if not scorers_field and not any(table.where for table in tables):
+        return tuple(table.name for table in tables)
+    row = json.loads(prompt.metadata_json or "{}")
+    return tuple(table.name for table in tables if applies(table, row, scorers_field))
+
+
+def check_scorers(config: Config, tables: Sequence[RewardConfig], prompts: Iterable[Prompt]) -> None:
+    """Raise ConfigError for a row that none of the tables scores."""
+    if not config.needs_scorer:
+        return
+    for prompt in prompts:
+        if not scorer_names(tables, prompt, config.data.scorers_field):
+            raise ConfigError(
+                f"row {prompt.index} of the data has no scorer: {prompt.metadata_json[:200]}; change `where` of a "
+                f"table [[reward]], or what the row has in data.scorers_field"
+            )
 
 
 def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:

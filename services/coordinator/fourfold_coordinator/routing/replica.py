@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ from fourfold.rollout.load import STALL_SECONDS, EngineLoad
 from fourfold.rpc.circuit_breaker import CircuitBreaker
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 
+from ..state.timeline import Timeline
 from .cancellation import CancelScopes
 from .registry import Member
 from .scheduling import Demand, MeasuredSpeed
@@ -30,6 +31,13 @@ T = TypeVar("T")
 ReplicaKey = tuple[str, str]  # member id and incarnation of one process
 
 NOT_INSPECTED: Final = "not inspected yet"
+INFO_SECONDS: Final = 10.0  # deadline of calls that only ask for information
+# What calls of a role are in timeline.jsonl; those of the trainer have names of their own.
+_PHASES: Final[Mapping[int, str]] = {
+    Role.ROLE_ROLLOUT: "generate",
+    Role.ROLE_REWARD: "score",
+    Role.ROLE_REFERENCE: "reference",
+}
 # An engine whose speed is not known gets this share of its capacity at most, or so many samples if it has no limit: it
 # could be the slowest, and a step waits for its last group.
 _TRIAL_SHARE: Final = 0.25
@@ -110,8 +118,13 @@ class Replica:
         *,
         clock: Clock = SYSTEM_CLOCK,
         on_change: Callable[[Replica], None] = lambda _replica: None,
+        timeline: Timeline | None = None,
     ) -> None:
-        """Create a replica without calls; `on_change` is called when its load changes, or whether it may get calls."""
+        """Create a replica without calls; `on_change` is called when its load changes, or whether it may get calls.
+
+        `timeline` records the calls, together with those of other replicas.
+        """
+        self._timeline = timeline or Timeline(clock)
         self.member, self.channel = member, channel
         self._clock, self._on_change = clock, on_change
         self.rollout = AsyncRolloutClient(channel, peer=member.peer)
@@ -197,8 +210,9 @@ class Replica:
     def in_flight(self, demand: Demand) -> Iterator[Flight]:
         """Count a call in the replica's load and in its breaker within the block."""
         flight = Flight(self, demand)
+        work = self._timeline.during(self.member.member_id, _PHASES.get(self.member.role, "work"))
         try:
-            with self.breaker.in_flight(), self.load.in_flight(demand.tokens):
+            with self.breaker.in_flight(), self.load.in_flight(demand.tokens), work:
                 yield flight
         finally:
             flight.end()

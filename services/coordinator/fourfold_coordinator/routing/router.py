@@ -42,6 +42,9 @@ from fourfold.rollout.load import TokenCounts, report_period, summarize_loads, w
 
 from ..state.faults import FaultLog
 from ..state.files import DiskFull
+from ..state.sample_traces import SampleTraces
+from ..state.timeline import Timeline
+from .inspection import inspect_replica
 from .ranking import ReplicaRanking
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
 from .replica import (
@@ -51,7 +54,6 @@ from .replica import (
     Interrupted,
     Replica,
     ReplicaKey,
-    ScorerInputs,
     ServiceMissing,
 )
 from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
@@ -60,7 +62,6 @@ log = logging.getLogger("fourfold.coordinator")
 
 T = TypeVar("T")
 
-INFO_SECONDS: Final = 10.0  # deadline of calls that only ask for information
 _TICK_SECONDS: Final = 0.25
 _NOTICE_SECONDS: Final = 0.02  # shortest time between two notices of changes
 _STARTS_PER_TURN: Final = 32  # inspections and streams that are started in one turn of the event loop
@@ -136,6 +137,7 @@ class Router:
         wait_seconds: float,
         on_wait: Callable[[str], None] = lambda _what: None,
         faults: FaultLog | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """Follow the members of a registry.
 
@@ -144,7 +146,8 @@ class Router:
         """
         self.clock, self.tokenizer_sha256, self.on_wait = registry.clock, registry.tokenizer_sha256, on_wait
         self.wait_seconds, self._wait = wait_seconds, WaitLimit(wait_seconds)
-        self.faults = faults or FaultLog()
+        self.faults, self.timeline = faults or FaultLog(), timeline or Timeline(registry.clock)
+        self.traces = SampleTraces()  # of no sample, until a run replaces it
         self.tokens = TokenCounts()
         self._registry, self._open_channel = registry, open_channel
         self._replicas: dict[str, Replica] = {}  # by member_id
@@ -528,7 +531,13 @@ class Router:
 
     def _on_member(self, member: Member, change: MemberChange) -> None:
         if change is MemberChange.JOINED:
-            replica = Replica(member, self._open_channel(member), clock=self.clock, on_change=self._on_replica)
+            replica = Replica(
+                member,
+                self._open_channel(member),
+                clock=self.clock,
+                on_change=self._on_replica,
+                timeline=self.timeline,
+            )
             self._replicas[member.member_id] = replica
             bisect.insort(self._by_role[member.role], replica, key=lambda r: r.member.member_id)
             log.info("%s joined", member.member_id, extra={"target": member.target})
@@ -558,24 +567,8 @@ class Router:
 
     async def _describe(self, replica: Replica) -> None:
         """Ask a new replica for its properties, and decide whether it may get calls."""
-        tokenizer, reason = self.tokenizer_sha256, ""
         replica.inspected_at = self.clock.monotonic()
-        match replica.member.role:
-            case Role.ROLE_ROLLOUT:
-                info = await replica.rollout.get_info(timeout=INFO_SECONDS)
-                tokenizer, replica.capacity = info.tokenizer_sha256, info.max_concurrent_samples
-                replica.vocabulary_size = info.vocabulary_size if tokenizer == self.tokenizer_sha256 else 0
-                reason = "weights not checked yet"
-            case Role.ROLE_REWARD:
-                reward = await replica.reward.get_info(timeout=INFO_SECONDS)
-                tokenizer = reward.tokenizer_sha256 or tokenizer
-                replica.reads = ScorerInputs(tokens=bool(reward.tokenizer_sha256), messages=reward.reads_messages)
-                replica.max_items, replica.scorer, replica.pure = reward.max_sample_count, reward.name, reward.pure
-            case Role.ROLE_REFERENCE:
-                reference = await replica.reference.get_info(timeout=INFO_SECONDS)
-                tokenizer = reference.tokenizer_sha256
-        if tokenizer != self.tokenizer_sha256:
-            reason = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
+        reason = await inspect_replica(replica, self.tokenizer_sha256)
         self.faults.clear(replica.member.member_id)  # its title before the scorer's name was known
         if replica.member.permanent and replica.present and not reason:
             return  # a later look at what it is: its calls show whether it works

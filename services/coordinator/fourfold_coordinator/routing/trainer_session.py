@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, Final, TypeVar
 
 from fourfold.config import Config
@@ -18,8 +19,8 @@ from fourfold.errors import DeadlinePassed, Overloaded, PeerFault, Unavailable, 
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from ..state.run_board import RunBoard
-from .replica import Replica
-from .router import INFO_SECONDS, Router
+from .replica import INFO_SECONDS, Replica
+from .router import Router
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -29,6 +30,8 @@ SUBJECT: Final = "trainer"
 _MAX_BACKOFF_SECONDS: Final = 5.0
 _FIRST_BACKOFF_SECONDS: Final = 0.25
 _IDLE_SECONDS: Final = 0.1
+# Names of calls in timeline.jsonl.
+_PHASES: Final = {"TrainStep": "train", "SaveCheckpoint": "checkpoint", "ExportModel": "export"}
 _WORKING: Final = (
     pb.TRAINER_PHASE_TRAINING,
     pb.TRAINER_PHASE_PUBLISHING,
@@ -155,7 +158,9 @@ class TrainerSession:
                 if not any_process:
                     self._check_incarnation(replica)
                 try:
-                    return await replica.call(work(replica))
+                    timeline, phase = self._router.timeline, _PHASES.get(name)
+                    with timeline.during(replica.member.member_id, phase) if phase else nullcontext():
+                        return await replica.call(work(replica))
                 except (Unavailable, DeadlinePassed, Overloaded, PeerFault) as error:
                     self._router.faults.record(replica.member.member_id, error.reason, error.message)
                     tries += 1

@@ -24,8 +24,8 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 
-from ..routing.replica import Replica, ReplicaKey
-from ..routing.router import INFO_SECONDS, Router, rest_after
+from ..routing.replica import INFO_SECONDS, Replica, ReplicaKey
+from ..routing.router import Router, rest_after
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from ..state.files import DiskFull, DiskWriter
 from ..state.ledger import Ledger

@@ -22,6 +22,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..routing.replica import Replica
+from ..state.timeline import Timeline
 
 # States of an engine.
 SERVING: Final = "serving"
@@ -51,8 +52,9 @@ class _EngineStatus:
 class WeightPlaneStatus:
     """The present state of weight updates. Used on one event loop."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], float] = time.monotonic, *, timeline: Timeline | None = None) -> None:
+        """Start between updates; `timeline` records for how long each engine is UPDATING."""
+        self._now, self._timeline = now, timeline or Timeline()
         self.policy_version = -1  # published last, or being published
         self.epoch = 0
         self.last_seconds = self.last_pause_seconds = 0.0  # the last complete update, and its longest engine pause
@@ -86,15 +88,18 @@ class WeightPlaneStatus:
 
     def set_state(self, name: str, state: str, error: str = "") -> None:
         """Set an engine's state and last error. The state `SERVING` clears the error."""
-        engine = self._engine(name, state)
+        engine = self._engine(name)
         if engine.state != state:
+            if UPDATING in (engine.state, state):
+                change = self._timeline.begin if state == UPDATING else self._timeline.end
+                change(name, "update")
             engine.state, engine.since = state, self._now()
         if error or state == SERVING:
             engine.last_error = error
 
     def set_backend(self, name: str, backend: str) -> None:
         """Set the backend that an engine uses in the present epoch."""
-        self._engine(name, WAITING).backend = backend
+        self._engine(name).backend = backend
 
     @property
     def seconds(self) -> float:
@@ -141,8 +146,8 @@ class WeightPlaneStatus:
             parties=[self._party(r) for r in members if r.member.role in (Role.ROLE_TRAINER, Role.ROLE_ROLLOUT)],
         )
 
-    def _engine(self, name: str, initial_state: str) -> _EngineStatus:
-        return self._statuses.setdefault(name, _EngineStatus(state=initial_state, since=self._now()))
+    def _engine(self, name: str) -> _EngineStatus:
+        return self._statuses.setdefault(name, _EngineStatus(state=WAITING, since=self._now()))
 
     def _party(self, replica: Replica) -> pb.WeightParty:
         name = replica.member.member_id
@@ -151,7 +156,7 @@ class WeightPlaneStatus:
             status = _EngineStatus(state=UPDATING if busy else SERVING, since=self._since)
             version = self.policy_version
         else:
-            status, version = self._engine(name, WAITING), replica.version
+            status, version = self._engine(name), replica.version
         state, waits_for = status.state, self.waits_for(name)
         # A new process of this name is not usable yet, and must not show its predecessor's state.
         replaced = state == SERVING and replica.unusable_reason

@@ -39,8 +39,7 @@ from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.weights.digest import differing_tensors, digest_of, join_names
 from fourfold.weights.manifest import Manifest
 
-from ..routing.replica import Replica, ReplicaKey
-from ..routing.router import INFO_SECONDS
+from ..routing.replica import INFO_SECONDS, Replica, ReplicaKey
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from . import status
 from .backends import BackendGroup, group_by_backend, host_of

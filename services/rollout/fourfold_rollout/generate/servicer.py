@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from fourfold.rpc.limits import Quotas
 from fourfold.security import principal
 from fourfold_rollout.engine import EngineSample, ParsedText, RolloutEngine, TextWork
 from fourfold_rollout.generate.admission import Admission, GenerateCall, GenerateLimits, parse, parse_score
+from fourfold_rollout.generate.call_spans import CallSpans
 from fourfold_rollout.generate.coalesce import RequestCoalescer
 from fourfold_rollout.generate.outputs import CallOutputs, ReleasedLogprobs
 from fourfold_rollout.load import LoadMeter
@@ -205,7 +206,13 @@ class RolloutServicer(RolloutServiceServicer):
 
     async def _sample(self, call: GenerateCall, chunks: asyncio.Queue[pb.SampleChunk | None], timeout: float) -> None:
         """Draw the samples of a call; return when the engine is done with all of them."""
-        with ExitStack() as waiting:
+        spans = CallSpans(call, self._model.name)
+
+        def emit(chunk: pb.SampleChunk) -> None:
+            spans.add(chunk)
+            chunks.put_nowait(chunk)
+
+        with closing(spans), ExitStack() as waiting:
             self.waiting_samples += call.sample_count
             waiting.callback(self._end_wait, call.sample_count)
             async with self._weights.serving(timeout) as lease:
@@ -216,13 +223,14 @@ class RolloutServicer(RolloutServiceServicer):
                         f"{call.min_policy_version}; wait until it is published here, or use another replica",
                         reason="POLICY_TOO_OLD",
                     )
-                outputs = CallOutputs(call.sample_count, self._weights.token_hold, chunks.put_nowait)
+                outputs = CallOutputs(call.sample_count, self._weights.token_hold, emit)
                 samples: Sequence[EngineSample] = ()
                 try:
                     submitted = call.samples(lease.cache_salt, outputs)
                     samples = await self._coalescer.submit(submitted, at_once=call.interactive)
                     lease.mark_in_flight()
                     waiting.close()
+                    spans.begin_generate()
                     if call.flush_seconds is not None and not call.at_once:
                         outputs.flush_every(call.flush_seconds, samples)
                     await outputs.complete()

@@ -17,6 +17,8 @@ from typing import Any, Final, NamedTuple
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import DeadlinePassed, FourfoldError, PermissionDenied, Unavailable
 from fourfold.text import clean
+from fourfold.tracing.propagation import TRACEPARENT, incoming
+from fourfold.tracing.spans import Spans
 from fourfold_rollout.gateway.api import AgentApi, Caller
 from fourfold_rollout.gateway.http import agent_calls, chat, completions, messages, responses
 from fourfold_rollout.gateway.http.errors import (
@@ -134,7 +136,7 @@ class _Exchange:
         caller = self._app._api.check_key(self._key(), route.method)
         if caller.session_id and session_id and caller.session_id != session_id:
             raise PermissionDenied("the key belongs to another session than the one of the URL; use its own key")
-        with self._app._api.admit(caller):  # before the body: slow and large ones count, too
+        with self._app._api.admit(caller), self._spans(route):  # before the body: slow and large ones count, too
             await self._serve_admitted(task, route, caller, session_id or caller.session_id)
 
     async def _serve_admitted(self, task: asyncio.Task[Any], route: _Route, caller: Caller, session_id: str) -> None:
@@ -147,6 +149,12 @@ class _Exchange:
         finally:
             self._answering = False
             watcher.cancel()
+
+    def _spans(self, route: _Route) -> Spans:
+        """Begin the span of the request, if its client traces it."""
+        traceparent = self._headers.get(b"traceparent", b"").decode("latin-1")
+        attributes = {"http.request.method": route.verb}
+        return incoming(((TRACEPARENT, traceparent),), f"{route.verb} {route.method}", attributes)
 
     def _disconnected(self, task: asyncio.Task[Any]) -> None:
         if self._answering:

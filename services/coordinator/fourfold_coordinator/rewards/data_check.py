@@ -1,0 +1,100 @@
+"""Checks the data of a recipe before anything is started; see `fourfold.plan.preflight`."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from fourfold.config import Config
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import Tokenizer
+from fourfold.plan.preflight import ExampleRow, Preflight
+
+from ..data.prompts import Prompt, load_prompts
+from .scoring import check_scorers, scorer_names
+
+_EXAMPLES: Final = 4
+
+
+def check_data(preflight: Preflight) -> None:
+    """Load and tokenize the data as the coordinator does, and describe them.
+
+    Raises ConfigError: data, columns or holdout do not fit the recipe, or a row has no scorer.
+    """
+    config = preflight.config
+    if not config.data.train and not config.data.held_out:
+        return
+    prompts = load_prompts(config, Tokenizer.load(model_folder.resolve(config.model.source)))
+    check_scorers(config, config.reward, (*prompts.train, *prompts.held_out_prompts))
+    if prompts.train:
+        preflight.note("data", _describe(config, prompts.train))
+        for text in _describe_sources(config, prompts.train):
+            preflight.note("data", text)
+        if prompts.left_out:
+            rule = "are outside of data.min_prompt_tokens and data.max_prompt_tokens, and are left out"
+            preflight.note("data", f"{prompts.left_out:,} rows {rule}.")
+        preflight.examples = _examples(config, prompts.train)
+    for held_out in prompts.held_out:
+        groups = len({prompt.group_key for prompt in held_out.prompts})
+        name = f" {held_out.name}" if len(prompts.held_out) > 1 else ""
+        preflight.note("held out", f"read{name}: {len(held_out.prompts):,} prompts in {groups:,} task groups.")
+    preflight.warnings += _warnings(config, prompts.train)
+
+
+def _examples(config: Config, train: Sequence[Prompt]) -> list[ExampleRow]:
+    """Return the first rows that have a reference answer."""
+    answered = itertools.islice((prompt for prompt in train if prompt.answer), _EXAMPLES)
+    return [
+        ExampleRow(
+            index=prompt.index,
+            prompt=prompt.text,
+            answer=prompt.answer,
+            metadata_json=prompt.metadata_json,
+            messages_json=prompt.messages_json,
+            scorers=scorer_names(config.reward, prompt, config.data.scorers_field),
+        )
+        for prompt in answered
+    ]
+
+
+def _lengths(prompts: Sequence[Prompt]) -> list[int]:
+    return [len(prompt.token_ids) for prompt in prompts]
+
+
+def _describe(config: Config, train: Sequence[Prompt]) -> str:
+    lengths = _lengths(train)
+    shortest, longest = min(lengths), max(lengths)
+    size = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,} (mean {np.mean(lengths):,.0f})"
+    drawn = config.steps * config.batch.prompts_per_step
+    share = drawn / len(train)
+    amount = f"{share:.0%} of them" if share < 1 else f"{share:,.3g} passes over them"
+    return f"read: {len(train):,} training prompts of {size} tokens. The run draws {drawn:,} prompts: {amount}."
+
+
+def _describe_sources(config: Config, train: Sequence[Prompt]) -> list[str]:
+    """Return a line on each of several sources: its prompts, and how often the run draws each of them."""
+    counts = Counter(prompt.source for prompt in train)
+    if len(counts) < 2:
+        return []
+    weights = {source.title: source.weight for source in config.data.train if source.weight is not None} or counts
+    drawn = config.steps * config.batch.prompts_per_step / sum(weights.values())
+    return [
+        f"{name}: {count:,} training prompts, each of which the run draws {drawn * weights[name] / count:,.3g} times."
+        for name, count in counts.items()
+    ]
+
+
+def _warnings(config: Config, train: Sequence[Prompt]) -> list[str]:
+    limit, sampled = config.model.max_context_tokens, config.sampling.max_new_tokens
+    cut = sum(length + sampled > limit for length in _lengths(train))
+    found = []
+    if cut:
+        found.append(
+            f"{cut:,} of {len(train):,} training prompts leave less than sampling.max_new_tokens = {sampled:,} tokens "
+            f"for their answers; raise model.max_context_tokens = {limit:,}, or lower sampling.max_new_tokens"
+        )
+    return found

@@ -1,0 +1,105 @@
+"""Checks the reward functions of a recipe before anything is started; see `fourfold.plan.preflight`.
+
+Each function is loaded as the service loads it, in its sandbox, and scores the reference answers of some rows. So a
+function that cannot be imported, raises, or does not recognize a correct answer is found before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from fourfold.config import Config, RewardConfig
+from fourfold.errors import ConfigError
+from fourfold.plan.preflight import ExampleRow, Preflight
+from fourfold.service.lifecycle import ServeOptions
+from fourfold_reward.backends import make_scoring
+from fourfold_reward.job import Job
+from fourfold_reward.loader import Verifier
+from fourfold_reward.pool import WorkerPool
+from fourfold_reward.protocol import Outcome
+
+_KINDS: Final = ("function", "command")
+"""What costs little to start. A model takes the time of a service; servers and judges may not be there yet."""
+
+_START_SECONDS: Final = 30.0
+
+
+def check_rewards(preflight: Preflight) -> None:
+    """Load and try the functions and programs that the launcher would start.
+
+    Raises ConfigError: one cannot be loaded, or raises for every reference answer.
+    """
+    config = preflight.config
+    if not config.needs_scorer:
+        return
+    for table in config.reward:
+        if table.kind in _KINDS and table.replicas:
+            _check(table, preflight)
+
+
+def _check(table: RewardConfig, preflight: Preflight) -> None:
+    rows = [row for row in preflight.examples if table.name in row.scorers]
+    outcomes = asyncio.run(_try(preflight.config, table, rows))
+    if not rows:
+        return
+    errors = [outcome for outcome in outcomes if outcome.error_reason]
+    if len(errors) == len(rows):
+        raise ConfigError(
+            f"reward.{table.kind} = {table.title!r} fails for every reference answer that it was tried with. Row "
+            f"{rows[0].index}: {errors[0].message}"
+        )
+    texts = [_text(outcome) for outcome in outcomes]
+    preflight.note("reward", f"{table.title}: the reference answers of {len(rows)} rows score {', '.join(texts)}.")
+    if errors:
+        row, error = next((r, o) for r, o in zip(rows, outcomes, strict=True) if o.error_reason)
+        preflight.warnings.append(
+            f"{table.title} fails for the reference answer of row {row.index}: {error.message}; such samples are "
+            f"{'dropped' if table.on_error == 'drop' else 'handled by reward.on_error'}"
+        )
+    elif all(outcome.score == 0 for outcome in outcomes):
+        preflight.warnings.append(
+            f"{table.title} gives 0 to the reference answer of each of {len(rows)} rows, such as "
+            f"{rows[0].answer[:60]!r}: a model that answers so learns nothing. The function may expect another form"
+        )
+
+
+def _text(outcome: Outcome) -> str:
+    if outcome.error_reason:
+        return "an error"
+    return "abstained" if outcome.score is None else f"{outcome.score:g}"
+
+
+async def _try(config: Config, table: RewardConfig, rows: Sequence[ExampleRow]) -> list[Outcome]:
+    """Start the backend of a table, score the reference answers of rows, and end it."""
+    failures: list[str] = []
+    one = table.model_copy(update={"processes": 1})
+    options = ServeOptions(role="reward", recipe=Path(), config=config, member_id="check", listen="127.0.0.1:0")
+    scoring = make_scoring(options, one, on_failure=failures.append)
+    try:
+        await scoring.backend.start()
+        verifier = scoring.backend.verifier if isinstance(scoring.backend, WorkerPool) else None
+        jobs = [_job(row, verifier) for row in rows]
+        # One worker process scores them one after the other.
+        limit = table.timeout_seconds * len(jobs) + _START_SECONDS
+        outcomes = await scoring.backend.score(jobs, timeout=limit) if jobs else []
+        if failures:
+            raise ConfigError(f"reward.{table.kind} = {table.title!r} cannot be tried: {failures[0]}")
+        return outcomes
+    finally:
+        await scoring.backend.close()
+
+
+def _job(row: ExampleRow, verifier: Verifier | None) -> Job:
+    return Job(
+        sample_id=f"row {row.index}",
+        prompt=row.prompt,
+        completion=row.answer,
+        answer=row.answer,
+        metadata_json=row.metadata_json,
+        messages_json=row.messages_json,
+        verifier=verifier,
+        size_bytes=len(row.prompt) + len(row.answer) + len(row.metadata_json),
+    )

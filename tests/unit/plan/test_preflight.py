@@ -1,0 +1,156 @@
+"""Tests the checks of a recipe before anything is started, with the real tokenizer and real worker processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fourfold import config as configuration
+from fourfold.errors import ConfigError
+from fourfold.plan.preflight import Preflight, check_recipe
+from fourfold.plan.report import describe
+
+RECIPE = """\
+name = "own"
+steps = 3
+[model]
+source = "builtin:smollm2-135m-instruct"
+max_context_tokens = 128
+[data.train]
+path = "rows.jsonl"
+[sampling]
+max_new_tokens = 8
+[batch]
+prompts_per_step = 2
+group_size = 2
+tokens_per_micro_batch = 512
+[reward]
+function = "mine.py:reward"
+"""
+ROWS = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(6)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    write_rows(tmp_path, ROWS)
+    write_reward(tmp_path, "return float(sample.completion == sample.answer)")
+    return tmp_path
+
+
+def write_rows(folder: Path, rows: Sequence[object]) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_reward(folder: Path, body: str) -> None:
+    (folder / "mine.py").write_text(f"def reward(sample):\n    {body}\n")
+
+
+def check(folder: Path, *assignments: str) -> Preflight:
+    path = folder / "recipe.toml"
+    return check_recipe(configuration.load(path, assignments), path, assignments)
+
+
+def test_the_plan_says_what_was_read(folder: Path) -> None:
+    found = check(folder)
+    assert found.warnings == []
+    (data,) = found.notes["data"]
+    assert data.startswith("read: 6 training prompts of ") and "The run draws 6 prompts: 1 passes over them." in data
+    assert found.notes["reward"] == ["mine.py:reward: the reference answers of 4 rows score 1, 1, 1, 1."]
+    plan = describe(found.config, found=found)
+    assert "read: 6 training prompts" in plan and "score 1, 1, 1, 1." in plan
+
+
+def test_the_plan_says_how_often_each_source_is_drawn(folder: Path) -> None:
+    mixture = '[[data.train]]\npath = "rows.jsonl"\nweight = 3\n[[data.train]]\npath = "few.jsonl"\nweight = 1\n'
+    (folder / "few.jsonl").write_text(
+        '{"question": "short", "answer": "1"}\n{"question": "word ' + "word " * 40 + '"}\n'
+    )
+    (folder / "recipe.toml").write_text(RECIPE.replace('[data.train]\npath = "rows.jsonl"\n', mixture))
+    found = check(folder, "data.max_prompt_tokens=60", "steps=16")
+    assert found.notes["data"][1:] == [
+        "rows: 6 training prompts, each of which the run draws 4 times.",
+        "few: 1 training prompts, each of which the run draws 8 times.",
+        "1 rows are outside of data.min_prompt_tokens and data.max_prompt_tokens, and are left out.",
+    ]
+    plan = " ".join(describe(found.config, found=found).split())
+    assert "a mixture of 75.0% rows (all rows of rows.jsonl); 25.0% few (all rows of few.jsonl), exact in" in plan
+    pool = " ".join(
+        describe(configuration.load(folder / "recipe.toml", ["data.train=[{path='a'}, {path='b'}]"])).split()
+    )
+    assert "one pool of a (all rows of a); b (all rows of b), as chat" in pool
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (['data.prompt_field="text"'], r"^--set data.prompt_field  rows.jsonl, row 0: no column 'text'; it has "),
+        (['data.train.path="nowhere.jsonl"'], r"^--set data.train.path  path = 'nowhere.jsonl' does not exist"),
+        (["model.max_context_tokens=16"], r"^--set model.max_context_tokens  rows.jsonl: no prompt is left: all 6"),
+        (
+            ['data.holdout={field="kind", groups=1}'],
+            r"^--set data.holdout  data.holdout.field = 'kind': rows.jsonl, row 0 has no ",
+        ),
+        (['reward.function="mine.py:rewad"'], r"^--set reward.function  reward.function: .*did you mean 'reward'"),
+        (['reward.function="exact_mach"'], r"^--set reward.function  reward.function = .*did you mean 'exact_match'"),
+        (['reward.where={level=["1"]}'], r"row 0 of the data has no scorer: .*change `where`"),
+    ],
+)
+def test_mistakes_name_the_key_and_its_line(folder: Path, assignments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(folder, *assignments)
+
+
+def test_a_mistake_in_the_file_names_its_line(folder: Path) -> None:
+    (folder / "rows.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"recipe.toml:7  path = 'rows.jsonl' does not exist"):
+        check(folder)
+
+
+def test_a_function_that_raises_shows_error_file_and_line(folder: Path) -> None:
+    write_reward(folder, "return 1 / len(sample.completion) * missing")
+    with pytest.raises(
+        ConfigError,
+        match=r"recipe.toml:15  .*fails for every .*Row 0: .*NameError: name 'missing' is not defined .mine.py:2.",
+    ):
+        check(folder)
+
+
+def test_a_function_that_sometimes_raises_is_a_warning(folder: Path) -> None:
+    write_reward(folder, "return 4.0 / int(sample.answer)")
+    (warning,) = check(folder).warnings
+    assert "mine.py:reward fails for the reference answer of row 0" in warning and "ZeroDivisionError" in warning
+
+
+def test_a_function_that_knows_no_correct_answer_is_a_warning(folder: Path) -> None:
+    write_reward(folder, "return float(sample.completion == f'The answer is {sample.answer}')")
+    (warning,) = check(folder).warnings
+    assert "mine.py:reward gives 0 to the reference answer of each of 4 rows, such as '0'" in warning
+
+
+def test_prompts_without_room_for_an_answer_are_a_warning(folder: Path) -> None:
+    write_rows(folder, [*ROWS, {"question": "long " * 60, "answer": "1"}])
+    (warning,) = check(folder, "sampling.max_new_tokens=32", "model.max_context_tokens=104").warnings
+    assert warning.startswith("1 of 7 training prompts leave less than sampling.max_new_tokens = 32 tokens")
+
+
+def test_data_without_answers_try_no_reward(folder: Path) -> None:
+    write_rows(folder, [{"question": "Write a poem."}])
+    assert "reward" not in check(folder).notes
+
+
+def test_a_function_by_hand_is_not_loaded(folder: Path) -> None:
+    (folder / "mine.py").unlink()
+    assert check(folder, "reward.replicas=0").warnings == []
+
+
+def test_a_context_longer_than_the_model_is_refused(folder: Path) -> None:
+    config = configuration.load(
+        folder / "recipe.toml", ["model.max_context_tokens=9000", "batch.tokens_per_micro_batch=9000"]
+    )
+    with pytest.raises(ConfigError, match=r"model.max_context_tokens = 9000, but .* was made for at most 8192 tokens"):
+        describe(config)

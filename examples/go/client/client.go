@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 )
 
@@ -64,6 +65,9 @@ func Dial(target, role string) (*grpc.ClientConn, error) {
 // Within calls attempt with a deadline; the service refuses a call without one.
 func Within(limit time.Duration, attempt func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	if traceparent := os.Getenv("TRACEPARENT"); traceparent != "" { // the call joins this trace (W3C Trace Context)
+		ctx = metadata.AppendToOutgoingContext(ctx, "traceparent", traceparent)
+	}
 	defer cancel() // also ends a stream that was left early, and its samples in the engine
 	return attempt(ctx)
 }

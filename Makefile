@@ -1,5 +1,5 @@
 # Commands for users and developers. `make quickstart` needs only Python 3.11 or 3.12 and g++.
-.PHONY: quickstart setup test test-slow soak mutants check docs proto fmt constraints clean
+.PHONY: quickstart setup test test-slow soak mutants check docs reference proto fmt constraints clean
 bin := .venv/bin
 
 quickstart:  ## set up the environment, then train the recipe of the README
@@ -30,6 +30,9 @@ check: setup  ## check format, lint, types, import rules, docs and protos
 
 docs: setup  ## build/site: the pages of docs/ and the docstrings
 	$(bin)/mkdocs build --strict
+
+reference: setup  ## write docs/reference from the code: recipe keys, metrics, RPCs and commands
+	$(bin)/python -m scripts.reference
 
 proto: setup  ## lint the contract and regenerate the stubs
 	$(bin)/buf lint proto

@@ -10,6 +10,7 @@ from fourfold_bench import harness
 
 _BENCHMARKS: Final = (
     *("weights", "rollout", "gateway", "reward", "reward-model", "step", "long-tail", "learning-curves", "engines"),
+    *("tracing", "view"),
 )
 
 

@@ -22,9 +22,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from fourfold import metrics
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
+from fourfold.plan.memory import GIB, memory_plan
+from fourfold.plan.models import model_sizes
 from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 from fourfold_bench.models import SHAPE_NAMES, SHAPES, forward_flop, parameter_count, write_model
 from fourfold_coordinator.weights.probe import LogprobProbe
@@ -48,6 +51,7 @@ class TrainerSettings(BenchmarkSettings):
     tokens: int = option("tokens of one step, about", default=8192, least=1)
     longest: int = option("tokens of the longest sample", default=512, least=16)
     micro_batch: int = option("tokens of one pass of one rank", default=2048)
+    offload: str = option(default="none", choices=("none", "optimizer", "optimizer+parameters"))
     checkpointing: bool = option("recompute activations", default=False)
     liger: bool = option("fused kernels", default=False)
     product: int = option("size of the matrix product; 8192 on a GPU", default=1024, least=1)
@@ -110,6 +114,7 @@ def recipe(settings: TrainerSettings, model: Path, sample_count: int) -> Config:
                 "ranks": settings.ranks,
                 "zero_stage": settings.zero_stage,
                 "gradient_checkpointing": settings.checkpointing,
+                "offload": settings.offload,
                 "liger_kernels": settings.liger,
             },
         }
@@ -199,7 +204,7 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         positions = [np.flatnonzero(s.action_mask) for s in samples]
         counts = [len(p) for p in positions]
         state, steps, passes, shadows, dummies = AlgorithmState(), list[float](), list[float](), list[float](), 0.0
-        cosine = math.nan
+        cosine, peak = math.nan, 0.0
         for step in range(1, settings.warmup + settings.runs + 1):
             began = time.perf_counter()
             compute_per_token(engine.compute_logprobs, samples, positions.__getitem__, counts, config)
@@ -208,6 +213,7 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             shadows.append(0.0 if result.shadow is None else result.shadow.seconds)
             if result.shadow is not None and step == 1:
                 cosine = result.shadow.cosine
+            peak = max(peak, result.policy.highest.get(metrics.GPU_PEAK, 0.0))
             passes.append(middle - began)
             steps.append(time.perf_counter() - middle)
             engine.finish_step(release=settings.release)
@@ -219,7 +225,6 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         rate = matmul_flops(settings.device, settings.product)
         timed = (engine.seconds, passes, steps, shadows, engine.release_seconds, engine.probe_seconds)
         update, logprobs, whole, shadow, release, probe = (statistics.median(part[settings.warmup :]) for part in timed)
-        peak = torch.cuda.max_memory_allocated() if settings.device == "cuda" else 0
         engine.leave()
         engine.close()
         lengths = np.array([len(s.token_ids) for s in samples], np.float64)
@@ -238,7 +243,8 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             "release_seconds": round(release, 4),
             "probe_seconds": round(probe, 4),
             "dummy_fraction": round(dummies, 4),
-            "peak_memory_bytes_rank_0": peak,
+            "gpu_peak_gib": round(peak, 3),
+            "planned_gib": round(_planned_gib(config), 3),
         }
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
@@ -256,7 +262,14 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             f"(cosine {results['shadow_cosine']})",
             f"then memory released in {results['release_seconds']} s, "
             f"probe of {_PROBE_TOKENS} tokens in {results['probe_seconds']} s",
+            f"most memory of a rank {results['gpu_peak_gib']} GiB on the GPU; planned {results['planned_gib']} GiB",
         ]
+
+
+def _planned_gib(config: Config) -> float:
+    """Return what `fourfold plan` expects of a rank, without the program's own memory."""
+    trainer = memory_plan(config, model_sizes(config))[0]
+    return (trainer.total - trainer.programs) / GIB
 
 
 def _row(seconds: float, tokens: float, flop: float, rate: float) -> dict[str, float]:

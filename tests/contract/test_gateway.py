@@ -35,6 +35,7 @@ from fourfold.rpc.codec import decode, read_ints
 from fourfold.rpc.limits import Quotas
 from fourfold.rpc.server import Server
 from fourfold.security.principal import UNLIMITED
+from fourfold.tracing import spans
 from fourfold_rollout.gateway import coordinator_link
 from fourfold_rollout.gateway.coordinator_link import CoordinatorLink
 from fourfold_rollout.gateway.core import GatewayCore
@@ -244,6 +245,21 @@ async def test_three_turns_by_messages_are_one_segment_in_the_runs_store(gateway
     assert (params.temperature, params.max_tokens, [*params.stop_token_ids]) == (0.5, 6, [7]), "those of the run"
     await until(lambda: not gateway.core.sessions.live)
     assert await gateway.state() == STORED
+
+
+async def test_a_turn_in_the_trace_of_an_agent_goes_on_to_the_engine(gateway: Gateway) -> None:
+    await gateway.open()
+    ended: list[spans.Span] = []
+    spans.install(ended.append)
+    try:
+        with spans.Spans({0: spans.Span("turn", None)}):
+            await gateway.turn([USER])
+    finally:
+        spans.install(None)
+    by_name = {span.name: span for span in ended}
+    at_gateway = by_name["fourfold.agent.v1.AgentService/Generate"]
+    at_engine = by_name["fourfold.rollout.v1.RolloutService/Generate"]
+    assert at_gateway.parent == by_name["turn"].context and at_engine.parent == at_gateway.context
 
 
 async def test_the_client_attempts_a_task(gateway: Gateway) -> None:

@@ -44,6 +44,12 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Ca
     line = stage.lines("samples.jsonl")[0]
     assert line["version_spans"] == [[-1, line["prompt_tokens"]], [0, line["completion_tokens"]]]
     assert line["logprob_mean"] < 0 < line["completion_tokens"] and not list((stage.folder / "experiences").iterdir())
+    names = [[row["sample_id"] for row in stage.lines(name)] for name in ("samples.jsonl", "tokens.jsonl")]
+    assert names[0] == names[1]
+    times = stage.lines("timeline.jsonl")
+    assert [row["step"] for row in times] == [1, 2, 3, 4]
+    assert {*times[1]["members"]} == {"rollout-0", "trainer-0", "reward-0"}
+    assert {*times[1]["members"]["rollout-0"]} == {"generate", "update"} and "train" in times[1]["members"]["trainer-0"]
     metrics = stage.lines("metrics.jsonl")[0]
     assert metrics["weights/probe_diff_mean"] == pytest.approx(0.01, abs=1e-4)
     assert metrics["train/policy_lag_max"] == 0
@@ -75,15 +81,30 @@ async def test_a_checkpoint_is_told_the_score_of_its_step(make_stage: Callable[.
     assert await stage.finish() == 0
     scores = {row["step"]: row["score"] for row in stage.report()["evals"]}
     assert stage.trainer.scores == {1: None, 2: scores[2], 3: None, 4: scores[4]}
-    assert stage.trainer.exports == [("model", False)]
+    assert stage.trainer.exports == [("model", "policy")]
+
+
+async def test_the_model_is_exported_during_the_run(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=5, checkpoint={"every_steps": 3, "export_every_steps": 2})
+    await stage.start()
+    assert await stage.finish() == 0
+    assert stage.trainer.exports == [("model-step-2", "policy"), ("model-step-4", "policy"), ("model", "policy")]
 
 
 async def test_the_average_is_exported_beside_the_model(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=1, trainer={"ema_decay": 0.9})
     await stage.start()
     assert await stage.finish() == 0
-    assert stage.trainer.exports == [("model", False), ("model-ema", True)]
+    assert stage.trainer.exports == [("model", "policy"), ("model-ema", "ema")]
     assert stage.report()["model_ema"] == "/somewhere/model-ema"
+
+
+async def test_the_critic_is_exported_beside_the_model(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1, algorithm={"preset": "ppo", "kl": {"coef": 0.0}})
+    await stage.start()
+    assert await stage.finish() == 0
+    assert stage.trainer.exports == [("model", "policy"), ("critic", "critic")]
+    assert stage.report()["critic"] == "/somewhere/critic"
 
 
 async def test_the_reference_is_asked_when_the_algorithm_needs_it(make_stage: Callable[..., Stage]) -> None:

@@ -43,6 +43,8 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[...
     before = stage.ledger()
     done = [row.step for row in before.steps()]
     written = {row["step"] for row in stage.lines("samples.jsonl")}
+    assert written == {row["step"] for row in stage.lines("tokens.jsonl")}
+    assert max(row["step"] for row in stage.lines("timeline.jsonl")) <= max(written)
     # The samples of a step are written while it trains.
     assert written == {*done, 4} if moment == "train" else written == set(done)
     published, evals = before.highest_version(), before.evals()
@@ -314,8 +316,7 @@ async def test_a_run_does_not_go_on_with_other_data(
     stage = make_stage(steps=2)
     await stage.start()
     assert await stage.finish() == 0
-    train = stage.config.data.train
-    assert train is not None
+    (train,) = stage.config.data.train
     write_data(Path(train.path), digits=9)
     await fresh_processes(stage)
     await stage.start()

@@ -188,8 +188,7 @@ def _rows(stage: Stage) -> list[dict[str, Any]]:
     import json
     from pathlib import Path
 
-    assert stage.config.data.train is not None
-    return [json.loads(line) for line in Path(stage.config.data.train.path).read_text().splitlines()]
+    return [json.loads(line) for line in Path(stage.config.data.train[0].path).read_text().splitlines()]
 
 
 def _rewrite(stage: Stage, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -197,8 +196,7 @@ def _rewrite(stage: Stage, change: Callable[[dict[str, Any]], dict[str, Any]]) -
     from pathlib import Path
 
     rows = [change(row) for row in _rows(stage)]
-    assert stage.config.data.train is not None
-    Path(stage.config.data.train.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(stage.config.data.train[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 async def test_a_swap_counts_for_every_sample_that_no_step_has(make_stage: Callable[..., Stage], scorer: Any) -> None:

@@ -112,7 +112,7 @@ class TestGenerate:
 
     async def test_what_was_sampled_in_an_interval_is_one_message(self, service: Service) -> None:
         """The service has one thread, which each message occupies about as long as a sampled token does."""
-        call = RolloutServiceStub(service.channel).Generate(request(sample_count=4, flush_seconds=0.05), timeout=5)
+        call = RolloutServiceStub(service.channel).Generate(request(sample_count=4, flush_seconds=0.05), timeout=30)
         await service.running(4)
         for _ in range(3):
             service.engine.tick()

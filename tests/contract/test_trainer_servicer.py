@@ -175,6 +175,21 @@ async def test_only_the_newest_checkpoints_stay(start_trainer: Start) -> None:
     assert sorted(p.name for p in (trainer.run_dir / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
 
 
+async def test_before_a_machine_leaves_every_step_is_saved_besides_the_runs_checkpoints(start_trainer: Start) -> None:
+    trainer = await start_trainer(checkpoint={"keep": 1})
+    folder = trainer.run_dir / "checkpoints"
+    await trainer.core.save_before_leaving()
+    assert not folder.exists(), "there is nothing to lose"
+    await trainer.train(1, group_of([0, 1], version=0))
+    await trainer.core.save_before_leaving()
+    await trainer.train(2, group_of([0, 1], version=1))
+    await trainer.core.save_before_leaving()  # in the queue after that of the step
+    assert sorted(p.name for p in folder.iterdir()) == ["step-000001", "step-000002"], "the ledger may need the older"
+    assert (await trainer.status()).checkpoint_step == 2
+    other = await start_trainer()
+    assert (await other.client.load_checkpoint(2, timeout=SECONDS)).last_step.step == 2
+
+
 async def test_the_best_checkpoints_stay_too_and_the_newest_is_found(start_trainer: Start) -> None:
     trainer = await start_trainer(checkpoint={"keep": 1, "keep_best": 1}, data={"eval": {"path": "eval.jsonl"}})
     for step, score in ((1, 0.0), (2, 0.75), (3, None), (4, 0.5)):
@@ -201,6 +216,18 @@ async def test_the_average_is_exported_where_one_is_kept(start_trainer: Start) -
     other = await start_trainer()
     with pytest.raises(WrongState, match=r"trainer\.ema_decay = 0, so no average is kept; set it"):
         await other.client.export_model("other", ema=True, timeout=SECONDS)
+    assert not (other.run_dir / "other").exists()
+
+
+async def test_the_critic_is_exported_where_there_is_one(start_trainer: Start) -> None:
+    trainer = await start_trainer(algorithm={"preset": "ppo"}, trainer={"ema_decay": 0.9})
+    path = Path(await trainer.client.export_model("critic", critic=True, timeout=SECONDS))
+    assert (path / "model.safetensors").read_text() == "critic 0"
+    with pytest.raises(InvalidInput, match="ema and critic exclude each other"):
+        await trainer.client.export_model("other", ema=True, critic=True, timeout=SECONDS)
+    other = await start_trainer()
+    with pytest.raises(WrongState, match="the algorithm of the recipe trains no critic"):
+        await other.client.export_model("other", critic=True, timeout=SECONDS)
     assert not (other.run_dir / "other").exists()
 
 

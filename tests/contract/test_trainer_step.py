@@ -157,7 +157,7 @@ async def test_fewer_samples_than_ranks_are_trained_on_and_a_recipe_that_asks_fo
 
 async def test_an_unknown_estimator_is_refused_by_its_key() -> None:
     with pytest.raises(
-        ValueError, match=r"algorithm.advantage\n  Value error, kind = 'gea' is unknown; choose one of gae, reinforce"
+        ValueError, match=r"algorithm.advantage\n  Value error, kind = 'gea' is unknown; did you mean `gae`"
     ):
         config(algorithm={"advantage": {"kind": "gea"}})
 

@@ -66,14 +66,7 @@ class Stage:
 
     def descendants(self) -> dict[int, str]:
         """Pids and command lines of every process that works in this stage's folder."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if (path / "cwd").readlink() == self.root and path.name != str(os.getpid()):
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-        return found
+        return working_in(self.root)
 
     def pid_of(self, role: str) -> int:
         (pid,) = [pid for pid, line in self.descendants().items() if f"-m fourfold serve {role} " in line]
@@ -99,6 +92,18 @@ def staged(root: Path) -> Iterator[Callable[..., Stage]]:
         for process in stage.processes:
             process.kill()
             process.communicate(timeout=10)
+
+
+def working_in(root: Path) -> dict[int, str]:
+    """Pids and command lines of the other processes whose working folder this is."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if (path / "cwd").readlink() == root and path.name != str(os.getpid()):
+                found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+    return found
 
 
 def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:

@@ -18,6 +18,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc.codec import pack_floats, pack_ints
+from fourfold.tracing import spans
 from tests.fakes.toy import (
     END,
     MANIFEST,
@@ -122,6 +123,7 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         for index, ids, logprobs in answers:
             if self.on_finish is not None:
                 await self.on_finish(request, index)
+            spans.current().end(index)
             yield _response([(index, ids, logprobs, self.version, rollout.FINISH_REASON_STOP)])
 
     def _answers(self, request: rollout.GenerateRequest) -> list[tuple[int, list[int], list[float]]]:
@@ -135,7 +137,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
             seed = request.sampling_params.seed + index if request.sampling_params.temperature else 0  # 0: greedy
             answer, logprob = toy_answer(text, seed, self.weights)
             ids = [*self._encode(answer), END]
-            answers.append((index, ids[done:] or [END], [logprob / len(ids)] * max(len(ids) - done, 1)))
+            rest = (ids[done:] or [END])[: request.sampling_params.max_tokens or None]
+            answers.append((index, rest, [logprob / len(ids)] * len(rest)))
         return answers
 
     def _encode(self, text: str) -> list[int]:
@@ -143,7 +146,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         return list(library.encode(text).ids)
 
     async def ScoreTokens(self, request: rollout.ScoreTokensRequest, context: Context) -> rollout.ScoreTokensResponse:
-        raise WrongState("a toy scores no tokens")
+        logprobs = toy_logprobs(self.weights, np.array(request.token_ids))
+        return rollout.ScoreTokensResponse(logprobs=pack_floats(logprobs), policy_version=self.version)
 
     async def ParseCompletion(
         self, request: rollout.ParseCompletionRequest, context: Context

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ DELAY_VARIABLE = "TOY_SECONDS"
 """Duration of each sampling call."""
 CALLS_VARIABLE = "TOY_CALLS"
 """Sampling calls that an engine works on at once; more wait. Without it, all."""
+
+_WEIGHTS_FILE = "toy-weights"  # in an exported model
 
 
 def install(folder: Path) -> Path:
@@ -67,7 +70,8 @@ class ToyTrainer(FakeTrainer):
 
     async def ExportModel(self, request: trainer.ExportModelRequest, context: Any) -> trainer.ExportModelResponse:
         path = self.run_dir / request.name
-        path.mkdir(exist_ok=True)
+        shutil.copytree(self.config.model.source, path, dirs_exist_ok=True)
+        (path / _WEIGHTS_FILE).write_text(str(self.weights))
         return trainer.ExportModelResponse(path=str(path))
 
 
@@ -96,6 +100,8 @@ def rollout_main(options: ServeOptions) -> int:
 
     async def serve() -> int:
         fake = FakeRollout(options.member_id, options.config)
+        exported = Path(options.config.model.source) / _WEIGHTS_FILE
+        fake.weights = int(exported.read_text()) if exported.exists() else 0
         turns = asyncio.Semaphore(int(os.environ.get(CALLS_VARIABLE, "1000000")))
 
         async def sample() -> None:

@@ -41,7 +41,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         super().__init__(member_id, config)
         self.checkpoints: dict[int, tuple[int, int]] = {} if checkpoints is None else checkpoints
         self.scores: dict[int, float | None] = {}  # held-out score of every checkpoint, as sent by the coordinator
-        self.exports: list[tuple[str, bool]] = []  # folders, and whether each export was of the average
+        self.exports: list[tuple[str, str]] = []  # folders, and what was exported: "policy", "ema" or "critic"
         self.weights = self.step = self.version = self.skipped = 0
         self.epoch = 0
         self.closed = False
@@ -174,7 +174,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
     ForwardBackward = OptimStep = DiscardGradient = _never
 
     async def ExportModel(self, request: trainer.ExportModelRequest, context: Context) -> trainer.ExportModelResponse:
-        self.exports.append((request.name, request.ema))
+        self.exports.append((request.name, "critic" if request.critic else "ema" if request.ema else "policy"))
         return trainer.ExportModelResponse(path=f"/somewhere/{request.name}")
 
     async def RaisePolicyVersion(

@@ -142,6 +142,10 @@ class FakeEngine:
         self._enter("export")
         (folder / "model.safetensors").write_text(f"{self.updates}{' on average' if ema else ''}")
 
+    def export_critic(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_text(f"critic {self.updates}")
+
     def manifest(self) -> Manifest:
         return MANIFEST
 

@@ -1,4 +1,5 @@
 """A vLLM engine on a GPU takes new weights of every verified architecture, by its own loaders, eagerly and with graphs.
+Those of other architectures prove at their start that an update replaces all of their weights.
 
 Skipped without a GPU or vLLM. Run it with `pytest tests/gpu/test_model_updates.py`.
 """
@@ -45,6 +46,10 @@ def engine() -> Iterator[Engine]:
         "olmoe",
         "qwen2_moe",
         "qwen3_moe",
+        # These are proven.
+        "gpt2",
+        "gpt_neox",
+        "cohere",
     ],
 )
 def test_an_updated_engine_equals_a_fresh_one(family: str, engine: Engine, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,11 @@ kl = {{ coef = {kl} }}
 colocated = {colocated}
 
 [rollout]
-replicas = {replicas}
-gpus_per_replica = {engine_gpus}
+{engines}
 sleep_mode = {sleep}
 kv_cache_gib = {kv_cache}
 enforce_eager = true
-
+{pools}
 [trainer]
 device = "cuda"
 ranks = {ranks}
@@ -76,8 +75,8 @@ every_steps = 2
 DEFAULTS = {
     "kl": 0.01,
     "colocated": "true",
-    "replicas": 1,
-    "engine_gpus": 1,
+    "engines": "gpus_per_replica = 1",
+    "pools": "",
     "references": 1,
     "ranks": 1,
     "sleep": "true",
@@ -99,12 +98,11 @@ def run(root: Path, *, family: str = "llama", **values: Any) -> Path:
     return folder
 
 
-def check(folder: Path, *, backend: str, engines: int, sleeps: bool) -> None:
+def check(folder: Path, *, backend: str, engines: Sequence[str] = ("rollout-0",), sleeps: bool) -> None:
     """Check what every run must have done."""
     log = (folder / "logs" / "coordinator-0.log").read_text()
     opened = set(re.findall(r"weight epoch opened epoch=\d+ ([^\"]*)\"", log))
-    names = ",".join(f"rollout-{index}" for index in range(engines))
-    assert opened == {f"{backend}={names}"}, opened
+    assert opened == {f"{backend}={','.join(engines)}"}, opened
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
@@ -116,7 +114,7 @@ def check(folder: Path, *, backend: str, engines: int, sleeps: bool) -> None:
         assert (m.TIME_SLEEP in row and m.TIME_WAKE in row) is sleeps
         parts = sum(row.get(name, 0.0) for name in m.TIMES_OF_A_STEP)
         assert parts + row[m.TIME_OTHER] == pytest.approx(row[m.TIME_STEP]) and row[m.TIME_OTHER] >= 0
-    assert f"weights published version=3 engines={engines} " in log
+    assert f"weights published version=3 engines={len(engines)} " in log
 
 
 class Memory:
@@ -169,16 +167,38 @@ def times_asleep(seen: list[int], *, size: int) -> int:
 def test_one_gpu_is_the_engines_and_the_trainers_in_turn(tmp_path: Path) -> None:
     with watching(0) as memory:
         folder = run(tmp_path)
-    check(folder, backend="cuda_ipc", engines=1, sleeps=True)
+    check(folder, backend="cuda_ipc", sleeps=True)
     assert times_asleep(memory.seen, size=_KV_CACHE_GIB * GIB) >= 2, "the engine's memory was free while it slept"
 
 
+POOLS = """
+[[rollout.pool]]
+name = "exact"
+
+[[rollout.pool]]
+name = "rounded"
+quantization = "fp8"
+"""
+ONE_GPU, TWO_GPUS, TWO_STAGES = (
+    f"gpus_per_replica = {gpus}\npipeline_parallel_size = {stages}" for gpus, stages in ((1, 1), (2, 1), (2, 2))
+)
+
+
 @pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("replicas", "engine_gpus"), [(2, 1), (1, 2)], ids=["two engines", "one engine"])
-def test_two_gpus_are_shared_rank_by_rank(tmp_path: Path, replicas: int, engine_gpus: int) -> None:
+@pytest.mark.parametrize(
+    ("keys", "pools", "engines"),
+    [
+        (f"{ONE_GPU}\nreplicas = 2", "", ["rollout-0", "rollout-1"]),
+        (TWO_GPUS, "", ["rollout-0"]),
+        (TWO_STAGES, "", ["rollout-0"]),
+        (ONE_GPU, POOLS, ["rollout-exact-0", "rollout-rounded-0"]),
+    ],
+    ids=["two engines", "one engine", "two stages", "two pools"],
+)
+def test_two_gpus_are_shared_rank_by_rank(tmp_path: Path, keys: str, pools: str, engines: list[str]) -> None:
     with watching(0) as first, watching(1) as second:
-        folder = run(tmp_path, replicas=replicas, engine_gpus=engine_gpus, references=2, ranks=2)
-    check(folder, backend="cuda_ipc", engines=replicas, sleeps=True)
+        folder = run(tmp_path, engines=keys, pools=pools, references=2, ranks=2)
+    check(folder, backend="cuda_ipc", engines=engines, sleeps=True)
     for memory in (first, second):
         assert times_asleep(memory.seen, size=_KV_CACHE_GIB * GIB) >= 2
 
@@ -186,7 +206,7 @@ def test_two_gpus_are_shared_rank_by_rank(tmp_path: Path, replicas: int, engine_
 @pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
 def test_services_have_gpus_of_their_own(tmp_path: Path) -> None:
     folder = run(tmp_path, colocated="false", sleep="false", kl=0.0)
-    check(folder, backend="cuda_ipc", engines=1, sleeps=False)
+    check(folder, backend="cuda_ipc", sleeps=False)
 
 
 def test_a_mixture_of_experts_runs_to_its_end(tmp_path: Path) -> None:
@@ -194,4 +214,4 @@ def test_a_mixture_of_experts_runs_to_its_end(tmp_path: Path) -> None:
     if not hasattr(torch.ops._moe_C, "topk_softmax"):
         pytest.skip("this vLLM was built without the kernels of mixtures of experts")
     folder = run(tmp_path, family="qwen3_moe")
-    check(folder, backend="cuda_ipc", engines=1, sleeps=True)
+    check(folder, backend="cuda_ipc", sleeps=True)

@@ -74,3 +74,21 @@ def test_watch_shows_a_run_that_goes_on(make_stage: Callable[..., Stage]) -> Non
     output, errors = watching.communicate(timeout=40)
     assert watching.returncode == 0, errors
     assert "step 1/4  reward " in output and "step 4/4  reward " in output
+
+
+@pytest.mark.slow
+def test_watch_of_a_stopped_run_says_where_it_stopped_and_how_to_continue(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=20)
+    process = stage.start("toy.toml", delay=0.3)
+    stage.wait_for_step(process, 2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    watching = stage.start("runs/latest", command="watch")
+    output, errors = watching.communicate(timeout=40)
+    assert watching.returncode == 1 and not errors
+    assert re.search(r"^runs/toy does not run: it stopped after step \d of 20\.$", output, re.MULTILINE), output
+    assert re.search(r"^It continues from the checkpoint of step 2", output, re.MULTILINE), output
+    (command,) = re.findall(r"^  fourfold run (--resume runs/toy)$", output, re.MULTILINE)
+    resumed = stage.start(*command.split(), "--set", "steps=4", delay=0.1)
+    output, errors = resumed.communicate(timeout=60)
+    assert resumed.returncode == 0 and "resumed after step " in output, errors

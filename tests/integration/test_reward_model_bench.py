@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.bench_command import bench
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(500)]
 
 
 def test_the_benchmark_measures_all_ways(tmp_path: Path) -> None:

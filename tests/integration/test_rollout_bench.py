@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.bench_command import bench
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 
 
 def test_the_benchmark_measures_a_service_against_vllm_alone(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from fourfold import config as configuration
 from tests.fakes.command_line import Stage, listening, staged, until
+from tests.support.tensorboard import shown_by_tensorboard
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
 
@@ -39,7 +40,7 @@ def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 
 
 def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=6)
+    stage = make_stage(steps=6, logging={"sinks": ["tensorboard"]})
     process = stage.start("toy.toml", delay=0.1)
     stage.wait_for_step(process, 1)
     sockets = listening(stage.descendants())
@@ -61,23 +62,24 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
     )
     assert "step 6/6  reward " in output
     assert "toy is done: 6 steps" in output
-    assert "Held-out accuracy: " in output and "fourfold chat runs/toy/model" in output
+    assert "Held-out accuracy: " in output and "fourfold chat runs/toy\n" in output
     report = json.loads((stage.run_dir / "report.json").read_text())
     assert report["steps"] == 6 and report["resumes"] == 0
     assert report["restarts"] == {"reward-0": 1, "rollout-0": 1, "trainer-0": 1}
     assert configuration.load(stage.run_dir / "config.toml").name == "toy"
+    assert sorted(shown_by_tensorboard(stage.run_dir / "sinks" / "tensorboard", "eval/score")) == [0, 2, 4, 6]
 
     again = stage.start("--resume", "runs/toy")
     output, _ = again.communicate(timeout=20)
     assert again.returncode == 0 and "runs/toy is finished already." in output
-    recipe = stage.run_dir / "config.toml"
-    recipe.write_text(recipe.read_text().replace("steps = 6", "steps = 7"))
-    longer = stage.start("--resume", "runs/toy")
+    longer = stage.start("--resume", "runs/latest", "--set", "steps=7")
     output, errors = longer.communicate(timeout=40)
     assert longer.returncode == 0 and "toy is done: 7 steps" in output, errors
     assert "resumed after step 6" in output and "step 7/7  " in output
     assert "step 6/7  " not in output, "old steps are not told again"
+    assert "Run folder: runs/toy\n" in output and configuration.load(stage.run_dir / "config.toml").steps == 7
     assert "Resumed 1 time." in output
+    assert sorted(shown_by_tensorboard(stage.run_dir / "sinks" / "tensorboard", "reward/mean")) == list(range(1, 8))
 
 
 @pytest.mark.slow
@@ -220,14 +222,16 @@ def test_killed_launcher_takes_everything_with_it(make_stage: Callable[..., Stag
 
 @pytest.mark.slow
 def test_service_dead_at_start_is_one_clear_error(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(reward={"function": "no_such_verifier"})
+    stage = make_stage(reward={"model": {"source": "no_such_model", "device": "cpu"}})
     process = stage.start("toy.toml")
     _, errors = process.communicate(timeout=40)
     assert process.returncode == 1
     assert stage.descendants() == {}
     assert "The run failed. reward-0 died before it was ready: ended with exit code 1." in errors
-    assert "no_such_verifier" in errors and str(Path("runs/toy/logs/reward-0.log")) in errors
-    assert "No checkpoint was written yet. To start again: fourfold run --resume runs/toy; with a changed" in errors
+    assert "no_such_model" in errors and str(Path("runs/toy.failed/logs/reward-0.log")) in errors
+    assert "No step was done. Its logs are in runs/toy.failed; start it again with the corrected recipe." in errors
+    assert not (stage.root / "runs" / "toy").exists() and (stage.root / "runs" / "toy.failed" / "logs").is_dir()
+    assert (stage.root / "runs" / "latest").readlink() == Path("toy.failed")
     assert "Traceback" not in errors
 
 

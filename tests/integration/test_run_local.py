@@ -181,6 +181,7 @@ def test_interrupt_while_the_engines_load_leaves_nothing(folder: Folder) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.soak  # test_ray_cluster.py runs real engines and ranks on Ray in CI
 def test_tiny_recipe_runs_through_ray(folder: Folder) -> None:
     process = folder.start("recipe.toml", "--launcher", "ray")
     output, errors = process.communicate(timeout=300)

@@ -55,7 +55,7 @@ def wait_for(commands: Sequence[Sequence[str]]) -> None:
             process.communicate()
 
 
-@pytest.mark.parametrize(("count", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("count", "size"), [pytest.param(2, 2, marks=pytest.mark.soak), (4, 2), (4, 4)])
 def test_the_exchange_of_deepspeed_gives_what_one_rank_gives(count: int, size: int, tmp_path: Path) -> None:
     wait_for([("tests.support.sequence_ranks", *map(str, (rank, count, size, tmp_path))) for rank in range(count)])
     for index, case in enumerate(CASES):

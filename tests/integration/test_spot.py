@@ -66,23 +66,23 @@ class SpotEngine:
 
 @dataclass
 class SpotFleet:
-    """The engines of one run, one after another."""
+    """The engines of one run, one after another; they work in `root` and get the variables of `env`."""
 
-    stage: Stage
+    root: Path
+    run_dir: Path
+    env: dict[str, str]
     engines: list[SpotEngine] = field(default_factory=list)
 
     def join(self) -> None:
         """Start another engine."""
         name = f"spot-{len(self.engines)}"
-        path = os.pathsep.join([str(self.stage.root / "fakes"), str(ROOT), *sys.path])
-        env = {**os.environ, "PYTHONPATH": path, DELAY_VARIABLE: str(_CALL_SECONDS), CALLS_VARIABLE: str(_CALLS)}
-        address = (self.stage.run_dir / "coordinator.address").read_text().strip()
-        words = ["serve", "rollout", str(self.stage.run_dir / "config.toml"), "--member-id", name]
-        words += ["--run-dir", str(self.stage.run_dir), "--coordinator", address]
-        log = self.stage.root / f"{name}.log"
-        with log.open("wb") as output, (self.stage.root / f"{name}.err").open("wb") as errors:
+        address = (self.run_dir / "coordinator.address").read_text().strip()
+        words = ["serve", "rollout", str(self.run_dir / "config.toml"), "--member-id", name]
+        words += ["--run-dir", str(self.run_dir), "--coordinator", address]
+        log = self.root / f"{name}.log"
+        with log.open("wb") as output, (self.root / f"{name}.err").open("wb") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "fourfold", *words], env=env, cwd=self.stage.root,
+                [sys.executable, "-m", "fourfold", *words], env={**os.environ, **self.env}, cwd=self.root,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
             )  # fmt: skip
         self.engines.append(SpotEngine(process, log))
@@ -119,7 +119,9 @@ def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 def spot_run(stage: Stage, *, every: float, seconds: float) -> dict[str, Any]:
     """Run while engines come and go; return what was seen."""
     run = stage.start("toy.toml", output=stage.root / "run.log")
-    fleet = SpotFleet(stage)
+    path = os.pathsep.join([str(stage.root / "fakes"), str(ROOT), *sys.path])
+    env = {"PYTHONPATH": path, DELAY_VARIABLE: str(_CALL_SECONDS), CALLS_VARIABLE: str(_CALLS)}
+    fleet = SpotFleet(stage.root, stage.run_dir, env)
     seen: list[tuple[float, int]] = []  # time, finished steps
     try:
         address, started = stage.run_dir / "coordinator.address", time.monotonic()
@@ -157,16 +159,16 @@ def spot_run(stage: Stage, *, every: float, seconds: float) -> dict[str, Any]:
     }
 
 
-def check_nothing_is_lost(stage: Stage, steps: int) -> dict[str, int]:
+def check_nothing_is_lost(run_dir: Path, steps: int, samples_of_step: int) -> dict[str, int]:
     """Check that each step has all its samples, and none is in two; return the samples by state."""
-    rows = [json.loads(line) for line in (stage.run_dir / "samples.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     trained = [row for row in rows if not row["dropped"]]
     assert len({row["sample_id"] for row in trained}) == len(trained)
-    assert Counter(row["step"] for row in trained) == dict.fromkeys(range(1, steps + 1), _PROMPTS * _GROUP)
-    with sqlite3.connect(stage.run_dir / "ledger.sqlite") as ledger:
+    assert Counter(row["step"] for row in trained) == dict.fromkeys(range(1, steps + 1), samples_of_step)
+    with sqlite3.connect(run_dir / "ledger.sqlite") as ledger:
         states: dict[str, int] = dict(ledger.execute("SELECT state, COUNT(*) FROM samples GROUP BY state").fetchall())
     assert set(states) <= {"TRAINED", "DROPPED"} and states["TRAINED"] == len(trained), states
-    report = json.loads((stage.run_dir / "report.json").read_text())
+    report = json.loads((run_dir / "report.json").read_text())
     assert report["steps"] == steps and not report["resumes"] and not report["restarts"]
     return states
 
@@ -183,7 +185,7 @@ def run_for(make_stage: Callable[..., Stage], seconds: float, every: float) -> d
         checkpoint={"every_steps": 10},
     )
     result = spot_run(stage, every=every, seconds=seconds)
-    return {**result, "samples_by_state": check_nothing_is_lost(stage, steps)}
+    return {**result, "samples_by_state": check_nothing_is_lost(stage.run_dir, steps, _PROMPTS * _GROUP)}
 
 
 @pytest.mark.timeout(300)

@@ -131,7 +131,13 @@ def _import_all(python: Path, packages: list[str], *, skip: list[str], cwd: Path
 
 
 # What needs an extra that this test leaves out.
-_TENSORS = ["fourfold.nn", "fourfold.weights", "fourfold.model.convert_gguf"]
+_TENSORS = ["fourfold.nn", "fourfold.weights", "fourfold.model.convert_gguf", "fourfold.model.write_gguf"]
+_COORDINATOR_EXTRAS = [
+    "fourfold_coordinator.launch.ray",
+    "fourfold_coordinator.training.evaluation.harness",
+    *(f"fourfold_coordinator.view.{name}" for name in ("app", "pages", "sample_pages", "templates")),
+    *(f"fourfold_coordinator.sinks.{name}_sink" for name in ("mlflow", "tensorboard", "trackio", "wandb")),
+]
 
 
 def test_fourfold_alone_imports_all_that_needs_no_extra(install: Callable[..., Path], tmp_path: Path) -> None:
@@ -185,10 +191,12 @@ def test_reward_alone_scores_without_torch(install: Callable[..., Path], tmp_pat
 
 def test_coordinator_alone_imports_without_torch(install: Callable[..., Path], tmp_path: Path) -> None:
     python = install("fourfold-coordinator", "--constraints", ROOT / "constraints.txt")
-    found = _import_all(python, ["fourfold_coordinator"], skip=["fourfold_coordinator.launch.ray"], cwd=tmp_path)
+    found = _import_all(python, ["fourfold_coordinator"], skip=_COORDINATOR_EXTRAS, cwd=tmp_path)
     assert {"fourfold_coordinator.training.loop", "fourfold_coordinator.reporting.run_service"} <= set(found.imported)
     assert not found.modules & (HEAVY | {"fourfold_reward", "fourfold_rollout", "fourfold_trainer"})
     assert "--launcher" in _run(python.with_name("fourfold"), "run", "--help", cwd=tmp_path)
+    (view,) = python.parents[1].glob("lib/python3.*/site-packages/fourfold_coordinator/view")
+    assert (view / "templates/run.html").exists() and (view / "static/view.css").exists()
 
 
 @pytest.mark.parametrize("protobuf", ["5.29.6", "6.33.6", "7.36.2"])

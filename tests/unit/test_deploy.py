@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helm_python import Chart
+from kubernetes_validate import validate
 
 from fourfold.cli.main import parse
+from fourfold.metrics import METRICS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PORTS = dict(re.findall(r"FOURFOLD_ROLE=(\w+) FOURFOLD_PORT=(\d+)", (DEPLOY / "Dockerfile").read_text()))
 KUBERNETES = "1.33"
+MONITORING = DEPLOY.parent / "docs/monitoring.md"
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -61,17 +67,66 @@ def test_the_compose_file_shares_memory_between_trainer_and_engine() -> None:
         )
 
 
-def test_prometheus_and_kuberay_files_parse() -> None:
+def test_prometheus_scrapes_the_port_of_the_unit() -> None:
     targets = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][1]["static_configs"]
     unit = (DEPLOY / "systemd/fourfold-coordinator.service").read_text()
     assert f"--metrics-listen {targets[0]['targets'][0]}" in unit
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of the Debian package prometheus")
+def test_prometheus_accepts_its_file() -> None:
+    line = ["promtool", "check", "config", str(DEPLOY / "prometheus/prometheus.yml")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def dashboard_expressions() -> list[str]:
+    panels = json.loads((DEPLOY / "grafana/fourfold.json").read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", ())]
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    documented = set(re.findall(r"^\| [^|]+ \| `(fourfold_\w+)` ", MONITORING.read_text(), re.MULTILINE))
+    expressions = dashboard_expressions()
+    assert len(expressions) > 30
+    for expression in expressions:
+        names = re.findall(r"\b((?:fourfold|process)_\w+)\{", expression)
+        assert names, expression
+        for name in names:
+            assert name.removesuffix("_bucket") in documented or name.startswith("process_"), expression
+        for metric in re.findall(r'metric="([^"]+)"', expression):
+            assert metric in METRICS, expression
+
+
+def test_the_dashboard_is_built_from_its_table() -> None:
+    line = [sys.executable, "-c", "import build, json; print(json.dumps(build.build()))"]
+    done = subprocess.run(line, cwd=DEPLOY / "grafana", capture_output=True, text=True, check=True, timeout=30)
+    assert json.loads(done.stdout) == json.loads((DEPLOY / "grafana/fourfold.json").read_text())
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of the Debian package prometheus")
+def test_prometheus_parses_the_expressions_of_the_dashboard(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"panel:{number}", "expr": expression.replace("$run", "demo")}
+        for number, expression in enumerate(dashboard_expressions())
+    ]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    line = ["promtool", "check", "rules", str(tmp_path / "rules.yml")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_pods_of_kuberay_fit_the_schemas_of_kubernetes() -> None:
     spec = yaml.safe_load((DEPLOY / "kuberay/rayjob.yaml").read_text())["spec"]
     parse("run", shlex.split(spec["entrypoint"].replace("$(hostname -i)", "10.0.0.1"))[2:])
+    cluster = spec["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **group["template"]}
+        validate(pod, KUBERNETES, strict=True)
 
 
 def rendered(**values: Any) -> list[dict[str, Any]]:
-    helm = pytest.importorskip("helm_python")
-    with helm.Chart.load(str(DEPLOY / "helm/fourfold")) as chart:
+    with Chart.load(str(DEPLOY / "helm/fourfold")) as chart:
         files = chart.render({"recipe": "name = 'x'\n", **values}, name="demo", namespace="test")
     documents = [yaml.safe_load_all(text) for name, text in sorted(files.items()) if name.endswith(".yaml")]
     return [document for several in documents for document in several if document]
@@ -79,7 +134,6 @@ def rendered(**values: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_the_chart_fits_the_schemas_of_kubernetes(reference: bool) -> None:
-    validate = pytest.importorskip("kubernetes_validate").validate
     documents = rendered(reference=reference)
     assert len(documents) == 5 + reference
     for document in documents:

@@ -32,6 +32,7 @@ PROJECTS = [
 RECIPES = sorted(ROOT.glob("recipes/**/*.toml"))
 READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
 READMES += sorted([*ROOT.glob("services/*/README.md"), *ROOT.glob("fourfold/*/README.md")])
+READMES += sorted(ROOT.glob("docs/tutorials/*.md"))
 
 # Names that run code out of bytes. Words in comments and texts are not names.
 UNSAFE_NAMES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "recv_pyobj", "send_pyobj"}

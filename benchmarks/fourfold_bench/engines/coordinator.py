@@ -69,7 +69,8 @@ class LoopWatch:
         }
 
 
-async def _run(recipe: Path, folder: Path, result: Path) -> int:
+async def run(recipe: Path, folder: Path, result: Path) -> int:
+    """Run the coordinator to its end, and write what the watch measured; return the exit code."""
     config = configuration.load(recipe)
     options = ServeOptions(role="coordinator", recipe=recipe, config=config, member_id="coordinator-0", run_dir=folder)
     coordinator = Coordinator(options, folder)
@@ -83,4 +84,4 @@ async def _run(recipe: Path, folder: Path, result: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(_run(*map(Path, sys.argv[1:]))))
+    sys.exit(asyncio.run(run(*map(Path, sys.argv[1:]))))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -43,7 +44,7 @@ def measure(settings: EngineSettings, run: BenchmarkRun) -> dict[str, Any]:
 def _growth(
     settings: EngineSettings, folder: Path, engines: int, tokens: int, profile: Profile | None
 ) -> dict[str, Any]:
-    scene = _Scene(folder, settings, engines=engines, tokens=tokens, samples=settings.samples)
+    scene = Scene(folder, settings, engines=engines, tokens=tokens, samples=settings.samples)
     names, parts = [f"rollout-{index}" for index in range(engines)], min(settings.drivers, engines)
     capacity = max(settings.capacity // engines, settings.group_size)
     plans = [scene.plan(tuple(names[part::parts]), tokens=tokens, capacity=capacity) for part in range(parts)]
@@ -79,7 +80,7 @@ def _reference_seconds() -> float:
 def _unequal(settings: EngineSettings, folder: Path) -> dict[str, Any]:
     speeds, steps = [settings.speed_unit * int(speed) for speed in settings.speeds], settings.warmup + settings.steps
     tokens, count = settings.speed_tokens, len(settings.speeds)
-    scene = _Scene(folder, settings, engines=count, tokens=tokens * 3 // 2, samples=settings.speed_samples)
+    scene = Scene(folder, settings, engines=count, tokens=tokens * 3 // 2, samples=settings.speed_samples)
     names = [f"rollout-{index}" for index in range(count)]
     plan = scene.plan(
         tuple(names), tokens=tokens, capacity=settings.speed_capacity, speeds=tuple(speeds), silent=settings.silent
@@ -105,11 +106,22 @@ def _sampled_tokens(run_dir: Path, steps: int) -> list[int]:
     return tokens
 
 
-class _Scene:
+class Scene:
     """One coordinator with its engines, trainer and scorer."""
 
-    def __init__(self, folder: Path, settings: EngineSettings, *, engines: int, tokens: int, samples: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: EngineSettings,
+        *,
+        engines: int,
+        tokens: int,
+        samples: int,
+        tables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Prepare the files; `tables` are further ones of the recipe."""
         folder.mkdir()
+        self._tables = tables
         self._folder, self._settings = folder, settings
         self.run_dir = folder / "run"
         self.run_dir.mkdir()
@@ -140,9 +152,17 @@ class _Scene:
         )
 
     def run(
-        self, plans: Sequence[DriverPlan], *, steps: int, profile: Profile | None = None
+        self,
+        plans: Sequence[DriverPlan],
+        *,
+        steps: int,
+        profile: Profile | None = None,
+        coordinator: Sequence[str] = ("fourfold_bench.engines.coordinator",),
     ) -> tuple[dict[str, Any], float]:
-        """Run to the last step; return the watch's document, and the CPU seconds of the drivers."""
+        """Run to the last step; return the watch's document, and the CPU seconds of the drivers.
+
+        `coordinator` is the module of that process, with its first arguments.
+        """
         with BenchProcesses(self._folder) as processes:
             drivers = [f"driver-{index}" for index in range(len(plans))]
             for name, plan in zip(drivers, plans, strict=True):
@@ -152,8 +172,7 @@ class _Scene:
             (target, *_) = processes.ready("peers", *drivers, timeout=_READY_SECONDS)
             recipe = processes.write_recipe(self._config(target, steps))
             result = self._folder / "watch.json"
-            words = ("-m", "fourfold_bench.engines.coordinator", recipe, str(self.run_dir), str(result))
-            processes.start("coordinator", *words)
+            processes.start("coordinator", "-m", *coordinator, recipe, str(self.run_dir), str(result))
             if profile is not None:
                 profile.begin("coordinator", processes.pid("coordinator"))
             processes.wait("coordinator", timeout=_RUN_SECONDS)
@@ -178,6 +197,7 @@ class _Scene:
             "reward": {"target": scorer},
             "checkpoint": {"every_steps": 1000},
             "weights": {"backend": "gloo"},
+            **self._tables,
         }
         return from_tables(tables, source="the benchmark's recipe")
 

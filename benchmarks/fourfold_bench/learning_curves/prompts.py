@@ -5,6 +5,7 @@ python -m fourfold_bench.learning_curves.prompts RECIPE FILE
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,8 +16,7 @@ from fourfold_coordinator.data.sources import read_rows
 
 def write_prompts(recipe: Path, path: Path) -> int:
     """Write the rows of `[data.train]`; return their number."""
-    source = configuration.load(recipe).data.train
-    rows = read_rows(source) if source is not None else iter(())
+    rows = itertools.chain.from_iterable(map(read_rows, configuration.load(recipe).data.train))
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
     return len(lines)

@@ -51,6 +51,9 @@ class StepSettings(BenchmarkSettings):
     reference_tokens: int = option("tokens in one pass of the reference", default=32_768)
     batched_tokens: int = option("tokens of an engine step; 0: the engine's default", default=0, least=0)
     liger: bool = option("fused kernels in the trainer", default=False)
+    offload: str = option(
+        "where the optimizer is", default="none", choices=("none", "optimizer", "optimizer+parameters")
+    )
     checkpointing: bool = option("gradient checkpointing in the trainer", default=False)
     backend: str = option(
         "transport of the weights", default="auto", choices=("auto", "cuda_ipc", "nccl", "shm", "gloo")

@@ -17,7 +17,7 @@ OTHER: Final = "other"
 WALL: Final = "wall"
 # Prefixes of metrics that divide a phase further, in seconds.
 _PARTS: Final = ("weights/", "train/seconds_")
-_SPEEDS: Final = (m.ROLLOUT_SPEED, m.TRAIN_SPEED, m.TRAIN_TFLOPS, m.MISMATCH_MEAN, m.MISMATCH_MAX)
+_SPEEDS: Final = (m.ROLLOUT_SPEED, m.TRAIN_SPEED, m.TRAIN_TFLOPS, m.GPU_PEAK, m.MISMATCH_MEAN, m.MISMATCH_MAX)
 
 
 def read_steps(run_dir: Path, *, warm_up: int, steps: int) -> list[dict[str, float]]:

@@ -77,6 +77,7 @@ def _tables(settings: StepSettings, folder: Path, total: int) -> dict[str, Any]:
             "zero_stage": 3,
             "liger_kernels": settings.liger,
             "gradient_checkpointing": settings.checkpointing,
+            "offload": settings.offload,
         },
         "reward": {"function": f"{folder / 'reward.py'}:score"},
         "reference": {

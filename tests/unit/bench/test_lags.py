@@ -234,8 +234,7 @@ def test_prompts_from_a_file_are_the_generated_ones(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     assert write_prompts(Path(_RECIPE), path) == 4096
     config = curves.make_recipe(_curves("--prompts", str(path)), configuration.load(_RECIPE), 0, 17)
-    train, original = config.data.train, configuration.load(_RECIPE).data.train
-    assert train is not None and original is not None
+    (train,), (original,) = config.data.train, configuration.load(_RECIPE).data.train
     assert train.path == str(path) and not train.reasoning_gym
     assert config.data.holdout is not None and config.data.holdout.groups == 11
     rows, generated = read_rows(train), read_rows(original)

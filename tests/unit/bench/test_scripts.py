@@ -13,7 +13,7 @@ import pytest
 from fourfold_bench.harness import run_script
 from fourfold_bench.run_result import RunResult
 
-_SCRIPTS = ("bare_loop", "experience_path", "learning", "run_result", "scheduler", "trainer_speed")
+_SCRIPTS = ("bare_loop", "data_loading", "experience_path", "learning", "run_result", "scheduler", "trainer_speed")
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -26,7 +26,7 @@ def start(*words: str, code: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=30, cwd=ROOT, env=env)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["plan", str(QUICKSTART)]])
+@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["plan", str(QUICKSTART), "--skip-checks"]])
 def test_light_commands_import_nothing_heavy(words: list[str], record_property: Any) -> None:
     code = (
         "import sys, fourfold.cli.main\n"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
+from fourfold import config as configuration
+from fourfold.errors import ConfigError
 from fourfold.model.tokenizer import Tokenizer
+from fourfold_coordinator.cli import chat
 from fourfold_coordinator.cli.chat import Conversation, IncrementalDecoder
 
 TEMPLATE = (
@@ -59,3 +65,27 @@ def test_words_come_whole(tokenizer: Tokenizer) -> None:
     assert "".join(pieces) == "a \u00e9\U0001f600!"
     assert "\ufffd" not in "".join(pieces)
     assert pieces[2] == "" and pieces[3] == "\u00e9"  # two bytes, one character
+
+
+def settings(folder: str, *words: str) -> tuple[str, str | None, float]:
+    """Return model, system message and temperature of a chat."""
+    parser = argparse.ArgumentParser()
+    chat.add_arguments(parser)
+    args = parser.parse_args([folder, *words])
+    model = chat.use_run(args, Path(folder))
+    return model, args.system, args.temperature
+
+
+def test_a_run_gives_its_model_system_message_and_temperature(tmp_path: Path) -> None:
+    config = configuration.load("recipes/quickstart.toml", ["sampling.temperature=0.7"])
+    (tmp_path / "config.toml").write_text(configuration.dump(config))
+    with pytest.raises(ConfigError, match=r"has no folder `model` yet.*fourfold run --resume"):
+        settings(str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert settings(str(tmp_path)) == (f"{tmp_path}/model", "Reply with only the final answer.", 0.7)
+    assert settings(str(tmp_path), "--system", "", "--temperature", "0") == (f"{tmp_path}/model", "", 0.0)
+    (tmp_path / "model-step-20").mkdir()
+    system = "Reply with only the final answer."
+    assert settings(str(tmp_path / "model-step-20")) == (f"{tmp_path}/model-step-20", system, 0.7)
+    (tmp_path / "config.toml").unlink()
+    assert settings(str(tmp_path / "model")) == ("", None, 1.0)

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.metrics import METRICS
 from fourfold.rpc.responses import clean_strings
 from fourfold.text import format_duration
 from fourfold_coordinator.cli.dashboard import Dashboard, TimeLeft, panel_rows, sparkline
@@ -41,8 +42,8 @@ def snapshot(steps: int) -> pb.RunStatus:
     return status
 
 
-def dashboard(output: io.StringIO, *, live: bool) -> Dashboard:
-    console = Console(file=output, width=100, force_terminal=live, color_system=None, highlight=False)
+def dashboard(output: io.StringIO, *, live: bool, width: int = 100, height: int = 60) -> Dashboard:
+    console = Console(file=output, width=width, height=height, force_terminal=live, color_system=None, highlight=False)
     return Dashboard(name="demo", run_dir=Path("runs/demo"), console=console, live=live)
 
 
@@ -71,6 +72,18 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
     ]
 
 
+def test_several_held_out_sets_are_told_one_by_one() -> None:
+    output, status = io.StringIO(), snapshot(0)
+    for name, score in (("math", 0.2), ("code", 0.02)):
+        status.evals[0].sets.add(name=name, mean_score=score, half_width=0.05)
+    with dashboard(output, live=False) as display:
+        display.update(status)
+        display.refresh()
+    line = "step 0: held-out accuracy 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05, code 0.02 +- 0.05"
+    assert line in output.getvalue().splitlines()
+    assert ("held-out sets", "math 0.20, code 0.02") in panel_rows(status)
+
+
 def test_evaluation_after_a_step_comes_after_it() -> None:
     output = io.StringIO()
     early = snapshot(9)
@@ -90,7 +103,8 @@ def test_live_panel_shows_what_matters() -> None:
     with dashboard(output, live=True) as display:
         display.set_services([("coordinator-0", "ready"), ("rollout-0", "starting")])
         status = snapshot(8)
-        status.steps[2].alarms.append("the entropy collapses")
+        status.steps[2].diagnosis = "an alarm that is over"
+        status.steps[-1].diagnosis = "the entropy collapses"
         status.steps[-1].metrics.update({"policy/entropy": 1.25, "mismatch/ess": 0.97, "train/mfu": 0.31})
         display.update(status)
         display.note("something happened")
@@ -106,7 +120,7 @@ def test_live_panel_shows_what_matters() -> None:
         "0 steps at most, weights version 8",
         "9.8 s: generate 3.1, train 5.4",
         "coordinator-0, rollout-0 (starting), reward-7",
-        "step 3: the entropy collapses",
+        "! step 8: the entropy collapses",
         "1.25",
         "97%",
         "31%",
@@ -114,6 +128,36 @@ def test_live_panel_shows_what_matters() -> None:
         "runs/demo/logs",
     ):
         assert words in text, words
+    assert "an alarm that is over" not in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (100, 60), (40, 12)])
+def test_nothing_is_cut_off_on_a_small_terminal(width: int, height: int) -> None:
+    output = io.StringIO()
+    display = dashboard(output, live=True, width=width, height=height)
+    status = snapshot(30)
+    for record in status.steps:
+        record.metrics.update(dict.fromkeys(METRICS, 0.5))
+    status.steps[-1].diagnosis = "the entropy fell from 1 to 0.1 nats in 10 steps, so the policy stops exploring"
+    status.queue.CopyFrom(pb.SampleQueue(max_policy_lag=4, lag_limit=4, running_groups=9, ready_groups=3))
+    status.members.extend(pb.Member(member_id=f"rollout-{n}", role="rollout", target="127.0.0.1:1") for n in range(8))
+    status.conditions.append(pb.Condition(subject="rollout-3", text="its engine answers no calls"))
+    for note in range(5):
+        display.note(f"12:00:0{note} rollout-{note} died (killed by SIGKILL); restarting it")
+    display.update(status)
+    console = display._console
+    lines = [line.rstrip("\n") for line in "".join(s.text for s in console.render(display._panel())).splitlines()]
+    assert len(lines) < height
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "\u2026" not in text
+    for label in ("now", "reward", "held-out accuracy"):
+        assert f" {label} " in text
+    assert "! rollout-3" in text
+    if height >= 20:
+        assert "! step 30: the entropy fell" in text
+        for label in ("length", "KL"):
+            assert f" {label} " in text, label
 
 
 def test_live_panel_before_anything_is_known_says_starting() -> None:

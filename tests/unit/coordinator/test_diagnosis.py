@@ -37,7 +37,6 @@ def diagnose(metrics: dict[str, Any], *, skipped_reason: str = "", dropped: dict
         ([(1, 1), (1, 1)], {}, "every sample scored 1; .* too easy"),
         ([(1, 1), (0, 0)], {}, r"within each group all samples scored the same \(mean score 0.5\).*raise sampling"),
         ([(1, 0)] + [(0, 0)] * 9, {}, "only 10% of the groups"),
-        ([(1, 0)], {"length/truncation_rate": 0.5}, "50% of the completions were cut off"),
         ([(1, 0)], {"mismatch/kl_k3": 0.5}, "large logprob mismatch between engine and trainer: mismatch/kl_k3 = 0.5"),
         ([(1, 0)], {"policy/approx_kl": 0.5}, "lower trainer.learning_rate"),
         ([(1, 0)], {"mismatch/ess": 0.25}, "few tokens dominate the step: mismatch/ess = 0.25"),
@@ -100,14 +99,34 @@ def told(diagnosis: TrainingDiagnosis, step: int, **changes: Any) -> list[str]:
 
 def test_the_same_trouble_is_told_once_then_when_it_is_clearly_worse_then_after_many_steps() -> None:
     diagnosis = TrainingDiagnosis()
-    assert len(told(diagnosis, 1, length__truncation_rate=0.4)) == 1
-    assert [told(diagnosis, step, length__truncation_rate=0.42) for step in range(2, 20)] == [[]] * 18
-    assert told(diagnosis, 20, length__truncation_rate=0.62) == [
-        "62% of the completions were cut off; raise sampling.max_new_tokens"
+    assert len(told(diagnosis, 1, mismatch__rejected_token_fraction=0.4)) == 1
+    assert [told(diagnosis, step, mismatch__rejected_token_fraction=0.42) for step in range(2, 20)] == [[]] * 18
+    assert told(diagnosis, 20, mismatch__rejected_token_fraction=0.62) == [
+        "algorithm.correction rejected 62% of the tokens; widen its bounds, or look for stale weights"
     ]
-    assert [told(diagnosis, step, length__truncation_rate=0.7) for step in range(21, 70)] == [[]] * 49
-    assert len(told(diagnosis, 70, length__truncation_rate=0.7)) == 1
-    assert len(told(diagnosis, 71, length__truncation_rate=0.7, policy__approx_kl=0.2)) == 1, "other trouble is news"
+    assert [told(diagnosis, step, mismatch__rejected_token_fraction=0.7) for step in range(21, 70)] == [[]] * 49
+    assert len(told(diagnosis, 70, mismatch__rejected_token_fraction=0.7)) == 1
+    assert len(told(diagnosis, 71, mismatch__rejected_token_fraction=0.7, policy__approx_kl=0.2)) == 1, (
+        "other trouble is news"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "told_at"),
+    [
+        ([0.8, 0.8, 0.8, 0.8, 0.8, 0.8], [5]),
+        ([0.8, 0.6, 0.5, 0.4, 0.3, 0.3], []),  # it learns to write shorter completions
+        ([0.8, 0.6, 0.5, 0.5, 0.5, 0.5, 0.5], [7]),
+        ([0.1, 0.8, 0.8, 0.8, 0.8, 0.8], [6]),
+    ],
+)
+def test_completions_that_stay_cut_off_are_told(rates: list[float], told_at: list[int]) -> None:
+    diagnosis, tells = TrainingDiagnosis(), []
+    for step, rate in enumerate(rates, start=1):
+        _, news = diagnosis.examine(step, HEALTHY | {"length/truncation_rate": rate}, skipped_reason="", dropped={})
+        tells += [step] * len(news)
+    assert tells == told_at
+    assert not news or news[0].text == f"{rates[-1]:.0%} of the completions were cut off; raise sampling.max_new_tokens"
 
 
 def test_steps_skipped_in_a_row_are_told_ever_more_seldom() -> None:
@@ -312,13 +331,13 @@ def row(step: int, reason: str = "", truncation: float = 0.0) -> StepRow:
 
 def test_what_an_earlier_life_of_the_run_told_is_not_told_again() -> None:
     diagnosis = TrainingDiagnosis()
-    diagnosis.replay([row(1, truncation=0.5), row(2)])
-    assert told(diagnosis, 3, length__truncation_rate=0.5) == []
+    diagnosis.replay([row(step, truncation=0.5) for step in range(1, 6)])
+    assert told(diagnosis, 6, length__truncation_rate=0.5) == []
 
 
 def test_the_report_says_what_was_wrong_how_often_and_when(tmp_path: Any) -> None:
-    rows = [row(1), *(row(step, truncation=0.3 + step / 100) for step in (2, 3, 5))]
-    rows += [row(6, "ALL_REJECTED")]
+    rows = [row(1), *(row(step, truncation=0.3 + step / 100) for step in range(2, 9))]
+    rows += [row(9, "ALL_REJECTED")]
     cut, rejected = summarize_findings(make_config(tmp_path), rows)
-    assert (cut["steps"], cut["first"], cut["last"]) == (3, 2, 5) and cut["text"].startswith("35% of")
-    assert (rejected["steps"], rejected["first"], rejected["last"]) == (1, 6, 6)
+    assert (cut["steps"], cut["first"], cut["last"]) == (3, 6, 8) and cut["text"].startswith("38% of")
+    assert (rejected["steps"], rejected["first"], rejected["last"]) == (1, 9, 9)

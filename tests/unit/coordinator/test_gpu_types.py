@@ -113,3 +113,20 @@ def test_ray_reserves_the_type_and_the_table_shows_it() -> None:
         "have   node 0               16     3  H100",
         "have   node 1               16     8",
     ]
+
+
+def test_reference_and_reward_models_have_types_too() -> None:
+    model = {"source": "m", "device": "cuda", "gpu": "L40S"}
+    tables = {"reference": {"device": "cuda", "gpu": "L40S"}, "algorithm": {"kl": {"coef": 0.1}}}
+    found = services_of(recipe(**tables, trainer={"device": "cuda"}, reward={"model": model}))
+    types = {s.name: s.gpu for s in found}
+    assert (types["reference-0"], types["reward-0"]) == ("L40S", "L40S")
+    gpus = assign_gpus(found, machine(L40S, H100, L40S), colocated=None)
+    assert gpus["reference-0"] != gpus["reward-0"] and {"1"}.isdisjoint(gpus["reference-0"] + gpus["reward-0"])
+    assert next(b for b in bundles(found) if b.name == "reward-0").gpu_types == ["L40S"]
+    for wrong in ({"reference": {"gpu": "L40S"}}, {"reward": {"model": {"source": "m", "gpu": "L40S"}}}):
+        with pytest.raises(ValueError, match='gpu = "L40S" needs a GPU; set device = "cuda"'):
+            recipe(**wrong)
+    shared = {"rollout": {"gpus_per_replica": 1, "kv_cache_gib": 1}, "placement": {"colocated": True}}
+    with pytest.raises(ValueError, match="they ask for H100 and L40S; ask for one type"):
+        recipe(**tables, **shared, trainer={"device": "cuda", "gpu": "H100"})

@@ -15,7 +15,7 @@ from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
 from fourfold.host.process import Command
 from fourfold_coordinator.cli import chat
-from fourfold_coordinator.cli.run import _launcher
+from fourfold_coordinator.cli.run import make_launcher
 from fourfold_coordinator.launch import ray
 from fourfold_coordinator.launch.launcher import LocalLauncher, ServiceSpec
 from tests.fakes.nvml import pynvml
@@ -78,7 +78,7 @@ def test_on_ray_the_same_is_refused_when_it_says_which_gpus_they_are(monkeypatch
 
 def launcher(kind: str = "local") -> object:
     words = argparse.Namespace(launcher=kind, ray_address="", listen="127.0.0.1:0")
-    return _launcher(words, configuration.load(COLOCATED), Path("run"))
+    return make_launcher(words, configuration.load(COLOCATED), Path("run"))
 
 
 @pytest.mark.parametrize(("named", "gpus"), [("1", 1), ("", 0)])

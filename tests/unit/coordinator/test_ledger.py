@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from fourfold_coordinator.state.ledger import (
     Ledger,
     RecordPlace,
     SampleState,
+    read_evals,
 )
+from tests.support.eval_results import make_result
 
 LIVE = [SampleState.ISSUED, SampleState.RUNNING, SampleState.ROLLED, SampleState.READY, SampleState.LEASED]
 
@@ -243,6 +246,28 @@ def test_step_0_cannot_be_acknowledged(tmp_path: Path) -> None:
         ledger.acknowledge(0, policy_version=0, skipped_reason="", data_position=0)
 
 
+def test_the_results_of_held_out_sets_are_read_as_they_were_written(tmp_path: Path) -> None:
+    row = EvalRow(2, 0.5, None, 16, 0, [], (make_result("math"), make_result("code", score=0.25)))
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        ledger.add_eval(row)
+        assert ledger.evals() == [row]
+    assert list(row.scores().items()) == [
+        ("eval/score", (0.5, None)), ("eval/math/score", (0.5, 0.25)), ("eval/code/score", (0.25, 0.25))
+    ]  # fmt: skip
+    assert row.set_metrics()["eval/code/pass_at_2"] == 0.75 and row.set_metrics()["eval/math/maj_at_1"] == 0.5
+
+
+def test_evaluations_of_an_earlier_release_are_read_without_a_change_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    old = sqlite3.connect(path, isolation_level=None)
+    old.executescript(_SCHEMA_0 + "INSERT INTO evals VALUES (2, 0.5, 0.1, 8, 1, '[]');")
+    old.close()
+    expected = [EvalRow(2, 0.5, 0.1, 8, 1, [])]
+    assert read_evals(path) == expected
+    with closing(Ledger(path)) as ledger:
+        assert ledger.evals() == expected == read_evals(path)
+
+
 _SCHEMA_0 = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE samples (
@@ -297,7 +322,7 @@ def test_a_ledger_of_a_later_version_is_refused_and_not_changed(tmp_path: Path) 
     Ledger(path).close()
     later = sqlite3.connect(path, isolation_level=None)
     later.execute("PRAGMA user_version = 99")
-    with pytest.raises(WrongState, match="schema version 99; this release reads versions up to 1: resume the run with"):
+    with pytest.raises(WrongState, match="schema version 99; this release reads versions up to 2: resume the run with"):
         Ledger(path)
     assert later.execute("PRAGMA user_version").fetchone() == (99,)
     later.close()

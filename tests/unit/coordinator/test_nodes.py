@@ -10,7 +10,7 @@ import pytest
 
 from fourfold.errors import ConfigError
 from fourfold.host.process import Command
-from fourfold_coordinator.cli.run import _local_gpus
+from fourfold_coordinator.cli.run import local_gpus
 from fourfold_coordinator.launch import ray
 from fourfold_coordinator.launch.fleet import serve_arguments, services_of
 from fourfold_coordinator.launch.placement import bundles, check_cluster_fits
@@ -51,6 +51,10 @@ def test_each_node_of_a_colocated_trainer_has_its_engines() -> None:
         ({"algorithm": {"preset": "ppo"}, "critic": {"ranks": 2}}, "and critic.ranks = 2 exclude each other"),
         ({"weights": {"backend": "shm"}}, 'and weights.backend = "shm" exclude each other'),
         ({"trainer": {"ranks": 4, "attach_seconds": 50.0, "step_timeout_seconds": 50.0}}, "must be below"),
+        ({"trainer": {"ranks": 4, "min_ranks": 2}}, "must be below retry.service_wait_seconds = 120"),
+        ({"trainer": {"ranks": 4, "min_ranks": 1, "attach_seconds": 9.0}}, "must be a multiple of the 2 ranks on each"),
+        ({"trainer": {"ranks": 4, "min_ranks": 6, "attach_seconds": 9.0}}, "min_ranks = 6 must be at most ranks = 4"),
+        ({"trainer": {"ranks": 4, "min_ranks": 3, "sequence_parallel_size": 2}}, "and a multiple of 2 (sequence_par"),
         ({"trainer": {"ranks": 6, "device": "cuda"}, "rollout": {"gpus_per_replica": 2, "kv_cache_gib": 1},
           "placement": {"trainer_nodes": 2, "colocated": True}}, "does not divide the 3 GPUs"),
     ],
@@ -64,9 +68,9 @@ def test_what_cannot_be_on_several_nodes_is_refused(tables: dict[str, Any], mess
 
 def test_one_machine_cannot_be_several() -> None:
     with pytest.raises(ConfigError, match=r"placement.trainer_nodes = 2 needs several machines"):
-        _local_gpus(recipe(trainer={"ranks": 2}, placement={"trainer_nodes": 2}))
+        local_gpus(recipe(trainer={"ranks": 2}, placement={"trainer_nodes": 2}))
     with pytest.raises(ConfigError, match=r'placement.strategy = "strict_spread" needs several machines'):
-        _local_gpus(recipe(placement={"strategy": "strict_spread"}))
+        local_gpus(recipe(placement={"strategy": "strict_spread"}))
 
 
 def test_a_strategy_that_the_cluster_cannot_meet_is_named_with_the_table() -> None:

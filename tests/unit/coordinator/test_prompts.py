@@ -88,6 +88,25 @@ def test_a_size_takes_the_first_rows(tmp_path: Path, load: Callable[..., PromptS
     assert len(load(path, train={"path": str(path), "size": 4}).train) == 4
 
 
+@pytest.mark.parametrize(("name", "separator"), [("a.csv", ","), ("a.TSV", "\t")])
+def test_tables_of_text_have_a_header(
+    tmp_path: Path, load: Callable[..., PromptSet], name: str, separator: str
+) -> None:
+    lines = ["\ufeffquestion,answer,level", '"1, 2",3,easy', "", '"two\nlines",4,hard']
+    (tmp_path / name).write_text("\r\n".join(lines).replace(",", separator).replace(f"1{separator} 2", "1, 2"))
+    first, second = load(tmp_path / name, chat=False).train
+    assert (first.text, first.answer, json.loads(first.metadata_json)) == ("1, 2", "3", {"level": "easy"})
+    assert second.text == "two\nlines"
+
+
+def test_prompts_themselves_are_held_out_without_a_field(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    rows = [{"question": f"q{n % 6}"} for n in range(12)]
+    prompts = load(write_jsonl(tmp_path / "a.jsonl", rows), holdout={"field": "", "groups": 2}, chat=False)
+    held_out = {prompt.text for prompt in prompts.held_out_prompts}
+    assert len(held_out) == 2 and len(prompts.train) == 8
+    assert not held_out & {prompt.text for prompt in prompts.train}
+
+
 def test_chat_messages_and_a_system_prompt(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "plain"}, {"question": messages}])
@@ -133,9 +152,14 @@ def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., PromptSet]
     ("name", "make", "words"),
     [
         ("missing.jsonl", lambda p: None, "does not exist"),
-        ("a.csv", lambda p: p.write_text("x"), "unknown kind '.csv'"),
+        ("a.xlsx", lambda p: p.write_text("x"), "unknown kind '.xlsx'"),
+        ("a.csv", lambda p: p.write_text("question,question\na,b\n"), "a.csv:1: a column is there twice: question"),
+        ("b.csv", lambda p: p.write_text("question,answer\na,b\nc\n"), "b.csv:3: 1 values, and the header has 2"),
+        ("c.csv", lambda p: p.write_text('question\n"a"b\n'), "c.csv:2: not valid CSV"),
+        ("d.csv", lambda p: p.write_bytes(b"question\n\xff\xfe\n"), "d.csv:.*not valid CSV in UTF-8"),
         ("a.parquet", lambda p: p.write_text("x"), "not a Parquet file"),
-        ("folder", lambda p: p.mkdir(), "no readable state.json"),
+        ("folder", lambda p: p.mkdir(), "is an empty folder"),
+        ("saved", lambda p: (p.mkdir(), (p / "state.json").write_text("{")), "no readable state.json"),
     ],
 )
 def test_files_that_are_no_data_are_named(
@@ -146,11 +170,20 @@ def test_files_that_are_no_data_are_named(
         load(tmp_path / name)
 
 
-def test_a_folder_of_several_splits_is_refused_with_their_names(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
-    (tmp_path / "d" / "train").mkdir(parents=True)
-    (tmp_path / "d" / "dataset_dict.json").write_text("{}")
-    with pytest.raises(ConfigError, match="several splits; give one of them: train"):
-        load(tmp_path / "d")
+def test_a_split_of_a_dataset_folder_is_named(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    (folder / "dataset_dict.json").write_text("{}")
+    write_folder(folder / "train", ROWS)
+    assert len(load(folder).train) == 9, "the only split needs no name"
+    write_folder(folder / "test", ROWS[:5])
+    assert len(load(folder, train={"path": str(folder), "split": "test"}).train) == 5
+    with pytest.raises(ConfigError, match=r"holds several splits; set split to one of: test, train"):
+        load(folder)
+    with pytest.raises(ConfigError, match=r"split = 'tran' is unknown; did you mean `train`\?"):
+        load(folder, train={"path": str(folder), "split": "tran"})
+    with pytest.raises(ConfigError, match="is one file or one split; remove split and config"):
+        load("", train={"path": str(folder / "train"), "split": "train"})
 
 
 @pytest.mark.parametrize(
@@ -179,7 +212,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(
         prompts = load(path).train
     assert [p.index for p in prompts] == [0]  # 64 tokens of context, 17 of the template: 47 leave no room to answer
     assert "dropped 2 of 3 prompts" in caplog.text and "rows 1, 2" in caplog.text
-    with pytest.raises(ConfigError, match=r"no prompt is left: all 1 are too long for model.max_context_tokens = 64"):
+    with pytest.raises(ConfigError, match=r"no prompt is left: all 1 leave no room in model.max_context_tokens = 64"):
         load(write_jsonl(tmp_path / "b.jsonl", [{"question": "b" * 80}]))
 
 
@@ -188,14 +221,32 @@ def test_separate_evaluation_data(tmp_path: Path, load: Callable[..., PromptSet]
     held_out = write_jsonl(tmp_path / "b.jsonl", [{"question": "x"}, {"question": "x"}])
     prompts = load(train, eval={"path": str(held_out)})
     assert len(prompts.train) == 9
-    assert [p.group_key for p in prompts.held_out] == ["row 0", "row 1"]
+    assert [p.group_key for p in prompts.held_out_prompts] == ["row 0", "row 1"]
+
+
+def test_several_held_out_sets_have_their_own_prompts_and_sampling(
+    tmp_path: Path, load: Callable[..., PromptSet]
+) -> None:
+    train = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    other = write_jsonl(tmp_path / "hard problems.jsonl", [{"question": str(i)} for i in range(3)])
+    hard = {"path": str(other), "max_prompts": 2, "samples_per_prompt": 5, "temperature": 0.0}
+    prompts = load(train, holdout={"field": "", "groups": 4}, eval=[hard, {"path": str(other), "name": "all"}])
+    assert [(s.name, len(s.prompts), s.answer_count) for s in prompts.held_out] == [
+        ("holdout", 4, 8), ("hard-problems", 2, 10), ("all", 3, 6)
+    ]  # fmt: skip
+    rules = [(s.rule.temperature, s.rule.max_new_tokens) for s in prompts.held_out]
+    assert rules == [(1.0, 8), (0.0, 8), (1.0, 8)]
+    assert [p.group_key for p in prompts.held_out[1].prompts] == ["row 0", "row 1"], "no groups of the training data"
+    assert len(prompts.train) == 5 and len(prompts.held_out_prompts) == 9
 
 
 def test_more_groups_than_there_are_cannot_be_held_out(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"data.holdout.groups = 3, but the data has 3 groups by 'difficulty'"):
         load(path, holdout={"field": "difficulty", "groups": 3})
-    with pytest.raises(ConfigError, match=r"no field 'level' for data.holdout; it has difficulty"):
+    with pytest.raises(
+        ConfigError, match=r"data.holdout.field = 'level': .*, row 0 has no such field; it has difficulty;"
+    ):
         load(path, holdout={"field": "level", "groups": 1})
 
 
@@ -218,7 +269,7 @@ def operands(prompt: Prompt) -> tuple[int, int]:
 
 def test_no_held_out_pair_is_in_training_in_either_order(quickstart: tuple[Config, PromptSet]) -> None:
     _, prompts = quickstart
-    held_out = {operands(p) for p in prompts.held_out}
+    held_out = {operands(p) for p in prompts.held_out_prompts}
     trained = {operands(p) for p in prompts.train}
     assert not trained & held_out
     assert not trained & {(b, a) for a, b in held_out}
@@ -227,9 +278,9 @@ def test_no_held_out_pair_is_in_training_in_either_order(quickstart: tuple[Confi
 
 def test_the_quickstart_evaluates_22_ordered_pairs_of_11_groups(quickstart: tuple[Config, PromptSet]) -> None:
     config, prompts = quickstart
-    pairs = [operands(p) for p in prompts.held_out]
+    pairs = [operands(p) for p in prompts.held_out_prompts]
     assert len(pairs) == len(set(pairs)) == 22
-    assert len({frozenset(pair) for pair in pairs}) == len({p.group_key for p in prompts.held_out}) == 11
+    assert len({frozenset(pair) for pair in pairs}) == len({p.group_key for p in prompts.held_out_prompts}) == 11
     assert all((b, a) in pairs for a, b in pairs)
     assert len(pairs) * config.evaluation.samples_per_prompt == 176
 
@@ -239,18 +290,21 @@ def test_the_split_is_a_matter_of_the_seed(quickstart: tuple[Config, PromptSet])
     again = load_prompts(config, Letters())
     other = load_prompts(config.model_copy(update={"seed": 18}), Letters())
     assert again.digest() == prompts.digest() != other.digest()
-    assert {p.group_key for p in again.held_out} != {p.group_key for p in other.held_out}
+    assert {p.group_key for p in again.held_out_prompts} != {p.group_key for p in other.held_out_prompts}
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-def numbered(count: int, seed: int = 0) -> PromptSet:
-    prompts = [
-        Prompt(index=i, text=str(i), token_ids=np.array([i], np.int32), answer="", metadata_json="{}", group_key=str(i))
-        for i in range(count)
-    ]
-    return PromptSet(train=prompts, held_out=[], seed=seed)
+def numbered(count: int, seed: int = 0, **options: Any) -> PromptSet:
+    return PromptSet(train=[a_prompt(i) for i in range(count)], held_out=[], seed=seed, **options)
+
+
+def a_prompt(index: int, source: str = "") -> Prompt:
+    return Prompt(
+        index=index, text=str(index), token_ids=np.array([index], np.int32), answer="", metadata_json="{}",
+        group_key=str(index), source=source,
+    )  # fmt: skip
 
 
 @given(count=st.integers(1, 20), seed=st.integers(0, 2**31 - 1), position=st.integers(0, 100))
@@ -265,6 +319,21 @@ def test_the_order_is_endless_fair_and_can_be_taken_up_anywhere(count: int, seed
 def test_passes_and_seeds_are_shuffled_differently() -> None:
     orders = [[numbered(20, seed).at(20 * i + j).index for j in range(20)] for seed in (0, 1) for i in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
+
+
+def test_the_order_of_one_source_never_changes() -> None:
+    """A release that changes these numbers changes every run: they are those of the first release."""
+    prompts = numbered(20, 17)
+    first, second = [prompts.at(i).index for i in range(20)], [prompts.at(i).index for i in range(20, 40)]
+    assert first == [12, 2, 9, 11, 3, 17, 18, 4, 10, 7, 14, 8, 0, 13, 5, 1, 19, 16, 15, 6]
+    assert second == [18, 1, 4, 8, 15, 17, 13, 7, 14, 6, 2, 10, 11, 19, 3, 5, 9, 16, 0, 12]
+    assert prompts.digest() == "6ab10110c5a204ece0f88b85ea6b3c6c5cfb9bb4544c84037a7c5d0358471ef0"
+
+
+def test_the_order_of_the_file_is_the_same_in_each_pass() -> None:
+    prompts = numbered(4, 17, shuffled=False)
+    assert [prompts.at(i).index for i in range(9)] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert prompts.digest() != numbered(4, 17).digest(), "a position means another prompt"
 
 
 def test_derived_seeds_leave_room_for_the_samples_of_a_group() -> None:

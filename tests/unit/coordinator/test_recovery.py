@@ -18,6 +18,7 @@ from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus, TrainStepResp
 from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_coordinator.state.sample_traces import SampleTraces
 from fourfold_coordinator.training.context import RunContext
 from fourfold_coordinator.training.recovery import (
     TRAINER_KEY,
@@ -75,7 +76,9 @@ class Session:
 def run_of(folder: Path, ledger: Ledger, session: Session) -> RunContext:
     """A run whose recipe is not the one that sampled what is stored."""
     disk = DiskWriter(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
-    return cast(RunContext, SimpleNamespace(config=CONFIG, folder=folder, ledger=ledger, session=session, disk=disk))
+    router = SimpleNamespace(traces=SampleTraces())
+    parts = {"config": CONFIG, "folder": folder, "ledger": ledger, "session": session, "disk": disk, "router": router}
+    return cast(RunContext, SimpleNamespace(**parts))
 
 
 async def restored(folder: Path, ledger: Ledger, session: Session) -> RunPosition:
@@ -119,9 +122,9 @@ def test_the_newest_checkpoint_that_both_sides_know(ledger: Ledger, trainer_has:
     assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=trainer_has)) == chosen
 
 
-def test_a_step_whose_numbers_are_not_known_is_no_checkpoint(ledger: Ledger) -> None:
+def test_the_trainer_may_save_a_step_by_itself_before_its_numbers_are_known(ledger: Ledger) -> None:
     ledger.acknowledge(5, policy_version=5, skipped_reason="", data_position=15)
-    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=5))[0] == 2
+    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=5)) == (5, 15)
 
 
 def test_without_a_checkpoint_the_run_begins_anew(tmp_path: Path) -> None:
@@ -228,11 +231,14 @@ async def taken_over(folder: Path, ledger: Ledger, status: TrainerStatus, known:
 
 async def test_a_trainer_at_the_last_step_of_the_ledger_is_kept(tmp_path: Path, ledger: Ledger) -> None:
     samples = lease(ledger, 5, 12)
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (3, 4, 5)))
+    files = [tmp_path / name for name in ("samples.jsonl", "tokens.jsonl", "timeline.jsonl")]
+    for file in files:
+        file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (3, 4, 5)))
     position = await taken_over(tmp_path, ledger, answered(4))
     assert position == RunPosition(step=4, next_position=13, open_positions=(12,), trainer_kept=True)
     assert ledger.dropped() == {COORDINATOR_RESTARTED: 2} and ledger.state(samples[0]) is SampleState.DROPPED
-    assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [3, 4]
+    for file in files:
+        assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [3, 4], file.name
     assert ledger.steps()[-1].metrics == {"reward/mean": 0.4}, "metrics that were recorded stay"
 
 

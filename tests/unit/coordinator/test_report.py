@@ -41,7 +41,7 @@ def build(root: Path, ledger: Ledger, **changes: Any) -> dict[str, Any]:
 
 def test_a_report_says_before_and_after(tmp_path: Path, ledger: Ledger) -> None:
     facts = build(tmp_path, ledger)
-    assert facts["eval_before"] == {"step": 0, "score": 0.1, "half_width": 0.1, "n": 16, "missing": 0}
+    assert facts["eval_before"] == {"step": 0, "score": 0.1, "half_width": 0.1, "n": 16, "missing": 0, "sets": []}
     assert facts["eval_after"]["score"] == 0.6
     assert (facts["steps"], facts["seconds"], facts["seconds_per_step"], facts["seed"]) == (2, 12.346, 3.0, 3)
     assert (facts["restarts"], facts["resumes"]) == ({"trainer-0": 2}, 1)
@@ -78,13 +78,6 @@ def test_a_report_of_a_run_with_a_lag_sums_it_up(tmp_path: Path, ledger: Ledger)
 def test_a_run_without_held_out_data_has_no_evaluation(tmp_path: Path) -> None:
     facts = build(tmp_path, Ledger(tmp_path / "empty.sqlite"))
     assert (facts["eval_before"], facts["eval_after"], facts["seconds_per_step"]) == (None, None, None)
-
-
-def test_the_curve_is_a_picture(tmp_path: Path, ledger: Ledger) -> None:
-    report.draw_curve(tmp_path / "curve.png", ledger.steps(), ledger.evals(), title="toy")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    report.draw_curve(tmp_path / "empty.png", [], [], title="a run that had nothing to draw")
-    assert (tmp_path / "empty.png").exists()
 
 
 def finish(root: Path, name: str, ledger: Ledger, *, tokens: list[list[int]], **changes: Any) -> dict[str, Any]:

@@ -27,7 +27,9 @@ def trajectory(text: str) -> Trajectory:
         scorer="exact@1",
         terms=(ScoreTerm(name="right", scorer="exact@1", score=0.6, weight=0.5),),
     )
-    prompt = Prompt(index=0, text="a\t\u00e9", token_ids=mask[:1], answer='"', metadata_json="{}", group_key="0")
+    prompt = Prompt(
+        index=0, text="a\t\u00e9", token_ids=mask[:1], answer='"', metadata_json="{}", group_key="0", source="sums"
+    )
     return Trajectory(prompt=prompt, sample=sample, completion=text, dropped="FILTERED")
 
 
@@ -37,7 +39,7 @@ def test_a_line_has_the_documented_keys_in_order() -> None:
         '{"step": 3, "sample_id": "p-0-0", "group_id": "p-0", "prompt": "a\\t\u00e9", "completion": "12", '
         '"answer": "\\"", "prompt_tokens": 1, "completion_tokens": 2, "logprob_mean": -0.75, '
         '"version_spans": [[-1, 1], [2, 2]], "truncated": false, "score": 0.3, "scorer": "exact@1", '
-        '"terms": {"right": [0.6, 0.5, "exact@1"]}, "dropped": "FILTERED"}'
+        '"terms": {"right": [0.6, 0.5, "exact@1"]}, "dropped": "FILTERED", "source": "sums"}'
     )
 
 
@@ -50,4 +52,11 @@ def test_any_completion_is_written_as_json_writes_it() -> None:
     assert lines.pop() == ""
     assert [json.loads(line)["completion"] for line in lines] == texts
     for text, line in zip(texts, lines, strict=True):
-        assert f'"completion": {json.dumps(text, ensure_ascii=False)}, "answer"' in line
+        written = json.dumps(text, ensure_ascii=False).replace("\u2028", "\\u2028")
+        assert f'"completion": {written}, "answer"' in line
+
+
+def test_no_text_ends_a_line_for_any_reader() -> None:
+    text = "a\u2028b\u2029c\x85d\x1ce\x0bf\ng\r\u00e2\u0080\u00a8"
+    lines = to_lines(1, [trajectory(text), trajectory(text)]).decode().splitlines()
+    assert [json.loads(line)["completion"] for line in lines] == [text, text]

@@ -21,6 +21,7 @@ from fourfold.rpc.codec import pack_floats, pack_ints
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.routing.replica import GivenUp
 from fourfold_coordinator.routing.scheduling import Demand, prefix_keys
+from fourfold_coordinator.state.sample_traces import SampleTraces
 from fourfold_coordinator.training.service_calls import ServiceCalls
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
@@ -39,7 +40,7 @@ class Router:
         self.length = 2
         self.token = 5
         self.failures = 0
-        self.clock, self.tokens = SYSTEM_CLOCK, TokenCounts()
+        self.clock, self.tokens, self.traces = SYSTEM_CLOCK, TokenCounts(), SampleTraces()
         self.replica = SimpleNamespace(
             member=SimpleNamespace(peer="rollout-0 at here", member_id="rollout-0"),
             vocabulary_size=9,

@@ -156,7 +156,7 @@ def launch(name: str, dtype: str = "") -> None:
     if dtype:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     words = argparse.Namespace(launcher="local", ray_address="", listen="127.0.0.1:0")
-    run._launcher(words, config, Path("run"))
+    run.make_launcher(words, config, Path("run"))
 
 
 def test_the_doctor_names_a_slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:

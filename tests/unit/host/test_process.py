@@ -16,7 +16,7 @@ import pytest
 
 from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold.host import logs, postmortem, process
-from fourfold.host.postmortem import log_tail
+from fourfold.host.postmortem import Death, log_tail
 from fourfold.host.process import Command, Supervisor
 
 
@@ -328,3 +328,29 @@ def test_last_words_are_those_of_this_process_and_cannot_steer_a_terminal(superv
     first, second = supervisor.deaths()
     assert (first.message, second.message) == ("of the first one", "")
     assert second.last_lines == ("?[2J",)
+
+
+@pytest.mark.parametrize(
+    ("message", "lines"),
+    [
+        ("rollout.kv_cache_gib is too large", ["Its log: logs/rollout-0.log"]),
+        ("", ["Its last lines (logs/rollout-0.log):", "  | Traceback", "  | ValueError"]),
+    ],
+)
+def test_the_reason_of_a_process_is_shown_instead_of_its_last_lines(message: str, lines: list[str]) -> None:
+    death = Death(
+        name="rollout-0",
+        time=0.0,
+        exit_code=1,
+        signal=0,
+        oom_kills=0,
+        was_ready=False,
+        log="logs/rollout-0.log",
+        last_lines=("Traceback", "ValueError"),
+        message=message,
+    )
+    reason = f": {message}" if message else ""
+    assert death.explain().splitlines() == [
+        f"rollout-0 died before it was ready: ended with exit code 1{reason}.",
+        *lines,
+    ]

@@ -59,7 +59,12 @@ def reward(sample):
         case "unnumbered": write(frame({"score": 9.0}))
         case "next": write(frame({"n": own_number() + 1, "score": 9.0}))
         case "many":
-            for n in range(10): write(frame({"n": own_number() + n, "score": 9.0}))
+            write(b"".join(frame({"n": own_number() + n, "score": 9.0}) for n in range(10)))
+        case "ahead":  # replies for samples that come later, while they run
+            first = own_number() + 1
+            def forge():
+                for n in range(first, first + 20): write(frame({"n": n, "score": 9.0}))
+            threading.Timer(0.2, forge).start()
         case "dropped": write(frame({"n": own_number(), "dropped": True}))
         case "pid": return float(os.getpid())
     return float(number or 0)
@@ -249,6 +254,16 @@ async def test_more_outcomes_than_samples_reach_no_other_call(make_pool: MakePoo
     # The function runs in the worker, so it can forge what the worker sends, and does so for its own batch.
     assert [o.score for o in await score(pool, "many", "ok 1")] == [9.0, 9.0]
     assert [o.score for o in await score(pool, "ok 5", "ok 6")] == [5.0, 6.0]
+    assert worker not in pool.worker_pids()
+
+
+async def test_replies_forged_for_later_samples_reach_none_of_them(make_pool: MakePool) -> None:
+    pool = await make_pool()
+    (worker,) = pool.worker_pids()
+    assert [o.score for o in await score(pool, "ahead 1")] == [1.0]
+    later = await score(pool, "slow 2", "ok 3", "ok 4")  # they run when the forged replies arrive
+    assert later[0].error_reason == "WORKER_DIED"
+    assert [o.score for o in later[1:]] == [3.0, 4.0]
     assert worker not in pool.worker_pids()
 
 

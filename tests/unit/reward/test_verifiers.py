@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from fourfold.answers import find_last_number
 from fourfold_reward import Abstain, Score, ScoreInput, loader, verifiers
-from fourfold_reward.verifiers import InvalidSample, exact_match, find_last_number, last_number
+from fourfold_reward.verifiers import InvalidSample, exact_match, last_number
 
 
 def sample(completion: str, answer: str = "", metadata: dict[str, Any] | None = None) -> ScoreInput:

@@ -14,6 +14,9 @@ import pytest
 
 from fourfold.config.agents import GatewayConfig
 from fourfold.errors import Overloaded, Unavailable
+from fourfold.tracing import spans
+from fourfold.tracing.propagation import format_traceparent
+from fourfold.tracing.spans import Span, SpanContext
 from fourfold_rollout.gateway.http.server import HttpServer, serve_http
 from tests.fakes.agent_api import LENGTH, SESSION_KEY, TOOL_CALLS, FakeAgentApi
 
@@ -55,6 +58,20 @@ async def test_a_chat_has_text_usage_and_a_finish_reason() -> None:
     assert params.top_p == pytest.approx(0.9)
     assert api.requests[0].chat.messages[0].content == "2+2?"
     assert api.callers[0].session_id == ""
+
+
+async def test_a_chat_is_in_the_trace_of_its_client() -> None:
+    ended: list[Span] = []
+    spans.install(ended.append)
+    parent = SpanContext(0xABC, 0xDEF)
+    headers = {"traceparent": format_traceparent(parent)}
+    try:
+        async with connected(FakeAgentApi()) as client:
+            await client.chat.completions.create(model="any", messages=USER, extra_headers=headers)
+            await client.chat.completions.create(model="any", messages=USER)
+    finally:
+        spans.install(None)
+    assert [(span.name, span.parent, span.kind) for span in ended] == [("POST Generate", parent, "server")]
 
 
 async def test_a_streamed_chat_has_the_same_content() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.agent.v1 import agent_service_pb2
+from fourfold.coordinator.v1 import run_file_service_pb2, run_service_pb2
 from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
 from fourfold.rollout.v1 import rollout_service_pb2
 from fourfold.security.access import PUBLIC_SERVICES
@@ -21,13 +22,15 @@ def test_every_public_method_is_in_one_scope() -> None:
     services = (
         rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"],
         agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"],
+        run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
+        run_file_service_pb2.DESCRIPTOR.services_by_name["RunFileService"],
     )
     methods = {method.name for service in services for method in service.methods}
     assert {service.full_name for service in services} == PUBLIC_SERVICES
     assert sorted(method for scope in SCOPES.values() for method in scope) == sorted(methods)
 
 
-def test_a_line_without_options_allows_everything_for_ever() -> None:
+def test_a_line_without_options_allows_everything_but_view_for_ever() -> None:
     assert parse_grant(f"agent \t{DIGEST} ") == TokenGrant(name="agent", digest=bytes(32))
     grant = parse_grant(f"agent {DIGEST}")
     assert (sorted(grant.scopes), grant.expires, dict(grant.limits)) == (["generate", "info", "train"], None, {})

@@ -1,0 +1,45 @@
+"""The picture of a run, and at which weights it shows a value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fourfold import metrics as m
+from fourfold_coordinator.reporting.curve import draw_curve, points_of
+from fourfold_coordinator.state.ledger import EvalRow, StepRow
+from tests.support.eval_results import make_result
+
+
+def step(number: int, **metrics: Any) -> StepRow:
+    return StepRow(
+        step=number, policy_version=number, skipped_reason="", data_position=0, seconds=1.0,
+        metrics={m.REWARD_MEAN: number / 10, **{name.replace("__", "/"): value for name, value in metrics.items()}},
+    )  # fmt: skip
+
+
+def test_samples_are_shown_at_the_weights_that_sampled_them() -> None:
+    steps = [
+        step(1),
+        step(2, train__policy_lag_mean=0.5),
+        step(3, reward__mean=None),
+        step(4, train__policy_lag_mean=2),
+    ]
+    assert points_of(steps, m.REWARD_MEAN) == [(0, 0.1), (0.5, 0.2), (1, 0.4)]
+    assert points_of(steps, m.REFERENCE_KL) == []
+
+
+def test_a_picture_has_a_panel_for_each_metric_of_the_run(tmp_path: Path) -> None:
+    sets = tuple(make_result(name) for name in ("math", "code"))
+    evals = [EvalRow(step=2, score=0.3, half_width=None, answer_count=8, missing_count=0, answers=[], sets=sets)]
+    names = ("length__response_mean", "kl__ref", "mismatch__logprob_diff_mean", "time__step")
+    heights = []
+    for count in (0, 1, 4):
+        path = tmp_path / f"{count}.png"
+        draw_curve(path, [step(1, **dict.fromkeys(names[:count], 2.0)), step(2)], evals, title="toy")
+        picture = path.read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        heights.append(int.from_bytes(picture[20:24], "big"))
+    assert heights[0] < heights[1] == heights[2]
+    draw_curve(tmp_path / "empty.png", [], [], title="a run that had nothing to draw")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.png", "1.png", "4.png", "empty.png"]

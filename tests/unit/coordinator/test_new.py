@@ -1,0 +1,132 @@
+"""`fourfold new`: the recipe that it writes for data, model and GPUs, and the questions that it asks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import config as configuration
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold.plan.preflight import check_recipe
+from fourfold.plan.report import describe
+from fourfold_coordinator.cli import new
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(new, "visible_gpus", list)
+    write("sums.jsonl", [{"problem": f"{n} + {n}?", "solution": str(2 * n)} for n in range(20)])
+    return tmp_path
+
+
+def write(name: str, rows: Sequence[Any]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    new.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def call(*words: str) -> Config:
+    assert new.main(_parsed("mine.toml", *words)) == 0
+    return configuration.load("mine.toml")
+
+
+def test_columns_reward_and_lengths_come_from_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    config = call("--data", "sums.jsonl")
+    assert (config.name, config.data.prompt_field, config.data.answer_field) == ("mine", "problem", "solution")
+    assert config.reward[0].function == "last_number"
+    assert config.model.dtype == "float32" and config.model.max_context_tokens == 128
+    assert "Next: fourfold plan mine.toml; fourfold run mine.toml" in capsys.readouterr().out
+    found = check_recipe(config, Path("mine.toml"))
+    assert found.warnings == []
+    assert found.notes["reward"] == ["last_number: the reference answers of 4 rows score 1, 1, 1, 1."]
+    assert found.notes["held out"] == ["read: 2 prompts in 2 task groups."]
+
+
+def test_several_files_become_sources() -> None:
+    write("more.jsonl", [{"problem": "1 + 1 in words?" * 9, "solution": "2"}])
+    config = call("--data", "sums.jsonl", "--data", "more.jsonl")
+    assert [source.path for source in config.data.train] == ["sums.jsonl", "more.jsonl"]
+    assert config.model.max_context_tokens > 128, "the longest prompt is in the second file"
+    write("other.jsonl", [{"problem": "x"}])
+    with pytest.raises(ConfigError, match=r"--answer-field solution: no such column in other.jsonl; it has problem"):
+        new.main(_parsed("other.toml", "--data", "sums.jsonl", "--data", "other.jsonl"))
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_gpus_are_shared_by_engines_and_trainer(gpus: int) -> None:
+    config = call("--data", "sums.jsonl", "--gpus", str(gpus), "--preset", "dapo", "--steps", "7")
+    assert config.trainer.ranks == config.rollout.replicas == gpus
+    assert config.placement.colocated and config.rollout.sleep_mode and config.trainer.device == "cuda"
+    assert (config.algorithm.preset, config.steps, config.sampling.max_new_tokens) == ("dapo", 7, 1024)
+    assert "7 steps of dapo" in describe(config)
+
+
+def test_texts_of_the_user_are_quoted() -> None:
+    Path('a "b".jsonl').write_text('{"the \\"prompt\\"": "x", "y": "$1$"}\n')
+    words = ["--data", 'a "b".jsonl', "--prompt-field", 'the "prompt"', "--answer-field", "y"]
+    config = call(*words, "--system-prompt", 'Say "yes"\nor [no].')
+    assert config.data.train[0].path == 'a "b".jsonl'
+    assert config.data.system_prompt == 'Say "yes"\nor [no].'
+    assert config.reward[0].function == "math_verify"
+    assert not config.data.held_out  # too few rows
+
+
+def test_open_options_are_asked_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answers = {"Column with the prompt": "b", "Column with the answer": "", "Algorithm": "rloo", "Longest": "16"}
+
+    def answer(question: str) -> str:
+        asked.append(question)
+        return next((text for start, text in answers.items() if question.startswith(start)), "")
+
+    write("other.jsonl", [{"a": 1, "b": "tell me"}])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", answer)
+    config = call("--data", "other.jsonl")
+    assert config.data.prompt_field == "b" and config.algorithm.preset == "rloo"
+    assert config.sampling.max_new_tokens == 16 and config.reward[0].function == "exact_match"
+    assert "Column with the prompt (of a, b) []: " in asked and "Training steps [100]: " in asked
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--data is missing"),
+        (["--data", "nowhere.jsonl"], "does not exist"),
+        (["--data", "empty.jsonl"], "has no rows"),
+        (["--data", "other.jsonl"], "no column is the prompt by its name, of a, b; give --prompt-field COLUMN"),
+        (["--data", "sums.jsonl", "--prompt-field", "x"], "no such column in sums.jsonl; it has problem, solution"),
+        (["--data", "sums.jsonl", "--steps", "-1"], "steps = -1"),
+    ],
+)
+def test_mistakes_write_nothing(words: list[str], message: str) -> None:
+    write("empty.jsonl", [])
+    write("other.jsonl", [{"a": 1, "b": "tell me"}])
+    with pytest.raises(ConfigError, match=message):
+        call(*words)
+    assert not Path("mine.toml").exists()
+
+
+def test_an_answer_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: "many" if question.startswith("Training steps") else "")
+    with pytest.raises(ConfigError, match="'many' is no number"):
+        call("--data", "sums.jsonl")
+
+
+def test_a_file_is_not_overwritten() -> None:
+    Path("mine.toml").write_text("name")
+    with pytest.raises(ConfigError, match=r"mine.toml exists already"):
+        call("--data", "sums.jsonl")
+    assert Path("mine.toml").read_text() == "name"

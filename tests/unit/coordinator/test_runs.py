@@ -1,0 +1,109 @@
+"""`fourfold runs`: what it lists, and what it deletes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from fourfold import config as configuration
+from fourfold.errors import ConfigError
+from fourfold_coordinator.cli import runs
+from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, link_latest, locked
+from fourfold_coordinator.state.ledger import EvalRow, Ledger
+
+CONFIG = configuration.dump(configuration.load("recipes/quickstart.toml"))
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("old", "new", "start.failed"):
+        folder = tmp_path / "runs" / name
+        (folder / "checkpoints" / "step-1").mkdir(parents=True)
+        (folder / "checkpoints" / "step-1" / "weights").write_bytes(b"x" * 3_000_000)
+        (folder / "config.toml").write_text(CONFIG)
+    ledger = Ledger(tmp_path / "runs" / "new" / LEDGER_FILE)
+    ledger.add_eval(EvalRow(0, 0.25, None, 8, 0, []))
+    ledger.close()
+    (tmp_path / "runs" / "new" / "report.json").write_text("{}")
+    for path in (tmp_path / "runs" / "old", *(tmp_path / "runs" / "old").iterdir()):
+        os.utime(path, (time.time() - 40 * 86_400,) * 2)
+    link_latest(tmp_path / "runs" / "new")
+    return tmp_path / "runs"
+
+
+def call(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    runs.add_arguments(parser)
+    return runs.main(parser.parse_args(list(words)))
+
+
+def test_the_list_has_state_score_and_size(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert list(lines)[:2] == ["run", "runs/old"] and len(lines) == 4
+    assert "stopped" in lines["runs/old"] and "3.00 MB" in lines["runs/old"] and "40 days ago" in lines["runs/old"]
+    assert "finished" in lines["runs/new"] and "0.25" in lines["runs/new"]
+    assert "failed" in lines["runs/start.failed"]
+
+
+def test_a_deletion_says_what_it_deletes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("delete", "runs/new", "runs/start.failed", "--yes") == 0
+    output = capsys.readouterr().out
+    assert "runs/new" in output and "runs/start.failed" in output and "deleted 2 folders, 6.0" in output
+    assert [path.name for path in root.iterdir()] == ["old"]  # without the link to a folder that is gone
+
+
+def test_old_runs_are_deleted_by_their_age(root: Path) -> None:
+    with locked(root / "start.failed" / COORDINATOR_LOCK, "coordinator"):
+        assert call("delete", "--older-than", "30", "--yes") == 0
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "new", "start.failed"]
+
+
+def test_only_a_part_of_a_run_is_deleted(root: Path) -> None:
+    assert call("delete", "runs/new", "--only", "checkpoints", "--only", "logs", "--yes") == 0
+    assert not (root / "new" / "checkpoints").exists() and (root / "new" / "config.toml").exists()
+
+
+def test_all_exports_of_a_run_are_deleted_together(root: Path) -> None:
+    exports = ("model", "model-ema", "model-step-4", "critic")
+    for name in (*exports, "models-of-mine"):
+        (root / "new" / name).mkdir(exist_ok=True)
+    assert call("delete", "runs/new", "--only", "model", "--yes") == 0
+    assert not any((root / "new" / name).exists() for name in exports)
+    assert (root / "new" / "models-of-mine").exists() and (root / "new" / "config.toml").exists()
+
+
+def test_nothing_is_deleted_without_an_answer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="add --yes"):
+        call("delete", "runs/new")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    assert call("delete", "runs/new") == 1
+    assert (root / "new").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["delete"], "needs folders of runs, or --older-than"),
+        (["delete", "runs/latest", "--yes"], "is a link to new; name the folder itself"),
+        (["delete", "runs", "--yes"], "not the folder of a run"),
+        (["delete", ".", "--yes"], "not the folder of a run"),
+        (["list", "runs/new"], "to delete runs: fourfold runs delete"),
+    ],
+)
+def test_what_is_no_run_is_refused(root: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(*words)
+    assert len(list(root.iterdir())) == 4
+
+
+def test_a_run_that_goes_on_is_refused(root: Path) -> None:
+    with locked(root / "new" / COORDINATOR_LOCK, "coordinator"), pytest.raises(ConfigError, match="is in use by a run"):
+        call("delete", "runs/old", "runs/new", "--yes")
+    assert len(list(root.iterdir())) == 4

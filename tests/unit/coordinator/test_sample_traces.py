@@ -1,0 +1,136 @@
+"""The traces of samples, made from the changes of a real ledger."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fourfold.tracing import spans
+from fourfold.tracing.spans import NONE, Span
+from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
+from fourfold_coordinator.state.ledger import FILTERED, Ledger, SampleState
+from fourfold_coordinator.state.sample_traces import SCORE, SampleTraces, step_attributes
+
+ANSWER = TrainStepResponse(step=1, policy_version=1, metrics={"policy/loss": 0.5, "train/grad_norm": float("nan")})
+
+
+@pytest.fixture
+def ended() -> Iterator[list[Span]]:
+    found: list[Span] = []
+    spans.install(found.append)
+    yield found
+    spans.install(None)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    made = Ledger(tmp_path / "ledger.sqlite")
+    yield made
+    made.close()
+
+
+def traced(ledger: Ledger, *, ratio: float = 1.0) -> SampleTraces:
+    traces = SampleTraces("run", ratio=ratio)
+    ledger.on_issue, ledger.on_move = traces.issue, traces.move
+    return traces
+
+
+def roll(ledger: Ledger, ids: tuple[str, ...], *states: SampleState) -> None:
+    for state in states or (SampleState.RUNNING, SampleState.ROLLED, SampleState.READY):
+        ledger.move(ids, state)
+
+
+def test_a_trace_has_a_span_for_each_state(ledger: Ledger, ended: list[Span]) -> None:
+    traces = traced(ledger)
+    ids = ledger.issue(step=1, position=0, count=2).sample_ids
+    roll(ledger, ids)
+    ledger.lease(1, ids)
+    with traces.step(1, ids, "trainer-0") as work:
+        work.set(step_attributes(ANSWER))
+    traces.trained(ids, ANSWER)
+    assert Counter(span.name for span in ended if span.context.trace_id == trace_id(ids[1])) == Counter(
+        ["wait", "generate", "score", "queue", "train", "sample", "fourfold.trainer.v1.TrainerService/TrainStep"]
+    )
+    roots = [span for span in ended if span.name == "sample"]
+    assert [root.attributes["fourfold.sample_id"] for root in roots] == list(ids)
+    assert roots[0].attributes | {"fourfold.step": 1, "fourfold.policy_version": 1} == roots[0].attributes
+    phases = [span for span in ended if span.parent == roots[0].context]
+    assert [span.name for span in phases] == ["wait", "generate", "score", "queue", "train"]
+    assert all(before.end_time <= after.start_time for before, after in itertools.pairwise(phases))
+    (step,) = (span for span in ended if span.parent is None and span.name != "sample")
+    assert phases[-1].links == (step.context,) and step.links == tuple(root.context for root in roots)
+    assert step.attributes["fourfold.policy.loss"] == 0.5 and step.attributes["fourfold.sample_count"] == 2
+    assert "fourfold.train.grad_norm" not in step.attributes  # it could not be measured
+    assert not traces.call(SCORE, ids, "reward-0")  # nothing is kept of samples that ended
+
+
+def trace_id(sample_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"run/{sample_id}".encode()).digest()[:16])
+
+
+def test_a_call_is_in_the_traces_of_its_samples(ledger: Ledger, ended: list[Span]) -> None:
+    traces = traced(ledger)
+    ids = ledger.issue(step=1, position=0, count=3).sample_ids
+    roll(ledger, ids[1:], SampleState.RUNNING, SampleState.ROLLED)
+    ledger.drop(ids[:1], "REASON")
+    calls = traces.call(SCORE, ids, "reward-0").running()
+    assert {index: span.context.trace_id for index, span in calls.items()} == {i: trace_id(ids[i]) for i in (1, 2)}
+    assert calls[1].attributes["fourfold.member"] == "reward-0"
+
+
+@pytest.mark.parametrize(("reason", "error"), [("GROUP_TOO_SMALL", "GROUP_TOO_SMALL"), (FILTERED, None)])
+def test_a_dropped_sample_has_its_reason(ledger: Ledger, ended: list[Span], reason: str, error: str | None) -> None:
+    traced(ledger)
+    ids = ledger.issue(step=1, position=0, count=1).sample_ids
+    ledger.drop(ids, reason)
+    root = ended[-1]
+    assert (root.name, root.error, root.attributes["fourfold.drop_reason"]) == ("sample", error, reason)
+
+
+def test_a_restore_ends_the_traces_of_what_it_drops(ledger: Ledger, ended: list[Span]) -> None:
+    traces = traced(ledger)
+    kept, lost = (ledger.issue(step=1, position=position, count=1) for position in range(2))
+    roll(ledger, kept.sample_ids)
+    ledger.lease(1, kept.sample_ids)
+    traces.restore({kept.group_id}, "TRAINER_RESTORED")
+    assert ended[-1].attributes["fourfold.sample_id"] == lost.sample_ids[0] and ended[-1].error == "TRAINER_RESTORED"
+    ledger.restore(0, keep={kept.group_id})
+    ledger.lease(1, kept.sample_ids)
+    traces.trained(kept.sample_ids, ANSWER)
+    names = [span.name for span in ended if span.context.trace_id == trace_id(kept.sample_ids[0])]
+    assert names == ["wait", "generate", "score", "queue", "train", "queue", "train", "sample"]
+
+
+def test_a_change_that_is_repeated_is_in_the_trace_once(ledger: Ledger, ended: list[Span]) -> None:
+    traced(ledger)
+    ids = ledger.issue(step=1, position=0, count=1).sample_ids
+    with pytest.raises(RuntimeError), ledger.together():
+        ledger.move(ids, SampleState.RUNNING)
+        raise RuntimeError
+    ledger.move(ids, SampleState.RUNNING)
+    ledger.move(ids, SampleState.ISSUED)  # the call failed
+    ledger.move(ids, SampleState.RUNNING)
+    assert [span.name for span in ended] == ["wait", "generate", "wait"]
+
+
+def test_the_ratio_is_kept_and_repeats(ledger: Ledger, ended: list[Span]) -> None:
+    chosen = []
+    for _ in range(2):
+        traces = traced(ledger, ratio=0.1)
+        names = [f"p{position:07d}-0-{index}" for position in range(1000) for index in range(4)]
+        traces.issue(names)
+        chosen.append(list(traces.call(SCORE, names, "reward-0").running()))
+    assert chosen[0] == chosen[1] and 320 <= len(chosen[0]) <= 480
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_nothing_is_kept_while_tracing_is_off(ledger: Ledger, ratio: float) -> None:
+    traces = traced(ledger, ratio=ratio)
+    ids = ledger.issue(step=1, position=0, count=2).sample_ids
+    roll(ledger, ids)
+    assert traces.call(SCORE, ids, "reward-0") is NONE and traces.step(1, ids, "trainer-0") is NONE

@@ -1,0 +1,59 @@
+"""Where a run has stopped, as `fourfold watch` says it."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from pathlib import Path
+from typing import Any
+
+from fourfold import config as configuration
+from fourfold_coordinator.cli.watch import stopped_lines
+from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, is_locked, locked
+from fourfold_coordinator.state.ledger import Ledger
+
+CONFIG: Any = configuration.load("recipes/quickstart.toml", ["steps=30"])
+
+
+def do_steps(ledger: Ledger, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        group = ledger.issue(step=step, position=step, count=1)
+        ledger.drop(group.sample_ids, "TEST")
+        ledger.lease(step, [])
+        ledger.acknowledge(step, policy_version=step, skipped_reason="", data_position=step)
+
+
+def test_a_run_that_has_stopped_says_what_is_repeated(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / LEDGER_FILE)
+    do_steps(ledger, 1, 10)
+    ledger.commit_checkpoint(step=10, data_position=10, policy_version=10)
+    do_steps(ledger, 11, 12)
+    ledger.close()
+    first, second, third, last = stopped_lines(tmp_path, CONFIG)
+    assert first == f"{tmp_path} does not run: it stopped after step 12 of 30."
+    assert second == "It continues from the checkpoint of step 10, and repeats 2 steps:"
+    assert third == f"  fourfold run --resume {tmp_path}"
+    assert last.endswith("/logs/coordinator-0.log")
+
+
+def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
+    first, second, _ = stopped_lines(tmp_path, CONFIG)
+    assert first.endswith("it stopped after step 0 of 30.")
+    assert second == f"It has no checkpoint. To start again: fourfold run --resume {tmp_path}"
+
+
+def test_a_coordinator_that_lives_holds_its_lock(tmp_path: Path) -> None:
+    file = tmp_path / COORDINATOR_LOCK
+    assert not is_locked(file)
+    with locked(file, "coordinator"):
+        assert is_locked(file)
+    assert not is_locked(file)
+
+
+def test_a_look_at_a_lock_stops_no_process_that_starts(tmp_path: Path) -> None:
+    file = tmp_path / COORDINATOR_LOCK
+    with file.open("w") as probe:
+        fcntl.flock(probe, fcntl.LOCK_EX)
+        threading.Timer(0.1, lambda: fcntl.flock(probe, fcntl.LOCK_UN)).start()
+        with locked(file, "coordinator"):
+            assert is_locked(file)

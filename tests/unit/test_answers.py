@@ -1,0 +1,37 @@
+"""The final answer of a completion, as a verifier and a majority vote read it."""
+
+from __future__ import annotations
+
+import pytest
+
+from fourfold.answers import final_answer
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("<answer> 7 </answer> so 8", "7"),
+        ("<answer>1</answer> <answer>2</answer> <answer>3", "2"),
+        (r"\boxed{\frac{1}{2}} or 3", r"\frac{1}{2}"),
+        (r"\boxed{1} then \boxed{2} then \boxed{3", "2"),
+        (r"\boxed{a \boxed{b}", "b"),
+        (r"text } \boxed{x}", "x"),
+        ("so\n#### 1,200.50\nmore 3", "1200.5"),
+        ("it is 007, or -12.0", "-12"),
+        ("$-0.0$", "0"),
+        ("", ""),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_the_answer_is_what_is_marked_or_the_last_number(completion: str, answer: str) -> None:
+    assert final_answer(completion, "5") == answer
+
+
+def test_a_text_is_compared_as_a_whole_if_the_reference_has_no_number() -> None:
+    assert final_answer(" Paris, since 987 ", "Paris") == "Paris, since 987"
+    assert final_answer("Paris, since 987") == "987"
+    assert final_answer("no idea", "5") == "no idea"
+
+
+def test_marks_that_are_never_closed_take_no_time() -> None:
+    assert final_answer("\\boxed{" * 50_000 + "<answer>" * 50_000 + "7") == "7"

@@ -256,7 +256,7 @@ async def test_an_export_replaces_the_folder_whole_or_not_at_all(trainer: Traine
     assert [p.name for p in trainer.run_dir.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "checkpoints"])
+@pytest.mark.parametrize("name", ["", "a/b", "..", "checkpoints", "traces"])
 async def test_an_export_stays_inside_of_the_run_folder(trainer: Trainer, name: str) -> None:
     with pytest.raises(InvalidInput, match="name"):
         await trainer.client.export_model(name, timeout=SECONDS)

@@ -10,7 +10,7 @@
     logprobs  float16 [n]         of the sampled tokens, in nats; NaN for others; as 2 planes of bytes
 
 float16 has 3 digits: enough to show a value, not to measure a mismatch between engine and trainer. Planes of bytes are
-smaller when compressed: the high bytes of ids are mostly zeros. A token takes about 4.6 bytes. The lines are appended
+smaller when compressed: the high bytes of ids are mostly zeros. A token takes about 4.9 bytes. The lines are appended
 before those of samples.jsonl, and a restore removes those after its checkpoint. A trajectory may have two equal lines.
 """
 

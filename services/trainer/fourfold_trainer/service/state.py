@@ -294,7 +294,7 @@ class TrainerCore:
     def export(self, name: str, *, ema: bool = False, critic: bool = False) -> Path:
         """Write the weights, their average, or the critic, as a folder into the run's folder; return its path."""
         target = (self._run_dir / name).absolute()
-        if name in ("checkpoints", "logs"):
+        if name in ("checkpoints", "logs", "traces"):
             raise InvalidInput(f"name {name!r} is the run's own folder; choose another one, such as `model`")
         if ema and not self.config.trainer.ema_decay:
             raise WrongState(

@@ -271,3 +271,10 @@ def test_a_wrong_command_is_found(text: str, error: type[BaseException]) -> None
 
 def test_readme_fits_on_one_reading() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_a_page_names_every_result() -> None:
+    """A result that no page names is superseded: delete it."""
+    pages = "".join(path.read_text() for path in _committed() if path.suffix == ".md")
+    results = {path.stem for path in _committed() if path.parent == ROOT / "benchmarks/results"}
+    assert [name for name in results if name not in pages] == []

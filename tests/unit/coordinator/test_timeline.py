@@ -47,6 +47,19 @@ async def test_many_intervals_are_joined_at_their_smallest_gaps() -> None:
     assert min(gaps) > 17, "the gaps of 1 to 17 s are gone"
 
 
+async def test_an_engine_takes_about_75_bytes_of_a_line() -> None:
+    clock = FakeClock()
+    timeline = Timeline(clock)
+    for phase in ("generate", "update"):
+        await clock.advance(6.031)
+        for name in (names := [f"rollout-{index}" for index in range(1000)]):
+            timeline.begin(name, phase)
+        await clock.advance(6.031)
+        for name in names:
+            timeline.end(name, phase)
+    assert 70_000 < len(json.dumps(timeline.take(1))) < 80_000
+
+
 def test_a_damaged_line_is_none() -> None:
     for text in ("", "{", "[]", '{"step": 1, "start": NaN, "end": 1, "members": {}}', '{"step": 1}'):
         assert parse_line(text) is None

@@ -6,7 +6,8 @@
 `start` and `end` are UTC in seconds since 1970; an interval is [begin, end] in seconds after `start`. A member works on
 a phase while it has a call of that phase: generate, score, reference, train, checkpoint, export; `update` is a weight
 update. Calls that overlap are one interval, and a member has at most 12 intervals of a phase in a line: of more, those
-with the smallest gaps between them are joined. A thousand engines take 74 KB and 7 ms of the event loop per step.
+with the smallest gaps between them are joined. An engine with one interval of sampling and one of an update takes about
+75 bytes.
 """
 
 from __future__ import annotations

@@ -31,8 +31,10 @@ PROJECTS = [
 ]
 RECIPES = sorted(ROOT.glob("recipes/**/*.toml"))
 READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
-READMES += sorted([*ROOT.glob("services/*/README.md"), *ROOT.glob("fourfold/*/README.md")])
-READMES += sorted(ROOT.glob("docs/tutorials/*.md"))
+READMES += sorted(
+    [*ROOT.glob("services/*/README.md"), *ROOT.glob("fourfold/*/README.md"), *ROOT.glob("examples/*/README.md")]
+)
+READMES += sorted(path for path in ROOT.glob("docs/**/*.md") if path.name != "cli.md")  # which has usages, generated
 
 # Names that run code out of bytes. Words in comments and texts are not names.
 UNSAFE_NAMES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "recv_pyobj", "send_pyobj"}
@@ -205,11 +207,11 @@ def test_constraints_are_names_and_versions_alone() -> None:
 def _commands(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield line number and words of every command in the fenced blocks of a Markdown file."""
     inside = False
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").replace("\\\n", "").splitlines(), 1):
         if line.lstrip().startswith("```"):
             inside = not inside
         elif inside and re.match(r"\s*(\$ )?(make|fourfold|pip install|\S+/fourfold)\b", line):
-            words = shlex.split(line.strip().removeprefix("$ "), comments=True)
+            words = shlex.split(line.strip().removeprefix("$ ").partition(" > ")[0], comments=True)
             if words[-1:] != ["..."]:
                 yield number, [w for w in words if w != "&"]
 

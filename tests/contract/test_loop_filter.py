@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -183,7 +184,11 @@ async def test_lost_and_filtered_groups_are_told_apart(
     with caplog.at_level(logging.WARNING):
         assert await stage.finish() == 0
     check_books(stage)
-    assert "batch is incomplete: step=1 groups=1 wanted=3 prompts=6 lost=1 filtered=4" in caplog.text
-    assert stage.report()["dropped"] == {"FILTERED": 16, "NO_IDEA": 4}
+    # No prompt is drawn after the fourth group without use. Whether the sixth was drawn before depends on their order.
+    (found,) = re.findall(
+        r"batch is incomplete: step=1 groups=1 wanted=3 prompts=(\d) lost=1 filtered=(\d)", caplog.text
+    )
+    assert found in (("5", "3"), ("6", "4"))
+    assert stage.report()["dropped"] == {"FILTERED": 4 * int(found[1]), "NO_IDEA": 4}
     assert "4 NO_IDEA" in stage.lines("metrics.jsonl")[0]["diagnosis"]
     assert "FILTERED" not in stage.lines("metrics.jsonl")[0]["diagnosis"]

@@ -94,6 +94,7 @@ class TestGenerate:
         self, service: Service, seconds: float | None, batches: int
     ) -> None:
         # Their tokens are then those of calls without flushes: kernels round by the shape of the batch.
+        service.servicer._coalescer._quiet, service.servicer._coalescer._longest = 0.5, 5.0
         calls = [asyncio.create_task(collect(service, request(name, flush_seconds=seconds))) for name in "ab"]
         await service.running(2)
         assert len(service.engine.batches) == batches

@@ -99,7 +99,8 @@ def test_wrong_addresses_are_errors_with_the_value_and_a_fix(client: TestClient)
         ("/run/one/samples?score_from=nan", 400, "too large"),
         ("/run/one/samples?order=random", 400, "choose one of newest"),
         ("/run/one/samples?page=-1", 400, "no whole number"),
-        ("/run/one/timeline?step=x", 400, "give its number"),
+        ("/run/one/timeline?step=x", 400, "no whole number"),
+        (f"/run/one/timeline?step={'9' * 5000}", 400, "no whole number"),
         ("/run/one/answers?before=2", 400, "no evaluation with answers"),
     ):
         page = client.get(path)

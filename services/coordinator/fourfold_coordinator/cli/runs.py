@@ -95,7 +95,7 @@ def read_run(folder: Path) -> Run:
     """Return what is known about the run in a folder."""
     changed = max((each.stat().st_mtime for each in folder.iterdir() if not _is_touched(each)), default=0.0)
     score, step = None, 0
-    with suppress(sqlite3.Error, ValueError):  # a start that failed has no ledger
+    with suppress(sqlite3.Error):  # a start that failed has no ledger
         step = read_progress(folder / LEDGER_FILE).step
         score = next((row.score for row in read_evals(folder / LEDGER_FILE) if row.step == step), None)
     if is_locked(folder / COORDINATOR_LOCK) or is_locked(folder / RUN_LOCK):

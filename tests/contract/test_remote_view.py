@@ -259,6 +259,13 @@ def test_what_a_hostile_coordinator_sends_is_its_named_fault_and_the_rest_is_sho
         assert "a number in the status is not finite" in client.get("/run/one").text
 
 
+def test_an_endless_recipe_is_refused(start: Start, folder: Path, tmp_path: Path) -> None:
+    (folder / "config.toml").write_text("# no end\n" * 20_000)
+    coordinator = start(folder)
+    with pytest.raises(errors.PeerFault, match=rf"{coordinator.target}: .*config.toml has more than 131,072 bytes"):
+        remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+
+
 @pytest.mark.parametrize("name", ["../../evil", "a/b", ".."])
 def test_a_hostile_name_of_a_run_leaves_the_cache(start: Start, folder: Path, tmp_path: Path, name: str) -> None:
     coordinator = start(folder)

@@ -15,7 +15,7 @@ from fourfold_coordinator.state.sample_tokens import TOKENS_FILE
 from fourfold_coordinator.state.samples import SAMPLES_FILE
 from fourfold_coordinator.view.app import make_app
 from fourfold_coordinator.view.charts import Line, line_chart
-from fourfold_coordinator.view.reader import RunFolders
+from fourfold_coordinator.view.reader import FolderReader, RunFolders
 from tests.support.view_run import write_run
 
 LOCAL = "http://127.0.0.1:8440"
@@ -126,6 +126,18 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold_coordinator.view.reader._LINE_BYTES", 1000)
+    folder = write_run(tmp_path / "one")
+    reader = FolderReader(folder, cache=tmp_path / "cache")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b"[" * 5000)
+    for _ in range(2):
+        assert len(reader.steps()) == 3
+        (fault,) = reader.faults()
+        assert "1 lines are left out; in the first, it has more than 1,000 bytes" in fault
 
 
 def test_a_trajectory_whose_tokens_are_damaged_is_shown_as_text(tmp_path: Path) -> None:

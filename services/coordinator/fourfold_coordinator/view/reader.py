@@ -50,6 +50,7 @@ _CONNECT_SECONDS: Final = 0.5
 _STATE_SECONDS: Final = 2.0  # for which a state is used again
 _PLANE_SECONDS: Final = 1.0  # for which an answer is used again
 _UPDATE_SECONDS: Final = 1.0  # between two updates of an index of our own
+_LINE_BYTES: Final = 1 << 25  # of the longest line that is read
 _IDLE_SECONDS: Final = 60.0  # without a page that asks for the index
 # An index in the run's folder that is older than the samples by more than this is not kept up to date by the run.
 _RECORDER_SECONDS: Final = 30.0
@@ -371,15 +372,16 @@ def _read_new(lines: _Lines, path: Path, parse: Callable[[bytes], Any]) -> None:
             if status.st_ino != lines.inode or status.st_size < lines.offset:
                 lines.reset(status.st_ino)
             file.seek(lines.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
+            while (line := file.readline(_LINE_BYTES)).endswith(b"\n"):
                 lines.offset += len(line)
                 try:
                     lines.rows.append(parse(line))
                 except ValueError as error:
                     lines.left_out += 1
                     lines.fault = lines.fault or str(error)
+            if len(line) == _LINE_BYTES:
+                lines.left_out, lines.offset = lines.left_out + 1, status.st_size
+                lines.fault = lines.fault or f"it has more than {_LINE_BYTES:,} bytes, and what follows is not read"
     except FileNotFoundError:
         lines.reset(-1)
 

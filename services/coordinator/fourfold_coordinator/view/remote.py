@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,12 @@ from .reader import FolderReader, cache_folder
 T = TypeVar("T")
 
 _AT_START: Final = (files_pb.RUN_FILE_RECIPE, files_pb.RUN_FILE_METRICS)
+# Files that are read as a whole: a larger one is a fault of the coordinator.
+_MOST_BYTES: Final = {
+    files_pb.RUN_FILE_RECIPE: 1 << 17,
+    files_pb.RUN_FILE_REPORT: 1 << 28,
+    files_pb.RUN_FILE_TOKENIZER: 1 << 28,
+}
 _RPC_SECONDS: Final = 5.0
 _FILE_SECONDS: Final = 60.0  # after which a large file goes on in another call
 _UPDATE_SECONDS: Final = 1.0
@@ -124,7 +131,10 @@ class RemoteCoordinator:
         path = self.folder / FILES[file]
         path.parent.mkdir(parents=True, exist_ok=True)
         offset, tail = _end_of(path)
+        most = _MOST_BYTES.get(file, sys.maxsize)
         for begin, data in self._files.read_file(file, offset=offset, tail=tail):
+            if begin + len(data) > most:
+                raise PeerFault(self.peer, "TOO_LARGE", f"{FILES[file]} has more than {most:,} bytes")
             if begin == 0 and offset > 0 and not data:  # removed
                 path.unlink(missing_ok=True)
             elif begin == 0 and offset > 0:

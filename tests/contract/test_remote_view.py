@@ -137,6 +137,10 @@ def test_new_lines_arrive_and_a_restart_from_a_checkpoint_replaces_old_ones(
     _until(is_equal, "a line that was replaced")
     source.write_bytes(b"".join(lines[:2]))
     _until(is_equal, "fewer lines")
+    assert reader.report().seconds == 9.0
+    (folder / "report.json").unlink()
+    _until(lambda: reader.state() and reader.report().seconds is None, "a report that a resumed run removed")
+    assert reader.faults() == []
 
 
 def test_a_coordinator_that_is_gone_leaves_its_copy(start: Start, folder: Path, tmp_path: Path) -> None:
@@ -217,6 +221,49 @@ async def test_a_hostile_coordinator_is_named(start: Start, folder: Path) -> Non
         async for _ in client.read_file(files.RUN_FILE_METRICS):
             pass
     await client.aclose()
+
+
+class _Mixed(RunFileServicer):
+    """Sends the real files, but two that are malformed, and parts of a third one that do not follow each other."""
+
+    async def ReadFile(self, request: files.ReadFileRequest, context: Any) -> AsyncIterator[files.ReadFileResponse]:
+        if request.file == files.RUN_FILE_TIMELINE:
+            yield files.ReadFileResponse(offset=7, data=b"{}")
+        elif request.file in (files.RUN_FILE_REPORT, files.RUN_FILE_EVALUATIONS):
+            data = b'{"seconds": "<b>", "step": 1}\n'
+            yield files.ReadFileResponse(offset=request.offset, data=data[request.offset :])
+        else:
+            async for response in super().ReadFile(request, context):
+                yield response
+
+
+def test_what_a_hostile_coordinator_sends_is_its_named_fault_and_the_rest_is_shown(
+    start: Start, folder: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret.toml"
+    secret.write_text("[batch]\nprompts_per_step = 2\n")
+    recipe = folder / "config.toml"
+    recipe.write_text(f'include = "{secret}"\n' + recipe.read_text())
+    coordinator = start(folder, _Mixed(folder, folder / "tokenizer.json"))
+    reader = remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+    sent = f"coordinator service at {coordinator.target}: "
+    with TestClient(make_app(RunFolders([reader])), base_url=LOCAL) as client:
+        _until(lambda: "9 trajectories" in client.get("/run/one/samples").text, "samples come, too")
+        page = client.get("/run/one").text
+        assert f"{sent}report.json: seconds is &#39;&lt;b&gt;&#39;: " in page and "<polyline" in page
+        assert f"{sent}evaluations.jsonl: 1 lines are left out; in the first, score is" in page
+        assert "timeline.jsonl was not copied: " in page and "ReadFile: offset is 7; the next byte is at 0" in page
+        assert reader.config() is None, "no file of this machine is read for its recipe"
+        coordinator.board.status.phase_progress = float("nan")
+        _until(lambda: "state of the run: " in client.get("/run/one").text, "a malformed state is named, too")
+        assert "a number in the status is not finite" in client.get("/run/one").text
+
+
+def test_an_endless_recipe_is_refused(start: Start, folder: Path, tmp_path: Path) -> None:
+    (folder / "config.toml").write_text("# no end\n" * 20_000)
+    coordinator = start(folder)
+    with pytest.raises(errors.PeerFault, match=rf"{coordinator.target}: .*config.toml has more than 131,072 bytes"):
+        remote.open_remote(coordinator.target, cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", ".."])

@@ -168,7 +168,7 @@ def _pages(folder: Path) -> dict[str, str]:
 
 def _searches(folder: Path) -> dict[str, str]:
     """Return the addresses of searches, by what they search."""
-    words = str(TrajectoryIndex(folder).search(SampleQuery(), limit=1).rows[0].line["completion"]).split()
+    words = TrajectoryIndex(folder).search(SampleQuery(), limit=1).rows[0].line.completion.split()
     common = max(set(words), key=words.count)
     texts = {
         "rare word": f"text={MARKED_WORD}",

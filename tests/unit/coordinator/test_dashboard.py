@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 import time
 from pathlib import Path
@@ -74,12 +75,12 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
 
 def test_several_held_out_sets_are_told_one_by_one() -> None:
     output, status = io.StringIO(), snapshot(0)
-    for name, score in (("math", 0.2), ("code", 0.02)):
-        status.evals[0].sets.add(name=name, mean_score=score, half_width=0.05)
+    for name, score, half_width in (("math", 0.2, 0.05), ("code", 0.02, math.nan)):
+        status.evals[0].sets.add(name=name, mean_score=score, half_width=half_width)
     with dashboard(output, live=False) as display:
         display.update(status)
         display.refresh()
-    line = "step 0: held-out accuracy 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05, code 0.02 +- 0.05"
+    line = "step 0: held-out accuracy 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05, code 0.02"
     assert line in output.getvalue().splitlines()
     assert ("held-out sets", "math 0.20, code 0.02") in panel_rows(status)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import ConfigError
+from fourfold_coordinator.cli import evaluate
 from fourfold_coordinator.cli.evaluate import result_lines
 from fourfold_coordinator.launch.exports import find_weights
 from fourfold_coordinator.state.ledger import EvalRow, Ledger
@@ -32,6 +34,21 @@ def test_a_table_of_many_k_has_the_smallest_and_the_largest() -> None:
     result["pass_at"] = [{**result["pass_at"][0], "k": k} for k in (1, 2, 4, 8, 9)]
     lines = result_lines({"sets": [result], "score": 0.5, "half_width": None, "lm_eval": {}})
     assert lines[1].split()[:5] == ["set", "score", "pass@1", "pass@9", "maj@9"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--lm-eval-path", "tasks"], "--lm-eval-path tasks has tasks for --lm-eval; name them, or remove it"),
+        (["--lm-eval", "mine", "--lm-eval-path", "no/tasks"], "--lm-eval-path: no/tasks is no folder"),
+        (["--out", "no/result.json"], "--out: .*/no is no folder"),
+    ],
+)
+def test_options_without_effect_are_refused_before_anything_starts(words: list[str], text: str) -> None:
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    with pytest.raises(ConfigError, match=text):
+        evaluate.main(parser.parse_args(["runs/nothing", *words]))
 
 
 def test_weights_are_found_by_step_score_and_age(tmp_path: Path) -> None:

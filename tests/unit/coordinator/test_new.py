@@ -108,6 +108,8 @@ def test_open_options_are_asked_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         (["--data", "other.jsonl"], "no column is the prompt by its name, of a, b; give --prompt-field COLUMN"),
         (["--data", "sums.jsonl", "--prompt-field", "x"], "no such column in sums.jsonl; it has problem, solution"),
         (["--data", "sums.jsonl", "--steps", "-1"], "steps = -1"),
+        (["--data", "sums.jsonl", "--steps", "0"], "steps = 0"),
+        (["--data", "sums.jsonl", "--max-new-tokens", "0"], "max_new_tokens = 0"),
     ],
 )
 def test_mistakes_write_nothing(words: list[str], message: str) -> None:

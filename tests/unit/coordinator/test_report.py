@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,5 +118,21 @@ def test_a_neighbour_that_cannot_be_read_is_no_obstacle(
 ) -> None:
     monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
     finish(tmp_path, "toy", ledger, tokens=[[1]])
-    (tmp_path / "toy" / "report.json").write_text("{")
-    assert finish(tmp_path, "toy-2", ledger, tokens=[[1]])["distance"] is None
+    for number, (name, text) in enumerate(
+        (("metrics.jsonl", "5\n"), ("samples.jsonl", '{"step": "1"}\n'), ("report.json", "[]"), ("report.json", "{"))
+    ):
+        (tmp_path / "toy" / name).write_text(text)
+        folder = f"toy-{number + 2}"
+        assert finish(tmp_path, folder, ledger, tokens=[[1]])["distance"] is None
+        shutil.rmtree(tmp_path / folder)
+
+
+def test_steps_without_a_reward_are_left_out_of_the_distance(
+    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
+    finish(tmp_path, "toy", ledger, tokens=[[1]])
+    rows = ({"step": 1}, {"step": 2, "reward/mean": 0.5})
+    (tmp_path / "toy" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    distance = finish(tmp_path, "toy-2", ledger, tokens=[[1]])["distance"]
+    assert distance["reward_difference_max"] == pytest.approx(0.3)

@@ -51,6 +51,12 @@ def test_the_list_has_state_score_and_size(root: Path, capsys: pytest.CaptureFix
     assert "failed" in lines["runs/start.failed"]
 
 
+def test_a_file_that_a_run_replaces_meanwhile_is_no_obstacle(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: [*listed(path), path / "report.json.new"])
+    assert {run.folder.name for run in runs.find_runs(root)} == {"old", "new", "start.failed"}
+
+
 def test_a_deletion_says_what_it_deletes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("delete", "runs/new", "runs/start.failed", "--yes") == 0
     output = capsys.readouterr().out
@@ -94,6 +100,8 @@ def test_nothing_is_deleted_without_an_answer(root: Path, monkeypatch: pytest.Mo
         (["delete", "runs/latest", "--yes"], "is a link to new; name the folder itself"),
         (["delete", "runs", "--yes"], "not the folder of a run"),
         (["delete", ".", "--yes"], "not the folder of a run"),
+        (["delete", "--older-than", "-5", "--yes"], "--older-than -5: it must be a number of days, at least 0"),
+        (["delete", "--older-than", "nan", "--yes"], "--older-than nan: it must be"),
         (["list", "runs/new"], "to delete runs: fourfold runs delete"),
     ],
 )

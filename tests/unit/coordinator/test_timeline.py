@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 
+import pytest
+
 from fourfold_coordinator.state.timeline import Timeline, parse_line
 from tests.fakes.clock import FakeClock
 
@@ -24,12 +26,12 @@ async def test_calls_that_overlap_are_one_interval_and_one_that_runs_is_cut() ->
         timeline.begin("trainer-0", "train")
     await clock.advance(0.5)
     line = parse_line(json.dumps(timeline.take(1)))
-    assert line is not None and line[0] == 1 and line[2] - line[1] == 4.0
-    assert line[3] == {"rollout-0": {"generate": [(0, 2), (3, 3.5)]}, "trainer-0": {"train": [(3.5, 4)]}}
+    assert line.step == 1 and line.seconds == 4.0
+    assert line.members == {"rollout-0": {"generate": [(0, 2), (3, 3.5)]}, "trainer-0": {"train": [(3.5, 4)]}}
     await clock.advance(2.0)
     timeline.end("trainer-0", "train")
     line = parse_line(json.dumps(timeline.take(2)))
-    assert line is not None and line[3] == {"trainer-0": {"train": [(0, 2)]}}
+    assert line.members == {"trainer-0": {"train": [(0, 2)]}}
 
 
 async def test_many_intervals_are_joined_at_their_smallest_gaps() -> None:
@@ -40,8 +42,7 @@ async def test_many_intervals_are_joined_at_their_smallest_gaps() -> None:
             await clock.advance(0.1)
         await clock.advance(gap)
     line = parse_line(json.dumps(timeline.take(1)))
-    assert line is not None
-    intervals = line[3]["reward-0"]["score"]
+    intervals = line.members["reward-0"]["score"]
     assert len(intervals) == 12 and intervals[0][0] == 0
     gaps = [later[0] - earlier[1] for earlier, later in itertools.pairwise(intervals)]
     assert min(gaps) > 17, "the gaps of 1 to 17 s are gone"
@@ -60,6 +61,18 @@ async def test_an_engine_takes_about_75_bytes_of_a_line() -> None:
     assert 70_000 < len(json.dumps(timeline.take(1))) < 80_000
 
 
-def test_a_damaged_line_is_none() -> None:
-    for text in ("", "{", "[]", '{"step": 1, "start": NaN, "end": 1, "members": {}}', '{"step": 1}'):
-        assert parse_line(text) is None
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "Expecting value"),
+        ("[]", "it is \\[\\]"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"step": 1, "start": NaN, "end": 1, "members": {}}', "start is nan"),
+        ('{"step": 1, "start": 1, "end": 1e999, "members": {}}', "end is inf"),
+        ('{"step": 1, "start": 1, "end": 2, "members": {"a": {"train": [[1]]}}}', r"members.a.train.0.1 is \[1\]"),
+        ('{"step": 1}', "start is .*Field required"),
+    ],
+)
+def test_a_damaged_line_is_an_error_with_the_place_and_the_value(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_line(text)

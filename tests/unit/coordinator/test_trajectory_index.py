@@ -71,7 +71,7 @@ def test_a_trajectory_has_its_tokens_its_group_and_the_other_steps_of_its_prompt
     index = TrajectoryIndex(run)
     index.update()
     row = index.find("p2-0-1")
-    assert row is not None and row.line["completion"] == "apples 2"
+    assert row is not None and row.line.completion == "apples 2"
     (segment,) = index.tokens("p2-0-1")
     assert bytes(segment.token_ids.astype(np.uint8)).decode() == "What is 3 * 4?apples 2"
     assert np.isnan(segment.logprobs[:14]).all() and (segment.logprobs[14:] == -0.5).all()
@@ -97,9 +97,13 @@ def test_an_incomplete_line_waits_for_its_end_and_a_damaged_one_is_left_out(run:
     index = TrajectoryIndex(run)
     line = (run / SAMPLES_FILE).read_bytes().splitlines()[0].replace(b"p1-0-0", b"z9-0-0")
     with (run / SAMPLES_FILE).open("ab") as file:
+        place = file.tell()
         file.write(b'{"step": "no sample"}\n[1]\n' + line[:50])
     index.update()
     assert index.search(SampleQuery()).count == 9 and index.covers()
+    assert index.left_out()[SAMPLES_FILE].startswith(
+        f"2 of its lines cannot be read and are left out; in the one at byte {place}, step is 'no sample'"
+    )
     with (run / SAMPLES_FILE).open("ab") as file:
         file.write(line[50:] + b"\n")
     assert index.update() == 1 and index.find("z9-0-0") is not None
@@ -154,7 +158,7 @@ def test_hostile_text_is_indexed_like_any_other(run: Path) -> None:
     index.update()
     assert index.search(SampleQuery(text="hacked")).count == 3
     row = index.find("p1-0-0")
-    assert row is not None and row.line["completion"] == f"{HOSTILE} in step 1"
+    assert row is not None and row.line.completion == f"{HOSTILE} in step 1"
 
 
 def test_tokens_survive_the_way_through_a_file_and_damage_is_an_error() -> None:

@@ -99,7 +99,8 @@ def test_wrong_addresses_are_errors_with_the_value_and_a_fix(client: TestClient)
         ("/run/one/samples?score_from=nan", 400, "too large"),
         ("/run/one/samples?order=random", 400, "choose one of newest"),
         ("/run/one/samples?page=-1", 400, "no whole number"),
-        ("/run/one/timeline?step=x", 400, "give its number"),
+        ("/run/one/timeline?step=x", 400, "no whole number"),
+        (f"/run/one/timeline?step={'9' * 5000}", 400, "no whole number"),
         ("/run/one/answers?before=2", 400, "no evaluation with answers"),
     ):
         page = client.get(path)
@@ -179,11 +180,18 @@ def test_wrong_arguments_are_errors_before_anything_is_served(tmp_path: Path, fo
     for words, text in (
         ([str(tmp_path)], "no run is in this folder"),
         ([str(folders[0]), str(folders[0])], "another run has the name 'one'"),
-        ([str(folders[0]), "--listen", "8440"], "it must be HOST:PORT"),
-        ([str(folders[0]), "--listen", "127.0.0.1:99999"], "it must be HOST:PORT"),
+        ([str(folders[0]), "--listen", "8440"], "is not an address; give HOST:PORT"),
+        ([str(folders[0]), "--listen", "127.0.0.1:99999"], "is not an address; give HOST:PORT"),
         ([str(folders[0]), "--listen", "0.0.0.0:0"], "is beyond loopback.*add --tls-cert and --tls-key, or .* ssh -L"),
         ([str(folders[0]), "--token-file", str(short)], "16 or more"),
         ([str(folders[0]), "--tls-cert", str(short)], "give both or none"),
+        (
+            [str(folders[0]), "--tls-cert", str(short), "--tls-key", "no.pem"],
+            "--tls-cert .*no.pem: they cannot be used",
+        ),
+        ([str(folders[0]), "--certs", "certs"], "--certs certs is for runs of other machines; add HOST:PORT"),
+        ([str(folders[0]), "--run-token-file", str(short)], "--run-token-file .* is for runs of other machines"),
+        (["machine.example:8441"], r"machine.example:8441 is another machine, which needs TLS; add --certs DIR with"),
     ):
         with pytest.raises(ConfigError, match=text):
             run(*words)

@@ -14,7 +14,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.process import Supervisor
 from fourfold.model import folder as model_folder
+from fourfold.text import align_columns
 
 from ..launch.exports import export_checkpoint, find_weights
 from ..launch.run_folder import (
@@ -84,6 +85,11 @@ def main(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
+    if args.lm_eval_path and not args.lm_eval:
+        raise ConfigError(f"--lm-eval-path {args.lm_eval_path} has tasks for --lm-eval; name them, or remove it")
+    for flag, folder in (("--lm-eval-path", args.lm_eval_path), ("--out", args.out and args.out.absolute().parent)):
+        if folder and not Path(folder).is_dir():
+            raise ConfigError(f"{flag}: {folder} is no folder; make it, or name another one")
     if args.lm_eval and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--lm-eval needs a package: pip install 'fourfold-coordinator[lm-eval]'")
     signals = SignalHandler()
@@ -199,10 +205,11 @@ def result_lines(result: Mapping[str, Any]) -> list[str]:
             ]
         )
     if len(sets) > 1 and result["score"] is not None:
-        rows.append(["mean of sets", _interval(result["score"], result["half_width"])])
-    lines = ["", *_aligned(rows), "", "+- is half of the 95 % interval, clustered by task group."] if sets else []
+        rows.append(["mean of sets", _interval(result["score"], result["half_width"]), *[""] * (len(rows[0]) - 2)])
+    lines = ["", *align_columns(rows), "", "+- is half of the 95 % interval, clustered by task group."] if sets else []
     if result["lm_eval"]:
-        lines += ["", "lm-evaluation-harness (+- is the standard error):", *_aligned(_harness_rows(result["lm_eval"]))]
+        rows = _harness_rows(result["lm_eval"])
+        lines += ["", "lm-evaluation-harness (+- is the standard error):", *align_columns(rows)]
     return lines
 
 
@@ -220,8 +227,3 @@ def _harness_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 def _interval(value: float, half_width: float | None) -> str:
     return f"{value:.3f}" if half_width is None else f"{value:.3f} +- {half_width:.3f}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row)).rstrip() for row in rows]

@@ -7,6 +7,7 @@ end within 3 seconds are only in the log.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,11 +160,15 @@ def _records(status: pb.RunStatus) -> Iterator[tuple[tuple[str, int], str]]:
         if record.alarms:
             yield ("alarms", record.step), "\n".join(f"  ! {text}" for text in record.alarms)
     for evaluation in status.evals:
-        interval = f"{evaluation.mean_score:.2f} +- {evaluation.half_width:.2f}"
-        text = f"step {evaluation.step}: held-out accuracy {interval} ({evaluation.answer_count} answers)"
+        text = f"step {evaluation.step}: held-out accuracy {_interval(evaluation)} ({evaluation.answer_count} answers)"
         if len(evaluation.sets) > 1:
-            text += ": " + ", ".join(f"{s.name} {s.mean_score:.2f} +- {s.half_width:.2f}" for s in evaluation.sets)
+            text += ": " + ", ".join(f"{each.name} {_interval(each)}" for each in evaluation.sets)
         yield ("eval", evaluation.step), text
+
+
+def _interval(record: pb.EvalRecord | pb.EvalSetRecord) -> str:
+    spread = "" if math.isnan(record.half_width) else f" +- {record.half_width:.2f}"  # unknown with a single group
+    return f"{record.mean_score:.2f}{spread}"
 
 
 def recovery_line(recovery: pb.Recovery) -> str:

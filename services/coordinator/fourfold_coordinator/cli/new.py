@@ -115,7 +115,9 @@ def _collect(args: argparse.Namespace, ask: Ask) -> Answers:
                 raise ConfigError(f"{option} {column}: no such column in {path}; it has {', '.join(found[path][0])}")
     gpus = args.gpus if args.gpus is not None else len(visible_gpus())
     model = args.model or ask("Model folder", _DEFAULT_MODEL)
-    length = args.max_new_tokens or _number(ask("Longest answer in tokens", "1024" if gpus else "64"))
+    length, steps = args.max_new_tokens, args.steps
+    if length is None:
+        length = _number(ask("Longest answer in tokens", "1024" if gpus else "64"))
     return Answers(
         name=re.sub(r"[^A-Za-z0-9_-]", "-", args.recipe.stem)[:64] or "mine",
         model=model,
@@ -128,7 +130,7 @@ def _collect(args: argparse.Namespace, ask: Ask) -> Answers:
         max_new_tokens=length,
         longest_prompt=_longest(rows, prompt_field, model),
         rows=len(rows),
-        steps=args.steps or _number(ask("Training steps", "100")),
+        steps=_number(ask("Training steps", "100")) if steps is None else steps,
         gpus=gpus,
     )
 

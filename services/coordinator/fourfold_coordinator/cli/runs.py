@@ -82,6 +82,8 @@ def main(args: argparse.Namespace) -> int:
         return _list(args.root)
     if not args.folders and args.older_than is None:
         raise ConfigError("`fourfold runs delete` needs folders of runs, or --older-than DAYS")
+    if args.older_than is not None and not args.older_than >= 0:
+        raise ConfigError(f"--older-than {args.older_than:g}: it must be a number of days, at least 0")
     return _delete(_chosen(args), args.only, ask=not args.yes)
 
 
@@ -93,9 +95,9 @@ def find_runs(root: Path) -> list[Run]:
 
 def read_run(folder: Path) -> Run:
     """Return what is known about the run in a folder."""
-    changed = max((each.stat().st_mtime for each in folder.iterdir() if not _is_touched(each)), default=0.0)
+    changed = max((_change_time(each) for each in folder.iterdir() if not _is_touched(each)), default=0.0)
     score, step = None, 0
-    with suppress(sqlite3.Error, ValueError):  # a start that failed has no ledger
+    with suppress(sqlite3.Error):  # a start that failed has no ledger
         step = read_progress(folder / LEDGER_FILE).step
         score = next((row.score for row in read_evals(folder / LEDGER_FILE) if row.step == step), None)
     if is_locked(folder / COORDINATOR_LOCK) or is_locked(folder / RUN_LOCK):
@@ -110,6 +112,13 @@ def read_run(folder: Path) -> Run:
 def _is_touched(path: Path) -> bool:
     """Return whether a mere reader changes the file, as SQLite does beside the ledger; or whether it is a link."""
     return path.name.startswith(f"{LEDGER_FILE}-") or path.is_symlink()
+
+
+def _change_time(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # a run replaces some of its files all the time
+        return 0.0
 
 
 def folder_bytes(folder: Path) -> int:

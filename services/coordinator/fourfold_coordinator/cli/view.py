@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import ipaddress
 import re
 import secrets
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold.errors import ConfigError
+from fourfold.rpc.channel import is_loopback, join_target, split_target
 
 from ..launch.run_folder import find_run
 
@@ -19,6 +19,7 @@ _ROOT: Final = Path("runs")
 _PORT: Final = 8440
 _TOKEN_BYTES: Final = 24
 _MIN_TOKEN: Final = 16
+_CERTS_CONTENT: Final = "viewer-0.pem, or with --run-token-file only ca.pem"
 _PACKAGES: Final = ("starlette", "uvicorn")
 
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--certs",
         default="",
         metavar="DIR",
-        help="for HOST:PORT: folder of `fourfold certs` with viewer-0.pem, or with --run-token-file only ca.pem",
+        help=f"for HOST:PORT: folder of `fourfold certs` with {_CERTS_CONTENT}",
     )
     parser.add_argument(
         "--run-token-file", type=Path, metavar="FILE", help="for HOST:PORT: a token with the scope view, in a file"
@@ -51,17 +52,18 @@ def main(args: argparse.Namespace) -> int:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"`view` needs {' and '.join(missing)}; pip install 'fourfold-coordinator[view]'")
-    host, port = _address(args.listen)
+    host, port = split_target(args.listen)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key belong together; give both or none")
-    if args.tls_cert is None and not _is_loopback(host):
+    if args.tls_cert is None and not is_loopback(host):
         raise ConfigError(
             f"--listen {args.listen} is beyond loopback, where pages and token would travel without encryption; add "
             f"--tls-cert and --tls-key, or listen on 127.0.0.1 and use ssh -L {port or _PORT}:127.0.0.1:{port or _PORT}"
         )
     token = _read_token(args.token_file, "--token-file") if args.token_file else ""
-    if not token and not _is_loopback(host):
+    if not token and not is_loopback(host):
         token = secrets.token_urlsafe(_TOKEN_BYTES)
+    _check_remote(args)
     import uvicorn
 
     from ..view.app import make_app
@@ -84,27 +86,30 @@ def main(args: argparse.Namespace) -> int:
         ssl_keyfile=args.tls_key,
         timeout_graceful_shutdown=1,
     )
+    try:
+        config.load()
+    except OSError as error:  # among them ssl.SSLError
+        raise ConfigError(
+            f"--tls-cert {args.tls_cert} with --tls-key {args.tls_key}: they cannot be used ({error}); give a "
+            f"certificate and its private key, both in PEM"
+        ) from None
     with _listen(host, port) as listener:
-        scheme, port = "https" if args.tls_cert else "http", listener.getsockname()[1]
-        name = f"[{host}]" if ":" in host else host
+        scheme, place = "https" if args.tls_cert else "http", join_target(host, listener.getsockname()[1])
         # Flushed: the reader may be a program.
-        print(f"runs: {scheme}://{name}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C ends)", flush=True)
+        print(f"runs: {scheme}://{place}/{f'?token={token}' if token else ''}   (Ctrl-C ends)", flush=True)
         uvicorn.Server(config).run(sockets=[listener])
     return 0
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"--listen {text}: it must be HOST:PORT, such as 127.0.0.1:{_PORT}")
-    return host.strip("[]"), int(port)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _check_remote(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options of remote runs that do not fit the runs."""
+    remote = [run for run in args.runs if _is_address(run)]
+    for flag, value in (("--certs", args.certs), ("--run-token-file", args.run_token_file)):
+        if value and not remote:
+            raise ConfigError(f"{flag} {value} is for runs of other machines; add HOST:PORT of one, or remove {flag}")
+    for run in remote:
+        if not args.certs and not is_loopback(split_target(run)[0]):
+            raise ConfigError(f"{run} is another machine, which needs TLS; add --certs DIR with {_CERTS_CONTENT}")
 
 
 def _is_address(run: str) -> bool:

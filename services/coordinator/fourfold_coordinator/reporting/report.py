@@ -141,7 +141,7 @@ def _distance(folder: Path, report: dict[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         return {"run": twin.name, **compare(twin, folder, report)}
-    except (OSError, ValueError, KeyError):  # written by another version, or partly deleted
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of another release, or partly deleted
         return None
 
 
@@ -154,7 +154,8 @@ def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> 
     other = report or json.loads((second / REPORT_FILE).read_text(encoding="utf-8"))
     samples = [_first_completions(folder / "samples.jsonl") for folder in (first, second)]
     shared = samples[0].keys() & samples[1].keys()
-    gaps = [abs(a - b) for a, b in zip(_rewards(first), _rewards(second), strict=False)]
+    rewards = zip(_rewards(first), _rewards(second), strict=False)
+    gaps = [abs(a - b) for a, b in rewards if a is not None and b is not None]
     after = [run["eval_after"] for run in (one, other)]
     digests = [run["first_step"] for run in (one, other)]
     same = {
@@ -248,9 +249,10 @@ def _first_completions(path: Path) -> dict[str, str]:
     return found
 
 
-def _rewards(folder: Path) -> list[float]:
+def _rewards(folder: Path) -> list[float | None]:
+    """Return the mean reward of each step; None for a step without one, whose samples were lost in a restart."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row[m.REWARD_MEAN] for row in rows]
+    return [row.get(m.REWARD_MEAN) for row in rows]
 
 
 if __name__ == "__main__":

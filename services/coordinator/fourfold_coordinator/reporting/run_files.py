@@ -11,7 +11,7 @@ import dataclasses
 import io
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -22,23 +22,11 @@ from fourfold.coordinator.v1 import run_file_service_pb2 as pb
 from fourfold.coordinator.v1 import run_file_service_pb2_grpc as pb_grpc
 from fourfold.errors import InvalidInput
 
-from ..launch.run_folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, REPORT_FILE
+from ..launch.copied_files import FILES
+from ..launch.run_folder import LEDGER_FILE
 from ..state.ledger import read_evals
-from ..state.sample_tokens import TOKENS_FILE
-from ..state.samples import SAMPLES_FILE
-from ..state.timeline import TIMELINE_FILE
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-FILES: Final[Mapping[int, str]] = {
-    pb.RUN_FILE_RECIPE: CONFIG_FILE,
-    pb.RUN_FILE_METRICS: METRICS_FILE,
-    pb.RUN_FILE_SAMPLES: SAMPLES_FILE,
-    pb.RUN_FILE_TOKENS: TOKENS_FILE,
-    pb.RUN_FILE_TIMELINE: TIMELINE_FILE,
-    pb.RUN_FILE_REPORT: REPORT_FILE,
-}
-"""Names of the files that are in the folder of the run."""
 
 _CHUNK_BYTES: Final = 1 << 18
 # 100 MB take about 1 s of CPU of the coordinator's process, so that all readers together use a sixth of a core.
@@ -80,7 +68,7 @@ class RunFileServicer(pb_grpc.RunFileServiceServicer):
         file.seek(begin)
         return file, begin, size
 
-    def _content(self, kind: int) -> BinaryIO:
+    def _content(self, kind: pb.RunFile.ValueType) -> BinaryIO:
         if kind == pb.RUN_FILE_EVALUATIONS:
             return io.BytesIO(_evaluations(self._folder / LEDGER_FILE))
         if kind == pb.RUN_FILE_TOKENIZER:

@@ -80,7 +80,7 @@ class NewRows:
         """Return the evaluation before training, which is no step."""
         try:
             row = next((row for row in read_evals(self._ledger) if row.step == 0), None)
-        except (sqlite3.Error, ValueError):  # busy, or of another version: the steps are more important
+        except sqlite3.Error:  # busy, or of another release: the steps are more important
             return None
         if row is None:
             return None

@@ -28,7 +28,8 @@ from typing import Any, Final
 from fourfold import metrics as m
 from fourfold.errors import AlreadyExists, NotFound, WrongState
 
-from .eval_results import SetResult, read_results, write_results
+from .eval_results import SetResult, check_examples, read_results, write_results
+from .typed_json import Finite, Whole, load
 
 # Reasons for which the coordinator itself drops samples.
 TRAINER_RESTORED: Final = "TRAINER_RESTORED"
@@ -160,11 +161,11 @@ class StepRow:
 class EvalRow:
     """One evaluation on the held-out sets."""
 
-    step: int
-    score: float  # of several sets: the unweighted mean
-    half_width: float | None  # of the 95 % interval; None when a single task group of a set was evaluated
-    answer_count: int
-    missing_count: int  # answers without a score
+    step: Whole
+    score: Finite  # of several sets: the unweighted mean
+    half_width: Finite | None  # of the 95 % interval; None when a single task group of a set was evaluated
+    answer_count: Whole
+    missing_count: Whole  # answers without a score
     answers: list[dict[str, Any]]  # a few examples of each set
     sets: tuple[SetResult, ...] = ()  # none: an earlier release wrote the row
 
@@ -217,8 +218,11 @@ def read_sample_counts(path: Path) -> SampleCounts:
 
 def read_evals(path: Path) -> list[EvalRow]:
     """Return the evaluations of a ledger, in order."""
-    with _reading(path) as db:
-        return _select_evals(db)
+    try:
+        with _reading(path) as db:
+            return _select_evals(db)
+    except ValueError as error:  # of another release
+        raise sqlite3.DataError(f"a value of an evaluation cannot be read: {error}") from None
 
 
 def read_progress(path: Path) -> Progress:
@@ -242,7 +246,7 @@ def _select_evals(db: sqlite3.Connection) -> list[EvalRow]:
     columns = "step, score, half_width, answer_count, missing_count, answers"
     rows = db.execute(f"SELECT {columns}, {sets} FROM evals ORDER BY step")
     return [
-        EvalRow(step, score, half_width, count, missing, json.loads(answers), read_results(results))
+        EvalRow(step, score, half_width, count, missing, check_examples(load(answers)), read_results(results))
         for step, score, half_width, count, missing, answers, results in rows
     ]
 

@@ -25,10 +25,12 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from fourfold.arrays import Float32Array, Int32Array
 
 from .samples import Trajectory
+from .typed_json import Whole, parse
 
 TOKENS_FILE: Final = "tokens.jsonl"
 _LEVEL: Final = 1  # of zlib; level 6 takes 4 times as long for 5 % fewer bytes
@@ -41,6 +43,18 @@ class TokenSegment:
 
     token_ids: Int32Array  # [n], prompt included
     logprobs: Float32Array  # [n] nats; NaN for tokens that the model did not sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLine:
+    """A line of tokens.jsonl."""
+
+    step: Whole
+    sample_id: str
+    tokens: str
+
+
+_LINE: Final = TypeAdapter(TokenLine)
 
 
 def to_token_lines(step: int, trajectories: Iterable[Trajectory]) -> bytearray:
@@ -56,6 +70,11 @@ def to_token_lines(step: int, trajectories: Iterable[Trajectory]) -> bytearray:
         name = json.dumps(trajectory.sample.sample_id, ensure_ascii=False).encode()
         lines += b'{"step": %d, "sample_id": %b, "tokens": "%b"}\n' % (step, name, encode_tokens(segments))
     return lines
+
+
+def parse_token_line(line: bytes) -> TokenLine:
+    """Return a line of tokens.jsonl; raise ValueError for a text that is none."""
+    return parse(_LINE, line)
 
 
 def encode_tokens(segments: Iterable[TokenSegment]) -> bytes:
@@ -78,9 +97,13 @@ def decode_tokens(text: str) -> list[TokenSegment]:
             raise ValueError("incomplete")
         count = int(np.frombuffer(data, "<u4", 1)[0])
         lengths = np.frombuffer(data, "<u4", count, 4)
+        if not count or not lengths.all():
+            raise ValueError("a segment without tokens")
         begin, size = 4 * (1 + count), int(lengths.sum(dtype=np.int64))
         ids = _values(np.frombuffer(data, np.uint8, 4 * size, begin), "<u4").astype(np.int32)
         logprobs = _values(np.frombuffer(data, np.uint8, 2 * size, begin + 4 * size), "<f2").astype(np.float32)
+        if ids.min() < 0:
+            raise ValueError("a token id of 2^31 or more")
     except (ValueError, zlib.error) as error:
         raise ValueError(f"damaged tokens: {error}") from None
     ends = np.cumsum(lengths)[:-1]

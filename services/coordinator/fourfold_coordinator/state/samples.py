@@ -32,9 +32,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
+from pydantic import Field, TypeAdapter
 
 from fourfold import metrics as m
 from fourfold.arrays import Float32Array, Sample, ScoreTerm, VersionSpan
@@ -45,6 +46,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
 from ..data.prompts import Prompt
 from .ledger import FILTERED
+from .typed_json import Finite, Whole, parse
 
 SAMPLES_FILE: Final = "samples.jsonl"
 _FINISHED: Final = frozenset({rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH})
@@ -275,6 +277,31 @@ def digest(trajectories: Iterable[Trajectory]) -> str:
     return result.hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLine:
+    """A line of samples.jsonl; the module's docstring explains the keys."""
+
+    step: Whole
+    sample_id: str
+    group_id: str
+    prompt: str
+    completion: str
+    answer: str
+    prompt_tokens: Whole
+    completion_tokens: Whole
+    logprob_mean: Finite | None
+    version_spans: list[tuple[Whole, Annotated[int, Field(ge=0, le=2**31)]]]
+    truncated: bool
+    score: Finite | None
+    scorer: str
+    terms: dict[str, tuple[Finite | None, Finite, str]]
+    dropped: str
+    source: str = ""  # earlier releases had none
+
+
+_LINE: Final = TypeAdapter(SampleLine)
+
+
 def to_lines(step: int, trajectories: Iterable[Trajectory]) -> bytearray:
     """Return the lines of samples.jsonl for one step. Slow for a large batch: call it in a thread."""
     lines = bytearray()
@@ -286,6 +313,11 @@ def to_lines(step: int, trajectories: Iterable[Trajectory]) -> bytearray:
     for separator, escape in _LINE_SEPARATORS:
         lines = lines.replace(separator, escape)
     return lines
+
+
+def parse_line(line: bytes) -> SampleLine:
+    """Return a line of samples.jsonl; raise ValueError for a text that is none."""
+    return parse(_LINE, line)
 
 
 def _quoted(text: str) -> bytes:

@@ -13,20 +13,37 @@ with the smallest gaps between them are joined. An engine with one interval of s
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
+from pydantic import TypeAdapter
+
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
+
+from .typed_json import Finite, Whole, parse
 
 TIMELINE_FILE: Final = "timeline.jsonl"
 _MAX_INTERVALS: Final = 12  # of one member and phase
 _SMALL_GAP: Final = 0.005  # seconds; a shorter pause between two calls does not show
 
 _Row = tuple[str, str]  # member and phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeline:
+    """A line of timeline.jsonl: when members worked in one step."""
+
+    step: Whole
+    start: Finite
+    end: Finite
+    members: dict[str, dict[str, list[tuple[Finite, Finite]]]]  # intervals by member and phase
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
 
 
 class Timeline:
@@ -90,15 +107,9 @@ class Timeline:
             intervals[index][1] = intervals.pop(index + 1)[1]
 
 
-def parse_line(line: str | bytes) -> tuple[int, float, float, dict[str, dict[str, list[tuple[float, float]]]]] | None:
-    """Return step, start, end and the intervals by member and phase; None for a line that is none."""
-    try:
-        found = json.loads(line)
-        start, end = float(found["start"]), float(found["end"])
-        members = {
-            str(member): {str(phase): [(float(b), float(e)) for b, e in rows] for phase, rows in phases.items()}
-            for member, phases in found["members"].items()
-        }
-        return (int(found["step"]), start, end, members) if math.isfinite(start) and math.isfinite(end) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
+_LINE: Final = TypeAdapter(StepTimeline)
+
+
+def parse_line(line: str | bytes) -> StepTimeline:
+    """Return a line of timeline.jsonl; raise ValueError for a text that is none."""
+    return parse(_LINE, line)

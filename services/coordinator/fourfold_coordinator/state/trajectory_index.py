@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 import sqlite3
 import sys
@@ -23,20 +22,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from .sample_tokens import TOKENS_FILE, TokenSegment, decode_tokens
-from .samples import SAMPLES_FILE
+from .sample_tokens import TOKENS_FILE, TokenSegment, decode_tokens, parse_token_line
+from .samples import SAMPLES_FILE, SampleLine, parse_line
 
 INDEX_FILE: Final = "index.db"
 MAX_COUNT: Final = 1_000
 """Trajectories that fit some conditions are counted up to this number."""
-_VERSION: Final = 2
+_VERSION: Final = 3
 _CHUNK_BYTES: Final = 8 << 20  # of one transaction
 _LOCK_SECONDS: Final = 5.0
 _SCAN_BYTES: Final = 1 << 16
-# Errors of a line that has another content than those of samples.jsonl.
-_NO_LINE: Final = (
-    ValueError, KeyError, TypeError, AttributeError, OverflowError, sqlite3.IntegrityError, sqlite3.ProgrammingError
-)  # fmt: skip
 # DELETE: a reader of a write-ahead log writes, too, and `fourfold view` must not write to a run.
 _SCHEMA: Final = f"""
 PRAGMA journal_mode = DELETE;
@@ -55,6 +50,9 @@ CREATE INDEX IF NOT EXISTS samples_by_length ON samples (tokens);
 CREATE TABLE IF NOT EXISTS tokens (
   sample_id TEXT PRIMARY KEY, offset INTEGER NOT NULL, length INTEGER NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS tokens_by_offset ON tokens (offset);
+CREATE TABLE IF NOT EXISTS left_out (
+  file TEXT NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, crc INTEGER NOT NULL, reason TEXT NOT NULL,
+  PRIMARY KEY (file, offset)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS indexed (file TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE VIRTUAL TABLE IF NOT EXISTS texts USING fts5(text, content = '', tokenize = 'unicode61');
 PRAGMA user_version = {_VERSION};
@@ -128,7 +126,7 @@ class SampleRow:
     dropped: str
     scorer: str
     lag: int  # versions between the newest weights that sampled for the step and the oldest of this trajectory
-    line: Mapping[str, Any]
+    line: SampleLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +185,7 @@ class TrajectoryIndex:
                     continue
                 with file:
                     forget(db, file)
+                    _forget_left_out(db, file, path.name)
                     while found := _index_chunk(db, file, path.name, end, add):
                         count += found
         return count
@@ -206,6 +205,8 @@ class TrajectoryIndex:
     def pending_bytes(self) -> int:
         """Return how much of the files is not indexed yet; raise sqlite3.Error without an index."""
         with self._open_to_read() as db:
+            if db.execute("PRAGMA user_version").fetchone() != (_VERSION,):
+                raise sqlite3.DatabaseError(f"{self.path}: of another release")
             done = dict(db.execute("SELECT file, bytes FROM indexed"))
         return sum(abs(_whole_size(path) - done.get(path.name, 0)) for path in (self._tokens, self._samples))
 
@@ -215,6 +216,15 @@ class TrajectoryIndex:
             return self.pending_bytes() == 0
         except sqlite3.Error:
             return False
+
+    def left_out(self) -> dict[str, str]:
+        """Return what is wrong with lines that are left out, by file; raise sqlite3.Error without an index."""
+        found = "SELECT file, COUNT(*), MIN(offset), reason FROM left_out GROUP BY file"
+        with self._open_to_read() as db:
+            return {
+                file: f"{count} of its lines cannot be read and are left out; in the one at byte {offset}, {reason}"
+                for file, count, offset, reason in db.execute(found)
+            }
 
     def search(self, query: SampleQuery, *, limit: int = 50, skip: int = 0) -> SamplePage:
         """Return the trajectories from number `skip`, in the query's order; raise sqlite3.Error without an index."""
@@ -252,17 +262,19 @@ class TrajectoryIndex:
         return self._select(f"s.id IN ({first}) ORDER BY s.step, s.id", row.prompt_key, limit)
 
     def tokens(self, sample_id: str) -> list[TokenSegment]:
-        """Return the tokens of a trajectory; empty if tokens.jsonl has none."""
+        """Return the tokens of a trajectory; empty if tokens.jsonl has none. Raises ValueError: they are damaged."""
         with self._open_to_read() as db:
-            place = db.execute("SELECT offset, length FROM tokens WHERE sample_id = ?", (sample_id,)).fetchone()
+            place = db.execute("SELECT offset, length, crc FROM tokens WHERE sample_id = ?", (sample_id,)).fetchone()
         if place is None:
             return []
         try:
             with self._tokens.open("rb") as file:
-                line = json.loads(_read(file, *place))
-            return decode_tokens(line["tokens"]) if line["sample_id"] == sample_id else []
-        except (OSError, ValueError, KeyError, TypeError):  # removed by a restore, or damaged
+                data = _read(file, *place[:2])
+        except FileNotFoundError:
             return []
+        if zlib.crc32(data) != place[2]:  # removed by a restore
+            return []
+        return decode_tokens(parse_token_line(data).tokens)
 
     def choices(self) -> tuple[list[str], list[str], list[str], int]:
         """Return the scorers, the sources of prompts, the reasons of dropped trajectories, and the last step."""
@@ -296,7 +308,7 @@ class TrajectoryIndex:
                     yield SampleRow(
                         sample_id=name, group_id=group, prompt_key=key, step=step, score=score, tokens=tokens,
                         logprob=logprob, truncated=bool(cut), dropped=dropped, scorer=scorer, lag=rest[-1],
-                        line=json.loads(data),
+                        line=parse_line(data),
                     )  # fmt: skip
 
 
@@ -314,7 +326,12 @@ def _index_chunk(
         offset, count = begin, 0
         file.seek(begin)
         while offset < min(begin + _CHUNK_BYTES, end) and (data := file.readline()).endswith(b"\n"):
-            add(db, data, offset)
+            try:
+                add(db, data, offset)
+            except ValueError as error:  # also an id with an unpaired surrogate
+                reason = str(error).encode(errors="replace").decode()
+                values = (name, offset, len(data), zlib.crc32(data), reason)
+                db.execute("INSERT OR REPLACE INTO left_out VALUES (?, ?, ?, ?, ?)", values)
             offset, count = offset + len(data), count + 1
         db.execute("INSERT OR REPLACE INTO indexed VALUES (?, ?)", (name, offset))
         db.execute("COMMIT")
@@ -331,30 +348,25 @@ def _indexed_bytes(db: sqlite3.Connection, name: str) -> int:
 
 
 def _add_samples(db: sqlite3.Connection, data: bytes, offset: int) -> None:
-    """Index a line of samples.jsonl; a line that is none is left out, as the run's own readers do."""
-    try:
-        line = json.loads(data)
-        versions = [version for version, _ in line["version_spans"] if version >= 0] or [0]
-        text = f"{line['prompt']}\n{line['completion']}\n{line['answer']}"
-        values = (
-            line["sample_id"], line["group_id"], _prompt_key(line["prompt"]), line["step"], offset, len(data),
-            zlib.crc32(data), line["score"], line["completion_tokens"], line["logprob_mean"], line["truncated"],
-            line["dropped"], line["scorer"], min(versions), max(versions), line.get("source", ""),
-        )  # fmt: skip
-        marks = ", ".join("?" * len(values))
-        row = db.execute(f"INSERT INTO samples ({_COLUMNS}) VALUES ({marks})", values).lastrowid
-        # SQLite refuses unpaired surrogates.
-        db.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (row, text.encode(errors="replace").decode()))
-    except _NO_LINE:
-        return
+    """Index a line of samples.jsonl; raise ValueError for a line that is none."""
+    line = parse_line(data)
+    versions = [version for version, _ in line.version_spans if version >= 0] or [0]
+    text = f"{line.prompt}\n{line.completion}\n{line.answer}"
+    values = (
+        line.sample_id, line.group_id, _prompt_key(line.prompt), line.step, offset, len(data), zlib.crc32(data),
+        line.score, line.completion_tokens, line.logprob_mean, line.truncated, line.dropped, line.scorer,
+        min(versions), max(versions), line.source,
+    )  # fmt: skip
+    marks = ", ".join("?" * len(values))
+    row = db.execute(f"INSERT INTO samples ({_COLUMNS}) VALUES ({marks})", values).lastrowid
+    # SQLite refuses unpaired surrogates.
+    db.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (row, text.encode(errors="replace").decode()))
 
 
 def _add_tokens(db: sqlite3.Connection, data: bytes, offset: int) -> None:
-    try:
-        name = json.loads(data)["sample_id"]
-        db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?)", (name, offset, len(data), zlib.crc32(data)))
-    except _NO_LINE:
-        return
+    """Index a line of tokens.jsonl; raise ValueError for a line that is none."""
+    name = parse_token_line(data).sample_id
+    db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?)", (name, offset, len(data), zlib.crc32(data)))
 
 
 def _forget_samples(db: sqlite3.Connection, file: BinaryIO) -> None:
@@ -379,6 +391,16 @@ def _forget_tokens(db: sqlite3.Connection, file: BinaryIO) -> None:
         db.execute("BEGIN IMMEDIATE")
         db.execute("DELETE FROM tokens")
         db.execute("INSERT OR REPLACE INTO indexed VALUES (?, 0)", (TOKENS_FILE,))
+        db.execute("COMMIT")
+
+
+def _forget_left_out(db: sqlite3.Connection, file: BinaryIO, name: str) -> None:
+    """Look again at the lines that were left out, from the first one that is not in the file any more."""
+    last = "SELECT offset, length, crc FROM left_out WHERE file = ? ORDER BY offset DESC LIMIT 1"
+    while (row := db.execute(last, (name,)).fetchone()) and zlib.crc32(_read(file, *row[:2])) != row[2]:
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("DELETE FROM left_out WHERE file = ? AND offset = ?", (name, row[0]))
+        db.execute("UPDATE indexed SET bytes = MIN(bytes, ?) WHERE file = ?", (row[0], name))
         db.execute("COMMIT")
 
 

@@ -117,7 +117,7 @@ class _Scale:
     """Maps values to places; equal ends get some room."""
 
     def __init__(self, low: float, high: float, first: float, last: float) -> None:
-        room = (high - low) * 0.0 or (abs(high) * 0.05 or 0.5 if high == low else 0.0)
+        room = (abs(high) * 0.05 or 0.5) if high == low else 0.0
         self.low, self.high, self.first, self.last = low - room, high + room, first, last
 
     def __call__(self, value: float) -> float:
@@ -137,8 +137,8 @@ def _axes(x_scale: _Scale, y_scale: _Scale) -> Iterator[str]:
 def _ticks(low: float, high: float, count: int) -> list[float]:
     """Return round numbers between two values, about `count`."""
     raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw)) if raw > 0 and math.isfinite(raw) else 1.0
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
+    power = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
+    step = next((power * factor for factor in (1, 2, 5, 10) if power * factor >= raw), raw)  # below 1e-308: raw
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, first + 2 * count + 2) if number * step <= high + 1e-9 * step]
 

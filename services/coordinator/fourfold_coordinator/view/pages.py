@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from markupsafe import Markup
 from starlette.exceptions import HTTPException
@@ -18,7 +17,7 @@ from fourfold.config import flatten
 from ..state.ledger import EvalRow
 from .charts import Line, gantt, line_chart
 from .reader import RunFolders, RunReader
-from .templates import render
+from .templates import is_number, render
 
 # Charts that a run shows unless the user chooses others.
 _SHOWN: Final = (
@@ -53,8 +52,8 @@ def run_of(request: Request, name: str | None = None) -> RunReader:
 
 def runs(request: Request) -> Response:
     """Show the list of runs."""
-    rows = []
-    for reader in request.app.state.runs.all():
+    rows, readers = [], request.app.state.runs.all()
+    for reader in readers:
         steps, evals = reader.steps(), reader.evaluations()
         rows.append(
             {
@@ -65,17 +64,26 @@ def runs(request: Request) -> Response:
                 "reward": steps[-1].get(m.REWARD_MEAN) if steps else None,
                 "before": evals[0].score if evals else None,
                 "after": evals[-1].score if evals else None,
-                "end_time": steps[-1].get("end_time", "") if steps else "",
-                "alarms": sum(len(row.get("alarms") or []) for row in steps),
+                "end_time": steps[-1]["end_time"] if steps else "",
+                "alarms": sum(len(row["alarms"]) for row in steps),
             }
         )
-    return render("runs.html", request, runs=rows, live=any(row["state"] == "running" for row in rows))
+    return render("runs.html", request, runs=rows, **several(readers))
 
 
 def head(reader: RunReader) -> dict[str, Any]:
-    """Return what the head of every page of a run shows."""
+    """Return what every page of a run shows."""
     state = reader.state()
-    return {"name": reader.name, "state": state, "live": state == "running"}
+    return {"name": reader.name, "state": state, "live": state == "running", "faults": reader.faults}
+
+
+def several(readers: Sequence[RunReader]) -> dict[str, Any]:
+    """Return what every page of several runs shows."""
+
+    def faults() -> list[str]:
+        return [f"{reader.name}: {text}" for reader in readers for text in reader.faults()]
+
+    return {"live": any(reader.state() == "running" for reader in readers), "faults": faults}
 
 
 def overview(request: Request) -> Response:
@@ -93,26 +101,25 @@ def overview(request: Request) -> Response:
         known=[(name, _meaning(name)) for name in known],
         shown=shown,
         alarms=list(alarms_of(steps))[:_MAX_ALARMS],
-        findings=report.get("diagnosis") or [],
+        findings=report.diagnosis,
         last=steps[-1] if steps else {},
         step_count=reader.recipe().get("steps", 0),
         evals=evals,
-        seconds=report.get("seconds"),
-        report=report,
+        seconds=report.seconds,
     )
 
 
 def alarms_of(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, str]]:
     """Yield step, problem and advice of each alarm, the newest first."""
     for row in reversed(steps):
-        for text in row.get("alarms") or []:
-            problem, _, advice = str(text).partition("; ")
+        for text in row["alarms"]:
+            problem, _, advice = text.partition("; ")
             yield row["step"], problem, advice
 
 
 def metric_names(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the metrics that have a number in some step, in order of their names."""
-    names = {name for row in steps for name, value in row.items() if _is_number(value) and name != "step"}
+    names = {name for row in steps for name, value in row.items() if is_number(value) and name != "step"}
     return sorted(names)
 
 
@@ -125,7 +132,7 @@ def make_chart(name: str, runs: Sequence[tuple[str, Sequence[Mapping[str, Any]],
             points = [(step, score) for step, score, _ in found]
             lines.append(Line(name=run, points=points, bars=[half_width for _, _, half_width in found]))
         else:
-            points = [(float(row["step"]), float(row[name])) for row in steps if _is_number(row.get(name))]
+            points = [(float(row["step"]), float(row[name])) for row in steps if is_number(row.get(name))]
             lines.append(Line(name=run, points=points))
     last = lines[0].points[-1][1] if lines and lines[0].points else None
     return Chart(metric=name, meaning=_meaning(name), svg=line_chart(lines), last=last)
@@ -155,7 +162,7 @@ def compare(request: Request) -> Response:
         known=[(name, _meaning(name)) for name in known],
         shown=shown,
         differences=recipe_differences([reader.recipe() for reader in readers]),
-        live=any(reader.state() == "running" for reader in readers),
+        **several(readers),
     )
 
 
@@ -195,16 +202,15 @@ def timeline(request: Request) -> Response:
     """Show when the coordinator and each member worked in one step."""
     reader = run_of(request)
     steps = reader.steps()
-    wanted = request.query_params.get("step", "")
-    if wanted and not wanted.isdecimal():
-        raise HTTPException(400, f"step = {wanted!r} is no step; give its number")
+    wanted = whole_number(request, "step")
     last = steps[-1]["step"] if steps else 0
-    step = int(wanted) if wanted else last
+    step = last if wanted is None else wanted
     row = next((row for row in steps if row["step"] == step), {})
     found = reader.timeline(step)
     parts = step_parts(row)
     seconds = max([found.seconds] if found else [], default=0.0)
-    offset = max(seconds - (row.get(m.TIME_STEP) or seconds), 0.0)  # the line may begin before the step
+    length = row.get(m.TIME_STEP)
+    offset = max(seconds - length, 0.0) if is_number(length) else 0.0  # the line may begin before the step
     rows: list[tuple[str, Mapping[str, Sequence[tuple[float, float]]]]] = []
     if parts:
         rows.append(("training loop", {name: [(b + offset, e + offset)] for name, b, e in parts}))
@@ -215,7 +221,7 @@ def timeline(request: Request) -> Response:
     return render(
         "timeline.html",
         request,
-        **{**head(reader), "live": reader.state() == "running" and not wanted},
+        **{**head(reader), "live": reader.state() == "running" and wanted is None},
         step=step,
         last=last,
         svg=gantt(rows, seconds) if rows else "",
@@ -232,7 +238,7 @@ def step_parts(row: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     parts, begin = list[tuple[str, float, float]](), 0.0
     for name in (*m.TIMES_OF_A_STEP, m.TIME_OTHER):
         value = row.get(name, 0.0)
-        if _is_number(value) and value > 0:
+        if is_number(value) and value > 0:
             parts.append((name.removeprefix("time/"), begin, begin + value))
             begin += value
     return parts
@@ -282,5 +288,11 @@ def _meaning(name: str) -> str:
     return m.METRICS.get(name, "")
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def whole_number(request: Request, key: str) -> int | None:
+    """Return a number of the address, None without it; raise HTTPException for a value that is none."""
+    text = request.query_params.get(key, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise HTTPException(400, f"{key} = {text!r} is no whole number below 10^9; correct it")
+    return int(text)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import socket
 import sqlite3
 import threading
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
+
+from pydantic import TypeAdapter
 
 from fourfold import config as configuration
 from fourfold.config import Config
@@ -29,37 +31,92 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
+from fourfold.rpc.channel import split_target
 
-from ..launch.run_folder import ADDRESS_FILE, CONFIG_FILE, LEDGER_FILE, METRICS_FILE, REPORT_FILE
-from ..state.eval_results import read_results
+from ..launch.copied_files import EVALUATIONS_FILE, TOKENIZER_FILE
+from ..launch.run_folder import ADDRESS_FILE, CONFIG_FILE, LEDGER_FILE, METRICS_FILE, REPORT_FILE, read_address
+from ..state.eval_results import Example, SetResult, check_examples
 from ..state.ledger import EvalRow, read_evals
+from ..state.sample_tokens import TOKENS_FILE
 from ..state.samples import SAMPLES_FILE
-from ..state.timeline import TIMELINE_FILE, parse_line
+from ..state.timeline import TIMELINE_FILE, StepTimeline, parse_line
 from ..state.trajectory_index import TrajectoryIndex
+from ..state.typed_json import Finite, Whole, check, load, parse
 
-EVALUATIONS_FILE: Final = "evaluations.jsonl"
-"""In a copy of a run: what the ledger has of the evaluations."""
+T = TypeVar("T")
+
 _RPC_SECONDS: Final = 2.0
 _CONNECT_SECONDS: Final = 0.5
 _STATE_SECONDS: Final = 2.0  # for which a state is used again
 _PLANE_SECONDS: Final = 1.0  # for which an answer is used again
 _UPDATE_SECONDS: Final = 1.0  # between two updates of an index of our own
+_LINE_BYTES: Final = 1 << 25  # of the longest line that is read
 _IDLE_SECONDS: Final = 60.0  # without a page that asks for the index
 # An index in the run's folder that is older than the samples by more than this is not kept up to date by the run.
 _RECORDER_SECONDS: Final = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimeline:
-    """When members worked in one step, in seconds after its start."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A finding of the whole run."""
 
-    step: int
-    seconds: float
-    members: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]  # intervals by member and phase
+    text: str
+    steps: Whole
+    first: Whole
+    last: Whole
+
+
+@dataclass(frozen=True, slots=True)
+class _ReportedEval:
+    step: Whole
+    score: Finite
+    half_width: Finite | None = None
+    n: Whole = 0
+    missing: Whole = 0
+    sets: tuple[SetResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What pages show of report.json."""
+
+    seconds: Finite | None = None
+    diagnosis: list[Finding] = field(default_factory=list)
+    evals: list[_ReportedEval] = field(default_factory=list)
+    eval_before: _ReportedEval | None = None
+    eval_after: _ReportedEval | None = None
+    answers_before: list[Example] = field(default_factory=list)
+    answers_after: list[Example] = field(default_factory=list)
+
+    def evaluations(self) -> list[EvalRow]:
+        """Return the evaluations."""
+        examples = {
+            row.step: [asdict(answer) for answer in answers]
+            for row, answers in ((self.eval_before, self.answers_before), (self.eval_after, self.answers_after))
+            if row is not None
+        }
+        return [
+            EvalRow(row.step, row.score, row.half_width, row.n, row.missing, examples.get(row.step, []), row.sets)
+            for row in self.evals
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The texts of a line of metrics.jsonl; its numbers are checked where they are drawn."""
+
+    step: Whole
+    alarms: list[str] = field(default_factory=list)
+    end_time: str = ""
+
+
+_EVAL: Final = TypeAdapter(EvalRow)
+_REPORT: Final = TypeAdapter(Report)
+_STEP: Final = TypeAdapter(_Step)
 
 
 class RunReader(Protocol):
-    """A run, in progress or ended. Any thread may call."""
+    """A run, in progress or ended. Any thread may call. What cannot be read is missing, and `faults` has the reason."""
 
     name: str
 
@@ -75,8 +132,11 @@ class RunReader(Protocol):
     def steps(self) -> Sequence[Mapping[str, Any]]:
         """Return the lines of metrics.jsonl, in order."""
 
-    def report(self) -> Mapping[str, Any]:
+    def report(self) -> Report:
         """Return report.json; empty before the end."""
+
+    def faults(self) -> list[str]:
+        """Return what is wrong with the files that were read, and with the answers of the coordinator."""
 
     def evaluations(self) -> Sequence[EvalRow]:
         """Return all evaluations, in order."""
@@ -97,18 +157,26 @@ class RunReader(Protocol):
 class RunCoordinator(Protocol):
     """The coordinator process of a run, if it lives. Any thread may call; answers come within seconds."""
 
+    peer: str
+    """Who sent the files of the run; empty: they are in a folder of this machine."""
+
     def state(self) -> str:
         """Return "running", "finished" or "stopped"."""
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
         """Return the state of weight updates; None without an answer."""
 
+    def faults(self) -> list[str]:
+        """Return what was wrong with the last answers."""
+
 
 class LocalCoordinator:
     """The coordinator of a run in a folder of this machine."""
 
+    peer = ""
+
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._fault = folder, ""
 
     def state(self) -> str:
         """Return the state: the coordinator writes its address when it starts, and the report at the end."""
@@ -117,20 +185,25 @@ class LocalCoordinator:
             if report.stat().st_mtime >= _time_of(address):
                 return "finished"
         try:  # not by its lock file: a coordinator that starts at that moment would find it locked
-            host, _, port = address.read_text(encoding="utf-8").strip().rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+            target = split_target(read_address(self._folder))
+            socket.create_connection(target, timeout=_CONNECT_SECONDS).close()
             return "running"
-        except (OSError, ValueError):
+        except (ConfigError, OSError, ValueError):
             return "stopped"
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
         try:
             config = configuration.load(self._folder / CONFIG_FILE)
-            address = (self._folder / ADDRESS_FILE).read_text(encoding="utf-8").strip()
-            with CoordinatorClient(address, certs=config.security.directory) as client:
-                return client.get_weight_plane(timeout=_RPC_SECONDS)
-        except (FourfoldError, OSError, ValueError):
+            with CoordinatorClient(read_address(self._folder), certs=config.security.directory) as client:
+                plane = client.get_weight_plane(timeout=_RPC_SECONDS)
+            self._fault = ""
+            return plane
+        except (FourfoldError, OSError, ValueError) as error:
+            self._fault = str(error)
             return None
+
+    def faults(self) -> list[str]:
+        return [self._fault] if self._fault else []
 
 
 @dataclass(slots=True)
@@ -140,6 +213,11 @@ class _Lines:
     rows: list[Any] = field(default_factory=list)
     offset: int = 0
     inode: int = -1
+    left_out: int = 0
+    fault: str = ""  # of the first line that was left out
+
+    def reset(self, inode: int) -> None:
+        self.rows, self.offset, self.inode, self.left_out, self.fault = [], 0, inode, 0, ""
 
 
 class FolderReader:
@@ -154,10 +232,10 @@ class FolderReader:
         self._coordinator = coordinator or LocalCoordinator(folder)
         self._cache = (cache or cache_folder()) / _cache_name(folder)
         self._lock = threading.Lock()
-        self._metrics, self._timeline = _Lines(), _Lines()
+        self._lines = defaultdict[str, _Lines](_Lines)
+        self._faults: dict[str, str] = {}  # by file
         self._state = -_STATE_SECONDS, ""  # and when it was found, on the monotonic clock
         self._plane: tuple[float, pb.GetWeightPlaneResponse | None] = (-_PLANE_SECONDS, None)
-        self._is_copy = coordinator is not None
         self._tokenizer: Tokenizer | None = None
         self._asked = 0.0  # for the index, on the monotonic clock
         self._indexer: threading.Thread | None = None
@@ -169,47 +247,34 @@ class FolderReader:
         return self._state[1]
 
     def recipe(self) -> Mapping[str, Any]:
-        try:
-            return tomllib.loads((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
+        return self._read(CONFIG_FILE, _read_recipe) or {}
 
     def config(self) -> Config | None:
-        try:
-            return configuration.load(self.folder / CONFIG_FILE)
-        except (FourfoldError, OSError, ValueError):
+        try:  # not by its file, whose `include` could name any file of this machine
+            return configuration.from_tables(self.recipe(), source=str(self.folder / CONFIG_FILE))
+        except (FourfoldError, ValueError, RecursionError):
             return None
 
     def steps(self) -> Sequence[Mapping[str, Any]]:
-        with self._lock:
-            self._read_new(self._metrics, self.folder / METRICS_FILE, _metrics_row)
-            return list(self._metrics.rows)
+        return self._read_lines(METRICS_FILE, _metrics_row)
 
-    def report(self) -> Mapping[str, Any]:
-        try:
-            found = json.loads((self.folder / REPORT_FILE).read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
-        except (OSError, ValueError):
-            return {}
+    def report(self) -> Report:
+        return self._read(REPORT_FILE, lambda path: parse(_REPORT, path.read_bytes())) or Report()
+
+    def faults(self) -> list[str]:
+        sent = f"{self._coordinator.peer}: " if self._coordinator.peer else ""
+        fix = "what needs it is missing here; restore the file, or use the release of Fourfold that wrote it"
+        found = [f"{sent}{name}: {problem}; {fix}" for name, problem in sorted(self._faults.copy().items())]
+        return found + self._coordinator.faults()
 
     def evaluations(self) -> Sequence[EvalRow]:
-        try:
-            return read_evals(self.folder / LEDGER_FILE)
-        except (sqlite3.Error, ValueError):
-            pass
-        try:
-            rows = map(json.loads, (self.folder / EVALUATIONS_FILE).read_bytes().splitlines())
-            return [EvalRow(**{**row, "sets": read_results(json.dumps(row["sets"]))}) for row in rows]
-        except (OSError, ValueError, TypeError, KeyError):
-            return _reported_evaluations(self.report())
+        rows = self._read(LEDGER_FILE, read_evals)
+        if rows is None:
+            rows = self._read_lines(EVALUATIONS_FILE, _evaluation)
+        return rows or self.report().evaluations()
 
     def timeline(self, step: int) -> StepTimeline | None:
-        with self._lock:
-            self._read_new(self._timeline, self.folder / TIMELINE_FILE, parse_line)
-            found = next((row for row in reversed(self._timeline.rows) if row[0] == step), None)
-        if found is None:
-            return None
-        return StepTimeline(step=step, seconds=found[2] - found[1], members=found[3])
+        return next((row for row in reversed(self._read_lines(TIMELINE_FILE, parse_line)) if row.step == step), None)
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
         if self.state() != "running":
@@ -224,8 +289,8 @@ class FolderReader:
         if self._tokenizer is None:  # the page of a trajectory needs it soon, and it takes a second to read
             threading.Thread(target=self.tokenizer, name="tokenizer", daemon=True).start()
         own = TrajectoryIndex(self.folder)
-        if self._indexer is None and (own.covers() or _is_kept(own.path, self.folder / SAMPLES_FILE)):
-            return own
+        if self._indexer is None and _is_kept(own, self.folder / SAMPLES_FILE):
+            return self._checked(own)
         found = TrajectoryIndex(self.folder, self._cache / "index.db")
         with self._lock:
             self._asked = time.monotonic()
@@ -234,7 +299,14 @@ class FolderReader:
                 found.prepare()
                 self._indexer = threading.Thread(target=self._keep, args=(found,), name="index", daemon=True)
                 self._indexer.start()
-        return found
+        return self._checked(found)
+
+    def _checked(self, index: TrajectoryIndex) -> TrajectoryIndex:
+        """Return an index, with what is wrong with its files among the faults."""
+        found = index.left_out()
+        for name in (SAMPLES_FILE, TOKENS_FILE):
+            self._note(name, found.get(name, ""))
+        return index
 
     def _keep(self, index: TrajectoryIndex) -> None:
         """Update an index as long as pages use it."""
@@ -250,11 +322,13 @@ class FolderReader:
             return self._tokenizer
 
     def _load_tokenizer(self) -> Tokenizer | None:
-        source = str(self.recipe().get("model", {}).get("source", ""))
+        own = self._read(TOKENIZER_FILE, lambda path: Tokenizer.load(path.parent))
+        if own is not None:
+            return own
+        model = self.recipe().get("model")
+        source = str(model.get("source", "")) if isinstance(model, dict) else ""
         with contextlib.suppress(FourfoldError, OSError):
-            if (self.folder / "model" / "tokenizer.json").is_file():
-                return Tokenizer.load(self.folder / "model")
-            if self._is_copy:  # its model is on another machine, and another one may be here at the same place
+            if self._coordinator.peer:  # its model is on another machine, and another one may be here at the same place
                 return None
             # A built-in model would be converted first, which takes a minute; a run has done that.
             if source.startswith(model_folder.BUILTIN_PREFIX) and self.state() != "running":
@@ -262,22 +336,54 @@ class FolderReader:
             return Tokenizer.load(model_folder.resolve(source))
         return None
 
-    def _read_new(self, lines: _Lines, path: Path, parse: Any) -> None:
-        """Parse the lines that were appended since the last call; all of them if the file was replaced."""
-        try:
-            with path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != lines.inode or status.st_size < lines.offset:
-                    lines.rows, lines.offset, lines.inode = [], 0, status.st_ino
-                file.seek(lines.offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    lines.offset += len(line)
-                    if (row := parse(line)) is not None:
-                        lines.rows.append(row)
-        except FileNotFoundError:
-            lines.rows, lines.offset, lines.inode = [], 0, -1
+    def _read(self, name: str, read: Callable[[Path], T]) -> T | None:
+        """Return what `read` makes of a file; None if it is missing, or with a fault if it cannot be read."""
+        problem, found = "", None
+        path = self.folder / name
+        if path.is_file():
+            try:
+                found = read(path)
+            except (ConfigError, OSError, ValueError, sqlite3.Error) as error:
+                problem = str(error)
+        self._note(name, problem)
+        return found
+
+    def _note(self, name: str, problem: str) -> None:
+        """Note what is wrong with a file; an empty text: nothing."""
+        if problem:
+            self._faults[name] = problem
+        else:
+            self._faults.pop(name, None)
+
+    def _read_lines(self, name: str, parse: Callable[[bytes], T]) -> list[T]:
+        """Return the parsed lines of a growing file. Lines that `parse` refuses are left out, with a fault."""
+        with self._lock:
+            lines = self._lines[name]
+            _read_new(lines, self.folder / name, parse)
+            self._note(name, f"{lines.left_out} lines are left out; in the first, {lines.fault}" if lines.fault else "")
+            return list(lines.rows)
+
+
+def _read_new(lines: _Lines, path: Path, parse: Callable[[bytes], Any]) -> None:
+    """Parse the lines that were appended since the last call; all of them if the file was replaced."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != lines.inode or status.st_size < lines.offset:
+                lines.reset(status.st_ino)
+            file.seek(lines.offset)
+            while (line := file.readline(_LINE_BYTES)).endswith(b"\n"):
+                lines.offset += len(line)
+                try:
+                    lines.rows.append(parse(line))
+                except ValueError as error:
+                    lines.left_out += 1
+                    lines.fault = lines.fault or str(error)
+            if len(line) == _LINE_BYTES:
+                lines.left_out, lines.offset = lines.left_out + 1, status.st_size
+                lines.fault = lines.fault or f"it has more than {_LINE_BYTES:,} bytes, and what follows is not read"
+    except FileNotFoundError:
+        lines.reset(-1)
 
 
 class RunFolders:
@@ -328,33 +434,32 @@ def _time_of(path: Path) -> float:
         return 0.0
 
 
-def _metrics_row(line: bytes) -> dict[str, Any] | None:
+def _read_recipe(path: Path) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-        return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-    except ValueError:
-        return None
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        configuration.flatten(tables)
+        return tables
+    except RecursionError:
+        raise ValueError("its tables are nested too deeply") from None
 
 
-def _reported_evaluations(report: Mapping[str, Any]) -> list[EvalRow]:
-    found = []
-    for row in report.get("evals") or []:
-        answers = [
-            report.get(f"answers_{when}") or []
-            for when in ("before", "after")
-            if (report.get(f"eval_{when}") or {}).get("step") == row["step"]
-        ]
-        counts = row.get("n", 0), row.get("missing", 0)
-        examples, sets = answers[-1] if answers else [], read_results(json.dumps(row.get("sets") or []))
-        found.append(EvalRow(row["step"], row["score"], row["half_width"], *counts, examples, sets))
-    return found
+def _metrics_row(line: bytes) -> dict[str, Any]:
+    row = load(line)
+    texts = asdict(check(_STEP, row))
+    return {**row, **texts}
 
 
-def _is_kept(index: Path, samples: Path) -> bool:
-    """Return whether the run itself updates its index: it is hardly older than the samples."""
+def _evaluation(line: bytes) -> EvalRow:
+    row = parse(_EVAL, line)
+    check_examples(row.answers)
+    return row
+
+
+def _is_kept(index: TrajectoryIndex, samples: Path) -> bool:
+    """Return whether an index has all lines, or the run itself updates it: it is hardly older than the samples."""
     try:
-        return index.stat().st_mtime >= samples.stat().st_mtime - _RECORDER_SECONDS
-    except OSError:
+        return not index.pending_bytes() or index.path.stat().st_mtime >= samples.stat().st_mtime - _RECORDER_SECONDS
+    except (OSError, sqlite3.Error):
         return False
 
 

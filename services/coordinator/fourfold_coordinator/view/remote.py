@@ -8,41 +8,36 @@ The copy is brought up to date while pages are looked at. Without an answer, the
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from fourfold.config.table import NAME_PATTERN
 from fourfold.coordinator.client import CoordinatorClient
 from fourfold.coordinator.run_files import RunFileClient, tail_sha256
 from fourfold.coordinator.v1 import run_file_service_pb2 as files_pb
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold.errors import FourfoldError, PeerFault
+from fourfold.errors import DeadlinePassed, FourfoldError, PeerFault, Unavailable
 
-from ..launch.run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FILE
-from ..state.sample_tokens import TOKENS_FILE
-from ..state.samples import SAMPLES_FILE
-from ..state.timeline import TIMELINE_FILE
-from .reader import EVALUATIONS_FILE, FolderReader, cache_folder
+from ..launch.copied_files import FILES
+from ..launch.run_folder import REPORT_FILE
+from .reader import FolderReader, cache_folder
 
-_TOKENIZER_FILE: Final = "model/tokenizer.json"
-_FILES: Final[Mapping[str, files_pb.RunFile.ValueType]] = {  # in this order: small ones first
-    CONFIG_FILE: files_pb.RUN_FILE_RECIPE,
-    METRICS_FILE: files_pb.RUN_FILE_METRICS,
-    EVALUATIONS_FILE: files_pb.RUN_FILE_EVALUATIONS,
-    REPORT_FILE: files_pb.RUN_FILE_REPORT,
-    _TOKENIZER_FILE: files_pb.RUN_FILE_TOKENIZER,
-    TIMELINE_FILE: files_pb.RUN_FILE_TIMELINE,
-    SAMPLES_FILE: files_pb.RUN_FILE_SAMPLES,
-    TOKENS_FILE: files_pb.RUN_FILE_TOKENS,
+T = TypeVar("T")
+
+_AT_START: Final = (files_pb.RUN_FILE_RECIPE, files_pb.RUN_FILE_METRICS)
+# Files that are read as a whole: a larger one is a fault of the coordinator.
+_MOST_BYTES: Final = {
+    files_pb.RUN_FILE_RECIPE: 1 << 17,
+    files_pb.RUN_FILE_REPORT: 1 << 28,
+    files_pb.RUN_FILE_TOKENIZER: 1 << 28,
 }
-_AT_START: Final = (CONFIG_FILE, METRICS_FILE)
 _RPC_SECONDS: Final = 5.0
 _FILE_SECONDS: Final = 60.0  # after which a large file goes on in another call
 _UPDATE_SECONDS: Final = 1.0
@@ -63,23 +58,26 @@ def open_remote(target: str, *, certs: str = "", token: str = "", cache: Path | 
         FourfoldError: the address is malformed, or the coordinator does not answer or refuses the caller.
     """
     cache = cache or cache_folder()
+    peer = f"coordinator service at {target}"
     runs = CoordinatorClient(target, certs=certs, token=token, timeout=_RPC_SECONDS)
     files = RunFileClient(target, certs=certs, token=token, timeout=_FILE_SECONDS)
     name = runs.get_run().name
     if not re.fullmatch(NAME_PATTERN, name):
-        raise PeerFault(f"coordinator at {target}", "BAD_RESPONSE", f"GetRun: {name!r:.80} is no name of a run")
+        raise PeerFault(peer, "BAD_RESPONSE", f"GetRun: {name!r:.80} is no name of a run")
     place = hashlib.sha256(target.encode()).hexdigest()[:16]
-    coordinator = RemoteCoordinator(runs, files, cache / "remote" / place / name)
-    coordinator.copy(_AT_START)
+    coordinator = RemoteCoordinator(runs, files, cache / "remote" / place / name, peer)
+    for file in _AT_START:
+        coordinator.copy(file)
     return FolderReader(coordinator.folder, cache=cache, coordinator=coordinator)
 
 
 class RemoteCoordinator:
     """The coordinator of a run on another machine, and the copy of the run's files in `folder`."""
 
-    def __init__(self, runs: CoordinatorClient, files: RunFileClient, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, runs: CoordinatorClient, files: RunFileClient, folder: Path, peer: str) -> None:
+        self.folder, self.peer = folder, peer
         self._runs, self._files = runs, files
+        self._faults: dict[str, str] = {}  # by what was asked for
         self._lock = threading.Lock()
         self._asked = 0.0  # for the state, on the monotonic clock
         self._follower: threading.Thread | None = None
@@ -91,35 +89,55 @@ class RemoteCoordinator:
             if self._follower is None or not self._follower.is_alive():
                 self._follower = threading.Thread(target=self._follow, name="copy", daemon=True)
                 self._follower.start()
-        try:
-            return _ENDED.get(self._runs.get_run().phase, "running")
-        except FourfoldError:
-            return "finished" if (self.folder / REPORT_FILE).is_file() else "stopped"
+        run = self._ask("state", self._runs.get_run)
+        if run is not None:
+            return _ENDED.get(run.phase, "running")
+        return "finished" if (self.folder / REPORT_FILE).is_file() else "stopped"
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
+        return self._ask("weight plane", self._runs.get_weight_plane)
+
+    def faults(self) -> list[str]:
+        return list(self._faults.copy().values())
+
+    def _ask(self, what: str, call: Callable[[], T]) -> T | None:
+        """Return the answer to a call; None with a fault if there is none."""
         try:
-            return self._runs.get_weight_plane()
-        except FourfoldError:
+            found = call()
+        except FourfoldError as error:
+            self._faults[what] = f"{what} of the run: {error}"
             return None
+        self._faults.pop(what, None)
+        return found
 
     def _follow(self) -> None:
         """Update the copy as long as pages ask for the state."""
         while time.monotonic() - self._asked < _IDLE_SECONDS:
-            with contextlib.suppress(FourfoldError, OSError):  # no answer, or a full disk: tried again
-                self.copy(tuple(_FILES))
+            for file, name in FILES.items():
+                try:
+                    self.copy(file)
+                    self._faults.pop(name, None)
+                except (Unavailable, DeadlinePassed):  # all files, or a large one goes on later
+                    break
+                except (FourfoldError, OSError) as error:  # OSError: the disk of this machine
+                    self._faults[name] = f"{name} was not copied: {error}"
             time.sleep(_UPDATE_SECONDS)
 
-    def copy(self, names: tuple[str, ...]) -> None:
-        """Copy what files have that the copy lacks; raise FourfoldError or OSError."""
-        for name in names:
-            self._copy_file(self.folder / name, _FILES[name])
+    def copy(self, file: files_pb.RunFile.ValueType) -> None:
+        """Append to the copy of a file what it lacks; raise FourfoldError or OSError.
 
-    def _copy_file(self, path: Path, file: files_pb.RunFile.ValueType) -> None:
-        """Append what is new, or begin a new file, which readers tell from the old one by its inode."""
+        If the file was replaced, the copy is replaced, too; readers tell it from the old one by its inode.
+        """
+        path = self.folder / FILES[file]
         path.parent.mkdir(parents=True, exist_ok=True)
         offset, tail = _end_of(path)
+        most = _MOST_BYTES.get(file, sys.maxsize)
         for begin, data in self._files.read_file(file, offset=offset, tail=tail):
-            if begin == 0 and offset > 0:
+            if begin + len(data) > most:
+                raise PeerFault(self.peer, "TOO_LARGE", f"{FILES[file]} has more than {most:,} bytes")
+            if begin == 0 and offset > 0 and not data:  # removed
+                path.unlink(missing_ok=True)
+            elif begin == 0 and offset > 0:
                 new = path.with_name(path.name + ".new")
                 new.write_bytes(data)
                 new.replace(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -20,7 +21,7 @@ from fourfold.model.tokenizer import Tokenizer
 
 from ..state.sample_tokens import TokenSegment
 from ..state.trajectory_index import ORDERS, SampleQuery, SampleRow
-from .pages import head, run_of
+from .pages import head, run_of, whole_number
 from .templates import render
 
 PAGE_ROWS: Final = 50
@@ -61,7 +62,7 @@ class Turn:
 def samples(request: Request) -> Response:
     """Show the trajectories that fit a search."""
     reader, query = run_of(request), parse_query(request)
-    page = _whole_number(request, "page") or 1
+    page = whole_number(request, "page") or 1
     index = reader.index()
     found = index.search(query, limit=PAGE_ROWS, skip=PAGE_ROWS * (page - 1))
     scorers, sources, reasons, last = index.choices()
@@ -114,13 +115,18 @@ def sample(request: Request) -> Response:
     row = index.find(name)
     if row is None:
         raise HTTPException(404, f"no trajectory {name!r} in this run; a restore removes those after its checkpoint")
-    begin = _whole_number(request, "from") or 0
+    begin = whole_number(request, "from") or 0
     group = index.group(row)
-    advantages = compare_group(reader.config(), group)
-    segments, tokenizer = index.tokens(name), reader.tokenizer()
+    config = reader.config()
+    advantages = compare_group(config, group)
+    tokenizer, damage, segments = reader.tokenizer(), "", list[TokenSegment]()
+    try:
+        segments = index.tokens(name)
+    except ValueError as error:
+        damage = str(error)
     total = sum(len(segment.token_ids) for segment in segments)
-    turns = list(cut_turns(segments, row.line["version_spans"], tokenizer, begin)) if segments else []
-    completion = str(row.line["completion"])
+    turns = list(cut_turns(segments, row.line.version_spans, tokenizer, begin))
+    completion = row.line.completion
     size = PAGE_TOKENS if segments else PAGE_CHARACTERS
     length = total if segments else len(completion)
     same = index.same_prompt(row)
@@ -132,6 +138,7 @@ def sample(request: Request) -> Response:
         turns=turns,
         has_texts=tokenizer is not None,
         segment_count=len(segments),
+        damage=damage,
         text=completion[begin : begin + PAGE_CHARACTERS],
         begin=begin,
         end=min(begin + size, length),
@@ -140,7 +147,7 @@ def sample(request: Request) -> Response:
         after=begin + size if begin + size < length else None,
         unit="tokens" if segments else "characters",
         advantage=advantages.get(row.sample_id),
-        estimator=_estimator(reader.config()),
+        estimator=config.algorithm.advantage.kind if config else "",
         group=[(each, advantages.get(each.sample_id)) for each in group],
         same=same,
         pair=(same[0], same[-1]) if len(same) > 1 else None,
@@ -171,19 +178,15 @@ def compare_group(config: Config | None, group: Sequence[SampleRow]) -> dict[str
     return dict(zip((row.sample_id for row in trained), estimator.compare(batch).tolist(), strict=True))
 
 
-def _estimator(config: Config | None) -> str:
-    return config.algorithm.advantage.kind if config else ""
-
-
 def cut_turns(
-    segments: Sequence[TokenSegment], spans: Sequence[Sequence[int]], tokenizer: Tokenizer | None, begin: int
+    segments: Sequence[TokenSegment], spans: Sequence[tuple[int, int]], tokenizer: Tokenizer | None, begin: int
 ) -> Iterator[Turn]:
     """Yield the turns of a trajectory, with those of their tokens that are on the page from token `begin`.
 
     `spans` are [policy version, tokens] over all segments.
     """
-    counts = [max(int(count), 0) for _, count in spans]
-    versions = np.repeat(np.array([int(version) for version, _ in spans], np.int64), counts)
+    ends = list(itertools.accumulate(count for _, count in spans))
+    versions = [*(version for version, _ in spans), -1]  # -1: beyond the last span
     place, number = 0, 0
     for segment_index, segment in enumerate(segments):
         sampled = ~np.isnan(segment.logprobs)
@@ -194,7 +197,7 @@ def cut_turns(
             # Only what is on the page is decoded.
             low, high = max(first, begin - place), min(end, begin + PAGE_TOKENS - place)
             tokens = [
-                _token(segment, index, versions[place + index] if place + index < len(versions) else -1, tokenizer)
+                _token(segment, index, versions[bisect_right(ends, place + index)], tokenizer)
                 for index in range(low, high)
             ]
             if tokens:
@@ -213,14 +216,5 @@ def _token(segment: TokenSegment, index: int, version: int, tokenizer: Tokenizer
     if math.isnan(logprob):
         return Token(text=text, kind="read", title=f"token {token_id}, not sampled")
     shade = min(int(-logprob / _NATS_PER_SHADE), _SHADES - 1) if math.isfinite(logprob) else _SHADES - 1
-    title = f"token {token_id}: {logprob:.3g} nats, {math.exp(logprob):.1%}; version {version}"
+    title = f"token {token_id}: {logprob:.3g} nats, {math.exp(min(logprob, 0.0)):.1%}; version {version}"
     return Token(text=text, kind=f"p{max(shade, 0)} v{version % _VERSIONS}", title=title)
-
-
-def _whole_number(request: Request, key: str) -> int | None:
-    text = request.query_params.get(key, "")
-    if not text:
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise HTTPException(400, f"{key} = {text!r} is no whole number; correct it")
-    return int(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import jinja2
 from starlette.requests import Request
@@ -11,6 +11,7 @@ from starlette.responses import HTMLResponse
 
 from fourfold.text import format_duration
 
+_LARGEST: Final = 1e300
 _ENVIRONMENT: Final = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
     autoescape=True,
@@ -21,9 +22,14 @@ _ENVIRONMENT: Final = jinja2.Environment(
 )
 
 
-def number(value: Any) -> str:
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite number; sums and differences of two of them are finite, too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def number(value: object) -> str:
     """Return a number in 4 digits; a dash for none."""
-    return f"{value:.4g}" if isinstance(value, int | float) else "\N{EN DASH}"
+    return f"{value:.4g}" if is_number(value) else "\N{EN DASH}"
 
 
 def cut(text: str, length: int) -> str:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
+from dataclasses import asdict
+
 from fourfold_coordinator.launch.run_folder import LEDGER_FILE, METRICS_FILE
 from fourfold_coordinator.sinks.rows import NewRows
+from tests.support.eval_results import make_result
 
 from .conftest import RunFolder
 
@@ -62,6 +67,19 @@ def test_damaged_lines_are_passed_over(run: RunFolder) -> None:
     assert [row.step for row in rows] == [0, 1, 2]
     path.write_bytes(whole)
     assert [row.step for row in rows] == [3]
+
+
+def test_evaluations_of_a_later_release_hold_up_no_step(run: RunFolder) -> None:
+    for sets, found in (
+        (json.dumps([asdict(make_result("math")) | {"median": 0.5}]), [0, 1, 2, 3]),
+        ("[5]", [1, 2, 3]),
+    ):
+        with sqlite3.connect(run.folder / LEDGER_FILE) as db:
+            db.execute("UPDATE evals SET sets = ?", (sets,))
+            db.execute("PRAGMA user_version = 99")
+        db.close()
+        rows = NewRows(run.folder / METRICS_FILE, run.folder / LEDGER_FILE, run.folder / f"{len(found)}.sent")
+        assert [row.step for row in rows] == found
 
 
 def test_a_run_without_files_has_no_rows(run: RunFolder) -> None:

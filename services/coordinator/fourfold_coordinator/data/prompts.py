@@ -199,7 +199,7 @@ def split_holdout(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: in
     if len(distinct) <= holdout.groups:
         raise ConfigError(
             f"data.holdout.groups = {holdout.groups}, but the data has {len(distinct)} groups by "
-            f"{holdout.field!r}; hold fewer out, or give more data"
+            f"{repr(holdout.field) if holdout.field else 'its prompts'}; hold fewer out, or give more data"
         )
     size, frequency = Counter(len(group) for group in distinct.values()).most_common(1)[0]
     keys = sorted(distinct)

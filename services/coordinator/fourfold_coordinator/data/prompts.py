@@ -261,7 +261,7 @@ class _Loader:
         prompt_field = "" if source.template else source.prompt_field or data.prompt_field
         answer_field = source.answer_field or data.answer_field
         value = _fill_template(source.template, row, where) if source.template else _prompt_of(row, prompt_field, where)
-        messages = _messages(value, data, where) if data.chat else None
+        messages = chat_messages(value, data, where) if data.chat else None
         text, ids = _tokenize(value, messages, data, self.tokenizer, where)
         if not ids:
             raise ConfigError(f"{where}: an empty prompt; remove the row")
@@ -319,7 +319,7 @@ def _fill_template(template: str, row: Row, where: str) -> str:
     return filled
 
 
-def _messages(value: Any, data: DataConfig, where: str) -> list[dict[str, Any]]:
+def chat_messages(value: Any, data: DataConfig, where: str) -> list[dict[str, Any]]:
     """Return the chat messages of a prompt, with the recipe's system message before a text."""
     if isinstance(value, str):
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []

@@ -20,6 +20,7 @@ from fourfold.model import write_gguf
 from fourfold_coordinator.cli import export
 from fourfold_coordinator.launch.run_folder import link_latest
 from fourfold_coordinator.reporting.model_card import model_card
+from tests.fakes.hub_server import FakeHub
 from tests.fakes.hub_uploads import TOKEN, UploadHub
 from tests.support.tiny_models import write_tiny_model
 
@@ -96,6 +97,17 @@ def test_a_file_is_written_once_and_replaced_only_by_force(run: Path, capsys: py
     assert call("runs/demo", "--gguf", "demo.gguf", "--force", "--dtype", "f32") == 0
     assert gguf.GGUFReader("demo.gguf").fields["general.name"].contents() == "demo"
     assert write_gguf.DTYPES == export._DTYPES
+
+
+def test_a_model_of_the_hub_keeps_its_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with FakeHub() as server:
+        server.add("owner/small", {path.name: path.read_bytes() for path in tiny.iterdir()})
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        assert call("hf:owner/small@main", "--gguf", tmp_path / "small.gguf") == 0
+    assert gguf.GGUFReader(tmp_path / "small.gguf").fields["general.name"].contents() == "small"
 
 
 def test_options_of_the_other_target_are_refused(run: Path) -> None:

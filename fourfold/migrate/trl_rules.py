@@ -115,7 +115,7 @@ def _processes(draft: Draft, options: Options, launcher: str) -> None:
 def _updates(draft: Draft) -> int:
     """Return the optimizer steps of one step."""
     batch = draft.lines["batch",]
-    return int(batch["mini_batches_per_step"].value * draft.flags["num_iterations"])
+    return int(batch["mini_batches_per_step"].value * common.require(draft.flags["num_iterations"], "num_iterations"))
 
 
 def _batch(draft: Draft, options: Options) -> None:
@@ -241,9 +241,8 @@ def _loss(draft: Draft, options: Options) -> None:
 
 def _advantage_and_correction(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    scale = {True: "group", False: "none", "true": "group", "false": "none", "True": "group", "False": "none"}.get(
-        flags["scale_rewards"], flags["scale_rewards"]
-    )
+    given = str(flags["scale_rewards"]).lower()
+    scale = {"true": "group", "false": "none"}.get(given, given)
     if scale not in ("group", "none", "batch"):
         raise ConfigError(f"scale_rewards = {scale} is unknown; choose group, batch or none")
     if flags["multi_objective_aggregation"] == "normalize_then_sum":
@@ -289,7 +288,8 @@ def _advantage_and_correction(draft: Draft, options: Options) -> None:
 
 def _placement(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    ranks, parallel = draft.lines["trainer",]["ranks"].value, flags["vllm_tensor_parallel_size"]
+    ranks = draft.lines["trainer",]["ranks"].value
+    parallel = common.require(flags["vllm_tensor_parallel_size"], "vllm_tensor_parallel_size")
     shared = not flags["use_vllm"] or flags["vllm_mode"] == "colocate"
     draft.set("placement.colocated", shared, "vllm_mode")
     if shared:

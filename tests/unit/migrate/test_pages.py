@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fourfold.cli import main as cli_main
 from fourfold.config import Config
 from fourfold.config.recipe import _known_keys
+from fourfold.errors import ConfigError
+from fourfold.migrate import openrlhf_rules, trl_rules, verl_rules
+from fourfold.migrate.common import Options
 from fourfold.migrate.pages import TABLES, markdown
 from tests.unit.migrate.test_openrlhf import write_model
 
@@ -59,6 +64,30 @@ def test_the_recipe_of_the_command_has_a_plan(
     (tmp_path / "recipe.toml").write_text(capsys.readouterr().out)
     assert cli_main.main(["plan", "recipe.toml", "--skip-checks"]) == 0
     assert "held out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rules", "least", "form"),
+    [
+        (
+            openrlhf_rules,
+            "--actor.model_name_or_path P --data.prompt_dataset d.jsonl --rollout.n_samples_per_prompt 8",
+            " --{} {}",
+        ),
+        (trl_rules, "model_name_or_path: P\ndataset_name: d.jsonl\nnum_processes: 4", "\n{}: {}"),
+        (
+            verl_rules,
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=P actor_rollout_ref.rollout.n=8",
+            " {}={}",
+        ),
+    ],
+)
+def test_no_value_of_a_flag_ends_in_a_traceback(rules: Any, least: str, form: str) -> None:
+    for name in rules.TABLE:
+        for value in ("null", "0", "-1", "[]", "x"):
+            with suppress(ConfigError):
+                draft = rules.convert(least + form.format(name, value), Options(source="s"), {}, {})
+                draft.checked(draft.text("t"), "s")
 
 
 def test_names_are_unique() -> None:

@@ -220,7 +220,10 @@ def _check_hash(repository: Repository, path: Path, expected: str) -> None:
         start = hashlib.new(kind, b"" if kind == "sha256" else f"blob {path.stat().st_size}\0".encode())
         found = hashlib.file_digest(file, start.copy).hexdigest()
     if found != expected:
-        path.resolve().unlink()
+        blob = path.resolve()
+        path.unlink()
+        if blob.parent.name == "blobs":  # of the cache, in which the path is a link; another link stays the user's
+            blob.unlink(missing_ok=True)
         raise ConfigError(
             f"{repository.title}: {path.name} was damaged on the way ({kind} {found[:12]}, and the hub names "
             f"{expected[:12]}) and is deleted; run the command again, or check HF_ENDPOINT and the proxy"

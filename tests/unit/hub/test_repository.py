@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -266,6 +267,18 @@ def test_a_file_with_another_hash_is_deleted_and_named(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == jsonl("b")]
     del hub.answers[name]
     assert cli.main(["get", "hf:owner/name"]) == 0
+
+
+def test_a_link_in_the_folder_is_deleted_and_not_its_file(hub: FakeHub, cache: Path, tmp_path: Path) -> None:
+    hub.add(DATA, {"train.jsonl": jsonl("a")})
+    own, link = tmp_path / "own.jsonl", tmp_path / "mine" / "train.jsonl"
+    assert cli.main(["get", "hf:owner/name", "--to", str(link.parent)]) == 0
+    own.write_bytes(jsonl("mine"))
+    os.utime(own, (1, 1))  # older than the download, so that huggingface_hub leaves it as it is
+    link.unlink()
+    link.symlink_to(own)
+    assert cli.main(["get", "hf:owner/name", "--to", str(link.parent)]) == 1
+    assert own.read_bytes() == jsonl("mine") and not link.is_symlink()
 
 
 def test_a_cache_that_cannot_be_written_is_used(hub: FakeHub, cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold import config as configuration
-from fourfold.config import Config
+from fourfold.config import Config, DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.seeds import derive_seed
 from fourfold_coordinator.data.prompts import Prompt, PromptSet, load_prompts
+from fourfold_coordinator.data.sources import read_rows
 from tests.fakes.toy import make_config
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
@@ -148,6 +149,12 @@ def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., PromptSet]
     path.write_text(content)
     with pytest.raises(ConfigError, match=words):
         load(path)
+
+
+def test_a_table_may_have_long_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"question\n{'x' * 200_000}\n")
+    (row,) = read_rows(DataSourceConfig(path=str(tmp_path / "a.csv")))
+    assert len(row["question"]) == 200_000
 
 
 def _write_damaged_parquet(path: Path) -> None:

@@ -114,6 +114,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a file with a header line; all values are texts."""
+    csv.field_size_limit(1 << 30)  # by default 131,072 characters, fewer than a long prompt
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:

@@ -151,6 +151,12 @@ def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., PromptSet]
         load(path)
 
 
+def test_numbers_that_json_lacks_are_null(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    row = {"question": "q", "a": float("nan"), "b": [float("-inf"), 1], "c": "NaN"}
+    (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", [row])).train
+    assert prompt.metadata_json == '{"a": null, "b": [null, 1], "c": "NaN"}'
+
+
 def test_a_table_may_have_long_texts(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(f"question\n{'x' * 200_000}\n")
     (row,) = read_rows(DataSourceConfig(path=str(tmp_path / "a.csv")))

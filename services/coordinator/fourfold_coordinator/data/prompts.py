@@ -289,6 +289,8 @@ class _Loader:
 def _encode_metadata(metadata: dict[str, Any], where: str) -> str:
     # Generators give tuples and dates, which JSON turns into lists and texts.
     encoded = json.dumps(metadata, ensure_ascii=False, default=str)
+    if "NaN" in encoded or "Infinity" in encoded:  # of Python alone: a reward in another language reads JSON
+        encoded = json.dumps(json.loads(encoded, parse_constant=lambda _: None), ensure_ascii=False)
     if (size := len(encoded.encode())) > _MAX_METADATA_BYTES:
         raise ConfigError(f"{where}: {size} bytes of metadata; the limit is {_MAX_METADATA_BYTES}; remove columns")
     return encoded

@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, Self
 
 from fourfold.errors import ConfigError
 from fourfold.hub.layout import README, data_files, model_files, split_files
-from fourfold.hub.package import hub_package, network_errors
+from fourfold.hub.package import MALFORMED, hub_package, network_errors
 from fourfold.text import clean, public_url
 
 PREFIX: Final = "hf:"
@@ -256,8 +256,7 @@ def ask(repository: Repository) -> tuple[str, Mapping[str, str]]:
         hashes = {str(file.rfilename): str((file.lfs.sha256 if file.lfs else file.blob_id) or "") for file in files}
     except ConfigError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        # huggingface_hub does not check what it gets, such as the login page of a proxy.
+    except MALFORMED as error:
         raise _Unreachable(
             f"{title}: {public_url(str(api.endpoint))} answered what no hub does ({type(error).__name__}); check "
             f"HF_ENDPOINT and the proxy, or give the path of a folder"

@@ -193,6 +193,7 @@ def test_a_private_upload_never_goes_to_a_public_repository(tiny: Path, hub: Upl
         ("objects/batch", 403, r"refused \(HTTP 403\)"),
         ("store/", 400, r"the upload failed \(.*; check the network"),
         ("commit", 404, r"refused \(HTTP 404\)"),
+        ("repos/create", 200, r"the upload failed \('url'\); check the network"),
     ],
 )
 def test_a_refusal_of_the_hub_is_one_message(tiny: Path, hub: UploadHub, part: str, status: int, message: str) -> None:

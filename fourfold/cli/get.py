@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from fourfold import hub
+from fourfold.config import toml_value
 from fourfold.errors import ConfigError
 from fourfold.hub.repository import Kind
 
@@ -31,14 +33,21 @@ def main(args: argparse.Namespace) -> int:
     files = hub.download(repository, select, args.to)
     place = str(args.to) if args.to else f"hf:{repository.name}@{files.commit}"
     print(f"{len(files.names)} files of {source} at commit {files.commit} are in {files.folder}")
-    print(f"In a recipe: {'[model] source' if kind == 'model' else '[data.train] path'} = {place!r}".replace("'", '"'))
+    table, keys = "model", {"source": place}
+    if kind == "dataset":
+        table, keys = "data.train", {"path": place, "split": args.split, "config": args.config}
+    print(f"In a recipe:\n[{table}]", *(f"{key} = {toml_value(keys[key])}" for key in keys if keys[key]), sep="\n")
     return 0
 
 
 def _kind(source: str) -> Kind:
     """Return what the hub has under a name: a model, unless it has only a data set."""
     kinds: list[Kind] = ["model", "dataset"]
-    found = [kind for kind in kinds if hub.exists(hub.Repository.parse(source, kind))]
+    found: list[Kind] = []
+    for kind in kinds:
+        with suppress(hub.NotOnHub):
+            hub.ask(hub.Repository.parse(source, kind))
+            found.append(kind)
     if len(found) > 1:
         raise ConfigError(
             f"{source}: the hub has a model and a data set of this name; add --kind model or --kind dataset"

@@ -145,6 +145,9 @@ def _assign(text: str, layers: Layers) -> None:
             if index >= len(table):
                 raise ConfigError(f"--set {text}: {'.'.join(path)} has {len(table)} tables; give a number from 0")
             path, table = (*path, str(index)), table[index]
+            if name.isdecimal() and depth == len(keys) - 1:
+                element = ".".join(path)
+                raise ConfigError(f"--set {text}: {element} is an element of a list; set the list, or a key of it")
             if name.isdecimal():
                 continue
         if not isinstance(table, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from fourfold.address import is_loopback, split_target
 from fourfold.bounds import TRAIN_MESSAGE_BYTES
 from fourfold.config.agents import CONSTRAINED_TOOL_PARSERS
 
@@ -31,6 +32,7 @@ def check_tables(config: Config) -> None:
     _check_trainer_nodes(config)
     _check_min_ranks(config)
     _check_concurrent_samples(config)
+    _check_ports(config)
     batch = config.batch
     config.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
     _check_ranks(config)
@@ -315,3 +317,26 @@ def _check_ranks(config: Config) -> None:
             f"{ranks} in {mini_batches} mini-batches; raise batch.prompts_per_step to at least "
             f"{-(-groups * mini_batches // batch.group_size)}"
         )
+
+
+def _check_ports(config: Config) -> None:
+    """Check the ports for callers outside of the run, as each service does at its start."""
+    public = {name: getattr(config, name).public_listen for name in ("rollout", "gateway", "view")}
+    ports = {f"{name}.public_listen": listen for name, listen in public.items()}
+    for key, listen in [*ports.items(), ("gateway.http_listen", config.gateway.http_listen)]:
+        if not listen:
+            continue
+        try:
+            host, _ = split_target(listen)
+        except ValueError as error:
+            raise ValueError(f"{key} = {error}") from None
+        if not config.security.directory and not is_loopback(host):
+            raise ValueError(
+                f'{key} = "{listen}" is beyond loopback, where a port needs TLS; run `fourfold certs DIR` and set '
+                f"security.directory and security.tokens_file, or listen on 127.0.0.1"
+            )
+        if config.security.directory and key in ports and not config.security.tokens_file:
+            raise ValueError(
+                f'{key} = "{listen}" needs bearer tokens; set security.tokens_file to the tokens.txt that `fourfold '
+                f"certs` made, or remove the key"
+            )

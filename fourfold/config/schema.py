@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
+from fourfold.address import is_loopback
 from fourfold.config.agents import AgentsConfig, EnvironmentConfig, GatewayConfig
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.placement import PlacementConfig
@@ -316,7 +317,8 @@ class SecurityConfig(Table):
     directory: str = ""
     """Folder of `fourfold certs` with ca.pem and the MEMBER.pem of each service on this machine; empty: no TLS."""
     tokens_file: str = ""
-    """File with the SHA-256 digests of tokens for the public rollout port; `fourfold certs token` changes it."""
+    """File with the SHA-256 digests of tokens for the ports `public_listen` of [rollout], [gateway] and [view], and for
+    `gateway.http_listen`; `fourfold certs token` changes it."""
 
 
 class MetricsConfig(Table):
@@ -360,7 +362,7 @@ class TracingConfig(Table):
                 f"{value!r} is no address of a collector; give http://HOST:PORT or grpc://HOST:PORT, and headers such "
                 f"as a token in the variable OTEL_EXPORTER_OTLP_HEADERS"
             )
-        if url.scheme in ("http", "grpc") and url.hostname not in ("localhost", "127.0.0.1", "::1"):
+        if url.scheme in ("http", "grpc") and not is_loopback(url.hostname):
             raise ValueError(
                 f"{value!r} sends traces to another machine without TLS; use {url.scheme}s://, or a collector on "
                 f"127.0.0.1 that sends them on"

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.text import choices
+from fourfold.text import choices, clean
 
 README: Final = "README.md"
 _DATA_FILES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".csv", ".tsv")
@@ -98,8 +98,8 @@ def _configs(readme: str, where: str) -> list[dict[str, Any]]:
         raise ConfigError(f"{where}: its README.md has metadata in YAML; pip install 'fourfold[hub]'") from None
     try:
         metadata = yaml.safe_load(head.group(1))
-    except yaml.YAMLError as error:
-        problem = str(error).splitlines()[0]
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-13-01
+        problem = clean(str(error), 100)
         raise ConfigError(
             f"{where}: the metadata of its README.md is no YAML ({problem}); give another revision"
         ) from None
@@ -123,20 +123,20 @@ def _chosen_config(configs: Sequence[dict[str, Any]], config: str, where: str) -
 
 def _listed_splits(entry: Mapping[str, Any], files: Sequence[str], where: str) -> dict[str, list[str]]:
     """Return the files of each split of an entry of `configs`."""
-    folder = str(entry.get("data_dir") or "").strip("/")
-    listed = entry.get("data_files")
+    data_dir, listed = entry.get("data_dir"), entry.get("data_files")
+    folder = data_dir.strip("/") if isinstance(data_dir, str) else ""
+    splits: dict[str, list[str]] = {}
     if listed is None:
-        return _splits_by_name([name for name in files if not folder or name.startswith(f"{folder}/")])
+        splits = _splits_by_name([name for name in files if not folder or name.startswith(f"{folder}/")])
     if isinstance(listed, str) or (isinstance(listed, list) and all(isinstance(one, str) for one in listed)):
         listed = [{"split": "train", "path": listed}]
     if isinstance(listed, dict):
         listed = [{"split": split, "path": path} for split, path in listed.items()]
-    splits: dict[str, list[str]] = {}
     for part in listed if isinstance(listed, list) else []:
         if isinstance(part, dict) and isinstance(part.get("split"), str):
             paths = part.get("path")
-            patterns = [_pattern(f"{folder}/{path}" if folder else path) for path in _texts(paths)]
-            found = [name for name in files if any(pattern.fullmatch(name) for pattern in patterns)]
+            globs = [f"{folder}/{path}" if folder else path for path in _texts(paths)]
+            found = [name for name in files if any(_matches(glob, name) for glob in globs)]
             if found:
                 splits[part["split"]] = found
     if not splits:
@@ -148,11 +148,26 @@ def _texts(value: object) -> list[str]:
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
 
 
-def _pattern(glob: str) -> re.Pattern[str]:
-    """Return a pattern of the hub as a regular expression: `*` ends at a slash, and `**` does not."""
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob.removeprefix("./"))
-    meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts))
+def _matches(glob: str, name: str) -> bool:
+    """Return whether a name fits a pattern of the hub, in which `*` ends at a slash and `**` does not.
+
+    Not a regular expression, which a hostile README.md could make run for ever.
+    """
+    ends = {0}  # of the parts of the name that fit the pattern so far
+    for part in filter(None, re.split(r"(\*\*/|\*\*|\*|\?)", glob.removeprefix("./"))):
+        if part in ("*", "?"):
+            widths = {end: len(name[end:].partition("/")[0]) for end in ends}
+            first, last = (0, len(name)) if part == "*" else (1, 1)
+            ends = {end + n for end in ends for n in range(first, min(last, widths[end]) + 1)}
+        elif part == "**":
+            ends = set(range(min(ends), len(name) + 1))
+        elif part == "**/":
+            ends |= {at + 1 for at in range(min(ends), len(name)) if name[at] == "/"}
+        else:
+            ends = {end + len(part) for end in ends if name.startswith(part, end)}
+        if not ends:
+            return False
+    return len(name) in ends
 
 
 def _splits_by_name(files: Sequence[str]) -> dict[str, list[str]]:

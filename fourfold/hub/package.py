@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 from fourfold.errors import ConfigError
+
+MALFORMED: Final = (ValueError, TypeError, KeyError, AttributeError)
+"""What huggingface_hub raises for answers that no hub gives, such as the login page of a proxy: it checks none."""
 
 
 def hub_package() -> Any:

@@ -10,12 +10,13 @@ address and offline mode are those of huggingface_hub (HF_TOKEN, HF_HOME, HF_END
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,8 @@ from typing import Any, Final, Literal, Self
 
 from fourfold.errors import ConfigError
 from fourfold.hub.layout import README, data_files, model_files, split_files
-from fourfold.hub.package import hub_package, network_errors
-from fourfold.text import public_url
+from fourfold.hub.package import MALFORMED, hub_package, network_errors
+from fourfold.text import clean, public_url
 
 PREFIX: Final = "hf:"
 Kind = Literal["model", "dataset"]
@@ -32,8 +33,9 @@ Select = Callable[[Sequence[str], str], Sequence[str]]
 """Chooses files of a repository by their names and the text of README.md."""
 
 log: Final = logging.getLogger(__name__)
-_SOURCE: Final = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
+_SOURCE: Final = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w.-][\w./-]*))?")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _TIMEOUT_SECONDS: Final = 30.0
 _LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
 
@@ -91,9 +93,12 @@ class Repository:
 
     def remember(self, commit: str, names: Sequence[str]) -> None:
         """Store the names of all files of a commit, and that the revision is this commit."""
-        _replace(self._listing(commit), json.dumps(list(names)))
-        if not _COMMIT.fullmatch(self.revision):
-            _replace(self._ref, commit)
+        try:
+            _replace(self._listing(commit), json.dumps(list(names)))
+            if not _COMMIT.fullmatch(self.revision):
+                _replace(self._ref, commit)
+        except OSError as error:  # such as a cache of other users, which has the files already
+            log.warning("could not store the commit of %s, so the next start asks the hub again: %s", self.title, error)
 
     def _listing(self, commit: str) -> Path:
         return self._cache / "fourfold" / f"{commit}.json"
@@ -144,7 +149,7 @@ def _select_model(names: Sequence[str], readme: str) -> Sequence[str]:
 def pin(source: str, kind: Kind) -> str:
     """Return the source with the commit of its revision, so that it names the same files for ever."""
     repository = Repository.parse(source, kind)
-    commit = repository.cached_commit() or _ask(repository)[0]
+    commit = repository.cached_commit() or ask(repository)[0]
     return f"{PREFIX}{repository.name}@{commit}"
 
 
@@ -183,7 +188,8 @@ def _select_cached(folder: Path, names: Sequence[str], select: Select) -> Sequen
 def download(repository: Repository, select: Select, folder: Path | None = None) -> Files:
     """Download files of the newest commit of a revision, into the cache or a folder. Errors as in `model_folder`."""
     hub = hub_package()
-    commit, names = _ask(repository)
+    commit, hashes = ask(repository)
+    names = list(hashes)
     place: dict[str, Any] = {"repo_id": repository.name, "repo_type": repository.kind, "revision": commit}
     if folder is not None:
         place["local_dir"] = folder
@@ -197,38 +203,72 @@ def download(repository: Repository, select: Select, folder: Path | None = None)
                 f"{repository.title}: no file of it can be used; it has {', '.join(names[:20]) or 'none'}"
             )
         sys.stderr.write(f"Downloading {repository.title}: {len(chosen)} files of commit {commit[:12]}\n")
-        found = hub.snapshot_download(allow_patterns=[glob.escape(name) for name in chosen], **place)
+        found = Path(hub.snapshot_download(allow_patterns=[glob.escape(name) for name in chosen], **place))
+        for name in chosen:
+            _check_hash(repository, found / name, hashes[name])
     if folder is None:
         repository.remember(commit, names)
-    return Files(folder=Path(found), names=tuple(chosen), commit=commit)
+    return Files(folder=found, names=tuple(chosen), commit=commit)
+
+
+def _check_hash(repository: Repository, path: Path, expected: str) -> None:
+    """Delete a file with another hash than the hub names, and raise ConfigError; huggingface_hub checks sizes alone."""
+    if not _HASH.fullmatch(expected):
+        return
+    kind = "sha256" if len(expected) == 64 else "sha1"  # of a large file, or of an object of Git
+    with path.open("rb") as file:
+        start = hashlib.new(kind, b"" if kind == "sha256" else f"blob {path.stat().st_size}\0".encode())
+        found = hashlib.file_digest(file, start.copy).hexdigest()
+    if found != expected:
+        blob = path.resolve()
+        path.unlink()
+        if blob.parent.name == "blobs":  # of the cache, in which the path is a link; another link stays the user's
+            blob.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{repository.title}: {path.name} was damaged on the way ({kind} {found[:12]}, and the hub names "
+            f"{expected[:12]}) and is deleted; run the command again, or check HF_ENDPOINT and the proxy"
+        )
+
+
+class NotOnHub(ConfigError):
+    """The hub has no such repository, or hides it."""
 
 
 class _Unreachable(ConfigError):
     """The hub cannot be asked: there is no network, or the offline mode is on."""
 
 
-def _ask(repository: Repository) -> tuple[str, list[str]]:
-    """Return the commit of a revision, and the names of its files."""
-    api, revision = hub_package().HfApi(), repository.revision
-    with _explained(repository):
-        info = api.repo_info(repository.name, repo_type=repository.kind, revision=revision, timeout=_TIMEOUT_SECONDS)
-    commit = str(info.sha)
-    if not _COMMIT.fullmatch(commit):
-        raise ConfigError(f"{repository.title}: the hub names no commit of it ({commit!r:.80}); give another revision")
-    names = [str(file.rfilename) for file in info.siblings or ()]
-    return commit, sorted(name for name in names if not name.startswith("/") and ".." not in name.split("/"))
+def ask(repository: Repository) -> tuple[str, Mapping[str, str]]:
+    """Return the commit of a revision, and the hash of each of its files by name; empty if the hub names none.
 
+    A hash is a SHA-256 (64 digits), or that of an object of Git (40 digits).
 
-def exists(repository: Repository) -> bool:
-    """Return whether the hub has a repository, or may have it: one of its errors may mean that it is private."""
-    hub = hub_package()
+    Raises:
+        NotOnHub: the hub has no such repository.
+        ConfigError: as in `model_folder`.
+    """
+    api, title = hub_package().HfApi(), repository.title
+    wanted = {"repo_type": repository.kind, "revision": repository.revision, "files_metadata": True}
     try:
-        hub.HfApi().repo_info(repository.name, repo_type=repository.kind, timeout=_TIMEOUT_SECONDS)
-    except hub.errors.RepositoryNotFoundError:
-        return False
-    except network_errors():
-        return True  # what it is, the download says
-    return True
+        with _explained(repository):
+            info = api.repo_info(repository.name, timeout=_TIMEOUT_SECONDS, **wanted)
+        commit, files = str(info.sha), sorted(info.siblings or (), key=lambda file: str(file.rfilename))
+        hashes = {str(file.rfilename): str((file.lfs.sha256 if file.lfs else file.blob_id) or "") for file in files}
+    except ConfigError:
+        raise
+    except MALFORMED as error:
+        raise _Unreachable(
+            f"{title}: {public_url(str(api.endpoint))} answered what no hub does ({type(error).__name__}); check "
+            f"HF_ENDPOINT and the proxy, or give the path of a folder"
+        ) from None
+    if not _COMMIT.fullmatch(commit):
+        raise ConfigError(f"{title}: the hub names no commit of it ({commit!r:.80}); give another revision")
+    return commit, {name: hashes[name] for name in hashes if _is_inside(name)}
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name is that of a file below the folder of its repository."""
+    return name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
 
 
 @contextmanager
@@ -241,7 +281,7 @@ def _explained(repository: Repository) -> Iterator[None]:
     except errors.GatedRepoError:
         raise ConfigError(f"{title}: its owner asks for consent; accept the terms on its page, and {_LOGIN}") from None
     except errors.RepositoryNotFoundError:
-        raise ConfigError(
+        raise NotOnHub(
             f"{title}: {endpoint} has no such {kind}, or it is private; correct the name, or {_LOGIN}"
         ) from None
     except errors.RevisionNotFoundError:
@@ -253,18 +293,29 @@ def _explained(repository: Repository) -> Iterator[None]:
             f"{title} is not in the cache, and HF_HUB_OFFLINE forbids a download; run `fourfold get {title}` with the "
             f"network, or unset it"
         ) from None
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else 0
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{title}: {clean(str(error), 200)} Correct the name") from None
+    except network_errors() as error:
+        status = _http_status(error)
         if status in (401, 403):
             raise ConfigError(f"{title}: {endpoint} refused (HTTP {status}); {_LOGIN}") from None
-        raise _Unreachable(f"{title}: {endpoint} answered HTTP {status}; try again later") from None
-    except network_errors() as error:
+        if status:
+            raise _Unreachable(f"{title}: {endpoint} answered HTTP {status}; try again later") from None
         # The text of an error may have the address, and with it a password.
-        reason = getattr(error, "strerror", None) or type(error).__name__
+        reason = getattr(error, "strerror", None) or type(error.__cause__ or error).__name__
         raise _Unreachable(
             f"{title}: {endpoint} cannot be reached, or the disk refused the files ({reason}); check the network, or "
             f"give the path of a folder"
         ) from None
+
+
+def _http_status(error: BaseException | None) -> int:
+    """Return the status of an answer of the hub that an error, or one of its causes, is about; 0 without one."""
+    while error is not None:
+        if (response := getattr(error, "response", None)) is not None:
+            return int(response.status_code)
+        error = error.__cause__
+    return 0
 
 
 def _replace(path: Path, text: str) -> None:

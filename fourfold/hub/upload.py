@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.hub.package import hub_package, network_errors
+from fourfold.hub.package import MALFORMED, hub_package, network_errors
 from fourfold.text import clean, public_url
 
 CARD: Final = "README.md"
@@ -125,4 +125,4 @@ def _explained(upload: Upload) -> Iterator[None]:
 
 def _failures() -> tuple[type[Exception], ...]:
     """Return what an upload raises besides the hub's own errors."""
-    return (*network_errors(), RuntimeError, ValueError)
+    return (*network_errors(), *MALFORMED, RuntimeError)

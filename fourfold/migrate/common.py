@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from fourfold.config import parse_template
+from fourfold.config import DataSourceConfig, parse_template
 from fourfold.errors import ConfigError
 from fourfold.migrate.draft import Draft
 
 ASSUMED_ROWS: Final = 10_000
 KV_CACHE_GIB: Final = 8
 MIN_REFERENCE_TOKENS: Final = 8192
-_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w.-][\w./-]*)?")
 _DATA_FILES: Final = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
 
 
@@ -51,44 +51,36 @@ def model(draft: Draft, key: str, source: str | None, *names: str, note: str = "
     draft.set(key, _location(draft, key, source) if source else "MODEL_FOLDER", *names, note=note)
 
 
+def is_hub_name(source: str) -> bool:
+    """Return whether a model or data set is probably one of the hub, by its form."""
+    return not source.endswith(_DATA_FILES) and _HUB_NAME.fullmatch(source) is not None
+
+
 def _location(draft: Draft, key: str, source: str) -> str:
     """Return a path as it is, and a name of the hub as Fourfold writes it."""
-    if source.endswith(_DATA_FILES) or not _HUB_NAME.fullmatch(source):
+    if not is_hub_name(source):
         return source
     draft.check(f"{key}: hf:{source} is downloaded from the Hugging Face Hub; write {source} if that is a folder")
     return f"hf:{source}"
 
 
-def data(draft: Draft, key: str, sources: Sequence[str], split: str, *names: str) -> None:
-    """Set the source of evaluation rows; several become one folder to which the user saves them."""
-    if len(sources) == 1:
-        path = _location(draft, key, sources[0])
-        draft.set(key, path, *names)
-        if path.startswith("hf:"):
-            draft.set(f"{key.removesuffix('.path')}.split", split, *names)
-        return
-    clean = [re.sub(r"[^\w./-]+", "-", source).strip("/") for source in sources]
-    path = "data/" + "+".join(PurePosixPath(c).name for c in clean)[:80]
-    draft.set(key, path, *names)
-    loads = ", ".join(_load(source, split) for source in sources)
-    draft.check(
-        f'{key} is one file or one folder. Save the joined rows: python -c "from datasets import *; '
-        f"concatenate_datasets([{loads}]).save_to_disk('{path}')\""
-    )
-
-
-def train_data(draft: Draft, sources: Sequence[Mapping[str, tuple[Any, str]]]) -> None:
-    """Set the sources of training rows, each with its keys: a value, and the flag that it comes from."""
-    if not sources:
-        draft.check("data.train.path: the configuration names no data; write a JSONL, CSV or Parquet file")
-        draft.set("data.train.path", "DATA.jsonl")
-    names, used = {flag for keys in sources for _, flag in keys.values()}, set[str]()
-    for number, keys in enumerate(sources):
-        table = "data.train" if len(sources) == 1 else f"data.train.{number}"
+def sources(draft: Draft, key: str, found: Sequence[Mapping[str, tuple[Any, str]]]) -> None:
+    """Set the sources of `data.train` or `data.eval`, each with its keys: a value, and the flag that it comes from."""
+    if not found:
+        path = f"{key.removeprefix('data.').upper()}.jsonl"
+        draft.check(f"{key}.path: the configuration names no data; write a JSONL, CSV or Parquet file for {path}")
+        draft.set(f"{key}.path", path)
+    names, used, titles = {flag for keys in found for _, flag in keys.values()}, set[str](), set[str]()
+    for number, keys in enumerate(found):
+        table = key if len(found) == 1 else f"{key}.{number}"
         path = _location(draft, f"{table}.path", str(keys["path"][0]))
-        for key, (value, flag) in keys.items():
-            if value is not None and (key not in ("split", "config") or path.startswith("hf:")):
-                draft.set(f"{table}.{key}", path if key == "path" else value, flag)
+        if (title := DataSourceConfig(path=path).default_name) in titles:
+            title = f"{title[:60]}-{number}"
+            draft.set(f"{table}.name", title, note="the name of the file is that of another source, too")
+        titles.add(title)
+        for part, (value, flag) in keys.items():
+            if value is not None and (part not in ("split", "config") or path.startswith("hf:")):
+                draft.set(f"{table}.{part}", path if part == "path" else value, flag)
                 used.add(flag)
     draft.leave("not needed: a file has no splits, and a single source no weight", *(names - used))
 
@@ -122,14 +114,6 @@ def template(draft: Draft, text: str, column: str) -> str | None:
         )
         return None
     return found
-
-
-def _load(source: str, split: str) -> str:
-    if source.endswith(_DATA_FILES):
-        kind = {"parquet": "parquet", "csv": "csv", "tsv": "csv"}.get(source.rpartition(".")[2], "json")
-        separator = ", sep='\\t'" if source.endswith(".tsv") else ""
-        return f"load_dataset('{kind}', data_files='{source}', split='train'{separator})"
-    return f"load_dataset('{source}', split='{split}')"
 
 
 def steps(

@@ -60,8 +60,10 @@ class Flags:
     """Sentences about words of the configuration that are no flag of the table."""
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a flag, or its default."""
-        return self.values.get(name, self.table[name].default)
+        """Return the value of a flag; its default if it has none, or is null and its row does not say what null is."""
+        flag, value = self.table[name], self.values.get(name)
+        known = name in self.values and (value is not None or flag.how.startswith("None:"))
+        return value if known else flag.default
 
     def given(self, name: str) -> bool:
         """Return whether the configuration sets a flag."""

@@ -192,7 +192,7 @@ _MODELS: Final = [
     row("critic.value_clip", "float", 0.5, "critic.value_clip", "with gae", older="value_clip"),
     row("critic.freezing_steps", "int", -1, "critic.policy_starts_at_step", "freezing_steps + 1; with gae",
          older="freezing_actor_steps"),
-    row("critic.save_value_network", "bool", False, "", "not needed: checkpoints have the critic",
+    row("critic.save_value_network", "bool", False, "", "not needed: a run exports its critic, too",
          older="save_value_network"),
     *_optimizer("critic", "critic", 9e-6),
     row("ref.offload", "bool", False, "",
@@ -278,11 +278,13 @@ _DATA: Final = [
 ]  # fmt: skip
 
 _EVALUATION: Final = [
-    row("eval.dataset", "text", None, "data.eval.path", "with eval.steps above 0", older="eval_dataset"),
-    row("eval.split", "text", "train", "", "not needed: you save the split that you want", older="eval_split"),
+    row("eval.dataset", "text", None, "data.eval.path",
+         "with eval.steps above 0; a name of the hub: hf:NAME; several: a table [[data.eval]] each",
+         older="eval_dataset"),
+    row("eval.split", "text", "train", "data.eval.split", "of data sets of the hub", older="eval_split"),
     row("eval.steps", "int", -1, "evaluation.every_steps", "with eval.dataset", older="eval_steps"),
-    row("eval.temperature", "float", 0.6, "",
-         "no equivalent: evaluations sample with sampling.temperature", older="eval_temperature"),
+    row("eval.temperature", "float", 0.6, "data.eval.temperature", "with eval.dataset, unless agents answer",
+         older="eval_temperature"),
     row("eval.n_samples_per_prompt", "int", 4, "evaluation.samples_per_prompt", "with eval.dataset",
          older="eval_n_samples_per_prompt"),
 ]  # fmt: skip

@@ -500,7 +500,7 @@ def _data(draft: Draft, options: Options) -> None:
     weights = common.weights(draft, flags["data.prompt_probs"] or "", len(sources))
     text, size = flags["data.input_template"], "data.max_samples"
     template = common.template(draft, text, flags["data.input_key"]) if text else None
-    common.train_data(draft, [
+    common.sources(draft, "data.train", [
         {
             "path": (path, "data.prompt_dataset"), "split": (flags["data.prompt_split"], "data.prompt_split"),
             "weight": (weights[number], "data.prompt_probs"), "template": (template, "data.input_template"),
@@ -522,15 +522,15 @@ def _evaluation(draft: Draft, options: Options) -> None:
     best = flags["ckpt.best_metric_key"]
     if evaluates:
         sources = [part.strip() for part in flags["eval.dataset"].split(",")]
-        common.data(draft, "data.eval.path", sources, flags["eval.split"], "eval.dataset")
+        keys = {"split": (flags["eval.split"], "eval.split")}
+        if flags["train.agent_func_path"]:
+            draft.leave("no equivalent: agents sample with sampling.temperature, always", "eval.temperature")
+        else:
+            keys["temperature"] = (flags["eval.temperature"], "eval.temperature")
+        common.sources(draft, "data.eval", [{"path": (path, "eval.dataset"), **keys} for path in sources])
         draft.set("evaluation.every_steps", flags["eval.steps"], "eval.steps")
         draft.set("evaluation.samples_per_prompt", flags["eval.n_samples_per_prompt"], "eval.n_samples_per_prompt")
         draft.set("checkpoint.keep_best", 0 if best == "none" else 1, "ckpt.best_metric_key")
-        if flags["eval.temperature"] != flags["rollout.temperature"]:
-            draft.check(
-                f"evaluation: it samples with sampling.temperature = {flags['rollout.temperature']:g}; OpenRLHF "
-                f"evaluates with {flags['eval.temperature']:g}"
-            )
     else:
         reason = "not needed: the command makes no evaluations (eval.dataset and eval.steps)"
         draft.leave(reason, *(name for name in TABLE if name.startswith("eval.")), "ckpt.best_metric_key")

@@ -14,7 +14,7 @@ _TRANSFORMERS: Final = "not needed: completions come from vLLM engines"
 _SERVER: Final = "not needed: engines register with the coordinator"
 _TRACKER: Final = "no equivalent of this name: write the trackers to logging.sinks"
 _LOGGED: Final = "not needed: every step is in metrics.jsonl, and every completion in samples.jsonl"
-_HUB: Final = "no equivalent: upload runs/NAME/model yourself"
+_HUB: Final = "no equivalent: a run uploads nothing; afterwards, fourfold export runs/NAME --push OWNER/NAME does"
 _ADAPTIVE: Final = "no equivalent: entropy_coef is constant"
 _VESPO: Final = "no equivalent: there is no VESPO loss; use sapo"
 _SYNC: Final = "no equivalent: the reference is frozen; begin a new run from the exported model"
@@ -128,7 +128,7 @@ _MODEL: Final = [
     *_none("no equivalent: adapters are LoRA on linear layers", "lora_target_parameters lora_modules_to_save "
            "lora_task_type use_dora"),
     *_none(_BNB, "load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),
-    *_none("not needed: models are folders of this machine", "model_revision"),
+    row("model_revision", "text", None, "model.source", "of a model of the hub: hf:NAME@REVISION"),
     *_none("no equivalent: code in a model folder is never run", "trust_remote_code"),
     *_none("not needed: one packed attention kernel that comes with torch", "attn_implementation"),
     *_none("not needed: dropout is always off", "disable_dropout"),
@@ -146,8 +146,9 @@ _REWARD_AND_DATA: Final = [
     row("datasets", "any", None, "data.train.path", "a table [[data.train]] each"),
     row("dataset_train_split", "text", "train", "data.train.split", "of data sets of the hub"),
     row("dataset_config", "text", None, "data.train.config", "of data sets of the hub"),
-    row("dataset_test_split", "text", "test", "data.eval.path", "with eval_strategy", older="eval_dataset"),
-    *_none("no equivalent: rows are read from a file", "dataset_streaming streaming"),
+    row("dataset_test_split", "text", "test", "data.eval.split", "with eval_strategy; of data sets of the hub"),
+    row("eval_dataset", "text", None, "data.eval.path", "with eval_strategy; None: the training data's"),
+    *_none("no equivalent: data sets are downloaded as a whole", "dataset_streaming streaming"),
     *_none("no equivalent: use data.holdout, or a file of its own", "test_split_size"),
     *_none(_LOADER, "remove_unused_columns pad_to_multiple_of dataloader_drop_last dataloader_num_workers "
            "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
@@ -203,11 +204,11 @@ _RUN: Final = [
     *_none("not needed: fourfold run --resume runs/NAME", "resume_from_checkpoint overwrite_output_dir"),
     *_none(_LOGGED, "logging_strategy logging_steps logging_first_step logging_dir log_on_each_node "
            "logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica disable_tqdm "
-           "log_completions log_multimodal num_completions_to_print log_unique_prompts"),
+           "log_completions log_multimodal num_completions_to_print log_unique_prompts "
+           "log_completions_hub_repo"),
     *_none(_TRACKER, "report_to project trackio_space_id trackio_bucket_id trackio_static_space_id "
            "wandb_log_unique_prompts"),
-    *_none(_HUB, "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
-           "log_completions_hub_repo"),
+    *_none(_HUB, "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"),
 ]  # fmt: skip
 
 TABLE: Final[Mapping[str, Flag]] = table_of(

@@ -115,7 +115,7 @@ def _processes(draft: Draft, options: Options, launcher: str) -> None:
 def _updates(draft: Draft) -> int:
     """Return the optimizer steps of one step."""
     batch = draft.lines["batch",]
-    return int(batch["mini_batches_per_step"].value * draft.flags["num_iterations"])
+    return int(batch["mini_batches_per_step"].value * common.require(draft.flags["num_iterations"], "num_iterations"))
 
 
 def _batch(draft: Draft, options: Options) -> None:
@@ -241,9 +241,8 @@ def _loss(draft: Draft, options: Options) -> None:
 
 def _advantage_and_correction(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    scale = {True: "group", False: "none", "true": "group", "false": "none", "True": "group", "False": "none"}.get(
-        flags["scale_rewards"], flags["scale_rewards"]
-    )
+    given = str(flags["scale_rewards"]).lower()
+    scale = {"true": "group", "false": "none"}.get(given, given)
     if scale not in ("group", "none", "batch"):
         raise ConfigError(f"scale_rewards = {scale} is unknown; choose group, batch or none")
     if flags["multi_objective_aggregation"] == "normalize_then_sum":
@@ -289,7 +288,8 @@ def _advantage_and_correction(draft: Draft, options: Options) -> None:
 
 def _placement(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    ranks, parallel = draft.lines["trainer",]["ranks"].value, flags["vllm_tensor_parallel_size"]
+    ranks = draft.lines["trainer",]["ranks"].value
+    parallel = common.require(flags["vllm_tensor_parallel_size"], "vllm_tensor_parallel_size")
     shared = not flags["use_vllm"] or flags["vllm_mode"] == "colocate"
     draft.set("placement.colocated", shared, "vllm_mode")
     if shared:
@@ -395,7 +395,12 @@ def _one_reward(draft: Draft, table: str, flag: str, name: str) -> None:
 
 def _data(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    common.model(draft, "model.source", flags["model_name_or_path"], "model_name_or_path")
+    source, revision = flags["model_name_or_path"], flags["model_revision"]
+    if source and revision and common.is_hub_name(source):
+        common.model(draft, "model.source", f"{source}@{revision}", "model_name_or_path", "model_revision")
+    else:
+        common.model(draft, "model.source", source, "model_name_or_path")
+        draft.leave("not needed: a folder has no revisions", "model_revision")
     split = (flags["dataset_train_split"], "dataset_train_split")
     mixture, sources = flags["datasets"], list[dict[str, tuple[Any, str]]]()
     if isinstance(mixture, Sequence) and not isinstance(mixture, str) and mixture:
@@ -406,7 +411,7 @@ def _data(draft: Draft, options: Options) -> None:
     elif flags["dataset_name"]:
         config = (flags["dataset_config"], "dataset_config")
         sources.append({"path": (flags["dataset_name"], "dataset_name"), "split": split, "config": config})
-    common.train_data(draft, sources)
+    common.sources(draft, "data.train", sources)
     draft.set("data.order", "shuffled" if flags["shuffle_dataset"] else "file", "shuffle_dataset")
     draft.set("data.prompt_field", "prompt", note="TRL's column")
     draft.set("data.chat", True, note="CHECK: false if the prompts are plain texts")
@@ -429,19 +434,31 @@ def _evaluation_and_checkpoints(draft: Draft, options: Options) -> None:
         return max(math.ceil(share * count) if 0 < share < 1 else math.ceil(share / updates), 1)
 
     if flags["eval_strategy"] == "no":
-        draft.leave("not needed: eval_strategy is no", "eval_steps", "num_generations_eval", "dataset_test_split")
+        unused = ("eval_steps", "num_generations_eval", "dataset_test_split", "eval_dataset")
+        draft.leave("not needed: eval_strategy is no", *unused)
         draft.set("evaluation.every_steps", 10, "eval_strategy")
     else:
         steps = every(flags["eval_steps"]) if flags["eval_steps"] else 10
         draft.set("evaluation.every_steps", steps, "eval_strategy", "eval_steps")
         samples = flags["num_generations_eval"] or flags["num_generations"]
         draft.set("evaluation.samples_per_prompt", samples, "num_generations_eval")
-        name = flags["dataset_name"] or "DATA"
-        common.data(draft, "data.eval.path", [name], flags["dataset_test_split"], "dataset_test_split")
+        _held_out(draft)
     saves = flags["save_strategy"] == "steps"
     draft.set("checkpoint.every_steps", every(flags["save_steps"]) if saves else 10, "save_strategy", "save_steps")
     if flags["save_total_limit"]:
         draft.set("checkpoint.keep", flags["save_total_limit"], "save_total_limit")
+
+
+def _held_out(draft: Draft) -> None:
+    """Set the held-out set: one of its own, or another split of the training data."""
+    flags = draft.flags
+    name = "eval_dataset" if flags["eval_dataset"] else "dataset_name"
+    keys = {"path": (flags[name], name), "split": (flags["dataset_test_split"], "dataset_test_split")}
+    if name == "dataset_name":
+        keys["config"] = (flags["dataset_config"], "dataset_config")
+    common.sources(draft, "data.eval", [keys] if flags[name] else [])
+    if flags[name] == flags["dataset_name"] and not common.is_hub_name(flags[name] or ""):
+        draft.check("data.eval.path: it is the file of the training data, which has no splits; write a held-out file")
 
 
 _RULES: Final[tuple[Callable[[Draft, Options], None], ...]] = (

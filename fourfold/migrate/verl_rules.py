@@ -476,20 +476,14 @@ def _data(draft: Draft, options: Options) -> None:
                 f"sampling: {name} = {flags[name]} has no equivalent; completions are sampled with temperature alone"
             )
     every, held_out = flags["trainer.test_freq"], "data.val_files"
-    samples = f"{_ROLLOUT}.val_kwargs.n"
+    samples, temperature = f"{_ROLLOUT}.val_kwargs.n", f"{_ROLLOUT}.val_kwargs.temperature"
     if every and every > 0 and flags[held_out]:
         _joined(draft, "data.eval.path", held_out, "data/verl-eval.parquet")
         draft.set("evaluation.every_steps", every, "trainer.test_freq")
         draft.set("evaluation.samples_per_prompt", flags[samples], samples)
-        temperature = flags[f"{_ROLLOUT}.val_kwargs.temperature"]
-        if temperature != flags[f"{_ROLLOUT}.temperature"]:
-            draft.check(
-                f"evaluation: it samples with sampling.temperature = {flags[f'{_ROLLOUT}.temperature']:g}; verl "
-                f"evaluates "
-                f"with {temperature:g}"
-            )
+        draft.set("data.eval.temperature", flags[temperature], temperature)
     else:
-        draft.leave("not needed: test_freq makes no evaluations", held_out, "trainer.test_freq", samples)
+        draft.leave("not needed: test_freq makes no evaluations", held_out, "trainer.test_freq", samples, temperature)
     saves = flags["trainer.save_freq"]
     draft.set("checkpoint.every_steps", saves if saves and saves > 0 else 10, "trainer.save_freq")
     if flags["trainer.max_actor_ckpt_to_keep"]:

@@ -195,9 +195,9 @@ def _held_out_set(config: Config, held_out: EvalSet) -> str:
     """Return the rows of a held-out set, and the answers to them, without the steps."""
     rule = config.data.holdout
     if held_out.source is None and rule is not None:
-        key = f"`{rule.field}`"
+        key = f"`{rule.field}`" if rule.field else "prompt"
         if rule.unordered_numbers:
-            key = f"numbers in {key}, in any order,"
+            key = f"numbers in {key if rule.field else 'the prompt'}, in any order,"
         rows = (
             f"{rule.groups} groups of rows, drawn with seed {config.seed} and never trained on; rows with the same "
             f"{key} form one group."

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
 import json
-import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,9 @@ from typing import Any, Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from fourfold.address import is_loopback as is_loopback
+from fourfold.address import join_target as join_target
+from fourfold.address import split_target as split_target
 from fourfold.errors import ConfigError, DeadlinePassed, PeerFault, Unavailable
 from fourfold.rpc.responses import clean_response
 from fourfold.rpc.status import from_rpc
@@ -34,12 +35,6 @@ Options = Sequence[tuple[str, str | int]]
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 MAX_PUBLIC_MESSAGE_BYTES: Final = 1 << 20
-MAX_TARGET_CHARACTERS: Final = 255 + len(":65535")  # a DNS name has at most 255 characters
-
-# Labels of 1 to 63 characters: Python raises UnicodeError for others, not OSError.
-_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-_BRACKETED: Final = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
-_PORT: Final = re.compile(r"[0-9]{1,5}")
 # gRPC may report a deadline this much earlier than our clock.
 _DEADLINE_TOLERANCE_SECONDS: Final = 0.05
 # gRPC's text for a response above our own size limit.
@@ -155,39 +150,6 @@ def check_target(target: str, security: Security | None, token: str = "") -> Non
             f"{target}: without TLS a service is only called on this machine (127.0.0.1); "
             f"make certificates with `fourfold certs DIR` and set security.directory"
         )
-
-
-def split_target(target: str) -> tuple[str, int]:
-    """Return host (without brackets) and port of "host:port", or raise ConfigError."""
-    if len(target) > MAX_TARGET_CHARACTERS:
-        raise ConfigError(
-            f"an address of {len(target)} characters, {target[:40]!r}...; HOST:PORT has at most {MAX_TARGET_CHARACTERS}"
-        )
-    host, colon, port = target.rpartition(":")
-    if not colon or not host or not _PORT.fullmatch(port) or int(port) > 65535:
-        raise ConfigError(f"{target!r} is not an address; give HOST:PORT, for example 127.0.0.1:50051")
-    if _BRACKETED.fullmatch(host):
-        return host[1:-1], int(port)
-    if ":" in host:
-        raise ConfigError(f"{target!r}: put an IPv6 address in brackets, for example [::1]:50051")
-    if not _HOST_NAME.fullmatch(host):
-        raise ConfigError(f"{target!r}: the host is neither an IP address nor a name of letters, digits, '.' and '-'")
-    return host, int(port)
-
-
-def join_target(host: str, port: int) -> str:
-    """Return "host:port", with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or "localhost". Other names are not resolved: DNS may change."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class RenewingChannel(grpc.aio.Channel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +38,7 @@ class FakeHub:
         self.repositories: dict[str, FakeRepository] = {}
         self.requests: list[str] = []  # "METHOD path" of each
         self.status = 0  # answer of every request; 0: the real one
+        self.answers: dict[str, tuple[int, bytes]] = {}  # other status and body, by the end of the path
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -81,6 +83,9 @@ class FakeHub:
     def _find(self, path: str, authorization: str) -> tuple[int, dict[str, str], bytes]:
         if self.status:
             return self.status, {}, b"{}"
+        if found := next((answer for end, answer in self.answers.items() if path.endswith(end)), None):
+            digits = re.search("[0-9a-f]{40}", path)
+            return found[0], {"ETag": '"0"', "X-Repo-Commit": digits[0] if digits else ""}, found[1]
         api = path.startswith("api/")
         path = path.removeprefix("api/").removeprefix("models/")
         key = next((k for k in sorted(self.repositories, key=len, reverse=True) if f"{path}/".startswith(f"{k}/")), "")
@@ -112,4 +117,12 @@ def _listing(action: str, commit: str, files: dict[str, bytes]) -> object:
             {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
             for name, data in files.items()
         ]
-    return {"id": "owner/name", "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+    return {"id": "owner/name", "sha": commit, "siblings": [_file(name, data) for name, data in files.items()]}
+
+
+def _file(name: str, data: bytes) -> dict[str, object]:
+    """Describe a file: large ones, such as Parquet, by their SHA-256, all others by the hash of their object in Git."""
+    entry: dict[str, object] = {"rfilename": name, "size": len(data)}
+    if name.endswith((".parquet", ".safetensors")):
+        entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+    return entry | {"blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}

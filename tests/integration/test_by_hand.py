@@ -147,7 +147,7 @@ def tiny(recipe: Config, model: Path, public_port: int) -> Config:
     tables["model"] |= {"source": str(model)}
     tables["batch"] |= {"prompts_per_step": 2, "group_size": 4, "tokens_per_micro_batch": 256}
     tables["sampling"] |= {"max_new_tokens": 8}
-    tables["data"]["train"] |= {"size": 16}
+    tables["data"]["train"][0]["size"] = 16
     tables["reward"] = {"function": "scorer.py:score"}
     tables["metrics"] |= {"endpoint": True}
     tables["rollout"] |= {"public_listen": f"127.0.0.1:{public_port}", "max_concurrent_samples": 32}

@@ -85,13 +85,6 @@ def listen_address(host: str, interface: str = "") -> str:
     )
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is that of the own machine, by its form; no name is looked up."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 def reachable_gpus(device_uuids: Sequence[bytes]) -> list[bytes]:
     """Return the CUDA UUIDs (16 bytes each) of the host's GPUs that can read the memory of every one of `device_uuids`.
 

@@ -70,6 +70,25 @@ def test_constrained_tool_calls_need_tools_and_a_grammar(tmp_path: Path) -> None
     assert config.load(write(tmp_path, f'{tools}"hermes"\n')).environment.tool_calls == "required"
 
 
+@pytest.mark.parametrize("key", ["rollout.public_listen", "gateway.public_listen", "view.public_listen"])
+def test_a_port_beyond_loopback_needs_certificates_and_tokens(tmp_path: Path, key: str) -> None:
+    table, name = key.split(".")
+    port = f'{RECIPE}[{table}]\n{name} = "0.0.0.0:50060"\n'
+    assert f'{key} = "0.0.0.0:50060" is beyond loopback, where a port needs TLS; run' in refused(tmp_path, port)
+    secured = f'{port}[security]\ndirectory = "certs"\n'
+    assert f'{key} = "0.0.0.0:50060" needs bearer tokens; set security.tokens_file' in refused(tmp_path, secured)
+    assert config.load(write(tmp_path, f'{secured}tokens_file = "certs/tokens.txt"\n')).security.directory
+    assert config.load(write(tmp_path, port.replace("0.0.0.0", "127.0.0.1")))
+    assert f"{key} = '::1:1': put an IPv6 address" in refused(tmp_path, port.replace("0.0.0.0:50060", "::1:1"))
+
+
+def test_the_http_port_beyond_loopback_needs_certificates(tmp_path: Path) -> None:
+    port = f'{RECIPE}[gateway]\nhttp_listen = "gateway.example:8000"\n'
+    assert "gateway.http_listen" in refused(tmp_path, port)
+    assert config.load(write(tmp_path, f'{port}[security]\ndirectory = "certs"\n'))
+    assert config.load(write(tmp_path, port.replace("gateway.example:8000", "")))
+
+
 @pytest.mark.parametrize(
     ("tokens", "kl", "most"), [(299_300, 0.0, 299_300), (299_301, 0.0, 299_300), (299_300, 0.1, 232_789)]
 )

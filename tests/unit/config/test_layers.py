@@ -110,6 +110,7 @@ def test_a_key_of_the_command_line_wins(tmp_path: Path, assignment: str, key: st
         ("steps.x=3", "--set steps.x=3: steps is no table"),
         ("reward.2.weight=3", "reward has 2 tables; give a number from 0"),
         ("reward.weight=3", "reward has 2 tables; give a number from 0"),
+        ("reward.0=3", "--set reward.0=3: reward.0 is an element of a list; set the list, or a key of it"),
         ("stepz=3", "--set stepz  stepz: no such key. Did you mean `steps`?"),
         ("trainer.lr=3", "--set trainer.lr  trainer.lr: no such key"),
         ("steps=0", "--set steps  steps = 0: input should be greater"),

@@ -20,6 +20,7 @@ from fourfold.model import write_gguf
 from fourfold_coordinator.cli import export
 from fourfold_coordinator.launch.run_folder import link_latest
 from fourfold_coordinator.reporting.model_card import model_card
+from tests.fakes.hub_server import FakeHub
 from tests.fakes.hub_uploads import TOKEN, UploadHub
 from tests.support.tiny_models import write_tiny_model
 
@@ -96,6 +97,17 @@ def test_a_file_is_written_once_and_replaced_only_by_force(run: Path, capsys: py
     assert call("runs/demo", "--gguf", "demo.gguf", "--force", "--dtype", "f32") == 0
     assert gguf.GGUFReader("demo.gguf").fields["general.name"].contents() == "demo"
     assert write_gguf.DTYPES == export._DTYPES
+
+
+def test_a_model_of_the_hub_keeps_its_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with FakeHub() as server:
+        server.add("owner/small", {path.name: path.read_bytes() for path in tiny.iterdir()})
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        assert call("hf:owner/small@main", "--gguf", tmp_path / "small.gguf") == 0
+    assert gguf.GGUFReader(tmp_path / "small.gguf").fields["general.name"].contents() == "small"
 
 
 def test_options_of_the_other_target_are_refused(run: Path) -> None:
@@ -181,6 +193,7 @@ def test_a_private_upload_never_goes_to_a_public_repository(tiny: Path, hub: Upl
         ("objects/batch", 403, r"refused \(HTTP 403\)"),
         ("store/", 400, r"the upload failed \(.*; check the network"),
         ("commit", 404, r"refused \(HTTP 404\)"),
+        ("repos/create", 200, r"the upload failed \('url'\); check the network"),
     ],
 )
 def test_a_refusal_of_the_hub_is_one_message(tiny: Path, hub: UploadHub, part: str, status: int, message: str) -> None:

@@ -67,6 +67,24 @@ def test_a_gpu_that_is_too_small_is_refused_before_a_folder_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", 'security.directory="certs"'], "certs/ca.pem"),
+        (["--listen", "0.0.0.0:0"], "--listen 0.0.0.0:0: without TLS the coordinator listens on loopback only"),
+        (["--listen", "50050"], "'50050' is not an address; give HOST:PORT"),
+        (["--set", 'view.public_listen="0.0.0.0:8441"'], 'view.public_listen = "0.0.0.0:8441" is beyond loopback'),
+    ],
+)
+def test_missing_certificates_are_named_before_a_folder_is_made(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli_main.main(["run", str(COLOCATED), *words]) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_on_ray_the_same_is_refused_when_it_says_which_gpus_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(ray, "RayLauncher", lambda services, **options: given.update(options))

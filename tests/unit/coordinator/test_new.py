@@ -63,6 +63,21 @@ def test_several_files_become_sources() -> None:
         new.main(_parsed("other.toml", "--data", "sums.jsonl", "--data", "other.jsonl"))
 
 
+def test_a_split_of_a_folder_is_in_the_recipe(folder: Path) -> None:
+    (folder / "set").mkdir()
+    write("set/train.jsonl", [{"prompt": "x"}])
+    write("set/test.jsonl", [{"prompt": "y"}])
+    with pytest.raises(ConfigError, match="several splits; set split to one of: test, train"):
+        call("--data", "set")
+    (source,) = call("--data", "set", "--split", "train").data.train
+    assert (source.path, source.split) == ("set", "train")
+
+
+def test_the_context_has_room_for_the_system_message() -> None:
+    config = call("--data", "sums.jsonl", "--system-prompt", "word " * 300)
+    assert config.model.max_context_tokens > 300 + config.sampling.max_new_tokens
+
+
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_gpus_are_shared_by_engines_and_trainer(gpus: int) -> None:
     config = call("--data", "sums.jsonl", "--gpus", str(gpus), "--preset", "dapo", "--steps", "7")
@@ -109,12 +124,15 @@ def test_open_options_are_asked_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         (["--data", "sums.jsonl", "--prompt-field", "x"], "no such column in sums.jsonl; it has problem, solution"),
         (["--data", "sums.jsonl", "--steps", "-1"], "steps = -1"),
         (["--data", "sums.jsonl", "--steps", "0"], "steps = 0"),
-        (["--data", "sums.jsonl", "--max-new-tokens", "0"], "max_new_tokens = 0"),
+        (["--data", "sums.jsonl", "--max-new-tokens", "0"], "sampling.max_new_tokens = 0"),
+        (["--data", "sums.jsonl", "--split", "train"], "is one file or one split; remove split and config"),
+        (["--data", "numbers.jsonl"], "column 'prompt': a prompt is a text, or a list of messages"),
     ],
 )
 def test_mistakes_write_nothing(words: list[str], message: str) -> None:
     write("empty.jsonl", [])
     write("other.jsonl", [{"a": 1, "b": "tell me"}])
+    write("numbers.jsonl", [{"prompt": [1, 2]}])
     with pytest.raises(ConfigError, match=message):
         call(*words)
     assert not Path("mine.toml").exists()
@@ -125,6 +143,21 @@ def test_an_answer_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("builtins.input", lambda question: "many" if question.startswith("Training steps") else "")
     with pytest.raises(ConfigError, match="'many' is no number"):
         call("--data", "sums.jsonl")
+
+
+def test_the_end_of_the_input_stops_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(question: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", end)
+    with pytest.raises(KeyboardInterrupt):
+        call("--data", "sums.jsonl")
+
+
+def test_a_folder_that_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere/mine.toml: cannot be written \(No such file or directory\)"):
+        new.main(_parsed("nowhere/mine.toml", "--data", "sums.jsonl"))
 
 
 def test_a_file_is_not_overwritten() -> None:

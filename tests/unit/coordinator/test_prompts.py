@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold import config as configuration
-from fourfold.config import Config
+from fourfold.config import Config, DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.seeds import derive_seed
 from fourfold_coordinator.data.prompts import Prompt, PromptSet, load_prompts
+from fourfold_coordinator.data.sources import read_rows
 from tests.fakes.toy import make_config
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
@@ -134,6 +135,8 @@ def test_metadata_is_the_other_columns_and_what_is_in_metadata(tmp_path: Path, l
     ("content", "words"),
     [
         ('{"question": "a"}\n{"question": \n', r"a.jsonl:2: not valid JSON"),
+        ('{"question": "a", "x": "\\ud83d"}\n', r"a.jsonl:1: not valid JSON: .*surrogates not allowed"),
+        ("[" * 100_000, r"a.jsonl: cannot be read: maximum recursion depth exceeded"),
         ("[1]\n", r"a.jsonl:1: a list; each line is one JSON object"),
         ('{"prompt": "a"}\n', r"row 0: no column 'question'; it has prompt; set data.prompt_field"),
         ('{"question": 3}\n', r"row 0: a prompt is a text, or a list of messages"),
@@ -148,6 +151,30 @@ def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., PromptSet]
         load(path)
 
 
+def test_numbers_that_json_lacks_are_null(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    row = {"question": "q", "a": float("nan"), "b": [float("-inf"), 1], "c": "NaN"}
+    (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", [row])).train
+    assert prompt.metadata_json == '{"a": null, "b": [null, 1], "c": "NaN"}'
+
+
+def test_a_table_may_have_long_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"question\n{'x' * 200_000}\n")
+    (row,) = read_rows(DataSourceConfig(path=str(tmp_path / "a.csv")))
+    assert len(row["question"]) == 200_000
+
+
+def _write_damaged_parquet(path: Path) -> None:
+    content = bytearray(write_parquet(path, ROWS).read_bytes())
+    content[4:30] = b"\xff" * 26  # the header of the first page
+    path.write_bytes(content)
+
+
+def test_a_byte_order_mark_and_pairs_of_utf_16_are_read(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "\\ud83d\\ude00"}\n')
+    (prompt,) = load(tmp_path / "a.jsonl").train
+    assert prompt.text.endswith("\U0001f600<assistant>")
+
+
 @pytest.mark.parametrize(
     ("name", "make", "words"),
     [
@@ -157,7 +184,9 @@ def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., PromptSet]
         ("b.csv", lambda p: p.write_text("question,answer\na,b\nc\n"), "b.csv:3: 1 values, and the header has 2"),
         ("c.csv", lambda p: p.write_text('question\n"a"b\n'), "c.csv:2: not valid CSV"),
         ("d.csv", lambda p: p.write_bytes(b"question\n\xff\xfe\n"), "d.csv:.*not valid CSV in UTF-8"),
-        ("a.parquet", lambda p: p.write_text("x"), "not a Parquet file"),
+        ("a.parquet", lambda p: p.write_text("x"), "a.parquet: cannot be read: .*give another file"),
+        ("b.parquet", _write_damaged_parquet, "b.parquet: cannot be read: .*give another file"),
+        ("e.jsonl", lambda p: p.write_bytes(b'{"question": "\xe9"}\n'), "e.jsonl: cannot be read: 'utf-8' codec"),
         ("folder", lambda p: p.mkdir(), "is an empty folder"),
         ("saved", lambda p: (p.mkdir(), (p / "state.json").write_text("{")), "no readable state.json"),
     ],

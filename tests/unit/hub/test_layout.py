@@ -53,6 +53,10 @@ def test_the_metadata_of_the_readme_names_files_of_configurations_and_splits() -
         ("data_files: ['a.csv', 'd/*.jsonl']", ["a.csv", "d/b.jsonl"]),
         ("data_dir: d", ["d/b.jsonl"]),
         ("data_dir: d\n  data_files: {train: b.jsonl}", ["d/b.jsonl"]),
+        ("data_files: '?.csv'", ["a.csv"]),
+        ("data_files: 'd/**'", ["d/b.jsonl", "d/e/c.jsonl"]),
+        ("data_files: '**/*.jsonl'", ["d/b.jsonl", "d/e/c.jsonl"]),
+        ("data_files: 'd/*'", ["d/b.jsonl"]),
     ],
 )
 def test_every_form_of_the_metadata_is_read(entry: str, expected: list[str]) -> None:
@@ -70,6 +74,9 @@ def test_every_form_of_the_metadata_is_read(entry: str, expected: list[str]) -> 
         ("---\nconfigs: !!python/object/apply:os.getcwd []\n---\n", "the metadata of its README.md is no YAML"),
         ("---\nconfigs:\n- config_name: x\n  data_files: none.csv\n---\n", "lists no file of it that can be read"),
         ("---\nconfigs:\n- config_name: x\n  data_files: 3\n---\n", "lists no file of it that can be read"),
+        ("---\nconfigs:\n- config_name: x\n  data_dir: none\n---\n", "lists no file of it that can be read"),
+        ("---\nday: 2026-13-01\nconfigs: []\n---\n", "the metadata of its README.md is no YAML"),
+        ("---\nconfigs: " + "[" * 3000 + "\n---\n", "the metadata of its README.md is no YAML"),
     ],
 )
 def test_metadata_that_cannot_be_used_is_named(readme: str, words: str) -> None:
@@ -112,3 +119,14 @@ def test_files_of_a_model() -> None:
     wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"]
     unwanted = ["pytorch_model.bin", "x.py", "onnx/model.json", "consolidated.safetensors", ".gitattributes", "a.md"]
     assert model_files([*wanted, *unwanted]) == wanted
+
+
+@pytest.mark.timeout(20)
+def test_metadata_cannot_keep_a_program_busy() -> None:
+    stars = "---\nconfigs:\n- config_name: x\n  data_files: '" + "*a" * 30 + "b'\n---\n"
+    aliases = "".join(f"- &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    bomb = f"---\nmore:\n- &a0 [x]\n{aliases}configs:\n- config_name: x\n  data_dir: *a11\n---\n"
+    name = "a" * 200 + ".csv"
+    with pytest.raises(ConfigError, match="lists no file of it"):
+        files([name], readme=stars)
+    assert files([name], readme=bomb) == [name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_a_branch_stays_at_its_commit_until_get_asks_again(
     new = hub.add(DATA, SPLITS | {"data/train-00001-of-00002.jsonl": jsonl("d")})
     assert questions() == ["a", "b", "c"]
     assert cli.main(["get", "hf:owner/name", "--split", "train"]) == 0
-    assert f'In a recipe: [data.train] path = "hf:owner/name@{new}"' in capsys.readouterr().out
+    assert f'In a recipe:\n[data.train]\npath = "hf:owner/name@{new}"\nsplit = "train"\n' in capsys.readouterr().out
     assert questions() == ["a", "b", "d"]
     assert questions(f"hf:owner/name@{old}") == ["a", "b", "c"]
 
@@ -89,6 +90,19 @@ def test_a_new_run_writes_the_commits_into_its_recipe(hub: FakeHub, cache: Path,
     hub.add(DATA, SPLITS | {"data/train-00001-of-00002.jsonl": jsonl("d")})
     assert cli.main(["get", "hf:owner/name", "--split", "train"]) == 0
     assert questions(pinned.data.train[0].path) == ["a", "b", "c"], "a resumed run has the same rows"
+
+
+def test_get_without_a_network_names_the_hub_and_not_the_name(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    assert cli.main(["get", "hf:owner/name"]) == 1
+    assert f"hf:owner/name: {endpoint} cannot be reached" in capsys.readouterr().err
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert cli.main(["get", "hf:owner/name"]) == 1
+    assert "HF_HUB_OFFLINE forbids a download" in capsys.readouterr().err
 
 
 def test_get_fills_a_folder_that_is_a_source(hub: FakeHub, cache: Path, tmp_path: Path) -> None:
@@ -135,6 +149,8 @@ def test_get_finds_out_whether_a_name_is_a_model_or_a_data_set(
             r"its owner asks for consent; accept the terms on its page, and log in with `hf auth login`",
         ),
         ("hf:../../etc", "is no dataset of the hub; write hf:OWNER/NAME"),
+        ("hf:owner/name@/tmp/ref", "is no dataset of the hub; write hf:OWNER/NAME"),
+        ("hf:owner/na--me", "Cannot have -- or .. in repo_id: 'owner/na--me'. Correct the name"),
         ("hf:owner/scripted", r"no Parquet, JSONL or CSV file in it, and scripts .* add @refs/convert/parquet"),
     ],
 )
@@ -213,7 +229,68 @@ def test_what_another_program_downloaded_is_used_without_a_network(
     assert "took hf:owner/name from the cache without asking the hub whether it is whole" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            b"<html>log in</html>",
+            r"http://127.0.0.1:\d+ answered what no hub does \(JSONDecodeError\); check HF_ENDPOINT",
+        ),
+        (b"[]", r"answered what no hub does \(TypeError\)"),
+        (b'{"sha": "x"}', r"answered what no hub does \(KeyError\)"),
+        (b'{"id": "o/n", "sha": "x", "siblings": [{"name": "a"}]}', r"answered what no hub does \(KeyError\)"),
+        (b'{"id": "o/n", "sha": "x"}', "the hub names no commit of it"),
+    ],
+)
+def test_an_answer_that_is_no_listing_is_named(hub: FakeHub, cache: Path, body: bytes, words: str) -> None:
+    hub.answers["revision/main"] = (200, body)
+    with pytest.raises(ConfigError, match=words):
+        questions()
+
+
+def test_the_status_of_a_refused_file_is_named(hub: FakeHub, cache: Path) -> None:
+    hub.add(DATA, SPLITS)
+    hub.answers["README.md"] = (403, b"")
+    with pytest.raises(ConfigError, match=r"refused \(HTTP 403\); log in"):
+        questions()
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "train.jsonl"])
+def test_a_file_with_another_hash_is_deleted_and_named(
+    hub: FakeHub, cache: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add(DATA, {name: jsonl("a")})
+    hub.answers[name] = (200, jsonl("b"))
+    for target in ([], ["--to", str(tmp_path / "mine")]):
+        assert cli.main(["get", "hf:owner/name", *target]) == 1
+        assert f"{name} was damaged on the way" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == jsonl("b")]
+    del hub.answers[name]
+    assert cli.main(["get", "hf:owner/name"]) == 0
+
+
+def test_a_link_in_the_folder_is_deleted_and_not_its_file(hub: FakeHub, cache: Path, tmp_path: Path) -> None:
+    hub.add(DATA, {"train.jsonl": jsonl("a")})
+    own, link = tmp_path / "own.jsonl", tmp_path / "mine" / "train.jsonl"
+    assert cli.main(["get", "hf:owner/name", "--to", str(link.parent)]) == 0
+    own.write_bytes(jsonl("mine"))
+    os.utime(own, (1, 1))  # older than the download, so that huggingface_hub leaves it as it is
+    link.unlink()
+    link.symlink_to(own)
+    assert cli.main(["get", "hf:owner/name", "--to", str(link.parent)]) == 1
+    assert own.read_bytes() == jsonl("mine") and not link.is_symlink()
+
+
+def test_a_cache_that_cannot_be_written_is_used(hub: FakeHub, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hub.add(DATA, SPLITS)
+    huggingface_hub.snapshot_download("owner/name", repo_type="dataset")
+    (cache / "datasets--owner--name" / "fourfold").write_text("")
+    assert questions() == ["a", "b", "c"]
+    assert "could not store the commit of hf:owner/name" in caplog.text
+
+
 def test_a_listing_that_leaves_the_folder_is_not_followed(hub: FakeHub, cache: Path) -> None:
-    hub.add(DATA, {"train.jsonl": jsonl("a"), "../../train-2.jsonl": jsonl("evil"), "/etc/train.jsonl": b""})
+    outside = ["../../train-2.jsonl", "/etc/train.jsonl", "a/./train.jsonl", "a//train.jsonl", "a\0/train.jsonl"]
+    hub.add(DATA, {"train.jsonl": jsonl("a"), **dict.fromkeys(outside, jsonl("evil"))})
     files = hubs.dataset_files("hf:owner/name", config="", split="train")
     assert [path.name for path in files] == ["train.jsonl"]

@@ -34,8 +34,6 @@ def draft_of(command: str, **options: Any) -> Draft:
 
 def recipe_of(command: str, **options: Any) -> Config:
     draft = draft_of(command, **options)
-    import tomllib
-
     return config.from_tables(tomllib.loads(draft.checked(draft.text("test"), "script.sh")), source="test")
 
 
@@ -276,6 +274,26 @@ def test_evaluations_keep_the_best_checkpoint() -> None:
     (held_out,) = recipe.data.eval
     assert (held_out.path, recipe.evaluation.every_steps, recipe.checkpoint.keep_best) == ("e.jsonl", 5, 1)
     assert recipe_of(GROUP + " --eval.dataset e.jsonl").data.eval == ()
+
+
+def test_held_out_sets_keep_their_split_and_temperature() -> None:
+    command = GROUP + " --eval.steps 5 --eval.split test --eval.dataset owner/a,x/rows.jsonl,y/rows.jsonl"
+    sets = recipe_of(command).data.eval
+    assert [(one.path, one.split, one.temperature) for one in sets] == [
+        ("hf:owner/a", "test", 0.6),
+        ("x/rows.jsonl", "", 0.6),
+        ("y/rows.jsonl", "", 0.6),
+    ]
+    assert [one.title for one in sets] == ["a", "rows", "rows-2"]
+    assert recipe_of(command + " --eval.temperature 0").data.eval[0].temperature == 0
+    agents = draft_of(command + " --eval.temperature 1 --train.agent_func_path agent.py")
+    assert config.from_tables(tomllib.loads(agents.text("t")), source="t").data.eval[0].temperature is None
+    assert dict(agents.reasons())["--eval.temperature"].startswith("no equivalent: agents sample")
+
+
+def test_training_files_of_the_same_name_have_names_of_their_own() -> None:
+    train = recipe_of(GROUP.replace("d.jsonl", "a/train.jsonl,b/train.jsonl")).data.train
+    assert [source.title for source in train] == ["train", "train-1"]
 
 
 def test_several_sources_become_tables_with_their_shares() -> None:

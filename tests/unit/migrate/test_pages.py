@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fourfold.cli import main as cli_main
 from fourfold.config import Config
 from fourfold.config.recipe import _known_keys
+from fourfold.errors import ConfigError
+from fourfold.migrate import openrlhf_rules, trl_rules, verl_rules
+from fourfold.migrate.common import Options
 from fourfold.migrate.pages import TABLES, markdown
+from tests.unit.migrate.test_openrlhf import write_model
 
 ROOT = Path(__file__).parents[3]
 FLAGS = re.compile(r"(?<=<!-- begin flags -->\n).*?(?=<!-- end flags -->)", re.DOTALL)
@@ -39,6 +45,49 @@ def test_a_flag_has_a_key_that_exists_or_a_reason(system: str) -> None:
             assert name in known or inner, f"{flag.name}: {key} is no key"
         if not flag.to:
             assert flag.how.startswith(("not needed", "no equivalent")), flag
+
+
+@pytest.mark.parametrize(
+    ("system", "text"),
+    [
+        ("trl", "model_name_or_path: POLICY\ndataset_name: a/b\neval_strategy: steps\nnum_processes: 4\n"),
+        ("verl", "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=POLICY trainer.test_freq=5"),
+    ],
+)
+def test_the_recipe_of_the_command_has_a_plan(
+    system: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "POLICY")
+    (tmp_path / "source").write_text(text)
+    assert cli_main.main(["import", system, "source"]) == 0
+    (tmp_path / "recipe.toml").write_text(capsys.readouterr().out)
+    assert cli_main.main(["plan", "recipe.toml", "--skip-checks"]) == 0
+    assert "held out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rules", "least", "form"),
+    [
+        (
+            openrlhf_rules,
+            "--actor.model_name_or_path P --data.prompt_dataset d.jsonl --rollout.n_samples_per_prompt 8",
+            " --{} {}",
+        ),
+        (trl_rules, "model_name_or_path: P\ndataset_name: d.jsonl\nnum_processes: 4", "\n{}: {}"),
+        (
+            verl_rules,
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=P actor_rollout_ref.rollout.n=8",
+            " {}={}",
+        ),
+    ],
+)
+def test_no_value_of_a_flag_ends_in_a_traceback(rules: Any, least: str, form: str) -> None:
+    for name in rules.TABLE:
+        for value in ("null", "0", "-1", "[]", "x"):
+            with suppress(ConfigError):
+                draft = rules.convert(least + form.format(name, value), Options(source="s"), {}, {})
+                draft.checked(draft.text("t"), "s")
 
 
 def test_names_are_unique() -> None:

@@ -182,6 +182,23 @@ def test_a_mixture_becomes_tables_with_splits_and_configurations() -> None:
     assert recipe.data.order == "file"
 
 
+def test_the_held_out_set_is_a_split_of_the_training_data_or_a_set_of_its_own() -> None:
+    hub = LEAST.replace("d.jsonl", "a/b") + "eval_strategy: steps\n"
+    (split,) = recipe_of(hub + "dataset_test_split: dev\ndataset_config: main\n").data.eval
+    assert (split.path, split.split, split.config) == ("hf:a/b", "dev", "main")
+    (own,) = recipe_of(hub + "eval_dataset: c/d\ndataset_config: main\n").data.eval
+    assert (own.path, own.split, own.config) == ("hf:c/d", "test", "")
+    assert any("the file of the training data" in text for text in draft_of(LEAST + "eval_strategy: steps\n").checks)
+    mixture = draft_of("model_name_or_path: P\ndatasets: [{path: a/b}]\neval_strategy: steps\n")
+    assert any(text.startswith("data.eval.path: the configuration names no data") for text in mixture.checks)
+
+
+def test_a_revision_of_a_model_is_kept() -> None:
+    text = LEAST.replace("POLICY", "owner/policy") + "model_revision: v2\n"
+    assert recipe_of(text).model.source == "hf:owner/policy@v2"
+    assert recipe_of(LEAST + "model_revision: v2\n").model.source == "POLICY"
+
+
 def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     draft = draft_of(

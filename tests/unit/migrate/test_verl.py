@@ -92,6 +92,9 @@ def test_a_grpo_script_of_the_examples() -> None:
     assert (recipe.trainer.ranks, recipe.rollout.replicas, recipe.rollout.gpus_per_replica) == (8, 4, 2)
     assert (recipe.trainer.weight_decay, recipe.trainer.schedule) == (0.01, "constant")
     assert (recipe.evaluation.every_steps, recipe.checkpoint.every_steps) == (5, 20)
+    assert [one.temperature for one in recipe.data.eval] == [0.0]
+    sampled = recipe_of(GRPO + f"trainer.test_freq=5 {ROLLOUT}.val_kwargs.temperature=0.7")
+    assert [one.temperature for one in sampled.data.eval] == [0.7]
 
 
 def test_ppo_with_a_reward_model_and_a_critic() -> None:

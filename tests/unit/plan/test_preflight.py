@@ -59,7 +59,7 @@ def test_the_plan_says_what_was_read(folder: Path) -> None:
     found = check(folder)
     assert found.warnings == []
     (data,) = found.notes["data"]
-    assert data.startswith("read: 6 training prompts of ") and "The run draws 6 prompts: 1 passes over them." in data
+    assert data.startswith("read: 6 training prompts of ") and "The run draws 6 prompts: 1 pass over them." in data
     assert found.notes["reward"] == ["mine.py:reward: the reference answers of 4 rows score 1, 1, 1, 1."]
     plan = describe(found.config, found=found)
     assert "read: 6 training prompts" in plan and "score 1, 1, 1, 1." in plan
@@ -73,10 +73,12 @@ def test_the_plan_says_how_often_each_source_is_drawn(folder: Path) -> None:
     (folder / "recipe.toml").write_text(RECIPE.replace('[data.train]\npath = "rows.jsonl"\n', mixture))
     found = check(folder, "data.max_prompt_tokens=60", "steps=16")
     assert found.notes["data"][1:] == [
-        "rows: 6 training prompts, each of which the run draws 4 times.",
-        "few: 1 training prompts, each of which the run draws 8 times.",
+        "rows: 6 training prompts. The run draws 24 prompts: 4 passes over them.",
+        "few: 1 training prompts. The run draws 8 prompts: 8 passes over them.",
         "1 rows are outside of data.min_prompt_tokens and data.max_prompt_tokens, and are left out.",
     ]
+    few = check(folder, "data.max_prompt_tokens=60", "steps=1", "data.train.1.weight=0.01")
+    assert few.notes["data"][1] == "rows: 6 training prompts. The run draws 2 prompts: 33.2% of them."
     plan = " ".join(describe(found.config, found=found).split())
     assert "a mixture of 75.0% rows (all rows of rows.jsonl); 25.0% few (all rows of few.jsonl), exact in" in plan
     pool = " ".join(

@@ -26,7 +26,7 @@ QUICKSTART = RECIPES / "quickstart.toml"
 
 # Word for word what the command prints: the README quotes it.
 READ = (
-    "read: 3,245 training prompts of 43 tokens. The run draws 108 prompts: 3% of them.",
+    "read: 3,245 training prompts of 43 tokens. The run draws 108 prompts: 3.33% of them.",
     "read: 22 prompts in 11 task groups.",
     "last_number: the reference answers of 4 rows score 1, 1, 1, 1.",
 )
@@ -231,6 +231,10 @@ def test_plan_of_files() -> None:
     text = changed(data=data, evaluation={"samples_per_prompt": 1, "max_prompts": 50})
     assert "data all rows of train.jsonl, as chat" in text
     assert "the first 100 rows of test.parquet. 1 sampled answer to the first 50 of their prompts before step 1" in text
+    whole = changed(data={"holdout": {"field": "", "groups": 2, "unordered_numbers": False}})
+    assert "never trained on; rows with the same prompt form one group." in whole
+    numbers = changed(data={"holdout": {"field": "", "groups": 2, "unordered_numbers": True}})
+    assert "rows with the same numbers in the prompt, in any order, form one group." in numbers
     assert "held out nothing, so no accuracy is measured" in changed(data={"holdout": None})
 
 

@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default); a checkpoint that is not exported yet is exported first",
     )
     parser.add_argument(
-        "--model", default="", metavar="FOLDER", help="model folder, or builtin:NAME, in place of a run"
+        "--model",
+        default="",
+        metavar="FOLDER",
+        help="model folder, hf:OWNER/NAME or builtin:NAME, in place of a run",
     )
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file; default: config.toml of the run")
     configuration.add_set_option(parser, "evaluation.samples_per_prompt=8")

@@ -12,6 +12,7 @@ import signal
 from pathlib import Path
 from typing import Final
 
+from fourfold import hub
 from fourfold.errors import ConfigError
 from fourfold.hub import upload
 from fourfold.model import folder as model_folder
@@ -24,7 +25,7 @@ _DTYPES: Final = ("bf16", "f16", "f32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder of a run, a model folder, or builtin:NAME")
+    parser.add_argument("source", help="folder of a run, a model folder, hf:OWNER/NAME or builtin:NAME")
     parser.add_argument(
         "--export", default="", metavar="NAME", help="of a run: model, model-ema or model-step-N; default: the newest"
     )
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--private and --revision go with --push; remove them")
     folder = find_export(args.source, args.export)
     if args.gguf is not None:
-        _write(folder, args.gguf, dtype=args.dtype or "bf16", force=args.force)
+        _write(folder, args.gguf, dtype=args.dtype or "bf16", force=args.force, title=_title(folder, args.source))
     else:
         _push(folder, args.push, private=args.private, branch=args.revision or "main")
     return 0
@@ -56,7 +57,7 @@ def find_export(source: str, name: str = "") -> Path:
     """Return the model folder of a run or of another source.
 
     Args:
-        source: folder of a run, model folder, or builtin:NAME.
+        source: folder of a run, model folder, hf:OWNER/NAME or builtin:NAME.
         name: export of the run; empty: the newest of the policy, apart from its moving average.
 
     Raises:
@@ -80,14 +81,14 @@ def find_export(source: str, name: str = "") -> Path:
     return model_folder.resolve(str(exports[name] if name else newest))
 
 
-def _write(folder: Path, path: Path, *, dtype: str, force: bool) -> None:
+def _write(folder: Path, path: Path, *, dtype: str, force: bool, title: str) -> None:
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; choose another name, or replace it with --force")
     try:
         from fourfold.model import write_gguf
     except ModuleNotFoundError as error:
         raise ConfigError(f"--gguf needs the package {error.name}; pip install 'fourfold[gguf]'") from None
-    write_gguf.write(folder, path, dtype=dtype, name=_title(folder))
+    write_gguf.write(folder, path, dtype=dtype, name=title)
     print(f"wrote {path}: {folder} in {dtype}, {format_bytes(path.stat().st_size)}")
 
 
@@ -99,8 +100,10 @@ def _push(folder: Path, repository: str, *, private: bool, branch: str) -> None:
     print(f"uploaded: {upload.send(made)}")
 
 
-def _title(folder: Path) -> str:
-    """Return the name of a model: that of its run, if it is an export of one."""
-    in_run = (folder.parent / CONFIG_FILE).is_file()
-    step = folder.name.removeprefix(MODEL_FOLDER)
-    return f"{folder.parent.name}{step}" if in_run else folder.name
+def _title(folder: Path, source: str) -> str:
+    """Return the name of a model: that of its run or repository, if it has one."""
+    if (folder.parent / CONFIG_FILE).is_file():
+        return f"{folder.parent.name}{folder.name.removeprefix(MODEL_FOLDER)}"
+    if source.startswith(hub.PREFIX):  # its folder has the name of a commit
+        return hub.Repository.parse(source, "model").name.rpartition("/")[2]
+    return folder.name

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold import config as configuration
-from fourfold.config import PRESETS, DataSourceConfig
+from fourfold.config import PRESETS, DataConfig, DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import visible_gpus
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 
+from ..data.prompts import chat_messages
 from ..data.sources import Row, read_rows
 
 _PROMPT_COLUMNS: Final = ("question", "prompt", "problem", "query", "instruction", "messages", "input", "text")
@@ -38,14 +39,14 @@ class Answers:
 
     name: str
     model: str
-    data: tuple[str, ...]
+    data: tuple[DataSourceConfig, ...]
     prompt_field: str
     answer_field: str
     reward: str
     preset: str
     system_prompt: str
     max_new_tokens: int
-    longest_prompt: int  # tokens of the prompts that were read
+    longest_prompt: int  # tokens of the prompts that were read, with the system message
     rows: int  # that were read; at most _READ_ROWS
     steps: int
     gpus: int
@@ -60,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="JSONL, CSV, TSV or Parquet file, dataset folder or hf:OWNER/NAME with training prompts; may be repeated",
     )
+    parser.add_argument("--split", default="", help="split of the data sets, such as train")
+    parser.add_argument("--config", default="", help="configuration (subset) of data sets of the hub")
     parser.add_argument("--model", help=f"Hugging Face model folder or hf:OWNER/NAME; default: {_DEFAULT_MODEL}")
     parser.add_argument("--prompt-field", metavar="COLUMN", help="column with the prompt; default: found by its name")
     parser.add_argument("--answer-field", metavar="COLUMN", help="column with the reference answer")
@@ -77,7 +80,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.recipe} exists already; give another name, or remove it")
     ask = _ask_terminal if sys.stdin.isatty() else _take_default
     text = recipe_text(_collect(args, ask))
-    args.recipe.write_text(text, encoding="utf-8")
+    try:
+        args.recipe.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{args.recipe}: cannot be written ({error.strerror}); give another name") from None
     try:
         configuration.load(args.recipe)
     except ConfigError:
@@ -91,7 +97,10 @@ Ask = Callable[[str, str], str]
 
 
 def _ask_terminal(question: str, default: str) -> str:
-    return input(f"{question} [{default}]: ").strip() or default
+    try:
+        return input(f"{question} [{default}]: ").strip() or default
+    except EOFError:  # Ctrl-D
+        raise KeyboardInterrupt from None
 
 
 def _take_default(question: str, default: str) -> str:
@@ -100,10 +109,11 @@ def _take_default(question: str, default: str) -> str:
 
 def _collect(args: argparse.Namespace, ask: Ask) -> Answers:
     """Complete the options by questions, whose defaults come from the data and the machine."""
-    data = args.data or [ask("Training data (JSONL, CSV, Parquet or dataset folder)", "")]
+    data = args.data or [ask("Training data (JSONL, CSV, Parquet, dataset folder or hf:OWNER/NAME)", "")]
     if not all(data):
         raise ConfigError("--data is missing: the file or folder with the training prompts")
-    found = {path: list(itertools.islice(read_rows(DataSourceConfig(path=path)), _READ_ROWS)) for path in data}
+    sources = {path: DataSourceConfig(path=path, split=args.split, config=args.config) for path in data}
+    found = {path: list(itertools.islice(read_rows(source), _READ_ROWS)) for path, source in sources.items()}
     if empty := next((path for path in data if not found[path]), ""):
         raise ConfigError(f"{empty} has no rows; give a file with at least one prompt")
     rows = [row for path in data for row in found[path]]
@@ -115,27 +125,28 @@ def _collect(args: argparse.Namespace, ask: Ask) -> Answers:
                 raise ConfigError(f"{option} {column}: no such column in {path}; it has {', '.join(found[path][0])}")
     gpus = args.gpus if args.gpus is not None else len(visible_gpus())
     model = args.model or ask("Model folder", _DEFAULT_MODEL)
-    length, steps = args.max_new_tokens, args.steps
-    if length is None:
-        length = _number(ask("Longest answer in tokens", "1024" if gpus else "64"))
+    system_prompt = args.system_prompt if args.system_prompt is not None else ask("System message", "")
     return Answers(
         name=re.sub(r"[^A-Za-z0-9_-]", "-", args.recipe.stem)[:64] or "mine",
         model=model,
-        data=tuple(data),
+        data=tuple(sources.values()),
         prompt_field=prompt_field,
         answer_field=answer_field,
         reward=args.reward or ask("Reward: a verifier or FILE.py:FUNCTION", _reward(rows, answer_field)),
         preset=args.preset or ask(f"Algorithm ({', '.join(sorted(PRESETS))})", "grpo"),
-        system_prompt=args.system_prompt if args.system_prompt is not None else ask("System message", ""),
-        max_new_tokens=length,
-        longest_prompt=_longest(rows, prompt_field, model),
+        system_prompt=system_prompt,
+        max_new_tokens=_number(args.max_new_tokens, "Longest answer in tokens", "1024" if gpus else "64", ask),
+        longest_prompt=_longest(rows, prompt_field, system_prompt, model),
         rows=len(rows),
-        steps=_number(ask("Training steps", "100")) if steps is None else steps,
+        steps=_number(args.steps, "Training steps", "100", ask),
         gpus=gpus,
     )
 
 
-def _number(text: str) -> int:
+def _number(given: int | None, question: str, default: str, ask: Ask) -> int:
+    if given is not None:
+        return given
+    text = ask(question, default)
     if not text.isdecimal():
         raise ConfigError(f"{text!r} is no number; write digits, such as 100")
     return int(text)
@@ -163,12 +174,12 @@ def _reward(rows: Sequence[Row], answer_field: str) -> str:
     return "exact_match"
 
 
-def _longest(rows: Sequence[Row], prompt_field: str, model: str) -> int:
+def _longest(rows: Sequence[Row], prompt_field: str, system_prompt: str, model: str) -> int:
     """Return the tokens of the longest prompt with the chat template."""
-    tokenizer = Tokenizer.load(model_folder.resolve(model))
+    tokenizer, data = Tokenizer.load(model_folder.resolve(model)), DataConfig(system_prompt=system_prompt)
 
     def count(value: Any) -> int:
-        messages = value if isinstance(value, list) else [{"role": "user", "content": str(value)}]
+        messages = chat_messages(value, data, f"column {prompt_field!r}")
         return len(tokenizer.encode(tokenizer.render_chat(messages)))
 
     return max(count(row[prompt_field]) for row in rows if prompt_field in row)
@@ -176,8 +187,7 @@ def _longest(rows: Sequence[Row], prompt_field: str, model: str) -> int:
 
 def recipe_text(answers: Answers) -> str:
     """Return the recipe with comments."""
-    system = len(answers.system_prompt) // 2  # at least two characters for a token
-    context = -(-(answers.longest_prompt + answers.max_new_tokens + system) * 5 // 4 // 64) * 64
+    context = -(-(answers.longest_prompt + answers.max_new_tokens) * 5 // 4 // 64) * 64
     quoted = configuration.toml_value
     lines = [
         "# Check it: fourfold plan RECIPE. Run it: fourfold run RECIPE. All keys: docs/reference/recipe.md",
@@ -221,8 +231,9 @@ def _data(answers: Answers) -> list[str]:
     if answers.system_prompt:
         lines.append(f"system_prompt = {quoted(answers.system_prompt)}")
     header = "[data.train]" if len(answers.data) == 1 else "[[data.train]]"
-    for path in answers.data:
-        lines += ["", header, f"path = {quoted(path)}"]
+    for source in answers.data:
+        keys = {"path": source.path, "split": source.split, "config": source.config}
+        lines += ["", header, *(f"{key} = {quoted(value)}" for key, value in keys.items() if value)]
     lines.append("")
     if answers.rows < _FEW_ROWS:
         return lines

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Final
 
 from fourfold import config as configuration
+from fourfold.address import is_loopback, split_target
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
@@ -87,11 +88,13 @@ def main(args: argparse.Namespace) -> int:
             run_dir = find_run(args.resume)
             config = _resumed_config(run_dir, args)
             _warn_of_little_room(run_dir)
+            _check_security(config, args.listen)
             check_sequence_parallel(config)
         else:
             config = configuration.load(args.recipe, args.set)
             # A mistake in the recipe must leave no run folder: check all that is known before it is made.
             _warn_of_little_room(Path.cwd())
+            _check_security(config, args.listen)
             model_folder.check(config.model.source)
             check_sinks(config.logging.sinks)
             check_context(config)
@@ -122,6 +125,16 @@ def main(args: argparse.Namespace) -> int:
 def _warn_of_little_room(folder: Path) -> None:
     if warning := check_room(folder):
         print(warning, file=sys.stderr)
+
+
+def _check_security(config: Config, listen: str) -> None:
+    """Raise ConfigError if the coordinator may not listen there, or the certificate of this command is not usable."""
+    host, _ = split_target(listen)
+    if Security.load(config.security, VIEWER) is None and not is_loopback(host):
+        raise ConfigError(
+            f"--listen {listen}: without TLS the coordinator listens on loopback only; use 127.0.0.1, or run `fourfold "
+            f"certs DIR` and set security.directory"
+        )
 
 
 class SignalHandler:

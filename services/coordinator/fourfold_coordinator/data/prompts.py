@@ -199,7 +199,7 @@ def split_holdout(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: in
     if len(distinct) <= holdout.groups:
         raise ConfigError(
             f"data.holdout.groups = {holdout.groups}, but the data has {len(distinct)} groups by "
-            f"{holdout.field!r}; hold fewer out, or give more data"
+            f"{repr(holdout.field) if holdout.field else 'its prompts'}; hold fewer out, or give more data"
         )
     size, frequency = Counter(len(group) for group in distinct.values()).most_common(1)[0]
     keys = sorted(distinct)
@@ -261,7 +261,7 @@ class _Loader:
         prompt_field = "" if source.template else source.prompt_field or data.prompt_field
         answer_field = source.answer_field or data.answer_field
         value = _fill_template(source.template, row, where) if source.template else _prompt_of(row, prompt_field, where)
-        messages = _messages(value, data, where) if data.chat else None
+        messages = chat_messages(value, data, where) if data.chat else None
         text, ids = _tokenize(value, messages, data, self.tokenizer, where)
         if not ids:
             raise ConfigError(f"{where}: an empty prompt; remove the row")
@@ -289,6 +289,8 @@ class _Loader:
 def _encode_metadata(metadata: dict[str, Any], where: str) -> str:
     # Generators give tuples and dates, which JSON turns into lists and texts.
     encoded = json.dumps(metadata, ensure_ascii=False, default=str)
+    if "NaN" in encoded or "Infinity" in encoded:  # of Python alone: a reward in another language reads JSON
+        encoded = json.dumps(json.loads(encoded, parse_constant=lambda _: None), ensure_ascii=False)
     if (size := len(encoded.encode())) > _MAX_METADATA_BYTES:
         raise ConfigError(f"{where}: {size} bytes of metadata; the limit is {_MAX_METADATA_BYTES}; remove columns")
     return encoded
@@ -319,7 +321,7 @@ def _fill_template(template: str, row: Row, where: str) -> str:
     return filled
 
 
-def _messages(value: Any, data: DataConfig, where: str) -> list[dict[str, Any]]:
+def chat_messages(value: Any, data: DataConfig, where: str) -> list[dict[str, Any]]:
     """Return the chat messages of a prompt, with the recipe's system message before a text."""
     if isinstance(value, str):
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []

@@ -18,7 +18,7 @@ from typing import Any, Final
 from fourfold import hub
 from fourfold.config import DataSourceConfig
 from fourfold.errors import ConfigError
-from fourfold.text import nearest_name
+from fourfold.text import clean, nearest_name
 
 Row = dict[str, Any]
 
@@ -71,6 +71,19 @@ def _repository_files(path: Path, source: DataSourceConfig, where: str) -> list[
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file or dataset folder. Raises ConfigError: it cannot be read, or is damaged."""
+    try:
+        yield from _parsed_rows(path)
+    except ConfigError:
+        raise
+    # Decoders and pyarrow raise ValueError, OSError and NotImplementedError; deeply nested JSON exceeds the recursion.
+    except (OSError, ValueError, NotImplementedError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {clean(str(error), 200)}; write it again, or give another file"
+        ) from None
+
+
+def _parsed_rows(path: Path) -> Iterator[Row]:
     if path.is_dir():
         return _dataset_folder(path)
     match path.suffix.lower():
@@ -84,12 +97,14 @@ def _file_rows(path: Path) -> Iterator[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
+                if "\\ud" in line.lower():  # half of a pair of UTF-16 is no text: no tokenizer and no message takes it
+                    json.dumps(row, ensure_ascii=False).encode()
             except ValueError as error:
                 raise ConfigError(f"{path}:{number}: not valid JSON: {error}; each line is one JSON object") from None
             if not isinstance(row, dict):
@@ -99,6 +114,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a file with a header line; all values are texts."""
+    csv.field_size_limit(1 << 30)  # by default 131,072 characters, fewer than a long prompt
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
@@ -118,15 +134,11 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path}: not a Parquet file: {error}") from None
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
 
 
 def _dataset_folder(path: Path) -> Iterator[Row]:
@@ -150,17 +162,14 @@ def _dataset_folder(path: Path) -> Iterator[Row]:
 def _arrow(path: Path) -> Iterator[Row]:
     import pyarrow
 
-    try:
-        with pyarrow.memory_map(str(path)) as source:
-            try:
-                batches: Any = pyarrow.ipc.open_stream(source)
-            except pyarrow.ArrowInvalid:  # `datasets` writes the stream format; other tools write the file format
-                file = pyarrow.ipc.open_file(source)
-                batches = (file.get_batch(i) for i in range(file.num_record_batches))
-            for batch in batches:
-                yield from batch.to_pylist()
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise ConfigError(f"{path}: not a readable Arrow file: {error}") from None
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            batches: Any = pyarrow.ipc.open_stream(source)
+        except pyarrow.ArrowInvalid:  # `datasets` writes the stream format; other tools write the file format
+            file = pyarrow.ipc.open_file(source)
+            batches = (file.get_batch(i) for i in range(file.num_record_batches))
+        for batch in batches:
+            yield from batch.to_pylist()
 
 
 def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:

@@ -70,21 +70,24 @@ def _describe(config: Config, train: Sequence[Prompt]) -> str:
     shortest, longest = min(lengths), max(lengths)
     size = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,} (mean {np.mean(lengths):,.0f})"
     drawn = config.steps * config.batch.prompts_per_step
-    share = drawn / len(train)
-    amount = f"{share:.0%} of them" if share < 1 else f"{share:,.3g} passes over them"
-    return f"read: {len(train):,} training prompts of {size} tokens. The run draws {drawn:,} prompts: {amount}."
+    return f"read: {len(train):,} training prompts of {size} tokens. {_draws(drawn, len(train))}"
+
+
+def _draws(drawn: float, count: int) -> str:
+    share = drawn / count
+    amount = f"{100 * share:.3g}% of them" if share < 1 else f"{share:,.3g} pass{'es' * (share != 1)} over them"
+    return f"The run draws {drawn:,.0f} prompts: {amount}."
 
 
 def _describe_sources(config: Config, train: Sequence[Prompt]) -> list[str]:
-    """Return a line on each of several sources: its prompts, and how often the run draws each of them."""
+    """Return a line on each of several sources: its prompts, and how many of them the run draws."""
     counts = Counter(prompt.source for prompt in train)
     if len(counts) < 2:
         return []
     weights = {source.title: source.weight for source in config.data.train if source.weight is not None} or counts
     drawn = config.steps * config.batch.prompts_per_step / sum(weights.values())
     return [
-        f"{name}: {count:,} training prompts, each of which the run draws {drawn * weights[name] / count:,.3g} times."
-        for name, count in counts.items()
+        f"{name}: {count:,} training prompts. {_draws(drawn * weights[name], count)}" for name, count in counts.items()
     ]
 
 

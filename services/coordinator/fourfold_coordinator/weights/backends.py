@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from fourfold.errors import NO_BACKEND, FourfoldError, WrongState
-from fourfold.rpc.channel import split_target
+from fourfold.rpc.channel import is_loopback, split_target
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
-from fourfold.weights.transport.locality import is_loopback
 
 from ..routing.replica import Replica
 from .fan_out import DescribedEngine, UpdateFailed

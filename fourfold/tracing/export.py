@@ -60,7 +60,8 @@ class SpanQueue:
         self.dropped = 0  # spans
         self.failure = ""  # why the target got no spans the last time
         self._name, self._target = name, target
-        self._queue = deque[Span]()
+        self._queue, self._exporting = deque[Span](), 0  # spans that wait, and number of those that `export` has now
+        self._lock = threading.Lock()  # of `dropped`
         self._wake, self._closing = threading.Event(), False
         # A daemon: nobody waits for it at the exit of the interpreter.
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -69,7 +70,7 @@ class SpanQueue:
     def add(self, span: Span) -> None:
         """Put a span into the queue, or count it as dropped. Thread-safe; never waits."""
         if len(self._queue) >= _QUEUE_SPANS or self._closing:
-            self.dropped += 1
+            self._drop(1)
             return
         self._queue.append(span)
         if len(self._queue) == _BATCH_SPANS:
@@ -81,10 +82,11 @@ class SpanQueue:
         self._wake.set()
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self.dropped += len(self._queue)
-            self._queue.clear()
+            while batch := self._take():
+                self._drop(len(batch))
             self._target.shutdown()
             self._thread.join(_LEAVE_SECONDS)
+            self._drop(self._exporting)  # 0 if the thread has ended
         if self.dropped:
             log.warning("spans were dropped: target=%s spans=%d", self._name, self.dropped)
 
@@ -95,18 +97,27 @@ class SpanQueue:
             self._wake.clear()
             closing = self._closing  # before the queue is emptied: `add` puts nothing into it afterwards
             while batch := self._take():
+                self._exporting = len(batch)
                 try:
                     failure = self._target.export(batch)
                 except Exception as error:  # of a library; such as that of a gRPC channel that `shutdown` closes
                     failure = repr(error)
-                self.dropped += len(batch) if failure else 0
+                self._exporting = 0
+                if failure:
+                    self._drop(len(batch))
                 self._note(failure)
 
     def _take(self) -> list[Span]:
-        """Return the oldest spans; none if the queue is empty, or if `close` empties it now."""
-        with suppress(IndexError):
-            return [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_SPANS))]
-        return []
+        """Remove and return the oldest spans, at most a batch of them."""
+        batch: list[Span] = []
+        with suppress(IndexError):  # `close` may take the last ones at the same time
+            while len(batch) < _BATCH_SPANS:
+                batch.append(self._queue.popleft())
+        return batch
+
+    def _drop(self, count: int) -> None:
+        with self._lock:
+            self.dropped += count
 
     def _note(self, failure: str) -> None:
         if failure and not self.failure:

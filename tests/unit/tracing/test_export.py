@@ -6,6 +6,7 @@ import builtins
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Event
@@ -195,6 +196,37 @@ def test_the_queue_is_bounded_and_the_end_has_a_deadline(
     tracing.stop()
     assert target.was_shut_down and 0.3 <= time.monotonic() - began < 2
     assert "spans were dropped: target=T" in caplog.text
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_every_span_is_exported_or_counted_at_the_end(monkeypatch: pytest.MonkeyPatch, returns: bool) -> None:
+    monkeypatch.setattr(export, "FLUSH_SECONDS", 0.1)
+    target = FailingTarget()
+    target.go_on.clear()
+    if not returns:
+        monkeypatch.setattr(target, "shutdown", lambda: None)
+    queue = SpanQueue("T", target)
+    tracing = Tracing([queue])
+    make_spans(1000)
+    tracing.stop()
+    assert (queue.dropped, target.got) == ((1000 - target.got, target.got) if returns else (1000, 0))
+    target.go_on.set()
+
+
+def test_spans_that_were_taken_are_exported_when_others_take_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Emptied(deque[Span]):
+        def popleft(self) -> Span:
+            span = super().popleft()
+            if len(self) == 2:
+                self.clear()
+            return span
+
+    monkeypatch.setattr(export, "deque", Emptied)
+    target = FailingTarget()
+    tracing = Tracing([SpanQueue("T", target)])
+    make_spans(5)
+    tracing.stop()
+    assert target.got == 3
 
 
 def test_a_file_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

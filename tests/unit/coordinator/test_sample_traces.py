@@ -69,8 +69,8 @@ def test_a_trace_has_a_span_for_each_state(ledger: Ledger, ended: list[Span]) ->
     assert not traces.call(SCORE, ids, "reward-0")  # nothing is kept of samples that ended
 
 
-def trace_id(sample_id: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"run/{sample_id}".encode()).digest()[:16])
+def trace_id(sample_id: str) -> str:
+    return hashlib.sha256(f"run/{sample_id}".encode()).hexdigest()[:32]
 
 
 def test_a_call_is_in_the_traces_of_its_samples(ledger: Ledger, ended: list[Span]) -> None:

@@ -49,9 +49,15 @@ def make_spans(count: int = 1) -> list[Span]:
     """Make spans with everything that a span may have, and end them."""
     made = []
     for index in range(count):
-        attributes: dict[str, spans.Value] = {"text": "\u00e9", "yes": True, "n": 1 << 60, "x": 0.1, "list": ("a", "b")}
-        parent = SpanContext(index + 1, 2)
-        span = Span("a", parent, kind="server", attributes=attributes, links=(SpanContext(5, 6),))
+        attributes: dict[str, spans.Value] = {
+            "text": '\u00e9"\n',
+            "yes": True,
+            "n": 1 << 60,
+            "x": 1e-20,
+            "list": ("a", "b"),
+        }
+        parent = SpanContext(f"{index + 1:032}", f"{2:016}")
+        span = Span("a", parent, kind="server", attributes=attributes, links=(SpanContext(f"{5:032}", f"{6:016}"),))
         span.end({"y": -math.inf}, error="REASON" if index % 2 else None)
         made.append(span)
     return made
@@ -70,15 +76,15 @@ def test_a_collector_gets_every_span(tmp_path: Path, receive: Any) -> None:
     first, second = found.spans[:2]
     assert (first.service, first.name, first.kind, first.error) == ("fourfold-reward", "a", 2, "")
     assert first.attributes == {
-        "text": "\u00e9",
+        "text": '\u00e9"\n',
         "yes": True,
         "n": 1 << 60,
-        "x": 0.1,
+        "x": 1e-20,
         "list": ["a", "b"],
         "y": -math.inf,
     }
     assert second.error == "REASON" and second.links == [(6).to_bytes(8)]
-    assert first.span_id == made[0].context.span_id.to_bytes(8) and first.parent == (2).to_bytes(8)
+    assert first.span_id == bytes.fromhex(made[0].context.span_id) and first.parent == (2).to_bytes(8)
     assert first.trace_id == (1).to_bytes(16) and (first.start, first.end) == (made[0].start_time, made[0].end_time)
     resource = {a.key: a.value for a in found.requests[0].resource_spans[0].resource.attributes}
     assert resource["service.instance.id"].string_value == "reward-0" and resource["process.pid"].int_value > 0

@@ -42,7 +42,7 @@ _ID_RANGE: Final = 1 << 64
 class _SampleTrace:
     """The trace of one sample: its root, and the span of the state that it is in."""
 
-    def __init__(self, sample_id: str, trace_id: int) -> None:
+    def __init__(self, sample_id: str, trace_id: str) -> None:
         attributes = {"fourfold.sample_id": sample_id, "fourfold.group_id": group_of(sample_id)}
         self.root = Span("sample", None, attributes=attributes, trace_id=trace_id)
         self.state = SampleState.ISSUED
@@ -74,8 +74,8 @@ class SampleTraces:
         if not self._limit:
             return
         for sample_id in sample_ids:
-            trace_id = int.from_bytes(hashlib.sha256(f"{self._run_id}/{sample_id}".encode()).digest()[:16])
-            if trace_id % _ID_RANGE < self._limit:  # as OpenTelemetry's TraceIdRatioBased
+            trace_id = hashlib.sha256(f"{self._run_id}/{sample_id}".encode()).hexdigest()[:32]
+            if int(trace_id[16:], 16) < self._limit:  # as OpenTelemetry's TraceIdRatioBased
                 self._open[sample_id] = _SampleTrace(sample_id, trace_id)
 
     def move(self, sample_ids: Sequence[str], state: SampleState, reason: str) -> None:

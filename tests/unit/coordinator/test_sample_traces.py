@@ -35,8 +35,8 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def traced(ledger: Ledger, *, ratio: float = 1.0) -> SampleTraces:
-    traces = SampleTraces("run", ratio=ratio)
-    ledger.on_issue, ledger.on_move = traces.issue, traces.move
+    traces = SampleTraces(ratio=ratio)
+    traces.follow(ledger, "run")
     return traces
 
 

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.tracing import spans
-from fourfold.tracing.spans import Span, Value
+from fourfold.tracing.spans import Attributes, Span, Value
 
 log = logging.getLogger("fourfold.tracing")
 
@@ -299,7 +299,7 @@ def _json_link(link: spans.SpanContext) -> str:
     return f'{{"traceId":"{link.trace_id}","spanId":"{link.span_id}"}}'
 
 
-def _json_attributes(attributes: dict[str, Value]) -> str:
+def _json_attributes(attributes: Attributes) -> str:
     found = [f'{{"key":{_quote(key)},"value":{_json_value(value)}}}' for key, value in attributes.items()]
     return f"[{','.join(found)}]"
 

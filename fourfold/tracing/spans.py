@@ -58,7 +58,7 @@ class Span:
         self.name, self.parent, self.kind, self.links = name, parent, kind, links
         trace_id = parent.trace_id if parent else trace_id or _new_id() + _new_id()
         self.context = SpanContext(trace_id, _new_id())
-        self.attributes: dict[str, Value] = {**attributes}
+        self.attributes = attributes  # of several spans: they are replaced, not changed
         self.start_time, self.end_time = time.time_ns(), 0  # ns since 1970; `end_time` is 0 until the end
         self.error: str | None = None  # reason of a failure; None: there was none
 
@@ -66,7 +66,7 @@ class Span:
         """End the span, once, and hand it to the exporter."""
         if not self.end_time:
             if attributes:
-                self.attributes |= attributes
+                self.attributes = {**self.attributes, **attributes}
             now = time.time_ns()
             self.end_time, self.error = now if now > self.start_time else self.start_time, error
             if _export is not None:
@@ -113,7 +113,7 @@ class Spans:
         """Set attributes of the spans that have not ended; a thread reads the others."""
         for span in self._spans.values():
             if not span.end_time:
-                span.attributes |= attributes
+                span.attributes = {**span.attributes, **attributes}
 
     def end(self, index: int, attributes: Attributes = _NO_ATTRIBUTES) -> None:
         """End the span of one sample, if it is traced."""

@@ -37,6 +37,14 @@ def test_each_sample_has_a_child_in_its_own_trace(ended: list[Span]) -> None:
     assert all(span.start_time <= span.end_time and span.error is None for span in ended)
 
 
+def test_spans_with_the_same_attributes_get_further_ones_apart(ended: list[Span]) -> None:
+    given = {"a": 1}
+    with work(2).child("inner", attributes=given) as inner:
+        inner.end(0, {"b": 2})
+        inner.set({"c": 3})
+    assert [span.attributes for span in ended] == [{"a": 1, "b": 2}, {"a": 1, "c": 3}] and given == {"a": 1}
+
+
 def test_a_sample_may_end_before_the_others(ended: list[Span]) -> None:
     with work(3) as outer:
         outer.end(1, {"tokens": 3})

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.host.disk import append_lines
 from fourfold.tracing import spans
 from fourfold.tracing.spans import Attributes, Span, Value
 
@@ -189,8 +190,7 @@ class TraceFile:
         line = f"{self._begin}{','.join(map(_json_span, batch))}]}}]}}]}}\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
-                file.write(line.encode())
+            append_lines(self._path, line.encode())
         except OSError as error:
             return f"{self._path} cannot be written ({error.strerror or error}); make room there"
         return ""

@@ -115,6 +115,15 @@ def test_a_service_writes_a_file_in_the_folder_of_its_run(tmp_path: Path) -> Non
     assert len(read_files(tmp_path / "traces")) == 6
 
 
+def test_a_line_that_a_killed_service_left_incomplete_is_removed(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "traces" / "t.jsonl", {"service.name": "s"})
+    file.export(make_spans(1))
+    whole = (tmp_path / "traces" / "t.jsonl").read_bytes()
+    (tmp_path / "traces" / "t.jsonl").write_bytes(whole + whole[:100])
+    file.export(make_spans(2))
+    assert len(read_files(tmp_path / "traces")) == 3
+
+
 def test_no_table_no_spans(tmp_path: Path) -> None:
     start(tmp_path).stop()
     assert not spans.enabled() and not (tmp_path / "traces").exists()

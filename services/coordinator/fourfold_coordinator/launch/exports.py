@@ -31,6 +31,7 @@ from .run_folder import (
     RUN_LOCK,
     STEP_FOLDER,
     is_locked,
+    locked,
 )
 
 _CHECKPOINTS: Final = "checkpoints"
@@ -129,12 +130,13 @@ def export_checkpoint(config: Config, run_dir: Path, step: int, gpus: Sequence[s
         )
     argv = [sys.executable, "-m", "fourfold", "serve", "trainer", str(run_dir / CONFIG_FILE)]
     argv += ["--member-id", _TRAINER, "--run-dir", str(run_dir)]
-    supervisor.start(Command(name=_TRAINER, argv=tuple(argv), env=gpu_environment(gpus)))
-    try:
-        target = supervisor.wait_ready([_TRAINER], timeout_seconds=READY_SECONDS)[_TRAINER]
-        timeout = config.trainer.step_timeout_seconds
-        with TrainerClient(target, certs=config.security.directory) as trainer:
-            trainer.load_checkpoint(step, timeout=timeout)
-            return Path(trainer.export_model(f"{STEP_FOLDER}{step}", timeout=timeout))
-    finally:
-        supervisor.stop()
+    with locked(run_dir / RUN_LOCK, "`fourfold eval`"):  # the run is neither continued nor deleted meanwhile
+        supervisor.start(Command(name=_TRAINER, argv=tuple(argv), env=gpu_environment(gpus)))
+        try:
+            target = supervisor.wait_ready([_TRAINER], timeout_seconds=READY_SECONDS)[_TRAINER]
+            timeout = config.trainer.step_timeout_seconds
+            with TrainerClient(target, certs=config.security.directory) as trainer:
+                trainer.load_checkpoint(step, timeout=timeout)
+                return Path(trainer.export_model(f"{STEP_FOLDER}{step}", timeout=timeout))
+        finally:
+            supervisor.stop()

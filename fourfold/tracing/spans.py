@@ -1,4 +1,4 @@
-"""Makes the spans of this process. While tracing is off, which is the default, a call costs a comparison.
+"""Makes the spans of this process. While tracing is off, which is the default, a piece of work takes 0.5 us more.
 
 Work is often done for many samples at once: one Generate call samples a group, and one TrainStep call trains a batch.
 Each sample has a trace of its own, so that a piece of work has a span in each of these traces (`Spans`).

@@ -42,7 +42,7 @@ from fourfold.security.access import Security, check_identity
 from fourfold.security.principal import LOCAL, LOCAL_AGENT, Principal, current, set_current
 from fourfold.security.tokens import check_token
 from fourfold.text import clean
-from fourfold.tracing import propagation
+from fourfold.tracing import propagation, spans
 
 log = logging.getLogger("fourfold.rpc.server")
 
@@ -143,7 +143,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 try:
                     admit(context, held)
                     admitted = True
-                    held.enter_context(_traced(context, label, record))
+                    if spans.enabled():
+                        held.enter_context(_traced(context, label, record))
                     yield
                 except grpc.aio.AbortError:
                     record.code = _code_name(context)
@@ -220,12 +221,12 @@ def authorize_token(security: Security) -> Authorize:
 def _traced(context: Context, method: str, record: CallRecord) -> Iterator[None]:
     """Make the spans of a call, in the traces that its caller records."""
     attributes = {"rpc.system.name": "grpc", "rpc.method": method}
-    with propagation.incoming(context.invocation_metadata(), method, attributes) as spans:
+    with propagation.incoming(context.invocation_metadata(), method, attributes) as work:
         try:
             yield
         finally:
-            spans.set({"rpc.response.status_code": record.code})
-            spans.end_all(error=None if record.code == "OK" else record.code)
+            work.set({"rpc.response.status_code": record.code})
+            work.end_all(error=None if record.code == "OK" else record.code)
 
 
 def _code_name(context: Context) -> str:

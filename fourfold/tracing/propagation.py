@@ -23,7 +23,9 @@ TRACEPARENTS: Final = "fourfold-traceparents"
 MAX_TRACES: Final = 64
 
 # Of later versions than 00, W3C Trace Context has everything up to the flags read as of version 00.
-_TRACEPARENT: Final = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TRACEPARENT: Final = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
+)
 _INDEX: Final = re.compile("[0-9]{1,4}")
 _SAMPLED: Final = 1
 
@@ -32,16 +34,15 @@ Metadata = Iterable[tuple[str, str | bytes]]  # of gRPC
 
 def format_traceparent(context: SpanContext) -> str:
     """Return the `traceparent` of a span that is recorded."""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+    return f"00-{context.trace_id}-{context.span_id}-01"
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
     """Return the span that a `traceparent` names; None if it is malformed, or if its sender does not record it."""
     match = _TRACEPARENT.fullmatch(text)
-    if match is None or (match[1] == "00" and match[5]):
+    if match is None or (match[1] == "00" and match[5]) or not int(match[4], 16) & _SAMPLED:
         return None
-    context = SpanContext(int(match[2], 16), int(match[3], 16))
-    return context if all(context) and int(match[4], 16) & _SAMPLED else None
+    return SpanContext(match[2], match[3])
 
 
 def outgoing() -> tuple[tuple[str, str], ...] | None:
@@ -90,4 +91,4 @@ def _own_traceparent() -> str:
     context = trace.get_current_span().get_span_context()
     if not (context.is_valid and context.trace_flags.sampled):
         return ""
-    return format_traceparent(SpanContext(context.trace_id, context.span_id))
+    return format_traceparent(SpanContext(f"{context.trace_id:032x}", f"{context.span_id:016x}"))

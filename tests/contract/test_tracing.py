@@ -141,7 +141,7 @@ async def test_a_service_joins_the_trace_of_a_foreign_client(serve: Serve, ended
             return reward.GetInfoResponse(name="x")
 
     channel = await serve(Watching().servicer())
-    parent = SpanContext(0xABC, 0xDEF)
+    parent = SpanContext(f"{0xABC:032x}", f"{0xDEF:016x}")
     stub = RewardServiceStub(channel)
     await stub.GetInfo(reward.GetInfoRequest(), timeout=5, metadata=(("traceparent", format_traceparent(parent)),))
     (span,) = ended
@@ -170,7 +170,7 @@ async def test_the_trace_of_an_agent_goes_on_in_a_service(ended: list[Span]) -> 
             await client.get_info()
         await client.get_info()
     await server.stop(0)
-    assert [s.parent.span_id for s in ended if s.parent] == [blocking, span.get_span_context().span_id]
+    assert [int(s.parent.span_id, 16) for s in ended if s.parent] == [blocking, span.get_span_context().span_id]
 
 
 async def test_a_call_that_fails_has_its_status(serve: Serve, ended: list[Span]) -> None:

@@ -256,10 +256,18 @@ async def test_an_export_replaces_the_folder_whole_or_not_at_all(trainer: Traine
     assert [p.name for p in trainer.run_dir.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "checkpoints", "traces"])
+@pytest.mark.parametrize("name", ["", "a/b", ".."])
 async def test_an_export_stays_inside_of_the_run_folder(trainer: Trainer, name: str) -> None:
     with pytest.raises(InvalidInput, match="name"):
         await trainer.client.export_model(name, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "experiences", "logs", "metrics", "traces"])
+async def test_an_export_replaces_no_folder_without_a_model(trainer: Trainer, name: str) -> None:
+    (trainer.run_dir / name / "kept").mkdir(parents=True)
+    with pytest.raises(InvalidInput, match="has no model that may be replaced"):
+        await trainer.client.export_model(name, timeout=SECONDS)
+    assert (trainer.run_dir / name / "kept").is_dir()
 
 
 # ---- versions and weights ----

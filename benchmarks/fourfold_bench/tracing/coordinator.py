@@ -23,8 +23,8 @@ def main(ratios: Sequence[float], recipe: Path, folder: Path, result: Path) -> i
     prompts = configuration.load(recipe).batch.prompts_per_step
 
     class AlternatingTraces(SampleTraces):
-        def __init__(self, run_id: str = "", **_: Any) -> None:
-            super().__init__(run_id)
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
             self._limits = [SampleTraces(ratio=ratio)._limit for ratio in ratios]
 
         def issue(self, sample_ids: Sequence[str]) -> None:

@@ -51,12 +51,12 @@ def _traces_us(settings: TracingSettings, folder: Path) -> dict[str, Any]:
         for key, values in taken.items():
             ratio = 0.0 if key == OFF else float(key)
             queues = [SpanQueue("file", TraceFile(folder / f"traces-{key}-{number}.jsonl", _RESOURCE))] if ratio else []
-            tracing, traces = Tracing(queues), SampleTraces(f"run-{number}", ratio=ratio)
+            tracing, traces = Tracing(queues), SampleTraces(ratio=ratio)
             # All spans fit into the queue.
             count = min(int(_TRACED_SAMPLES / ratio), _MOST_SAMPLES) if ratio else _MOST_SAMPLES
             began = time.process_time()
             for first in range(0, count, _GROUP):
-                _live(traces, tuple(f"p{first:07d}-0-{index}" for index in range(_GROUP)))
+                _live(traces, tuple(f"p{number}{first:06d}-0-{index}" for index in range(_GROUP)))
             tracing.stop()
             values.append(1e6 * (time.process_time() - began) / count)
     return {key: _summary(values) for key, values in taken.items()}

@@ -707,7 +707,8 @@ class ExportModelRequest(_message.Message):
     CRITIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of a folder inside the trainer's run folder, [A-Za-z0-9_-]{1,128}, which is replaced when
-    it exists. INVALID_ARGUMENT when it is empty or a folder of the run: "checkpoints", "logs" or "traces".
+    it exists. INVALID_ARGUMENT when it is empty, or a folder of that name has no model, such as
+    "checkpoints" and "logs".
     """
     ema: _builtins.bool
     """True: export the moving average of the weights; FAILED_PRECONDITION when the recipe keeps none

@@ -166,6 +166,7 @@ class Coordinator:
             on_wait=self._board.set_waiting_for,
             faults=FaultLog(report=self._board.report_condition, resolve=self._board.resolve_condition),
             timeline=timeline,
+            traces=SampleTraces(ratio=config.tracing.sample_ratio),
         )
         self._run_source = RunSource(self._board, self._router.faults, folder / LEDGER_FILE)
         self._host.exporter.add(self._run_source.read, refresh=self._run_source.refresh)
@@ -304,8 +305,7 @@ class Coordinator:
         self._router.faults.load(ledger)
         run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
         await self._disk.write(ledger.put, {_RUN_ID_KEY: run_id})
-        router.traces = SampleTraces(run_id, ratio=config.tracing.sample_ratio)
-        ledger.on_issue, ledger.on_move = router.traces.issue, router.traces.move
+        router.traces.follow(ledger, run_id)
         self._experience_servicer.open(
             TaskSource(
                 config=config,

@@ -6,14 +6,18 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fourfold.errors import ConfigError
 from fourfold_coordinator.cli import evaluate
 from fourfold_coordinator.cli.evaluate import result_lines
-from fourfold_coordinator.launch.exports import find_weights
+from fourfold_coordinator.launch.exports import export_checkpoint, find_weights
+from fourfold_coordinator.launch.run_folder import RUN_LOCK, is_locked
 from fourfold_coordinator.state.ledger import EvalRow, Ledger
+from tests.fakes.toy import make_config
 from tests.support.eval_results import make_result
 
 
@@ -72,3 +76,16 @@ def test_a_run_without_weights_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "model-step-4").mkdir()
     with pytest.raises(ConfigError, match=r"--checkpoint best: .* has no held-out score of the steps .*: step 4"):
         find_weights(tmp_path, "best")
+
+
+def test_a_run_is_not_continued_while_a_checkpoint_of_it_is_exported(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def wait_ready(*_: Any, **__: Any) -> None:
+        seen.append(is_locked(tmp_path / RUN_LOCK))
+        raise ConfigError("the trainer does not start")
+
+    supervisor: Any = SimpleNamespace(start=seen.append, wait_ready=wait_ready, stop=lambda: seen.append("stopped"))
+    with pytest.raises(ConfigError, match="does not start"):
+        export_checkpoint(make_config(tmp_path), tmp_path, 4, (), supervisor)
+    assert seen[1:] == [True, "stopped"] and not is_locked(tmp_path / RUN_LOCK)

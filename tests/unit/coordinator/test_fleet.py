@@ -6,6 +6,7 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from fourfold_coordinator.launch.fleet import COORDINATOR, Fleet, services_of
 from fourfold_coordinator.launch.launcher import ServiceSpec
 from fourfold_coordinator.launch.placement import assign_gpus, bundles, check_cluster_fits, shared_gpus
 from fourfold_coordinator.launch.run_folder import DEATH_VARIABLE, make_run_dir
+from fourfold_coordinator.routing.registry import ROLE_NAMES
+from fourfold_coordinator.training.context import RunContext
 
 ROOT = Path(__file__).parents[3]
 
@@ -112,6 +115,12 @@ def test_services_of_a_recipe() -> None:
     by_hand = recipe(rollout={"replicas": 0}, trainer={"replicas": 0})
     assert [s.name for s in services_of(by_hand)] == ["reward-0"]
     assert [s.name for s in services_of(by_hand, manual=True)] == ["rollout-0", "trainer-0"]
+
+
+def test_an_evaluation_waits_for_the_services_that_it_starts() -> None:
+    context: Any = SimpleNamespace(config=recipe(algorithm={"kl": {"coef": 0.1}}))
+    waits = {ROLE_NAMES[role] for role in RunContext.required_services(context, evaluate=True)}
+    assert waits == {service.role for service in services_of(context.config, evaluate=True)} == {"rollout", "reward"}
 
 
 def test_services_of_a_recipe_with_agents() -> None:

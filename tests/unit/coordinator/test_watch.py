@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import pytest
 
 from fourfold import config as configuration
 from fourfold_coordinator.cli.watch import stopped_lines
@@ -48,6 +51,24 @@ def test_a_coordinator_that_lives_holds_its_lock(tmp_path: Path) -> None:
     with locked(file, "coordinator"):
         assert is_locked(file)
     assert not is_locked(file)
+
+
+def test_a_lock_on_nfs_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: IO[str], operation: int, real: Any = fcntl.flock) -> None:
+        if operation & fcntl.LOCK_EX and not file.writable():  # as flock(2) says of NFS
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path / COORDINATOR_LOCK, "coordinator"):
+        assert is_locked(tmp_path / COORDINATOR_LOCK)
+
+
+def test_two_that_look_at_a_lock_do_not_see_each_other(tmp_path: Path) -> None:
+    file = tmp_path / COORDINATOR_LOCK
+    with file.open("w") as probe:
+        fcntl.flock(probe, fcntl.LOCK_SH)
+        assert not is_locked(file)
 
 
 def test_a_look_at_a_lock_stops_no_process_that_starts(tmp_path: Path) -> None:

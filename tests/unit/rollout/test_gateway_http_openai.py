@@ -63,7 +63,7 @@ async def test_a_chat_has_text_usage_and_a_finish_reason() -> None:
 async def test_a_chat_is_in_the_trace_of_its_client() -> None:
     ended: list[Span] = []
     spans.install(ended.append)
-    parent = SpanContext(0xABC, 0xDEF)
+    parent = SpanContext(f"{0xABC:032x}", f"{0xDEF:016x}")
     headers = {"traceparent": format_traceparent(parent)}
     try:
         async with connected(FakeAgentApi()) as client:

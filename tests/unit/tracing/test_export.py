@@ -6,6 +6,7 @@ import builtins
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Event
@@ -48,9 +49,15 @@ def make_spans(count: int = 1) -> list[Span]:
     """Make spans with everything that a span may have, and end them."""
     made = []
     for index in range(count):
-        attributes: dict[str, spans.Value] = {"text": "\u00e9", "yes": True, "n": 1 << 60, "x": 0.1, "list": ("a", "b")}
-        parent = SpanContext(index + 1, 2)
-        span = Span("a", parent, kind="server", attributes=attributes, links=(SpanContext(5, 6),))
+        attributes: dict[str, spans.Value] = {
+            "text": '\u00e9"\n',
+            "yes": True,
+            "n": 1 << 60,
+            "x": 1e-20,
+            "list": ("a", "b"),
+        }
+        parent = SpanContext(f"{index + 1:032}", f"{2:016}")
+        span = Span("a", parent, kind="server", attributes=attributes, links=(SpanContext(f"{5:032}", f"{6:016}"),))
         span.end({"y": -math.inf}, error="REASON" if index % 2 else None)
         made.append(span)
     return made
@@ -69,15 +76,15 @@ def test_a_collector_gets_every_span(tmp_path: Path, receive: Any) -> None:
     first, second = found.spans[:2]
     assert (first.service, first.name, first.kind, first.error) == ("fourfold-reward", "a", 2, "")
     assert first.attributes == {
-        "text": "\u00e9",
+        "text": '\u00e9"\n',
         "yes": True,
         "n": 1 << 60,
-        "x": 0.1,
+        "x": 1e-20,
         "list": ["a", "b"],
         "y": -math.inf,
     }
     assert second.error == "REASON" and second.links == [(6).to_bytes(8)]
-    assert first.span_id == made[0].context.span_id.to_bytes(8) and first.parent == (2).to_bytes(8)
+    assert first.span_id == bytes.fromhex(made[0].context.span_id) and first.parent == (2).to_bytes(8)
     assert first.trace_id == (1).to_bytes(16) and (first.start, first.end) == (made[0].start_time, made[0].end_time)
     resource = {a.key: a.value for a in found.requests[0].resource_spans[0].resource.attributes}
     assert resource["service.instance.id"].string_value == "reward-0" and resource["process.pid"].int_value > 0
@@ -106,6 +113,15 @@ def test_a_service_writes_a_file_in_the_folder_of_its_run(tmp_path: Path) -> Non
         make_spans(1)  # after the end
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["reward-0.jsonl"]
     assert len(read_files(tmp_path / "traces")) == 6
+
+
+def test_a_line_that_a_killed_service_left_incomplete_is_removed(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "traces" / "t.jsonl", {"service.name": "s"})
+    file.export(make_spans(1))
+    whole = (tmp_path / "traces" / "t.jsonl").read_bytes()
+    (tmp_path / "traces" / "t.jsonl").write_bytes(whole + whole[:100])
+    file.export(make_spans(2))
+    assert len(read_files(tmp_path / "traces")) == 3
 
 
 def test_no_table_no_spans(tmp_path: Path) -> None:
@@ -195,6 +211,37 @@ def test_the_queue_is_bounded_and_the_end_has_a_deadline(
     tracing.stop()
     assert target.was_shut_down and 0.3 <= time.monotonic() - began < 2
     assert "spans were dropped: target=T" in caplog.text
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_every_span_is_exported_or_counted_at_the_end(monkeypatch: pytest.MonkeyPatch, returns: bool) -> None:
+    monkeypatch.setattr(export, "FLUSH_SECONDS", 0.1)
+    target = FailingTarget()
+    target.go_on.clear()
+    if not returns:
+        monkeypatch.setattr(target, "shutdown", lambda: None)
+    queue = SpanQueue("T", target)
+    tracing = Tracing([queue])
+    make_spans(1000)
+    tracing.stop()
+    assert (queue.dropped, target.got) == ((1000 - target.got, target.got) if returns else (1000, 0))
+    target.go_on.set()
+
+
+def test_spans_that_were_taken_are_exported_when_others_take_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Emptied(deque[Span]):
+        def popleft(self) -> Span:
+            span = super().popleft()
+            if len(self) == 2:
+                self.clear()
+            return span
+
+    monkeypatch.setattr(export, "deque", Emptied)
+    target = FailingTarget()
+    tracing = Tracing([SpanQueue("T", target)])
+    make_spans(5)
+    tracing.stop()
+    assert target.got == 3
 
 
 def test_a_file_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

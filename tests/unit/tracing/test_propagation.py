@@ -22,7 +22,7 @@ from fourfold.tracing.propagation import (
 from fourfold.tracing.spans import Span, SpanContext, Spans, part_of_work
 
 GIVEN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"  # the example of W3C Trace Context
-CONTEXT = SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
+CONTEXT = SpanContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def ended() -> Iterator[list[Span]]:
 def test_a_traceparent_is_read_and_written() -> None:
     assert parse_traceparent(GIVEN) == CONTEXT
     assert format_traceparent(CONTEXT) == GIVEN
-    assert parse_traceparent(format_traceparent(SpanContext(1, 2))) == SpanContext(1, 2)
 
 
 def test_opentelemetry_reads_it_too() -> None:
     found = TraceContextTextMapPropagator().extract({TRACEPARENT: format_traceparent(CONTEXT)})
     context = trace.get_current_span(found).get_span_context()
-    assert (context.trace_id, context.span_id, context.trace_flags.sampled) == (*CONTEXT, True)
+    assert (hex(context.trace_id), hex(context.span_id)) == ("0xaf7651916cd43dd8448eb211c80319c", "0xb7ad6b7169203331")
+    assert context.trace_flags.sampled
 
 
 def test_a_later_version_may_have_more() -> None:
@@ -140,10 +140,9 @@ def test_nothing_is_made_while_tracing_is_off() -> None:
 def test_an_agent_that_uses_opentelemetry_passes_its_own_span_on() -> None:
     tracer = TracerProvider().get_tracer("agent")
     with tracer.start_as_current_span("turn") as span:
+        own: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(own)
         metadata = dict(outgoing() or ())
-        assert metadata == {
-            TRACEPARENT: format_traceparent(
-                SpanContext(span.get_span_context().trace_id, span.get_span_context().span_id)
-            )
-        }
+        assert metadata == {TRACEPARENT: f"{own[TRACEPARENT][:-2]}01"}  # its flags have another bit, too
+        assert f"{span.get_span_context().span_id:016x}" in metadata[TRACEPARENT]
     assert outgoing() is None

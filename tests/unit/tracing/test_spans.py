@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +37,14 @@ def test_each_sample_has_a_child_in_its_own_trace(ended: list[Span]) -> None:
     assert all(span.start_time <= span.end_time and span.error is None for span in ended)
 
 
+def test_spans_with_the_same_attributes_get_further_ones_apart(ended: list[Span]) -> None:
+    given = {"a": 1}
+    with work(2).child("inner", attributes=given) as inner:
+        inner.end(0, {"b": 2})
+        inner.set({"c": 3})
+    assert [span.attributes for span in ended] == [{"a": 1, "b": 2}, {"a": 1, "c": 3}] and given == {"a": 1}
+
+
 def test_a_sample_may_end_before_the_others(ended: list[Span]) -> None:
     with work(3) as outer:
         outer.end(1, {"tokens": 3})
@@ -65,6 +75,17 @@ async def test_tasks_have_the_spans_of_the_work_that_began_them(ended: list[Span
 
 
 def test_ids_are_new_and_not_0() -> None:
-    contexts = [Span("x", None).context for _ in range(50)]
-    assert len({c.trace_id for c in contexts}) == len({c.span_id for c in contexts}) == 50
-    assert all(0 < c.trace_id < 1 << 128 and 0 < c.span_id < 1 << 64 for c in contexts)
+    contexts = [Span("x", None).context for _ in range(500)]
+    assert len({c.trace_id for c in contexts}) == len({c.span_id for c in contexts}) == 500
+    assert all(len(c.trace_id) == 32 and len(c.span_id) == 16 for c in contexts)
+    assert all(int(digits, 16) > 0 for c in contexts for digits in c)
+
+
+def test_a_forked_process_has_other_ids() -> None:
+    code = (
+        "import os; from fourfold.tracing.spans import Span; Span('x', None); child = os.fork(); "
+        "os.write(1, (Span('x', None).context.span_id + ' ').encode()); child and os.waitpid(child, 0)"
+    )
+    # In a process without other threads: Python 3.12 warns of a fork beside them.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert len(set(done.stdout.split())) == 2

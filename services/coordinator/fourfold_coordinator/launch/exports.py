@@ -21,11 +21,21 @@ from fourfold.host.process import Command, Supervisor
 from fourfold.trainer.client import TrainerClient
 
 from ..state.ledger import read_evals
-from .run_folder import CONFIG_FILE, COORDINATOR_LOCK, LEDGER_FILE, MODEL_FOLDER, REPORT_FILE, RUN_LOCK, is_locked
+from .fleet import READY_SECONDS
+from .run_folder import (
+    CONFIG_FILE,
+    COORDINATOR_LOCK,
+    LEDGER_FILE,
+    MODEL_FOLDER,
+    REPORT_FILE,
+    RUN_LOCK,
+    STEP_FOLDER,
+    is_locked,
+    locked,
+)
 
 _CHECKPOINTS: Final = "checkpoints"
 _TRAINER: Final = "trainer-0"
-_START_SECONDS: Final = 960.0  # as the launcher waits for services
 
 
 class Weights(NamedTuple):
@@ -70,7 +80,7 @@ def find_weights(run_dir: Path, wanted: str) -> Weights:
 def all_weights(run_dir: Path) -> dict[int, Weights]:
     """Return the weights that a run has on disk, by step."""
     found = {step: Weights(step, None) for step, _ in _folders(run_dir / _CHECKPOINTS, "step-")}
-    found |= {step: Weights(step, path) for step, path in _folders(run_dir, f"{MODEL_FOLDER}-step-")}
+    found |= {step: Weights(step, path) for step, path in _folders(run_dir, STEP_FOLDER)}
     try:
         last = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))["steps"]
     except (OSError, ValueError, KeyError, TypeError):  # not finished
@@ -120,12 +130,13 @@ def export_checkpoint(config: Config, run_dir: Path, step: int, gpus: Sequence[s
         )
     argv = [sys.executable, "-m", "fourfold", "serve", "trainer", str(run_dir / CONFIG_FILE)]
     argv += ["--member-id", _TRAINER, "--run-dir", str(run_dir)]
-    supervisor.start(Command(name=_TRAINER, argv=tuple(argv), env=gpu_environment(gpus)))
-    try:
-        target = supervisor.wait_ready([_TRAINER], timeout_seconds=_START_SECONDS)[_TRAINER]
-        timeout = config.trainer.step_timeout_seconds
-        with TrainerClient(target, certs=config.security.directory) as trainer:
-            trainer.load_checkpoint(step, timeout=timeout)
-            return Path(trainer.export_model(f"{MODEL_FOLDER}-step-{step}", timeout=timeout))
-    finally:
-        supervisor.stop()
+    with locked(run_dir / RUN_LOCK, "`fourfold eval`"):  # the run is neither continued nor deleted meanwhile
+        supervisor.start(Command(name=_TRAINER, argv=tuple(argv), env=gpu_environment(gpus)))
+        try:
+            target = supervisor.wait_ready([_TRAINER], timeout_seconds=READY_SECONDS)[_TRAINER]
+            timeout = config.trainer.step_timeout_seconds
+            with TrainerClient(target, certs=config.security.directory) as trainer:
+                trainer.load_checkpoint(step, timeout=timeout)
+                return Path(trainer.export_model(f"{STEP_FOLDER}{step}", timeout=timeout))
+        finally:
+            supervisor.stop()

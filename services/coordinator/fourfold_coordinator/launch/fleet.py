@@ -33,11 +33,12 @@ from .placement import split_trainer
 from .run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE
 
 COORDINATOR: Final = "coordinator-0"
-_ONLY_TRAINING: Final = ("trainer", "reference")
+TRAINING_ROLES: Final = ("trainer", "reference")
+"""Roles that only training needs: an evaluation neither starts these services nor waits for them."""
 _COORDINATOR_START_SECONDS: Final = 120.0
 # The coordinator itself gives up after 900 s without its services, and names those that are missing. This limit is for
 # a coordinator that hangs.
-_READY_SECONDS: Final = 960.0
+READY_SECONDS: Final = 960.0
 # Between restarts of a trainer that lacks the ranks of a lost node. It waits for them itself, unless it fails at once.
 _PART_LOST_SECONDS: Final = 5.0
 
@@ -103,7 +104,7 @@ def services_of(config: Config, *, manual: bool = False, evaluate: bool = False)
         for name in (f"{prefix}-{index}" for index in range(replicas or 1))
     ]
     if evaluate:
-        services = [service for service in services if service.role not in _ONLY_TRAINING]
+        services = [service for service in services if service.role not in TRAINING_ROLES]
         used = sorted({index for service in services for index in service.place})
         return [dataclasses.replace(s, place=tuple(used.index(index) for index in s.place)) for s in services]
     nodes = config.placement.trainer_nodes
@@ -221,7 +222,7 @@ class Fleet:
         self._listen = join_target(split_target(self._listen)[0], split_target(self.address)[1])
         for slot in self._slots.values():
             self._launch(slot)
-        self._deadline = self._clock.monotonic() + max(_READY_SECONDS, 2 * self.config.retry.service_wait_seconds)
+        self._deadline = self._clock.monotonic() + max(READY_SECONDS, 2 * self.config.retry.service_wait_seconds)
 
     def _on_deadline(self) -> RunOutcome | None:
         if not self.address:

@@ -121,7 +121,7 @@ def locked(file: Path, holder: str) -> Iterator[None]:
     """
     with file.open("w") as lock:
         end = time.monotonic() + _PROBE_SECONDS
-        while not _try_lock(lock):
+        while not _try_lock(lock, fcntl.LOCK_EX):
             if time.monotonic() >= end:
                 raise ConfigError(f"{file.parent}: another {holder} uses this folder; stop it first")
             time.sleep(_PROBE_SECONDS / 10)
@@ -132,14 +132,14 @@ def is_locked(file: Path) -> bool:
     """Return whether a process of this machine holds the lock on a file."""
     try:
         with file.open() as lock:
-            return not _try_lock(lock)
+            return not _try_lock(lock, fcntl.LOCK_SH)  # NFS refuses LOCK_EX on a file that is open for reading
     except OSError:  # there is no such file
         return False
 
 
-def _try_lock(file: IO[str]) -> bool:
+def _try_lock(file: IO[str], kind: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

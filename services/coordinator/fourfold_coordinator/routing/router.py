@@ -138,6 +138,7 @@ class Router:
         on_wait: Callable[[str], None] = lambda _what: None,
         faults: FaultLog | None = None,
         timeline: Timeline | None = None,
+        traces: SampleTraces | None = None,
     ) -> None:
         """Follow the members of a registry.
 
@@ -147,7 +148,7 @@ class Router:
         self.clock, self.tokenizer_sha256, self.on_wait = registry.clock, registry.tokenizer_sha256, on_wait
         self.wait_seconds, self._wait = wait_seconds, WaitLimit(wait_seconds)
         self.faults, self.timeline = faults or FaultLog(), timeline or Timeline(registry.clock)
-        self.traces = SampleTraces()  # of no sample, until a run replaces it
+        self.traces = traces or SampleTraces()
         self.tokens = TokenCounts()
         self._registry, self._open_channel = registry, open_channel
         self._replicas: dict[str, Replica] = {}  # by member_id

@@ -30,7 +30,7 @@ _RESTART_SECONDS: Final = (1.0, 5.0, 30.0, 120.0)
 _INDEXED_BYTES: Final = 8 << 20
 _INDEX_SECONDS: Final = 5.0
 _FINISH_SECONDS: Final = 20.0
-"""Longest time for which the end of a run waits for these processes."""
+"""Time that a process has at the end of a run to send the rest."""
 _REAP_SECONDS: Final = 5.0
 
 
@@ -56,7 +56,10 @@ class SinkProcesses:
             self._ended.set()
 
     async def finish(self) -> None:
-        """Let the processes send the rest; return when they have, or the time for that is over."""
+        """Let the processes send the rest and end; return when they have, after at most 30 s.
+
+        A process that is not done after 20 s is killed.
+        """
         self._ending.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_SECONDS + 2 * _REAP_SECONDS):

@@ -21,7 +21,7 @@ from fourfold.tracing.propagation import MAX_TRACES
 from fourfold.tracing.spans import NONE, Attributes, Span, Spans, Value, enabled
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
-from .ledger import BY_DESIGN, SampleState
+from .ledger import BY_DESIGN, Ledger, SampleState
 
 GENERATE: Final = "fourfold.rollout.v1.RolloutService/Generate"
 SCORE: Final = "fourfold.reward.v1.RewardService/Score"
@@ -42,7 +42,7 @@ _ID_RANGE: Final = 1 << 64
 class _SampleTrace:
     """The trace of one sample: its root, and the span of the state that it is in."""
 
-    def __init__(self, sample_id: str, trace_id: int) -> None:
+    def __init__(self, sample_id: str, trace_id: str) -> None:
         attributes = {"fourfold.sample_id": sample_id, "fourfold.group_id": group_of(sample_id)}
         self.root = Span("sample", None, attributes=attributes, trace_id=trace_id)
         self.state = SampleState.ISSUED
@@ -62,10 +62,14 @@ class _SampleTrace:
 class SampleTraces:
     """The traces of the samples between their issue and their end. Used on one event loop."""
 
-    def __init__(self, run_id: str = "", *, ratio: float = 0.0) -> None:
-        """Trace this share of the samples of a run, if the process makes spans."""
-        self._run_id, self._limit = run_id, int(ratio * _ID_RANGE) if enabled() else 0
+    def __init__(self, *, ratio: float = 0.0) -> None:
+        """Trace this share of the samples, if the process makes spans; none before `follow`."""
+        self._run_id, self._limit = "", int(ratio * _ID_RANGE) if enabled() else 0
         self._open: dict[str, _SampleTrace] = {}  # by sample id
+
+    def follow(self, ledger: Ledger, run_id: str) -> None:
+        """Trace the samples of a run as its ledger issues and moves them."""
+        self._run_id, ledger.on_issue, ledger.on_move = run_id, self.issue, self.move
 
     # -- the life of a sample ---------------------------------------------------------------------------------------
 
@@ -74,8 +78,8 @@ class SampleTraces:
         if not self._limit:
             return
         for sample_id in sample_ids:
-            trace_id = int.from_bytes(hashlib.sha256(f"{self._run_id}/{sample_id}".encode()).digest()[:16])
-            if trace_id % _ID_RANGE < self._limit:  # as OpenTelemetry's TraceIdRatioBased
+            trace_id = hashlib.sha256(f"{self._run_id}/{sample_id}".encode()).hexdigest()[:32]
+            if int(trace_id[16:], 16) < self._limit:  # as OpenTelemetry's TraceIdRatioBased
                 self._open[sample_id] = _SampleTrace(sample_id, trace_id)
 
     def move(self, sample_ids: Sequence[str], state: SampleState, reason: str) -> None:

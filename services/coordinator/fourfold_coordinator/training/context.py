@@ -9,10 +9,12 @@ from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..data.prompts import PromptSet
+from ..launch.fleet import TRAINING_ROLES
 from ..reporting.run_totals import RunTotals
 from ..rewards.scorers import ScorerTable
 from ..rewards.shadows import Shadows
 from ..routing.membership import CertificateMonitor
+from ..routing.registry import ROLE_NAMES
 from ..routing.router import Router
 from ..routing.trainer_session import TrainerSession
 from ..state.experiences import ExperienceStore
@@ -58,8 +60,11 @@ class RunContext:
             run_all=self.session.run_all,
         )
 
-    def required_services(self) -> dict[int, int]:
-        """Return the number of services of each role that the recipe asks for; 1 for those that users start."""
+    def required_services(self, *, evaluate: bool = False) -> dict[int, int]:
+        """Return the number of services of each role that the recipe asks for; 1 for those that users start.
+
+        With `evaluate`, leave out those that only training needs.
+        """
         counts: dict[int, int] = {
             Role.ROLE_TRAINER: 1,
             Role.ROLE_ROLLOUT: self.config.rollout_replicas,
@@ -72,4 +77,4 @@ class RunContext:
             counts[Role.ROLE_ENVIRONMENT] = self.config.environment.replicas
         if self.config.needs_reference:
             counts[Role.ROLE_REFERENCE] = max(self.config.reference.replicas, 1)
-        return counts
+        return {role: n for role, n in counts.items() if not (evaluate and ROLE_NAMES[role] in TRAINING_ROLES)}

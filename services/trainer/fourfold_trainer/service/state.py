@@ -294,8 +294,8 @@ class TrainerCore:
     def export(self, name: str, *, ema: bool = False, critic: bool = False) -> Path:
         """Write the weights, their average, or the critic, as a folder into the run's folder; return its path."""
         target = (self._run_dir / name).absolute()
-        if name in ("checkpoints", "logs", "traces"):
-            raise InvalidInput(f"name {name!r} is the run's own folder; choose another one, such as `model`")
+        if target.exists() and not any(target.glob("*.safetensors")):
+            raise InvalidInput(f"name {name!r}: {target} has no model that may be replaced; choose another name")
         if ema and not self.config.trainer.ema_decay:
             raise WrongState(
                 "trainer.ema_decay = 0, so no average is kept; set it, such as 0.99, or export without ema"

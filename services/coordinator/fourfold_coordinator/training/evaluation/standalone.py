@@ -22,7 +22,6 @@ from typing import Any
 
 from fourfold.answers import final_answer
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
-from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.model.tokenizer import Tokenizer
 
 from ...launch.run_folder import ANSWERS_FILE, EVALUATION_FILE, HARNESS_FILE
@@ -35,8 +34,6 @@ from .evaluator import AnsweredSet
 
 log = logging.getLogger("fourfold.coordinator")
 
-_NOT_ASKED = (Role.ROLE_TRAINER, Role.ROLE_REFERENCE)
-
 
 class StandaloneEvaluation:
     """One evaluation of the model that the engines have loaded."""
@@ -48,8 +45,7 @@ class StandaloneEvaluation:
     async def run(self) -> None:
         """Wait for the services, sample and score all answers, and write the files. Raises ServiceMissing."""
         context, board = self._context, self._context.board
-        needed = {role: count for role, count in context.required_services().items() if role not in _NOT_ASKED}
-        await context.router.wait_for(needed, seconds=context.start_seconds)
+        await context.router.wait_for(context.required_services(evaluate=True), seconds=context.start_seconds)
         board.mark_started()
         board.set_phase(run_pb.RUN_PHASE_EVALUATING)
         context.tasks.begin()

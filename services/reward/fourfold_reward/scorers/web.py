@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import ipaddress
 import json
 import time
 import urllib.request
@@ -17,6 +16,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
+from fourfold.address import is_loopback
 from fourfold.errors import ConfigError
 from fourfold.text import clean, public_url
 
@@ -166,16 +166,9 @@ class JsonClient:
 
 def _proxy_for(scheme: str, host: str) -> str | None:
     """Return the proxy of the environment for a host; never one for this machine."""
-    if host == "localhost" or host.endswith(".localhost") or _is_loopback(host) or urllib.request.proxy_bypass(host):
+    if is_loopback(host) or host.endswith(".localhost") or urllib.request.proxy_bypass(host):
         return None
     return urllib.request.getproxies().get(scheme)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _seconds(retry_after: str) -> float:

@@ -44,10 +44,12 @@ DUAL_CLIP_FRACTION: Final = "policy/dual_clip_fraction"
 RATIO_MEAN: Final = "policy/ratio_mean"
 RATIO_MIN: Final = "policy/ratio_min"
 RATIO_MAX: Final = "policy/ratio_max"
+LOGPROB_NOISE: Final = "policy/logprob_noise"
 ENTROPY: Final = "policy/entropy"
 KL_LOSS: Final = "kl/loss"
 REFERENCE_KL: Final = "kl/ref"
 REWARD_KL: Final = "kl/reward"
+KL_CLAMPED: Final = "kl/clamped_fraction"
 KL_COEF: Final = "kl/coef"
 ADVANTAGE_MEAN: Final = "advantage/mean"
 ADVANTAGE_STD: Final = "advantage/std"
@@ -184,10 +186,13 @@ METRICS: Final[dict[str, str]] = {
     RATIO_MEAN: "mean importance ratio (current to old policy) of trained tokens",
     RATIO_MIN: "smallest importance ratio of a trained token",
     RATIO_MAX: "largest importance ratio of a trained token",
+    LOGPROB_NOISE: "nats: largest |current - old log-probability| of a token in the first update, before any weight "
+    "has changed: rounding alone; absent with one update a step, where old is current",
     ENTROPY: "nats: mean entropy of the policy at the sampling temperature, over trained tokens",
     KL_LOSS: "nats: KL term of the loss without its coefficient; mean over the updates of the step",
     REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over trained tokens",
     REWARD_KL: "nats per token: KL estimate that is subtracted from the rewards, without its coefficient",
+    KL_CLAMPED: "fraction of tokens whose KL term of the loss is at its bound, without a gradient",
     KL_COEF: "coefficient of the KL term in this step",
     ADVANTAGE_MEAN: "mean advantage of the trained tokens",
     ADVANTAGE_STD: "standard deviation of the advantages of the trained tokens",

@@ -2,13 +2,13 @@
 
     rank 0, numpy float64, once over the whole batch
         rewards.py       scores -> shaped scores -> the reward R of every token
-        advantages.py    group baselines and recursions over tokens -> the advantage A of every token    (registered)
+        advantages/      group baselines and recursions over tokens -> the advantage A of every token    (registered)
         packed.py        arrays over action tokens: sums to come, whitening
         aggregation.py   lengths -> the weight c of every token in the loss
         state.py         what is kept for the next step
 
     every rank, torch, once per micro-batch
-        losses.py        log-probabilities and A -> the policy loss of every token; the critic's loss    (registered)
+        losses/          log-probabilities and A -> the policy loss of every token; the critic's loss    (registered)
         corrections.py   trainer against engine -> the weight w of a token's policy loss
         kl.py            distance to the reference policy, and the controller of its coefficient
         ratios.py        ratios that stay finite, means over samples

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, assert_never
 if TYPE_CHECKING:
     from fourfold.arrays import Float64Array, Int64Array
 
-Mode = Literal["token-mean", "sequence-mean", "sequence-sum", "constant-length"]
+Mode = Literal["token-mean", "sequence-mean", "sequence-sum", "constant-length", "token-sum"]
 
 FORMULAS: Final[dict[Mode, str]] = {
     "token-mean": "{term} summed over all sampled tokens / their number: every token weighs the same",
@@ -26,6 +26,7 @@ FORMULAS: Final[dict[Mode, str]] = {
     "sequence-sum": "{term} summed over the tokens of each sample, averaged over samples",
     "constant-length": "{term} summed over the tokens of each sample / {length:,} (sampling.max_new_tokens), averaged "
     "over samples",
+    "token-sum": "{term} summed over all sampled tokens, without a divisor: its size grows with the batch",
 }
 
 
@@ -36,6 +37,7 @@ def sample_weights(lengths: Int64Array, *, mode: Mode, constant_length: int) -> 
         sequence-mean    1 / (n_i B')   every sample equal: GRPO, arXiv 2402.03300, eq. 3; GSPO, arXiv 2507.18071, eq. 5
         sequence-sum     1 / B'         long samples count more, by their length: RLOO, arXiv 2402.14740
         constant-length  1 / (L B')     the same with a fixed scale: Dr. GRPO, arXiv 2503.20783
+        token-sum        1              no scale at all: choose a learning rate for it
 
     L is `constant_length`, at least 1; it must not depend on the batch.
     """
@@ -53,6 +55,8 @@ def sample_weights(lengths: Int64Array, *, mode: Mode, constant_length: int) -> 
             weights[alive] = 1 / sample_count
         case "constant-length":
             weights[alive] = 1 / (constant_length * sample_count)
+        case "token-sum":
+            weights[alive] = 1.0
         case _:
             assert_never(mode)
     return weights

@@ -11,13 +11,16 @@ Each token was sampled by the policy, so the mean over tokens estimates KL(polic
     k1    d                1             in the reward; useless as a loss, its expected gradient is 0
     k2    d^2 / 2          d             as a loss: its expected gradient is that of the KL divergence
     k3    e^-d - 1 + d     1 - e^-d      as a loss: at least 0, unbiased in value (GRPO, arXiv 2402.03300, eq. 4)
+
+All three are estimates for samples of the current policy. For those of an older one, o, the estimate is multiplied by
+exp(p - o), whose gradient counts (DeepSeek-V3.2, arXiv 2512.02556): with k3, the slope is then exp(p - o) d.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, assert_never
 
-from fourfold.algorithm.ratios import clamp
+from fourfold.algorithm.ratios import MAX_LOG_RATIO, clamp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,25 +33,37 @@ FORMULAS: Final[dict[Kind, str]] = {
     "k3": "exp(f - {p}) - 1 - (f - {p})",
 }
 
-# Without a bound, one token that is impossible under the reference would outweigh the whole batch.
-_MAX_KL: Final = 10.0
+# k3 grows exponentially where the policy has become less likely than the reference, and one such token would outweigh
+# the whole batch. k1 and k2 grow slowly, and their slope is what leads back to the reference.
+_MAX_K3: Final = 10.0
 MAX_ERROR: Final = 0.2
 """Largest relative change of the adaptive coefficient per horizon."""
 
 
 def estimate(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
-    """Return the estimate of every token, [k]: d clamped to +-20, the value to +-10, gradient 0 outside and in f."""
+    """Return the estimate of every token, [k]: d clamped to +-20, k3 to 10, gradient 0 outside and in f."""
     d = clamp(p - f.detach())
     match kind:
         case "k1":
-            value = d
+            return d
         case "k2":
-            value = d.square() / 2
+            return k2(d)
         case "k3":
-            value = k3(-d)
+            return k3(-d).clamp(max=_MAX_K3)
         case _:
             assert_never(kind)
-    return value.clamp(-_MAX_KL, _MAX_KL)
+
+
+def is_clamped(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
+    """Return for each token whether a bound of `estimate` replaces its value, and stops its gradient; bool [k]."""
+    d = p.detach() - f
+    beyond = d.abs() > MAX_LOG_RATIO
+    return beyond | (k3(-clamp(d)) > _MAX_K3) if kind == "k3" else beyond
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """Return x^2 / 2 for each x."""
+    return log_ratio.square() / 2
 
 
 def k3(log_ratio: Tensor) -> Tensor:

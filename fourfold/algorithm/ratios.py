@@ -22,11 +22,15 @@ def clamp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def segment_sum(values: Tensor, segments: Tensor, segment_count: int, selected: Tensor | None = None) -> Tensor:
+    """Return the sum of a trajectory's values, float64 [s], over its `selected` tokens (None: all); 0 without any."""
+    # float64: the sum of a thousand float32 differences of 1e-4 has few digits, and GSPO clips at 1 +- 3e-4.
+    chosen = (values if selected is None else values.masked_fill(~selected, 0.0)).double()
+    return chosen.new_zeros(segment_count).index_add(0, segments, chosen)
+
+
 def segment_mean(values: Tensor, segments: Tensor, segment_count: int, selected: Tensor | None = None) -> Tensor:
     """Return the mean of a trajectory's values, float64 [s], over its `selected` tokens (None: all); 0 without any."""
-    # float64: the sum of a thousand float32 differences of 1e-4 has few digits, and GSPO clips at 1 +- 3e-4.
-    counted = (values.new_ones(values.shape) if selected is None else selected).double()
-    chosen = (values if selected is None else values.masked_fill(~selected, 0.0)).double()
-    empty = chosen.new_zeros(segment_count)
-    counts = empty.index_add(0, segments, counted).clamp(min=1)
-    return empty.index_add(0, segments, chosen) / counts
+    counted = values.new_ones(values.shape) if selected is None else selected
+    counts = segment_sum(counted, segments, segment_count).clamp(min=1)
+    return segment_sum(values, segments, segment_count, selected) / counts

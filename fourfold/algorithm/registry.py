@@ -51,9 +51,9 @@ class Registry(Generic[D]):
         return definition
 
     def kinds(self) -> list[str]:
-        """Return every kind: those of Fourfold, then those of other distributions by name."""
+        """Return every kind by name: those of Fourfold, then those of other distributions."""
         others = {point.name for point in entry_points(group=self.group)} - self._own.keys()
-        return [*self._own, *sorted(others)]
+        return [*sorted(self._own), *sorted(others)]
 
     def find(self, kind: str) -> type[D]:
         """Return the definition of a kind.

@@ -9,7 +9,7 @@
     outcome  [B]  score after all changes, which the last action receives
 
 The order is: normalisation (state.py), `overlong_penalty`, `stop_properly`, the comparison with other samples
-(advantages.py), and last `token_rewards`:
+(advantages/), and last `token_rewards`:
 
     R_t = - kl_coef * kl_t + stream_t + [t is the sample's last action] * outcome
 """

@@ -1,8 +1,8 @@
 """Defines the algorithm's tables of a recipe. A preset gives every key its value, and a recipe may change any of them.
 
 [algorithm]              preset, aggregation of token losses, whitening, entropy bonus
-[algorithm.advantage]    advantage estimator: `kind` and its keys (fourfold/algorithm/advantages.py)
-[algorithm.loss]         policy loss: `kind` and its keys (fourfold/algorithm/losses.py)
+[algorithm.advantage]    advantage estimator: `kind` and its keys (fourfold/algorithm/advantages/)
+[algorithm.loss]         policy loss: `kind` and its keys (fourfold/algorithm/losses/)
 [algorithm.kl]           distance to the reference policy
 [algorithm.correction]   correction of the logprob mismatch between engine and trainer
 [algorithm.shaping]      changes of a score before it becomes an advantage
@@ -38,6 +38,9 @@ class KlConfig(Table):
     """loss: a term of the loss, computed anew in every update. reward: subtracted from each token's reward."""
     estimator: kl.Kind = "k3"
     """Estimator of the divergence of one token (docs/glossary.md); k2 is half of the squared log-ratio."""
+    importance_weighted: bool = False
+    """Multiply the term of the loss by exp(p - o), so that it stays an estimate for the current policy after updates
+    (DeepSeek-V3.2)."""
     target: float = Field(default=0.0, ge=0)
     """Distance in nats per token to which the coefficient is adapted (arXiv 1909.08593); 0: coef is constant."""
     horizon: int = Field(default=10_000, ge=1)
@@ -49,6 +52,11 @@ class KlConfig(Table):
             raise ValueError(
                 "estimator k1 has no gradient towards the reference when it is a term of the loss; use k2 or k3 "
                 "there, or placement = `reward`"
+            )
+        if self.importance_weighted and not (self.coef and self.placement == "loss"):
+            raise ValueError(
+                "importance_weighted = true weighs a KL term of the loss; set coef above 0 and placement = `loss`, or "
+                "remove it"
             )
         if self.target and not self.coef:
             raise ValueError(
@@ -64,7 +72,8 @@ class CorrectionConfig(Table):
     kind: Literal["none", corrections.Kind] = "none"
     """tis: weight = clip(ratio, low, high). icepop: weight = ratio; a token outside of [low, high] is rejected.
     sequence-mask: a sample is rejected when the geometric mean of its ratios is outside of [low, high].
-    sequence-mask-tis: the same, and the tokens of the other samples are weighted by their ratio."""
+    sequence-mask-tis: the same, and the tokens of the other samples are weighted by their ratio. The formulas of the
+    others are in docs/algorithms.md."""
     low: float = Field(default=0.0, ge=0)
     """Lower bound; the default depends on the kind (`fourfold/algorithm/corrections.py`)."""
     high: float = Field(default=2.0, gt=0)
@@ -99,8 +108,26 @@ class ShapingConfig(Table):
     """In [0, 1]: the score of a truncated sample is multiplied by this. Below 0: its score is set to this."""
     mask_truncated: bool = False
     """Leave truncated samples out of the loss; their scores stay in the group's statistics."""
+    count_masked: bool = False
+    """Count the samples that mask_truncated leaves out, and their tokens, in the divisors of `aggregation`, as in TRL:
+    the loss of the others then weighs less."""
     clip: float = Field(default=0.0, ge=0)
     """Largest absolute value of the shaped score, after the comparison in the group; 0: no limit."""
+    clip_low: float | None = Field(default=None, le=0)
+    """Smallest value of the shaped score, if it is not -clip."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.count_masked and not self.mask_truncated:
+            raise ValueError("count_masked = true counts what mask_truncated leaves out; set mask_truncated, too")
+        if self.clip_low is not None and not self.clip:
+            raise ValueError(f"clip_low = {self.clip_low} is the lower bound of clip = 0, which is no limit; set clip")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Smallest and largest value of the shaped score; None: no limit."""
+        return (-self.clip if self.clip_low is None else self.clip_low, self.clip) if self.clip else None
 
 
 class FilterConfig(Table):
@@ -154,7 +181,7 @@ class AlgorithmConfig(Table):
     @property
     def needs_whole_trajectories(self) -> bool:
         """True if a token's loss depends on its trajectory, whose segments must then fit in one micro-batch."""
-        return not self.loss.token_wise or self.correction.kind in corrections.OF_WHOLE_SAMPLES
+        return not self.loss.token_wise or self.correction.kind not in ("none", *corrections.OF_SINGLE_TOKENS)
 
     @model_validator(mode="before")
     @classmethod

@@ -34,7 +34,7 @@ def algorithm_plan(config: Config) -> list[str]:
 def _legend(config: Config) -> str:
     """Define the log-probabilities of the formulas."""
     names = ["o before the step"]
-    if config.algorithm.correction.kind != "none":
+    if config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag:
         names.append("u in its engine")
     if config.needs_reference:
         names.append("f under the reference")
@@ -56,19 +56,24 @@ def _reward(config: Config) -> str:
         result = f"{shaping.truncated:g} r" if shaping.truncated >= 0 else f"{shaping.truncated:g}"
         steps.append(f"{result} when it was truncated")
     text = f"reward: r = score{''.join(f', then {step}' for step in steps)}."
-    return text + (" Truncated answers are compared with, but not trained on." if shaping.mask_truncated else "")
+    if shaping.mask_truncated:
+        text += " Truncated answers are compared with, but not trained on"
+        text += "; they count in the divisors of the loss." if shaping.count_masked else "."
+    return text
 
 
 def _advantage(algorithm: AlgorithmConfig) -> str:
-    clip, estimator = algorithm.shaping.clip, algorithm.advantage
-    bounded = f" clipped to [{-clip:g}, {clip:g}]" if clip else ""
+    bounds, estimator = algorithm.shaping.bounds, algorithm.advantage
+    bounded = f" clipped to [{bounds[0]:g}, {bounds[1]:g}]" if bounds else ""
     penalty = _kl_term(algorithm.kl, "o") if algorithm.kl.coef and algorithm.kl.placement == "reward" else ""
     text = estimator.formula()
     if estimator.per_token:
         text += f"; R = r{bounded} on the last token, 0 elsewhere" + (f", less {penalty} on each" if penalty else "")
     else:
         text += f";{bounded}" if bounded else ""
-        if penalty:
+        if penalty and estimator.compares_kl:
+            text = f"A = {text}; r is the score less {penalty} summed over the tokens of the sample"
+        elif penalty:
             text = f"A_t = a - sum of {penalty} over the tokens from t on; a = {text}"
         else:
             text = f"A = {text}; the same for each token of a {'turn' if estimator.compares_turns else 'sample'}"
@@ -90,7 +95,8 @@ def _total(config: Config) -> str:
     algorithm = config.algorithm
     terms = ["l" if algorithm.correction.kind == "none" else "w l"]
     if algorithm.kl.coef and algorithm.kl.placement == "loss":
-        terms.append(f"+ {_kl_term(algorithm.kl, 'p')}")
+        weight = " exp(p - o)" if algorithm.kl.importance_weighted else ""
+        terms.append(f"+ {_kl_term(algorithm.kl, 'p')}{weight}")
     if algorithm.entropy_coef:
         terms.append(f"- {algorithm.entropy_coef:g} entropy")
     text = aggregation.FORMULAS[algorithm.aggregation].format(

@@ -10,6 +10,7 @@ service/ and train_step.py use `TrainerEngine` alone and are tested with a fake.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 from torch import Tensor
 
+from fourfold import metrics
 from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.router import Routers
@@ -69,6 +71,11 @@ class UpdateSums:
     # Of a comparison, the same on all ranks: dot product of the kept gradient and this one, squared norms of the two.
     # Empty: none was compared, or one was not finite.
     products: list[float] = field(default_factory=list)
+
+    def largest_log_ratio(self) -> float | None:
+        """Return the largest |current - old log-probability| of a token in nats; None without a finite one."""
+        ratios = self.lowest.get(metrics.RATIO_MIN, 0.0), self.highest.get(metrics.RATIO_MAX, math.inf)
+        return max(abs(math.log(ratio)) for ratio in ratios) if 0 < min(ratios) <= max(ratios) < math.inf else None
 
     def add(self, other: UpdateSums) -> None:
         """Add the sums of another rank or another optimizer step, except what is the same on all ranks.

@@ -28,6 +28,7 @@ def test_weights_by_hand() -> None:
     assert weights(lengths, "sequence-mean") == [1 / (2 * 2), 0, 1 / (6 * 2)]
     assert weights(lengths, "sequence-sum") == [1 / 2, 0, 1 / 2]
     assert weights(lengths, "constant-length") == [1 / (10 * 2), 0, 1 / (10 * 2)]
+    assert weights(lengths, "token-sum") == [1, 0, 1]
 
 
 def test_only_the_constant_length_mode_reads_the_constant() -> None:
@@ -46,7 +47,13 @@ def test_the_weights_of_all_tokens_sum_to_what_the_mode_means(seed: int) -> None
         for mode in MODES
     }
     assert sums == pytest.approx(
-        {"token-mean": 1, "sequence-mean": 1, "sequence-sum": tokens / alive, "constant-length": tokens / (10 * alive)}
+        {
+            "token-mean": 1,
+            "sequence-mean": 1,
+            "sequence-sum": tokens / alive,
+            "constant-length": tokens / (10 * alive),
+            "token-sum": tokens,
+        }
     )
 
 

@@ -13,6 +13,10 @@ from fourfold.algorithm.corrections import Correction, Kind, correct
 
 F64 = torch.float64
 KINDS: tuple[Kind, ...] = get_args(Kind)
+# Those that bound a ratio on both sides, and reject what is outside of it.
+MASKS: tuple[Kind, ...] = (
+    "icepop", "sequence-mask", "sequence-mask-tis", "sequence-sum-mask", "sequence-sum-mask-tis"
+)  # fmt: skip
 INF = math.inf
 
 
@@ -24,12 +28,14 @@ def corrected(
     high: float = 2.0,
     segments: list[int] | None = None,
     dtype: torch.dtype = F64,
+    advantages: list[float] | None = None,
 ) -> Correction:
-    """Correct tokens whose o - u is as given; u is -1, and o is exact."""
+    """Correct tokens whose o - u is as given; u is -1, o is exact, p is o, and A is -1 unless it is given."""
     d = torch.tensor(differences, dtype=dtype)
     places = torch.tensor([0] * len(d) if segments is None else segments, dtype=torch.int64)
     u = torch.full_like(d, -1.0)
-    return correct(u + d, u, places, 4, kind=kind, low=low, high=high)
+    signs = torch.tensor([-1.0] * len(d) if advantages is None else advantages)
+    return correct(u + d, u, places, 4, kind=kind, low=low, high=high, current=u + d, advantages=signs)
 
 
 def near(values: list[float]) -> object:
@@ -84,7 +90,7 @@ def test_a_masked_sequence_keeps_its_token_ratios_unbounded() -> None:
 def test_bounds_of_a_mask_need_not_be_reciprocal() -> None:
     # e^d is compared, not e^-d: 1.5 is within [0.9, 2] although 1 / 1.5 is not, and 0.6 is not
     d = [math.log(1.5), math.log(0.6)]
-    for kind in KINDS[1:]:
+    for kind in MASKS:
         result = corrected(d, kind=kind, low=0.9, high=2.0, segments=[0, 1])
         assert result.rejected.tolist() == [False, True]
 
@@ -100,10 +106,12 @@ def test_equal_log_probabilities_need_no_correction(kind: Kind) -> None:
 @pytest.mark.parametrize("extreme", [100.0, -100.0, -INF])
 def test_an_extreme_ratio_is_cut_or_exactly_zero(extreme: float, dtype: torch.dtype) -> None:
     # In float32 exp(100) is infinite, and infinity times a mask of 0 is NaN.
-    kept = corrected([extreme, 0.0], kind="tis", segments=[0, 1], dtype=dtype)
-    assert kept.weights.tolist() == [2.0 if extreme > 0 else 0.5, 1.0]
-    assert not kept.rejected.any()
-    for kind in KINDS[1:]:
+    for kind in ("tis", "sequence-tis", "geometric-tis"):
+        kept = corrected([extreme, 0.0], kind=kind, segments=[0, 1], dtype=dtype)
+        assert kept.weights.tolist() == [2.0 if extreme > 0 else 0.5, 1.0]
+        assert kept.truncated.tolist() == [True, False]
+        assert not kept.rejected.any()
+    for kind in (*MASKS, "token-k3-mask", "sequence-k2-mask", "sequence-k3-mask"):
         cut = corrected([extreme, 0.0], kind=kind, segments=[0, 1], dtype=dtype)
         assert cut.weights.tolist() == [0.0, 1.0]
         assert cut.rejected.tolist() == [True, False]
@@ -112,32 +120,51 @@ def test_an_extreme_ratio_is_cut_or_exactly_zero(extreme: float, dtype: torch.dt
 @pytest.mark.parametrize("kind", KINDS)
 def test_ratios_without_bounds_end_at_twenty_nats(kind: Kind) -> None:
     result = corrected([30.0, -30.0], kind=kind, low=0.0, high=INF, segments=[0, 1])
-    assert result.weights.tolist() == near([1, 1] if kind == "sequence-mask" else [math.exp(20), math.exp(-20)])
+    weighs = kind == "icepop" or kind.endswith("tis")
+    assert result.weights.tolist() == near([math.exp(20), math.exp(-20)] if weighs else [1, 1])
     assert not result.rejected.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("unknown", [-INF, INF, math.nan])
 def test_a_token_the_engine_cannot_vouch_for_is_rejected_alone(kind: Kind, unknown: float) -> None:
-    # Its sample stays, and is judged by the mean over the two others, log(1.5) / 2: just inside of the first bound,
-    # just outside of the second.
-    o = torch.tensor([-1.0, -1.0 + math.log(1.5), -1.0, -1.0, -1.0], dtype=F64)
+    # Its sample stays, and is judged without it: as if the token were not there.
+    segments, d = [0, 0, 0, 1, 2], [0.0, math.log(1.5), 0.0, 0.0, 0.0]
     u = torch.tensor([-1.0, -1.0, unknown, unknown, -1.0], dtype=F64)
-    high = 1.6 if kind in ("tis", "icepop") else math.sqrt(1.5) * 1.001
-    result = correct(o, u, torch.tensor([0, 0, 0, 1, 2]), 3, kind=kind, low=0.5, high=high)
+    o = -1.0 + torch.tensor(d, dtype=F64)
+    bounds = {"kind": kind, "low": 0.5, "high": 1.6}
+    result = correct(o, u, torch.tensor(segments), 3, current=o, advantages=-torch.ones(5), **bounds)  # type: ignore[arg-type]
+    alone = corrected([d[0], d[1], d[4]], segments=[0, 0, 2], **bounds)  # type: ignore[arg-type]
     assert result.rejected.tolist() == [False, False, True, True, False]
-    second = 1.0 if kind == "sequence-mask" else 1.5
-    assert result.weights.tolist() == near([1, second, 0, 0, 1])
-    if kind.startswith("sequence"):
-        tight = math.sqrt(1.5) * 0.999
-        result = correct(o, u, torch.tensor([0, 0, 0, 1, 2]), 3, kind=kind, low=0.5, high=tight)
-        assert result.rejected.tolist() == [True, True, True, True, False]
+    assert result.weights.tolist() == near([*alone.weights.tolist()[:2], 0, 0, alone.weights.tolist()[2]])
+    if kind in ("sequence-mask", "sequence-mask-tis"):  # the mean over the two others is log(1.5) / 2
+        for factor, rejected in ((1.001, False), (0.999, True)):
+            result = correct(
+                o, u, torch.tensor(segments), 3, kind=kind, low=0.5, high=math.sqrt(1.5) * factor, current=o,
+                advantages=-torch.ones(5),
+            )  # fmt: skip
+            assert result.rejected.tolist() == [rejected, rejected, True, True, False]
+
+
+def test_the_off_policy_mask_rejects_bad_samples_that_became_unlikely() -> None:
+    # exp(mean of p - u): sample 0 0.5, sample 1 0.7; only A < 0 is rejected, and o is not read
+    u, current = torch.full((4,), -1.0, dtype=F64), torch.tensor([0.4, 0.625, 0.7, 0.7], dtype=F64).log() - 1
+    advantages = torch.tensor([-1.0, 2.0, -1.0, 0.0])
+    result = correct(
+        torch.full((4,), -9.0, dtype=F64), u, torch.tensor([0, 0, 1, 1]), 2, kind="off-policy-mask", low=0.6, high=1.0,
+        current=current, advantages=advantages,
+    )  # fmt: skip
+    assert result.rejected.tolist() == [True, False, False, False]
+    assert result.weights.tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_impossible_for_both_are_rejected(kind: Kind) -> None:
     impossible = torch.tensor([-INF, -1.0])
-    result = correct(impossible, impossible, torch.tensor([0, 1]), 2, kind=kind, low=0.5, high=2.0)
+    result = correct(
+        impossible, impossible, torch.tensor([0, 1]), 2, kind=kind, low=0.5, high=2.0, current=impossible,
+        advantages=torch.tensor([-1.0, -1.0]),
+    )  # fmt: skip
     assert result.weights.tolist() == [0, 1]
     assert result.rejected.tolist() == [True, False]
 
@@ -146,7 +173,9 @@ def test_tokens_impossible_for_both_are_rejected(kind: Kind) -> None:
 def test_a_correction_has_no_gradient(kind: Kind) -> None:
     o = torch.tensor([-1.0, -2.0], requires_grad=True)
     u = torch.tensor([-1.1, -1.9], requires_grad=True)
-    result = correct(o, u, torch.tensor([0, 0]), 1, kind=kind, low=0.5, high=2.0)
+    result = correct(
+        o, u, torch.tensor([0, 0]), 1, kind=kind, low=0.5, high=2.0, current=o.detach(), advantages=-torch.ones(2)
+    )  # fmt: skip
     assert not result.weights.requires_grad
     assert result.weights.dtype == torch.float32
     assert result.rejected.dtype == torch.bool
@@ -159,18 +188,28 @@ def test_no_tokens_no_correction(kind: Kind) -> None:
 
 
 def plain(d: list[float], segments: list[int], kind: Kind, low: float, high: float) -> list[float]:
-    """Return the weights by the table of kinds, one token at a time."""
+    """Return the weights by the table of kinds, one token at a time; p is o, and A < 0."""
     weights = []
-    for difference, segment in zip(d, segments, strict=True):
-        own = [x for x, s in zip(d, segments, strict=True) if s == segment]
-        judged = math.exp(difference if kind == "icepop" else math.fsum(own) / len(own))
-        ratio = math.exp(difference)
-        if kind == "tis":
-            weights.append(min(max(ratio, low), high))
-        elif not low <= judged <= high:
-            weights.append(0.0)
-        else:
-            weights.append(1.0 if kind == "sequence-mask" else ratio)
+    for x, segment in zip(d, segments, strict=True):
+        own = [y for y, s in zip(d, segments, strict=True) if s == segment]
+        total, mean, ratio = math.fsum(own), math.fsum(own) / len(own), math.exp(x)
+        mean_k2 = math.fsum(y * y / 2 for y in own) / len(own)
+        mean_k3 = math.fsum(math.exp(y) - 1 - y for y in own) / len(own)
+        weight, accepted = {
+            "tis": (min(max(ratio, low), high), True),
+            "icepop": (ratio, low <= ratio <= high),
+            "token-k3-mask": (1.0, math.exp(x) - 1 - x <= high),
+            "sequence-tis": (min(max(math.exp(total), low), high), True),
+            "geometric-tis": (min(max(math.exp(mean), low), high), True),
+            "sequence-mask": (1.0, low <= math.exp(mean) <= high),
+            "sequence-mask-tis": (ratio, low <= math.exp(mean) <= high),
+            "sequence-sum-mask": (1.0, low <= math.exp(total) <= high),
+            "sequence-sum-mask-tis": (math.exp(total), low <= math.exp(total) <= high),
+            "sequence-k2-mask": (1.0, mean_k2 <= high),
+            "sequence-k3-mask": (1.0, mean_k3 <= high),
+            "off-policy-mask": (1.0, low <= math.exp(mean)),
+        }[kind]
+        weights.append(weight if accepted else 0.0)
     return weights
 
 
@@ -178,11 +217,13 @@ def plain(d: list[float], segments: list[int], kind: Kind, low: float, high: flo
 @pytest.mark.parametrize("seed", range(10))
 def test_random_batches_follow_the_table(kind: Kind, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    segments = torch.randint(0, 4, (30,), generator=generator).tolist()
-    d: Tensor = 0.8 * torch.randn(30, generator=generator, dtype=F64)
-    d[torch.tensor(segments) == 1] += 0.5
+    segments = torch.randint(0, 12, (30,), generator=generator)
+    d: Tensor = 0.5 * torch.randn(30, generator=generator, dtype=F64)
+    d[segments == 1] += 0.5
     u = -torch.rand(30, generator=generator, dtype=F64)
-    result = correct(u + d, u, torch.tensor(segments), 4, kind=kind, low=0.7, high=1.4)
-    by_hand = plain(d.tolist(), segments, kind, 0.7, 1.4)
+    low, high = (0.0, 0.1) if "k2" in kind or "k3" in kind else (0.7, 1.4)
+    result = correct(u + d, u, segments, 12, kind=kind, low=low, high=high, current=u + d, advantages=-torch.ones(30))
+    by_hand = plain(d.tolist(), segments.tolist(), kind, low, high)
     assert result.weights.tolist() == near(by_hand)
     assert result.rejected.tolist() == [weight == 0 for weight in by_hand]
+    assert len({weight == 0 for weight in by_hand}) == (1 if kind in ("tis", "sequence-tis", "geometric-tis") else 2)

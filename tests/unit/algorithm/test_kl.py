@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold.algorithm.kl import Kind, adapted_coef, estimate, k3
+from fourfold.algorithm.kl import Kind, adapted_coef, estimate, is_clamped, k3
 
 F64 = torch.float64
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -34,21 +34,40 @@ def test_the_estimates_and_their_gradients(d: float) -> None:
         assert slopes(result, p) == pytest.approx([slope], rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("d", [11.0, 25.0, 100.0, -11.0, -25.0, -100.0])
-def test_values_end_at_ten_without_gradient(kind: Kind, d: float) -> None:
-    p = torch.tensor([-5.0 + d], requires_grad=True)
-    result = estimate(p, torch.tensor([-5.0]), kind)
-    assert result.item() == (-10 if kind == "k1" and d < 0 else 10)
-    assert slopes(result, p) == [0.0]
+@pytest.mark.parametrize(
+    ("kind", "d", "value", "slope"),
+    [  # d ends at +-20, and k3 alone at 10: exp(2.6) - 3.6 = 9.9
+        ("k1", 11.0, 11.0, 1.0),
+        ("k1", -19.0, -19.0, 1.0),
+        ("k1", 25.0, 20.0, 0.0),
+        ("k1", -100.0, -20.0, 0.0),
+        ("k2", 11.0, 60.5, 11.0),
+        ("k2", -19.0, 180.5, -19.0),
+        ("k2", 25.0, 200.0, 0.0),
+        ("k2", -100.0, 200.0, 0.0),
+        ("k3", 9.0, 8.0 + math.exp(-9), 1 - math.exp(-9)),
+        ("k3", 11.5, 10.0, 0.0),
+        ("k3", -2.6, math.exp(2.6) - 3.6, 1 - math.exp(2.6)),
+        ("k3", -2.7, 10.0, 0.0),
+        ("k3", 100.0, 10.0, 0.0),
+        ("k3", -100.0, 10.0, 0.0),
+    ],
+)
+def test_bounds_and_the_tokens_that_are_at_them(kind: Kind, d: float, value: float, slope: float) -> None:
+    p, f = torch.tensor([-5.0 + d], dtype=F64, requires_grad=True), torch.tensor([-5.0], dtype=F64)
+    result = estimate(p, f, kind)
+    assert result.item() == pytest.approx(value, rel=1e-12)
+    assert slopes(result, p) == pytest.approx([slope], rel=1e-12)
+    assert is_clamped(p, f, kind).tolist() == [slope == 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_policy_finds_impossible_stays_finite(kind: Kind) -> None:
     p = torch.tensor([-1.0, -math.inf], requires_grad=True)
     result = estimate(p, torch.tensor([-math.inf, -1.0]), kind)
-    assert result.tolist() == [10, -10 if kind == "k1" else 10]
+    assert result.tolist() == {"k1": [20, -20], "k2": [200, 200], "k3": [10, 10]}[kind]
     assert slopes(result, p) == [0.0, 0.0]
+    assert is_clamped(p, torch.tensor([-math.inf, -1.0]), kind).tolist() == [True, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)

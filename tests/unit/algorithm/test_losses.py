@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fourfold.algorithm.losses import (
     CispoLoss,
+    DppoLoss,
+    GmpoLoss,
     GspoLoss,
     LossInputs,
     PolicyLoss,
@@ -19,6 +21,7 @@ from fourfold.algorithm.losses import (
     ReinforceLoss,
     SapoLoss,
     TokenLoss,
+    VespoLoss,
 )
 from fourfold.metrics import CLIP_FRACTION_HIGH, CLIP_FRACTION_LOW, DUAL_CLIP_FRACTION, METRICS
 from tests.support.tensors import F64, f64, leaf, near, slopes
@@ -54,6 +57,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], TokenLoss]] = {
     "cispo": of(CispoLoss(ratio_min=0.0, ratio_max=5.0)),
     "sapo": of(SapoLoss(tau_positive=1.0, tau_negative=1.05)),
     "reinforce": of(ReinforceLoss()),
+    "gmpo": of(GmpoLoss()),
+    "dppo": of(DppoLoss()),
+    "dppo_weight": of(DppoLoss(ratio_max=5.0)),
+    "vespo": of(VespoLoss()),
 }
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
@@ -364,7 +371,7 @@ def test_reinforce_is_the_weighted_log_likelihood() -> None:
 # Where a loss is smooth and hides no stopped gradient, finite differences agree
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_dual", "gspo_sequence", "sapo", "reinforce"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_dual", "gspo_sequence", "gmpo", "sapo", "reinforce"])
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -148,7 +148,9 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(installed: Path, tmp_path
 
 
 def test_without_the_distribution_the_known_kinds_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="kind = 'quadratic' is unknown; choose one of ppo, gspo, cispo, sapo, rein"):
+    with pytest.raises(
+        ConfigError, match="kind = 'quadratic' is unknown; choose one of cispo, dppo, gmpo, gspo, ppo, rein"
+    ):
         configuration.load(write(tmp_path))
 
 

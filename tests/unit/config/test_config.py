@@ -325,7 +325,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "[sampling]",
             '[algorithm.loss]\nkind = "gsop"\n[sampling]',
-            "kind = 'gsop' is unknown; did you mean `gspo`? Known are ppo",
+            "kind = 'gsop' is unknown; did you mean `gspo`? Known are cispo",
         ),
         (
             "[sampling]",

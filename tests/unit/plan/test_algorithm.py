@@ -37,7 +37,8 @@ DISTINCTIVE = {
     "[-10, 10] on the last token, 0 elsewhere, less 0.01 k1 (k1 = o - f) on each. Then A = (A - mean) / std",
     "reinforce++": "advantage: A_t = sum of R_k over the tokens k from t on; R = r clipped to [-10, 10]",
     "reinforce++-baseline": "loss: w l + 1e-05 k2 (k2 = (p - f)^2 / 2) summed over all sampled tokens / their number",
-    "rloo": "advantage: A_t = a - sum of 0.03 k1 (k1 = o - f) over the tokens from t on; a = r - mean of the others' r",
+    "rloo": "advantage: A = r - mean of the others' r, over the samples of a prompt; r is the score less 0.03 k1 (k1 = "
+    "o - f) summed over the tokens of the sample.",
     "grpo": GRPO,
     "grpo-paper": "loss: l + 0.04 k3 (k3 = exp(f - p) - 1 - (f - p)) averaged over the tokens of each sample, then",
     "dr-grpo": "loss: l summed over the tokens of each sample / 1,000 (sampling.max_new_tokens), averaged over samples",
@@ -45,8 +46,18 @@ DISTINCTIVE = {
     "gspo": "loss of a token: l = -min(s A, clip(s, 0.9997, 1.0004) A), s = exp(mean of p - o over the sample); its "
     "gradient carries the token's own A.",
     "cispo": "loss of a token: l = -stop(clip(ratio, 0, 5)) A p;",
+    "luspo": "loss: l summed over the tokens of each sample, averaged over samples",
+    "gmpo": "loss of a token: l = -s A, s = exp(mean of d over the sample), d = p - o, at most 0.4 where A > 0",
+    "dppo": "loss of a token: l = -exp(p - u) A; 0 where A > 0 and exp(p) - exp(u) > 0.2, or A <= 0 and",
+    "vespo": "l = -stop(w^k exp(b - b w)) A p, w = exp(sum of p - u over the sample), k, b = 2, 3 where A >= 0, else 3",
+    "gpg": "advantage: A = (B / M) (r - mean(r)), mean over the samples of a prompt; B samples of the batch, M of them",
+    "vapo": "lambda 1 - 1 / max(0.05 n, 1) for a sample of n tokens; G with lambda 1)",
     "sapo": "loss of a token: l = -(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1 where A > 0, else 1.05.",
     "decoupled": "correction of the logprob mismatch: w = clip(exp(o - u), 0, 2).",
+    "verl-grpo": "clip(ratio, 0.8, 1.2) A), at most 3 |A| where A < 0.",
+    "verl-ppo": "Then A = (A - mean) / std over all sampled tokens of the step.",
+    "trl-grpo": "correction of the logprob mismatch: w = exp(sum of o - u) over the sample, and 0 where that is",
+    "prime-rl": "advantage: A = r - mean(r), mean over the samples of a prompt; the same for each token of a sample.",
     "openrlhf-ppo": "advantage: A_t = d_t + A_next, d_t = R_t + V_next - V_t (GAE, gamma 1, lambda 1)",
     "openrlhf-reinforce++": "advantage: A_t = sum of R_k over the tokens k from t on",
     "openrlhf-reinforce++-baseline": "over the tokens from t on; a = r - mean(r), mean over the samples of a prompt; "

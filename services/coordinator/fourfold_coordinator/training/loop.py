@@ -68,6 +68,7 @@ class TrainingLoop:
         )
         self.lag = LagController(context.config.asynchrony)
         self.step = 0  # steps done
+        self.timeout = context.config.trainer.step_timeout_seconds
         self.required, self.start_seconds = context.required_services(), context.start_seconds
 
     async def run(self) -> None:
@@ -256,8 +257,8 @@ class TrainingLoop:
     async def _train_once(
         self, replica: Replica, step: int, batch: StepBatch, on_sent: Callable[[], None]
     ) -> TrainStepResponse:
-        timeout = self.config.trainer.step_timeout_seconds
-        response = await replica.trainer.train_step(step, _notify_end(batch.experiences(), on_sent), timeout=timeout)
+        sent = _notify_end(batch.experiences(), on_sent)
+        response = await replica.trainer.train_step(step, sent, timeout=self.timeout)
         before = self.session.policy_version
         if not before <= response.policy_version <= before + 1:  # a step makes at most one version
             text = f"TrainStep: policy_version {response.policy_version} after {before}; it must be {before} or 1 more"
@@ -330,11 +331,10 @@ class TrainingLoop:
     async def checkpoint(self, step: int) -> None:
         """Save the trainer's checkpoint; when it is durable, commit the ledger's."""
         self.board.set_phase(run_pb.RUN_PHASE_SAVING)
-        timeout = self.config.trainer.step_timeout_seconds
         score = next((row.score for row in self.ledger.evals() if row.step == step), None)
         async with self.broker.lock:  # the trainer serves one call at a time
             saved = await self.session.call(
-                "SaveCheckpoint", lambda r: r.trainer.save_checkpoint(score=score, timeout=timeout)
+                "SaveCheckpoint", lambda r: r.trainer.save_checkpoint(score=score, timeout=self.timeout)
             )
         if saved != step:
             raise Internal(f"the trainer saved a checkpoint of step {saved} after step {step}")
@@ -358,7 +358,7 @@ class TrainingLoop:
 
     async def export(self, name: str, **kind: bool) -> str:
         """Export the policy, its moving average (`ema`) or the critic (`critic`); return the folder."""
-        kwargs: dict[str, Any] = {"timeout": self.config.trainer.step_timeout_seconds, **kind}
+        kwargs: dict[str, Any] = {"timeout": self.timeout, **kind}
         async with self.broker.lock:
             return await self.session.call("ExportModel", lambda r: r.trainer.export_model(name, **kwargs))
 

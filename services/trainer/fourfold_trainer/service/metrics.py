@@ -88,6 +88,8 @@ def _policy(result: StepResult) -> dict[str, float]:
     }
     if not result.policy_norms:
         return found
+    if result.logprob_noise is not None:
+        found[m.LOGPROB_NOISE] = result.logprob_noise
     found[m.GRAD_NORM] = _norm(result.policy_norms)
     found[m.POLICY_LOSS] = sums.loss / len(result.policy_norms)
     found[m.NONFINITE_LOSS] = float(result.nonfinite_losses)

@@ -82,23 +82,26 @@ def compute_advantages(
     algorithm, lengths, compared_turns = config.algorithm, batch.trajectory_lengths, 0
     streams = any(len(s.token_rewards) for s in batch.samples)
     relative, turns, sums = outcomes, np.empty(0, np.float64), np.zeros_like(outcomes)
+    distances, in_reward = _reference_kl(batch, old, algorithm), algorithm.kl.placement == "reward"
     if algorithm.advantage.compares_turns:
         turns, relative, streams = _compare_turns(batch, outcomes, algorithm), np.zeros_like(outcomes), False
     else:
         if streams and algorithm.compares_samples:  # whole trajectories are compared
             parts = [_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))]
             sums, streams = batch.total(np.array(parts, np.float64)), False
+        if distances is not None and in_reward and algorithm.advantage.compares_kl:
+            penalties = np.array([part.sum() for part in distances], np.float64)
+            sums, in_reward = sums - kl_coef * batch.total(penalties), False
         relative = _clipped(_compare(batch, outcomes, sums, algorithm), algorithm)
-    advantages, returns, distances = list[Float64Array](), list[Float64Array](), list[Float64Array]()
+    advantages, returns = list[Float64Array](), list[Float64Array]()
     for trajectories, members in batch.chunks():
         counts, chunk = batch.lengths[members], slice(members.start, members.stop)
-        distance = None if old is None else _reference_kl(batch, members, np.concatenate(old[chunk]), algorithm)
         packed = PackedRewards(
             rewards=rewards.token_rewards(
                 relative[trajectories],
                 lengths[trajectories],
                 stream=_token_rewards(batch, members) if streams else None,
-                kl=distance if algorithm.kl.placement == "reward" else None,
+                kl=np.concatenate(distances[chunk]) if distances is not None and in_reward else None,
                 kl_coef=kl_coef,
             ),
             values=None if values is None else np.concatenate(values[chunk]).astype(np.float64),
@@ -112,14 +115,11 @@ def compute_advantages(
             compared_turns = following
         advantages += unpack(advantage, counts)
         returns += unpack(target, counts) if target is not None else []
-        distances += unpack(distance, counts) if distance is not None else []
     if algorithm.whiten != "off":
         selected = np.concatenate([batch.selected(i) for i in range(len(batch.samples))])
         white = whiten(np.concatenate(advantages), selected, scale=algorithm.whiten == "full")
         advantages = unpack(white, batch.lengths)
-    return TokenTargets(
-        advantages=advantages, returns=returns or None, values=values, old_logprobs=old, kl=distances or None
-    )
+    return TokenTargets(advantages=advantages, returns=returns or None, values=values, old_logprobs=old, kl=distances)
 
 
 def _compare(
@@ -189,8 +189,8 @@ def _compare_turns(batch: StepBatch, outcomes: Float64Array, algorithm: Algorith
 
 
 def _clipped(relative: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:
-    bound = algorithm.shaping.clip
-    return relative.clip(-bound, bound) if bound else relative
+    bounds = algorithm.shaping.bounds
+    return relative.clip(*bounds) if bounds else relative
 
 
 def unpack(packed: Float64Array, lengths: Int64Array) -> list[Float64Array]:
@@ -238,16 +238,20 @@ def _token_rewards(batch: StepBatch, members: Iterable[int]) -> Float64Array:
 
 
 def _reference_kl(
-    batch: StepBatch, members: Sequence[int], old: Float32Array, algorithm: AlgorithmConfig
-) -> Float64Array | None:
-    """Return the distance of the old policy to the reference, packed, where something needs it.
+    batch: StepBatch, old: Sequence[Float32Array] | None, algorithm: AlgorithmConfig
+) -> list[Float64Array] | None:
+    """Return the distance of the old policy to the reference for each sample's action tokens, where something needs it.
 
     It is 0 for tokens that a grammar forced: the policy did not choose them, so that its log-probability estimates no
     distance there. A forced token that is less likely than under the reference would even reward the tokens before it.
     """
-    if algorithm.kl.coef == 0:
+    if old is None or algorithm.kl.coef == 0:
         return None
-    free = [batch.free(i) for i in members]
-    reference = torch.from_numpy(batch.pack("reference_logprobs", members))
-    estimate = kl.estimate(torch.from_numpy(old), reference, algorithm.kl.estimator)
-    return np.where(np.concatenate(free), estimate.numpy().astype(np.float64), 0.0)
+    distances = list[Float64Array]()
+    for _, members in batch.chunks():
+        current = torch.from_numpy(np.concatenate(old[members.start : members.stop]))
+        reference = torch.from_numpy(batch.pack("reference_logprobs", members))
+        estimate = kl.estimate(current, reference, algorithm.kl.estimator).numpy().astype(np.float64)
+        free = np.concatenate([batch.free(i) for i in members])
+        distances += unpack(np.where(free, estimate, 0.0), batch.lengths[members])
+    return distances

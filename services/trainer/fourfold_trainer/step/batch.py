@@ -169,7 +169,7 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
         if algorithm.advantage.needs_greedy_sample and sample.baseline_score is None:
             kind = algorithm.advantage.kind
             raise InvalidInput(f"{name} has no baseline_score; algorithm.advantage.kind = `{kind}` needs it")
-        if algorithm.correction.kind == "none":
+        if algorithm.correction.kind == "none" and not algorithm.loss.corrects_lag:
             _check_behavior(sample)
         newest = max((span.policy_version for span in sample.version_spans), default=-1)
         if newest > policy_version:

@@ -5,6 +5,7 @@ under ZeRO-3, so all ranks must run the same number of micro-batches: a rank wit
 weight is 0. With sequence parallelism, "rank" is a group of ranks that share every micro-batch.
 
     compute_per_token    a number for each target token, from the policy or the critic
+    compute_old_logprobs log-probabilities before the first update, from its micro-batches
     forward_all          log-probability, entropy and value of every token
     add_gradient         log-probabilities; keeps the gradient of their weighted sum
     mini_batches         the samples of each optimizer step
@@ -176,7 +177,9 @@ class LossTokens:
         chosen = np.array(members, np.int64)
         count = len(self.batch.bounds) - 1
         lengths = np.zeros(count, np.int64)  # of trajectories; 0 for those of other optimizer steps
-        np.add.at(lengths, self.batch.trajectory_of[chosen], self.batch.loss_lengths[chosen])
+        masked = self.config.algorithm.shaping.count_masked
+        counted = self.batch.free_lengths if masked else self.batch.loss_lengths
+        np.add.at(lengths, self.batch.trajectory_of[chosen], counted[chosen])
         weights = aggregation.sample_weights(
             lengths, mode=self.config.algorithm.aggregation, constant_length=self.config.sampling.max_new_tokens
         )
@@ -206,31 +209,15 @@ class LossTokens:
         """Return each rank's micro-batches of `members`, each of which has loss tokens."""
         with_old = self.targets.old_logprobs is not None
         dummy = batches.dummy_policy_batch(with_old=with_old, with_reference=self.kl_in_loss)
-        units = self._units(members)
-        shares = _split(self.batch.samples, units, self.config, ranks=self.config.trainer.data_parallel_size)
-        return _fill(shares, lambda ids: self._policy_batch(ids, weights), dummy)
+        return _fill(
+            _policy_shares(self.batch, self.config, members), lambda ids: self._policy_batch(ids, weights), dummy
+        )
 
     def value_micro_batches(self, members: Sequence[int], weights: dict[int, float]) -> list[MicroBatches[ValueBatch]]:
         """Return each rank's micro-batches of `members` for the critic."""
         units = [[i] for i in members]
         shares = _split(self.batch.samples, units, self.config, ranks=self.config.critic_data_parallel_size)
         return _fill(shares, lambda ids: self._value_batch(ids, weights), batches.dummy_value_batch())
-
-    def _units(self, members: Sequence[int]) -> list[list[int]]:
-        """Return groups of samples that stay in one micro-batch: the members of each trajectory, if they fit in one.
-
-        Otherwise, they are split, unless a token's loss depends on the whole trajectory.
-        """
-        trajectory_of, budget = self.batch.trajectory_of, self.config.batch.tokens_per_micro_batch
-        units: dict[int, list[int]] = {}
-        for i in members:
-            units.setdefault(int(trajectory_of[i]), []).append(i)
-        result = []
-        for unit in units.values():
-            tokens = sum(len(self.batch.samples[i].token_ids) for i in unit)
-            whole = tokens <= budget or self.config.algorithm.needs_whole_trajectories
-            result += [unit] if whole else [[i] for i in unit]
-        return result
 
     def _policy_batch(self, members: Sequence[int], weights: dict[int, float]) -> PolicyBatch:
         counts = self.batch.loss_lengths[list(members)]
@@ -268,6 +255,56 @@ class LossTokens:
             return EMPTY_FLOATS
         joined: Float32Array = np.concatenate([self._chosen(parts, i) for i in members]).astype(np.float32, copy=False)
         return joined
+
+
+def compute_old_logprobs(
+    compute: Compute, batch: StepBatch, config: Config, updates: Sequence[Sequence[int]]
+) -> list[Float32Array]:
+    """Return the log-probability of each sample's action tokens, as the first update on the sample will compute it.
+
+    A product of matrices rounds a row differently in a micro-batch of another shape. In bfloat16 this difference is
+    larger than the clip range of GSPO, so the micro-batches are those of the updates.
+
+    Args:
+        compute: `compute_logprobs` of the engine.
+        updates: samples of each optimizer step of the first epoch that are trained on.
+
+    Returns:
+        float32 [n_i]; NaN for tokens that a grammar forced, and for a sample that is in none of `updates`.
+    """
+    shares: list[list[list[int]]] = [[] for _ in range(config.trainer.data_parallel_size)]
+    for members in filter(None, updates):
+        for share, part in zip(shares, _policy_shares(batch, config, members), strict=True):
+            share += part
+
+    def positions(index: int) -> Int64Array:
+        return batch.positions(index)[batch.free(index)]
+
+    make = partial(_pack_tokens, batch.samples, positions)
+    rows = _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, batch.free_lengths)
+    old = [np.full(int(length), np.nan, np.float32) for length in batch.lengths]
+    for index, row in enumerate(rows):
+        if len(row):
+            old[index][batch.free(index)] = row
+    return old
+
+
+def _policy_shares(batch: StepBatch, config: Config, members: Sequence[int]) -> list[list[list[int]]]:
+    """Return for each rank the micro-batches of an update on `members`, as `_split` does.
+
+    The members of a trajectory stay in one micro-batch if they fit in one. Otherwise, they are split, unless a token's
+    loss depends on the whole trajectory.
+    """
+    trajectory_of, budget = batch.trajectory_of, config.batch.tokens_per_micro_batch
+    units: dict[int, list[int]] = {}
+    for i in members:
+        units.setdefault(int(trajectory_of[i]), []).append(i)
+    result = []
+    for unit in units.values():
+        tokens = sum(len(batch.samples[i].token_ids) for i in unit)
+        whole = tokens <= budget or config.algorithm.needs_whole_trajectories
+        result += [unit] if whole else [[i] for i in unit]
+    return _split(batch.samples, result, config, ranks=config.trainer.data_parallel_size)
 
 
 class MicroBatches(Sequence[T]):

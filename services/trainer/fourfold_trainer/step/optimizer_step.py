@@ -113,6 +113,8 @@ def _policy_objective(
             kind=algorithm.correction.kind,
             low=algorithm.correction.low,
             high=algorithm.correction.high,
+            current=current,
+            advantages=inputs.advantages,
         )
         losses = torch.where(correction.rejected, 0.0, correction.weights * losses)
         if not with_kl and not algorithm.entropy_coef:  # those terms reject no token
@@ -121,10 +123,14 @@ def _policy_objective(
     loss = policy_loss = _weighted_sum(losses, weights)
     if with_kl:
         reference = to_device(batch.reference_logprobs, device)
-        kl_loss = _weighted_sum(kl.estimate(logprobs, reference, algorithm.kl.estimator), weights)
+        distance = kl.estimate(logprobs, reference, algorithm.kl.estimator)
+        if algorithm.kl.importance_weighted:
+            distance = inputs.ratio() * distance
+        kl_loss = _weighted_sum(distance, weights)
         loss = loss + kl_coef * kl_loss
         accumulator.add_sum(metrics.KL_LOSS, kl_loss)
         means[metrics.REFERENCE_KL] = kl.k3(reference - old)
+        means[metrics.KL_CLAMPED] = kl.is_clamped(current, reference, algorithm.kl.estimator)
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * _weighted_sum(entropy, weights)
 

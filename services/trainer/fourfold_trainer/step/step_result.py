@@ -30,6 +30,8 @@ class StepResult:
     policy_norms: list[float] = field(default_factory=list)
     """Gradient norm of each optimizer step; not finite: the step changed nothing."""
     critic_norms: list[float] = field(default_factory=list)
+    logprob_noise: float | None = None
+    """Largest |p - o| of the first update, whose weights are those of o; None: o is p, or there was no update."""
     nonfinite_losses: int = 0  # policy updates whose loss was not finite
     trained: set[int] = field(default_factory=set)  # trajectories that the policy was trained on
     policy_work: Work

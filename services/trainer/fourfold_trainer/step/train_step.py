@@ -1,7 +1,7 @@
 """Runs one training step on rank 0: scores -> advantages, then one optimizer step for each mini-batch and epoch.
 
     shape_rewards        scores -> outcomes, [B]                                       advantages.py
-    compute_per_token    old log-probabilities and values, where they are needed       micro_batches.py
+    compute_before       old log-probabilities and values, where they are needed       before_update.py
     compute_advantages   outcomes -> advantages and returns of every token, [k]        advantages.py
     update_policy        one optimizer step on every rank: loss, backward, step        optimizer_step.py
     update_critic
@@ -19,15 +19,16 @@ from functools import partial
 from typing import Final
 
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold_trainer.batches import dummy_tokens
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
 from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.before_update import compute_before, needs_old_logprobs, old_logprobs
 from fourfold_trainer.step.lr_schedule import learning_rate
-from fourfold_trainer.step.micro_batches import Compute, LossTokens, compute_per_token, mini_batches
+from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
 from fourfold_trainer.step.shadow import keep_shadow_gradient
 from fourfold_trainer.step.step_result import StepResult
 
@@ -49,8 +50,16 @@ def train_step(
     batch = StepBatch.of(samples, algorithm)
     outcomes, following = shape_rewards(batch, config, state)
     policy_work, critic_work = Work(), Work()
-    old, values = _compute_old(engine, batch, config, policy_work, critic_work)
+    steps = mini_batches(batch.bounds, config, step=step)
+    first_epoch = steps[: len(steps) // config.batch.epochs_per_step]
+    old, values = compute_before(engine, batch, config, first_epoch, (policy_work, critic_work))
     targets = compute_advantages(batch, outcomes, config, old=old, values=values, kl_coef=kl_coef)
+    kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
+    tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
+    if old is None and needs_old_logprobs(config):
+        old = old_logprobs(engine, batch, config, [tokens.to_train(members) for members in first_epoch], policy_work)
+        targets = replace(targets, old_logprobs=old)
+        tokens = replace(tokens, targets=targets)
     result = StepResult(
         step=step,
         algorithm_state=replace(following, kl_coef=next_kl_coef(batch, targets.kl, kl_coef, config)),
@@ -61,8 +70,6 @@ def train_step(
         policy_work=policy_work,
         critic_work=critic_work,
     )
-    kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
-    tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
     trains_policy = not algorithm.needs_critic or step >= config.critic.policy_starts_at_step
     settings = UpdateSettings(
         learning_rate=learning_rate(config.trainer, step, config.steps),
@@ -71,7 +78,7 @@ def train_step(
     )
     if trains_policy:
         result.shadow = keep_shadow_gradient(engine, tokens, settings, state)
-    for mini_batch in mini_batches(batch.bounds, config, step=step):
+    for mini_batch in steps:
         critic = partial(_update_critic, engine, tokens, mini_batch, result)
         policy = partial(_update_policy, engine, tokens, mini_batch, settings, result)
         if not algorithm.needs_critic:
@@ -82,39 +89,6 @@ def train_step(
             critic()
     result.skipped_reason = _skipped_reason(result, trains_policy=trains_policy)
     return result
-
-
-def needs_old_logprobs(config: Config) -> bool:
-    """Return whether old log-probabilities need a forward pass of their own.
-
-    A step with one update needs no such pass: the policy has not changed yet, so the log-probabilities of the update's
-    own pass are the old ones. But a KL term in the reward, or an adaptive KL coefficient, needs them before the update.
-    """
-    kl = config.algorithm.kl
-    for_the_reward = kl.coef > 0 and (kl.placement == "reward" or kl.target > 0)
-    return config.batch.updates_per_step > 1 or for_the_reward
-
-
-def _compute_old(
-    engine: TrainerEngine, batch: StepBatch, config: Config, policy_work: Work, critic_work: Work
-) -> tuple[list[Float32Array] | None, list[Float32Array] | None]:
-    """Return the old log-probabilities and the values of each sample's action tokens; None if they are not needed."""
-    lengths = [len(s.token_ids) for s, count in zip(batch.samples, batch.lengths, strict=True) if count]
-
-    def per_token(compute: Compute, work: Work, *, ranks: int = 0) -> list[Float32Array]:
-        work.add(lengths, backward=False)
-        return compute_per_token(compute, batch.samples, batch.positions, batch.lengths, config, ranks=ranks)
-
-    def logprobs() -> list[Float32Array] | None:
-        return per_token(engine.compute_logprobs, policy_work) if needs_old_logprobs(config) else None
-
-    if not config.algorithm.needs_critic:
-        return logprobs(), None
-    values: list[list[Float32Array]] = []
-    ranks = config.critic_data_parallel_size
-    critic = partial(per_token, engine.compute_values, critic_work, ranks=ranks)
-    old = engine.in_parallel(lambda: values.append(critic()), logprobs)
-    return old, values[0]
 
 
 def _update_policy(
@@ -135,6 +109,8 @@ def _update_policy(
         sums = result.shadow.compare(engine.update_policy(shares, replace(settings, gradient="compare and apply")))
     else:
         sums = engine.update_policy(shares, settings)  # optimizer_step.py, on every rank
+    if not result.policy_norms and tokens.targets.old_logprobs is not None:
+        result.logprob_noise = sums.largest_log_ratio()
     if not math.isfinite(sums.grad_norm):
         result.skipped_reason = ALL_REJECTED if sums.all_rejected else NOT_FINITE
     result.policy_norms.append(sums.grad_norm)

@@ -1,0 +1,16 @@
+"""The policy losses, one class in one file each: recipe keys, tensor code and formula. Also the critic's loss."""
+
+from fourfold.algorithm.losses.base import LOSSES as LOSSES
+from fourfold.algorithm.losses.base import AnyPolicyLoss as AnyPolicyLoss
+from fourfold.algorithm.losses.base import LossInputs as LossInputs
+from fourfold.algorithm.losses.base import PolicyLoss as PolicyLoss
+from fourfold.algorithm.losses.base import TokenLoss as TokenLoss
+from fourfold.algorithm.losses.cispo import CispoLoss as CispoLoss
+from fourfold.algorithm.losses.dppo import DppoLoss as DppoLoss
+from fourfold.algorithm.losses.gmpo import GmpoLoss as GmpoLoss
+from fourfold.algorithm.losses.gspo import GspoLoss as GspoLoss
+from fourfold.algorithm.losses.ppo import PpoLoss as PpoLoss
+from fourfold.algorithm.losses.reinforce import ReinforceLoss as ReinforceLoss
+from fourfold.algorithm.losses.sapo import SapoLoss as SapoLoss
+from fourfold.algorithm.losses.value import value_loss as value_loss
+from fourfold.algorithm.losses.vespo import VespoLoss as VespoLoss

@@ -1,0 +1,96 @@
+"""Defines what a policy loss is: what it may read, what it returns, and the registry of `[algorithm.loss]`.
+
+    k             loss tokens of a micro-batch, all samples one after another
+    p             [k]  current log-probability of each token; carries the gradient
+    o             [k]  old log-probability, before the step began
+    u             [k]  behavior log-probability, of the engine that sampled the token
+    A             [k]  advantage
+    ratio         [k]  exp(p - o), the log clamped to +-20
+    segments      int64 [k]  trajectory of each token, 0 to s - 1
+
+A loss is computed in the precision of p and is not yet weighted: see aggregation.py and corrections.py. As long as
+p = o = u, every policy loss has the gradient of REINFORCE, -A; in GMPO and the sequence form of GSPO, the sample's mean
+of it.
+
+The modules of this package import no torch and call only methods of its tensors: `fourfold plan` reads
+keys and formulas on machines without torch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from fourfold.algorithm.ratios import clamp
+from fourfold.algorithm.registry import Definition, Registry
+from fourfold.text import is_metric_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """Columns of a micro-batch that a policy loss may read.
+
+    The loss tokens of a trajectory, those of all its segments, are in one micro-batch, except where `token_wise` allows
+    to split them.
+    """
+
+    logprobs: Tensor  # p, [k]; the only one with a gradient
+    old_logprobs: Tensor  # o, [k]
+    behavior_logprobs: Tensor  # u, [k]; -inf or NaN where the engine reported no number
+    advantages: Tensor  # A, [k]
+    segments: Tensor  # int64 [k]: trajectory of each token, 0 to segment_count - 1
+    segment_count: int
+
+    def __post_init__(self) -> None:
+        for name in ("old_logprobs", "behavior_logprobs", "advantages"):
+            assert not getattr(self, name).requires_grad, f"{name} must be detached: only logprobs has a gradient"
+
+    def ratio(self) -> Tensor:
+        """Return exp(p - o), [k]; the gradient is 0 where the log is beyond +-20."""
+        return clamp(self.logprobs - self.old_logprobs).exp()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLoss:
+    """The loss of every token, and metrics of it."""
+
+    loss: Tensor  # [k]
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """Metrics of the step that are means over its tokens, by name: detached, [k] each."""
+
+    def __post_init__(self) -> None:
+        if wrong := [name for name in self.means if not is_metric_name(name)]:
+            raise ValueError(f"a loss has a metric named {wrong[0]!r}; write a name such as my-loss/penalty")
+
+
+class PolicyLoss(Definition):
+    """A loss of the policy: `[algorithm.loss]`."""
+
+    compares_with_old: ClassVar[bool] = True
+    """False if the loss does not read the old log-probabilities."""
+    token_wise: ClassVar[bool] = False
+    """True if the loss of a token depends on that token alone: a trajectory of several segments that is longer than a
+    micro-batch may then be split. False is safe for every loss."""
+    corrects_lag: ClassVar[bool] = False
+    """True if the loss itself weighs tokens by their behavior log-probabilities, and leaves out a token whose is not a
+    number."""
+
+    @abstractmethod
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of every token, [k]."""
+
+
+LOSSES: Final = Registry("losses", PolicyLoss)  # type: ignore[type-abstract]
+AnyPolicyLoss = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.parse)]
+
+
+def log_likelihood_loss(p: Tensor, weight: Tensor) -> Tensor:
+    """Return -weight p, [k]; `weight` is detached."""
+    # A token that the policy cannot sample (p = -inf) contributes nothing; -inf * 0 would be NaN.
+    return -weight * p.masked_fill(p.isneginf(), 0.0)

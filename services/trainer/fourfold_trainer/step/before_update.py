@@ -1,0 +1,71 @@
+"""Computes what a step needs of its models before the first update: old log-probabilities, and the critic's values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fourfold.arrays import Float32Array
+from fourfold.config import Config
+from fourfold_trainer.engine import TrainerEngine
+from fourfold_trainer.flops import Work
+from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.micro_batches import compute_old_logprobs, compute_per_token
+
+
+def needs_old_logprobs(config: Config) -> bool:
+    """Return whether old log-probabilities need a forward pass of their own.
+
+    A step with one update needs no such pass: the policy has not changed yet, so the log-probabilities of the update's
+    own pass are the old ones. But a KL term in the reward, or an adaptive KL coefficient, needs them before the update.
+    """
+    return config.batch.updates_per_step > 1 or _needs_reference_kl(config)
+
+
+def _needs_reference_kl(config: Config) -> bool:
+    """Return whether the distance to the reference is needed before the updates, for all samples."""
+    kl = config.algorithm.kl
+    return kl.coef > 0 and (kl.placement == "reward" or kl.target > 0)
+
+
+def compute_before(
+    engine: TrainerEngine, batch: StepBatch, config: Config, steps: Sequence[Sequence[int]], work: tuple[Work, Work]
+) -> tuple[list[Float32Array] | None, list[Float32Array] | None]:
+    """Return what the advantages need: old log-probabilities and values of each sample's action tokens, or None.
+
+    Old log-probabilities that only the loss needs are computed afterwards, for those samples alone that have an
+    advantage. A critic's pass and that of the policy run at the same time, and a shadow may train on any sample.
+    """
+    needs_critic = config.algorithm.needs_critic
+    early = needs_critic or _needs_reference_kl(config) or any(s.shadow_score is not None for s in batch.samples)
+
+    def logprobs() -> list[Float32Array] | None:
+        if not (early and needs_old_logprobs(config)):
+            return None
+        masked = np.flatnonzero(batch.left_out & (batch.free_lengths > 0)).tolist()  # of a baseline with a KL penalty
+        trained = [[i for i in members if batch.loss_lengths[i]] for members in steps]
+        return old_logprobs(engine, batch, config, [*trained, masked], work[0])
+
+    if not needs_critic:
+        return logprobs(), None
+    values: list[list[Float32Array]] = []
+
+    def critic() -> None:
+        asked = (len(s.token_ids) for s, count in zip(batch.samples, batch.lengths, strict=True) if count)
+        work[1].add(asked, backward=False)
+        ranks = config.critic_data_parallel_size
+        values.append(
+            compute_per_token(engine.compute_values, batch.samples, batch.positions, batch.lengths, config, ranks=ranks)
+        )
+
+    old = engine.in_parallel(critic, logprobs)
+    return old, values[0]
+
+
+def old_logprobs(
+    engine: TrainerEngine, batch: StepBatch, config: Config, updates: Sequence[Sequence[int]], work: Work
+) -> list[Float32Array]:
+    """Compute the old log-probabilities of each sample's action tokens; `updates` as for `compute_old_logprobs`."""
+    work.add((len(batch.samples[i].token_ids) for members in updates for i in members), backward=False)
+    return compute_old_logprobs(engine.compute_logprobs, batch, config, updates)

@@ -33,7 +33,8 @@ from fourfold_bench.models import SHAPE_NAMES, SHAPES, forward_flop, parameter_c
 from fourfold_coordinator.weights.probe import LogprobProbe
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
-from fourfold_trainer.step.micro_batches import compute_per_token, forward_all
+from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.micro_batches import compute_old_logprobs, forward_all
 from fourfold_trainer.step.train_step import train_step
 
 _PROBE_TOKENS: Final = 64
@@ -54,6 +55,9 @@ class TrainerSettings(BenchmarkSettings):
     offload: str = option(default="none", choices=("none", "optimizer", "optimizer+parameters"))
     checkpointing: bool = option("recompute activations", default=False)
     liger: bool = option("fused kernels", default=False)
+    reduction: str = option(
+        "number format in which ranks sum gradients", default="float32", choices=("float32", "bfloat16")
+    )
     product: int = option("size of the matrix product; 8192 on a GPU", default=1024, least=1)
     runs: int = option(default=3, least=1)
     warmup: int = option(default=1, least=0)
@@ -116,6 +120,7 @@ def recipe(settings: TrainerSettings, model: Path, sample_count: int) -> Config:
                 "gradient_checkpointing": settings.checkpointing,
                 "offload": settings.offload,
                 "liger_kernels": settings.liger,
+                "gradient_reduction": settings.reduction,
             },
         }
     )
@@ -201,13 +206,13 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         config = recipe(settings, model, len(samples))
         ranks = DistributedEngine(config, model, run_dir=run.folder, member_id="trainer-0", on_death=print)
         engine = Stopwatch(ranks, config)
-        positions = [np.flatnonzero(s.action_mask) for s in samples]
-        counts = [len(p) for p in positions]
+        batch = StepBatch.of(samples, config.algorithm)
+        every = [list(range(len(samples)))]
         state, steps, passes, shadows, dummies = AlgorithmState(), list[float](), list[float](), list[float](), 0.0
         cosine, peak = math.nan, 0.0
         for step in range(1, settings.warmup + settings.runs + 1):
             began = time.perf_counter()
-            compute_per_token(engine.compute_logprobs, samples, positions.__getitem__, counts, config)
+            compute_old_logprobs(engine.compute_logprobs, batch, config, every)
             middle = time.perf_counter()
             result = train_step(engine, samples, config, step=step, state=state)
             shadows.append(0.0 if result.shadow is None else result.shadow.seconds)

@@ -12,8 +12,8 @@ Each token was sampled by the policy, so the mean over tokens estimates KL(polic
     k2    d^2 / 2          d             as a loss: its expected gradient is that of the KL divergence
     k3    e^-d - 1 + d     1 - e^-d      as a loss: at least 0, unbiased in value (GRPO, arXiv 2402.03300, eq. 4)
 
-All three are estimates for samples of the current policy. For those of an older one, o, the estimate is multiplied by
-exp(p - o), whose gradient counts (DeepSeek-V3.2, arXiv 2512.02556): with k3, the slope is then exp(p - o) d.
+All three are estimates for samples of the current policy. For those of an older one, o, DeepSeek-V3.2 (arXiv
+2512.02556) multiplies k3 by exp(p - o), whose gradient counts: the slope is exp(p - o) (k3 + 1 - e^-d) = exp(p - o) d.
 """
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ def estimate(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
             return k3(-d).clamp(max=_MAX_K3)
         case _:
             assert_never(kind)
+
+
+def importance_weighted(p: Tensor, o: Tensor, f: Tensor) -> Tensor:
+    """Return exp(p - o) k3 for every token, [k], with the slope exp(p - o) d; d and p - o clamped to +-20, k3 to 10.
+
+    The clamp of k3 changes the value alone. In the slope it would leave exp(p - o) * 10, which leads away from the
+    reference where the policy is far below it.
+    """
+    d, ratio = clamp(p.detach() - f.detach()), clamp(p.detach() - o.detach()).exp()
+    return ratio * (k3(-d).clamp(max=_MAX_K3) + d * (p - p.detach()))
 
 
 def is_clamped(p: Tensor, f: Tensor, kind: Kind) -> Tensor:

@@ -39,8 +39,8 @@ class KlConfig(Table):
     estimator: kl.Kind = "k3"
     """Estimator of the divergence of one token (docs/glossary.md); k2 is half of the squared log-ratio."""
     importance_weighted: bool = False
-    """Multiply the term of the loss by exp(p - o), so that it stays an estimate for the current policy after updates
-    (DeepSeek-V3.2)."""
+    """Multiply k3 in the loss by exp(p - o), so that it stays an estimate for the current policy after updates, and its
+    gradient one of the divergence (DeepSeek-V3.2)."""
     target: float = Field(default=0.0, ge=0)
     """Distance in nats per token to which the coefficient is adapted (arXiv 1909.08593); 0: coef is constant."""
     horizon: int = Field(default=10_000, ge=1)
@@ -53,10 +53,10 @@ class KlConfig(Table):
                 "estimator k1 has no gradient towards the reference when it is a term of the loss; use k2 or k3 "
                 "there, or placement = `reward`"
             )
-        if self.importance_weighted and not (self.coef and self.placement == "loss"):
+        if self.importance_weighted and not (self.coef and self.placement == "loss" and self.estimator == "k3"):
             raise ValueError(
-                "importance_weighted = true weighs a KL term of the loss; set coef above 0 and placement = `loss`, or "
-                "remove it"
+                f"importance_weighted = true weighs k3 in the loss, not estimator = `{self.estimator}`, placement = "
+                f"`{self.placement}`, coef = {self.coef:g}; set k3, `loss` and a coef above 0, or remove it"
             )
         if self.target and not self.coef:
             raise ValueError(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold.algorithm.kl import Kind, adapted_coef, estimate, is_clamped, k3
+from fourfold.algorithm.kl import Kind, adapted_coef, estimate, importance_weighted, is_clamped, k3
 
 F64 = torch.float64
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -92,6 +92,26 @@ def test_gradients_agree_with_finite_differences(kind: Kind) -> None:
     f = -torch.rand(25, generator=torch.Generator().manual_seed(0), dtype=F64)
     p = (f + d).requires_grad_()
     assert torch.autograd.gradcheck(lambda current: estimate(current, f, kind), (p,))
+
+
+def test_the_importance_weighted_estimate_has_the_slope_of_the_log_ratio() -> None:
+    # d = p - f, r = exp(p - o); beyond k3 = 10 the value stays, and the slope still leads back to the reference
+    d = torch.tensor([-15.0, -2.0, 0.5, 3.0, 30.0, -30.0], dtype=F64)
+    old = torch.tensor([-1.5, -2.5, -2.0, -2.0, -2.0, -2.0], dtype=F64)
+    p = torch.full((6,), -2.0, dtype=F64, requires_grad=True)
+    f = p.detach() - d
+    result = importance_weighted(p, old, f)
+    ratio = [math.exp(-2.0 - o) for o in old.tolist()]
+    bounded = [max(-20.0, min(20.0, x)) for x in d.tolist()]
+    assert result.tolist() == pytest.approx(
+        [r * min(10.0, math.exp(-x) - 1 + x) for r, x in zip(ratio, bounded, strict=True)], rel=1e-12
+    )
+    assert slopes(result, p) == pytest.approx([r * x for r, x in zip(ratio, bounded, strict=True)], rel=1e-12)
+    p, f = torch.tensor([-2.1, -1.9], dtype=F64, requires_grad=True), torch.full((2,), -2.2, dtype=F64)
+    product = (p - old[:2]).exp() * k3(f - p)  # nothing is clamped: automatic differentiation has the same slope
+    weighted = importance_weighted(p, old[:2], f)
+    assert weighted.tolist() == pytest.approx(product.tolist(), rel=1e-12)
+    assert slopes(weighted, p) == pytest.approx(slopes(product, p), rel=1e-10)
 
 
 def test_means_over_the_policy_are_the_divergence() -> None:

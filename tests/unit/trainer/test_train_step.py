@@ -20,6 +20,7 @@ from fourfold.nn.batching import TokenBatch
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step import train_step as step_train_step
 from fourfold_trainer.step.batch import check_samples
+from fourfold_trainer.step.before_update import needs_old_logprobs
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import mini_batches
 from fourfold_trainer.step.step_result import StepResult
@@ -154,7 +155,7 @@ def test_the_only_update_of_a_step_forwards_every_token_once(
 def test_old_logprobs_are_looked_up_only_where_they_are_not_the_present_ones(
     tables: dict[str, Any], needed: bool
 ) -> None:
-    assert step_train_step.needs_old_logprobs(recipe(**tables)) is needed
+    assert needs_old_logprobs(recipe(**tables)) is needed
 
 
 # ---- several updates ---------------------------------------------------------------------------------------------

@@ -123,9 +123,10 @@ def _policy_objective(
     loss = policy_loss = _weighted_sum(losses, weights)
     if with_kl:
         reference = to_device(batch.reference_logprobs, device)
-        distance = kl.estimate(logprobs, reference, algorithm.kl.estimator)
         if algorithm.kl.importance_weighted:
-            distance = inputs.ratio() * distance
+            distance = kl.importance_weighted(logprobs, old, reference)
+        else:
+            distance = kl.estimate(logprobs, reference, algorithm.kl.estimator)
         kl_loss = _weighted_sum(distance, weights)
         loss = loss + kl_coef * kl_loss
         accumulator.add_sum(metrics.KL_LOSS, kl_loss)

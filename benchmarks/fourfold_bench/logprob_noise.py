@@ -1,0 +1,135 @@
+"""Measures how much log-probabilities of the same weights differ between passes that pack the samples differently.
+
+A product of matrices rounds a row differently in a micro-batch of another shape. GSPO clips the mean of a sample's
+differences at 3e-4 and 4e-4, so that noise of this size clips samples before any weight has changed. The passes:
+
+    update     the micro-batches of the first epoch's updates, as old log-probabilities are computed
+    repeated   the same again
+    large      micro-batches four times as large, in which old log-probabilities were once computed
+    reshuffled those of a second epoch, whose samples are dealt anew
+
+Then one step is trained, with the noise that its first update finds (`policy/logprob_noise`).
+
+    python -m fourfold_bench.logprob_noise --shape 0.135b --dtype bfloat16 --save
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from fourfold.algorithm.state import AlgorithmState
+from fourfold.arrays import Float32Array
+from fourfold.config import Config
+from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
+from fourfold_bench.models import SHAPE_NAMES, SHAPES, write_model
+from fourfold_bench.trainer_speed import make_samples
+from fourfold_trainer.ranks.distributed_engine import DistributedEngine
+from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.micro_batches import compute_old_logprobs, compute_per_token, mini_batches
+from fourfold_trainer.step.train_step import train_step
+
+_CLIP_LOW: Final = float(np.log(1 - 3e-4))
+_CLIP_HIGH: Final = float(np.log(1 + 4e-4))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseSettings(BenchmarkSettings):
+    """The options of the benchmark of noise."""
+
+    shape: str = option(default="tiny", choices=SHAPE_NAMES)
+    device: str = option(default="cpu", choices=("cpu", "cuda"))
+    ranks: int = option(default=1, least=1)
+    dtype: str = option(default="bfloat16", choices=("bfloat16", "float32"))
+    tokens: int = option("tokens of the step, about", default=8192, least=1)
+    longest: int = option("tokens of the longest sample", default=240, least=16)
+    micro_batch: int = option("tokens of one pass of one rank", default=1024)
+    liger: bool = option("fused kernels", default=False)
+
+
+def recipe(settings: NoiseSettings, model: Path, sample_count: int) -> Config:
+    """Return a recipe of GSPO with two epochs of two mini-batches."""
+    return Config.model_validate(
+        {
+            "name": "noise",
+            "steps": 1,
+            "model": {"source": str(model), "dtype": settings.dtype, "max_context_tokens": settings.longest},
+            "data": {"train": {"path": "unused.jsonl"}},
+            "sampling": {"max_new_tokens": settings.longest - 1},
+            "batch": {
+                "prompts_per_step": -(-sample_count // 8),
+                "group_size": 8,
+                "tokens_per_micro_batch": settings.micro_batch,
+                "mini_batches_per_step": 2,
+                "epochs_per_step": 2,
+            },
+            "algorithm": {"preset": "gspo"},
+            "trainer": {"device": settings.device, "ranks": settings.ranks, "liger_kernels": settings.liger},
+        }
+    )
+
+
+def compared(one: Sequence[Float32Array], other: Sequence[Float32Array]) -> dict[str, float]:
+    """Return the differences of two passes, in nats: of tokens, and of the means of samples."""
+    differences = [a.astype(np.float64) - b for a, b in zip(one, other, strict=True) if len(a)]
+    tokens = np.abs(np.concatenate(differences))
+    means = np.array([d.mean() for d in differences])
+    outside = (means < _CLIP_LOW) | (means > _CLIP_HIGH)
+    return {
+        "token_mean": float(tokens.mean()),
+        "token_max": float(tokens.max()),
+        "sample_mean_abs": float(np.abs(means).mean()),
+        "outside_gspo_clip": float(outside.mean()),
+    }
+
+
+class NoiseBenchmark(Benchmark[NoiseSettings]):
+    """Noise of log-probabilities between passes of the same weights."""
+
+    name = "logprob_noise"
+    summary = "differences of log-probabilities between passes that pack samples differently"
+    settings = NoiseSettings
+    libraries = ("torch", "transformers", "deepspeed", "numpy")
+
+    def label(self, settings: NoiseSettings) -> str:
+        return f"{settings.shape}-{settings.dtype}-{settings.device}"
+
+    def measure(self, settings: NoiseSettings, run: BenchmarkRun) -> dict[str, Any]:
+        model = run.folder / "model"
+        write_model(model, settings.shape, context=settings.longest, dtype=settings.dtype)
+        samples = make_samples(settings.tokens, settings.longest, SHAPES[settings.shape]["vocab_size"])
+        config = recipe(settings, model, len(samples))
+        engine = DistributedEngine(config, model, run_dir=run.folder, member_id="trainer-0", on_death=print)
+        batch = StepBatch.of(samples, config.algorithm)
+        updates = mini_batches(batch.bounds, config, step=1)
+        compute = engine.compute_logprobs
+        update = compute_old_logprobs(compute, batch, config, updates[:2])
+        passes = {
+            "repeated": compute_old_logprobs(compute, batch, config, updates[:2]),
+            "large": compute_per_token(compute, samples, batch.positions, batch.lengths, config),
+            "reshuffled": compute_old_logprobs(compute, batch, config, updates[2:]),
+        }
+        noise = {name: compared(update, found) for name, found in passes.items()}
+        result = train_step(engine, samples, config, step=1, state=AlgorithmState())
+        engine.leave()
+        engine.close()
+        return {"samples": len(samples), "noise": noise, "first_update_max": result.logprob_noise}
+
+    def table(self, document: Mapping[str, Any]) -> list[str]:
+        results = document["results"]
+        lines = ["pass        mean |d|   max |d|   mean |sample|   outside of GSPO's clip"]
+        for name, row in results["noise"].items():
+            lines.append(
+                f"{name:<10} {row['token_mean']:9.2e} {row['token_max']:9.2e} {row['sample_mean_abs']:15.2e} "
+                f"{row['outside_gspo_clip']:24.1%}"
+            )
+        return [*lines, f"first update of a step: at most {results['first_update_max']:.2e}"]
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(NoiseBenchmark()))

@@ -13,7 +13,16 @@ import pytest
 from fourfold_bench.harness import run_script
 from fourfold_bench.run_result import RunResult
 
-_SCRIPTS = ("bare_loop", "data_loading", "experience_path", "learning", "run_result", "scheduler", "trainer_speed")
+_SCRIPTS = (
+    "bare_loop",
+    "data_loading",
+    "experience_path",
+    "learning",
+    "logprob_noise",
+    "run_result",
+    "scheduler",
+    "trainer_speed",
+)
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -37,6 +46,17 @@ def test_the_experience_path_moves_the_samples_of_a_step(tmp_path: Path) -> None
         "samples": 16, "tokens": 160, "group_size": 8, "runs": 2, "warmup": 1, "prompt_tokens": 128, "flushes": 0,
     }  # fmt: skip
     assert len(document["results"]["phases"]["total"]["runs_ms"]) == 2
+
+
+@pytest.mark.slow
+def test_old_logprobs_have_no_noise_in_bfloat16_where_larger_micro_batches_have(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    done = _run("fourfold_bench.logprob_noise", "--tokens", "4096", "--json", str(out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(out.read_text())["results"]
+    assert results["first_update_max"] == 0
+    assert results["noise"]["repeated"]["token_max"] == 0
+    assert results["noise"]["large"]["token_max"] > 1e-4
 
 
 def test_wrong_sizes_are_one_line() -> None:

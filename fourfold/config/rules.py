@@ -299,8 +299,8 @@ def _check_precision(config: Config) -> None:
     """Refuse gradients that are summed in bfloat16: a sum of many micro-batches loses what is 256 times smaller."""
     if config.trainer.zero_stage == 0 and config.model.dtype == "bfloat16":
         raise ValueError(
-            "trainer.zero_stage = 0 adds the gradients of micro-batches in model.dtype = `bfloat16`; set zero_stage = 1, "
-            "which adds them in float32, or model.dtype = `float32`"
+            "trainer.zero_stage = 0 adds the gradients of micro-batches in model.dtype = `bfloat16`; set zero_stage = "
+            "1, which adds them in float32, or model.dtype = `float32`"
         )
 
 

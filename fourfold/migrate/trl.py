@@ -171,7 +171,7 @@ _OPTIMIZER_ROWS: Final = [
     *_none("not needed: AdamW's epsilon is 1e-8", "adam_epsilon"),
     *_none(_OPTIMIZER, "optim optim_args optim_target_modules"),
     *_none("not needed: token losses are averaged over all ranks", "average_tokens_across_devices"),
-    row("deepspeed", "any", None, "trainer.zero_stage", "the stage in its name; without: 0"),
+    row("deepspeed", "any", None, "trainer.zero_stage", "the stage in its name; without: 1, which updates as DDP"),
     *_none(_FSDP, "fsdp fsdp_config"),
     *_none(_TORCH, "tf32 gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode "
            "use_cache torch_empty_cache_steps ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "

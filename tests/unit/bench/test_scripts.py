@@ -14,13 +14,7 @@ from fourfold_bench.harness import run_script
 from fourfold_bench.run_result import RunResult
 
 _SCRIPTS = (
-    "bare_loop",
-    "data_loading",
-    "experience_path",
-    "learning",
-    "logprob_noise",
-    "run_result",
-    "scheduler",
+    *("bare_loop", "data_loading", "experience_path", "learning", "logprob_noise", "run_result", "scheduler"),
     "trainer_speed",
 )
 ROOT = Path(__file__).resolve().parents[3]

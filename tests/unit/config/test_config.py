@@ -368,6 +368,26 @@ def test_values_never_change(tmp_path: Path) -> None:
             "[reward]\ncommand = []\n[sampling]",
             ":16  reward: command = [] is empty, so that nothing scores",
         ),
+        (
+            "[sampling]",
+            "[trainer]\nzero_stage = 0\n[sampling]",
+            "trainer.zero_stage = 0 adds the gradients of micro-batches in model.dtype = `bfloat16`; set zero_stage",
+        ),
+        (
+            "[sampling]",
+            '[algorithm.kl]\ncoef = 0.1\nestimator = "k2"\nimportance_weighted = true\n[sampling]',
+            "importance_weighted = true weighs k3 in the loss, not estimator = `k2`",
+        ),
+        (
+            "[sampling]",
+            "[algorithm.shaping]\ncount_masked = true\n[sampling]",
+            "count_masked = true counts what mask_truncated leaves out; set mask_truncated",
+        ),
+        (
+            "[sampling]",
+            "[algorithm.shaping]\nclip_low = -2.0\n[sampling]",
+            "clip_low = -2.0 is the lower bound of clip = 0, which is no limit; set clip",
+        ),
         ("[sampling]", "[reward]\ntarget = []\n[sampling]", "reward: target = [] is empty"),
         ("[sampling]", '[reward]\nhttp = ""\n[sampling]', "reward: http = '' is empty"),
         (

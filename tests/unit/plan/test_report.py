@@ -205,7 +205,7 @@ def test_what_shares_a_gpu_must_fit_on_it_in_each_phase() -> None:
         check_gpu_memory(asleep, 9 * gib)
     data["rollout"] |= {"kv_cache_gib": 1}
     check_gpu_memory(Config.model_validate(data), 4 * gib)
-    data["trainer"] |= {"ranks": 1, "zero_stage": 0}
+    data["trainer"] |= {"ranks": 1, "zero_stage": 1}
     data["rollout"] |= {"replicas": 1, "sleep_mode": False}
     with pytest.raises(ConfigError, match=r"set rollout.sleep_mode = true, or set placement.colocated = false"):
         check_gpu_memory(Config.model_validate(data), 3 * gib)

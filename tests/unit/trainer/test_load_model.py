@@ -33,7 +33,7 @@ def recipe(folder: Path, *, dtype: str = "float32", seed: int = 0) -> Config:
             "data": {"train": {"path": "t.jsonl"}},
             "sampling": {"max_new_tokens": 8},
             "batch": {"prompts_per_step": 1, "group_size": 2, "tokens_per_micro_batch": 64},
-            "trainer": {"device": "cpu", "zero_stage": 0},
+            "trainer": {"device": "cpu", "zero_stage": 1},
         }
     )
 

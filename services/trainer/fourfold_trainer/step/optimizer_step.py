@@ -25,7 +25,7 @@ from torch import Tensor
 from fourfold import metrics
 from fourfold.algorithm import corrections, kl
 from fourfold.algorithm.losses import LossInputs, value_loss
-from fourfold.config import AlgorithmConfig, CriticConfig
+from fourfold.config import AlgorithmConfig, CriticConfig, KlConfig
 from fourfold.nn.sequence import to_device
 from fourfold_trainer.batches import Batches, PolicyBatch, ValueBatch
 from fourfold_trainer.engine import Critic, Policy, UpdateSettings, UpdateSums
@@ -123,11 +123,7 @@ def _policy_objective(
     loss = policy_loss = _weighted_sum(losses, weights)
     if with_kl:
         reference = to_device(batch.reference_logprobs, device)
-        if algorithm.kl.importance_weighted:
-            distance = kl.importance_weighted(logprobs, old, reference)
-        else:
-            distance = kl.estimate(logprobs, reference, algorithm.kl.estimator)
-        kl_loss = _weighted_sum(distance, weights)
+        kl_loss = _weighted_sum(_reference_kl(logprobs, old, reference, algorithm.kl), weights)
         loss = loss + kl_coef * kl_loss
         accumulator.add_sum(metrics.KL_LOSS, kl_loss)
         means[metrics.REFERENCE_KL] = kl.k3(reference - old)
@@ -140,6 +136,13 @@ def _policy_objective(
     accumulator.add_loss(policy_loss.detach(), real=real, means=means)
     accumulator.add_ratios(current - old, old - inputs.behavior_logprobs, real=real, any_accepted=accepted.any())
     return loss
+
+
+def _reference_kl(logprobs: Tensor, old: Tensor, reference: Tensor, config: KlConfig) -> Tensor:
+    """Return the KL term of every token, [k]."""
+    if config.importance_weighted:
+        return kl.importance_weighted(logprobs, old, reference)
+    return kl.estimate(logprobs, reference, config.estimator)
 
 
 def update_critic(

@@ -248,9 +248,8 @@ def _correction(draft: Draft, *, sequence: bool) -> None:
         draft.leave("not needed without is_correction_enable", *names[1:], bounds)
         if sequence and flags[names[0]]:
             draft.check(
-                "algorithm.correction: with gspo, OpenRLHF puts the engine's log-probabilities in place of the "
-                "old ones; "
-                "Fourfold compares with those that the trainer recomputes"
+                "algorithm.correction: with gspo, OpenRLHF puts the engine's log-probabilities in place of the old "
+                "ones; Fourfold compares with those that the trainer recomputes"
             )
         return
     low, high = flags[bounds]
@@ -270,9 +269,8 @@ def _kl(draft: Draft, options: Options) -> None:
     if in_loss and estimator == "k1" and coef:
         estimator = "k2"
         draft.check(
-            "algorithm.kl.estimator = k2: as a term of the loss, k1 has no gradient towards the reference; k2 "
-            "has that of "
-            "the KL divergence. Set kl.coef = 0 to train as OpenRLHF does with k1"
+            "algorithm.kl.estimator = k2: as a term of the loss, k1 has no gradient towards the reference; k2 has "
+            "that of the KL divergence. Set kl.coef = 0 to train as OpenRLHF does with k1"
         )
     draft.set("algorithm.kl.placement", "loss" if in_loss else "reward", "algo.kl.use_loss")
     draft.set("algorithm.kl.estimator", estimator, *names)
@@ -287,11 +285,14 @@ def _kl(draft: Draft, options: Options) -> None:
 def _shaping_and_filter(draft: Draft, options: Options) -> None:
     flags = draft.flags
     low, high = flags["reward.clip_range"]
-    draft.set("algorithm.shaping.clip", max(abs(low), abs(high)), "reward.clip_range")
-    if low != -high:
+    around_zero = low <= 0 < high
+    draft.set("algorithm.shaping.clip", high if around_zero else max(abs(low), abs(high)), "reward.clip_range")
+    if around_zero and low != -high:
+        draft.set("algorithm.shaping.clip_low", low, "reward.clip_range")
+    elif not around_zero:
         draft.check(
-            f"algorithm.shaping.clip = {max(abs(low), abs(high)):g}: the clip is symmetric, and reward.clip_range is "
-            f"[{low:g}, {high:g}]; clip in the reward function instead"
+            f"algorithm.shaping.clip = {max(abs(low), abs(high)):g}: a clip keeps scores of 0, and reward.clip_range "
+            f"is [{low:g}, {high:g}]; clip in the reward function instead"
         )
     buffer = flags["reward.overlong_buffer_len"]
     penalty = ("reward.overlong_penalty_factor", "algorithm.shaping.overlong_penalty")
@@ -338,9 +339,8 @@ def _reward(draft: Draft, options: Options) -> None:
     )  # fmt: skip
     if flags["reward.normalize_enable"]:
         draft.check(
-            "algorithm.shaping.normalize: scores are normalised by their running mean and deviation; OpenRLHF "
-            "takes both "
-            "from the config.json of the reward model"
+            "algorithm.shaping.normalize: scores are normalised by their running mean and deviation; OpenRLHF takes "
+            "both from the config.json of the reward model"
         )
 
 

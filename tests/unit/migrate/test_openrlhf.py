@@ -267,6 +267,25 @@ def test_length_penalties_filter_and_correction() -> None:
     assert (correction.kind, correction.low, correction.high) == ("sequence-mask-tis", 0.5, 5.0)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "clip", "expected", "warned"),
+    [
+        ("-1 5", 5.0, (-1.0, 5.0), False),
+        ("0 1", 1.0, (0.0, 1.0), False),
+        ("-3 3", 3.0, (-3.0, 3.0), False),
+        ("1 2", 2.0, (-2.0, 2.0), True),
+        ("-2 -1", 2.0, (-2.0, 2.0), True),
+    ],
+)
+def test_bounds_around_zero_are_those_of_the_clip(
+    bounds: str, clip: float, expected: tuple[float, float], warned: bool
+) -> None:
+    command = f"{GROUP} --reward.clip_range {bounds}"
+    shaping = recipe_of(command).algorithm.shaping
+    assert (shaping.clip, shaping.bounds) == (clip, expected)
+    assert any("clip in the reward function" in text for text in draft_of(command).checks) == warned
+
+
 def test_evaluations_keep_the_best_checkpoint() -> None:
     recipe = recipe_of(
         GROUP + " --eval.dataset e.jsonl --eval.steps 5 --eval.n_samples_per_prompt 2 --ckpt.save_steps 5"

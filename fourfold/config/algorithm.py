@@ -109,8 +109,8 @@ class ShapingConfig(Table):
     mask_truncated: bool = False
     """Leave truncated samples out of the loss; their scores stay in the group's statistics."""
     count_masked: bool = False
-    """Count the samples that mask_truncated leaves out, and their tokens, in the divisors of `aggregation`, as in TRL:
-    the loss of the others then weighs less."""
+    """Count the samples that mask_truncated leaves out, and their tokens, in the divisors of `aggregation`: the loss of
+    the others then weighs less. TRL counts the samples, but not their tokens with token-mean."""
     clip: float = Field(default=0.0, ge=0)
     """Largest absolute value of the shaped score, after the comparison in the group; 0: no limit."""
     clip_low: float | None = Field(default=None, le=0)

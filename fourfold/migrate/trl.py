@@ -16,7 +16,6 @@ _TRACKER: Final = "no equivalent of this name: write the trackers to logging.sin
 _LOGGED: Final = "not needed: every step is in metrics.jsonl, and every completion in samples.jsonl"
 _HUB: Final = "no equivalent: a run uploads nothing; afterwards, fourfold export runs/NAME --push OWNER/NAME does"
 _ADAPTIVE: Final = "no equivalent: entropy_coef is constant"
-_VESPO: Final = "no equivalent: there is no VESPO loss; use sapo"
 _SYNC: Final = "no equivalent: the reference is frozen; begin a new run from the exported model"
 _BNB: Final = "no equivalent: weights are trained in bfloat16 or float32"
 _OPTIMIZER: Final = "no equivalent: AdamW, or Muon with trainer.optimizer"
@@ -52,9 +51,8 @@ _BATCH: Final = [
 
 _ALGORITHM: Final = [
     row("loss_type", "text", "dapo", "algorithm.loss, algorithm.aggregation",
-         "dapo, bnpo: token-mean. grpo: sequence-mean. dr_grpo: constant-length. cispo, sapo: these losses. "
-         "luspo: gspo "
-         "with sequence-sum",
+         "dapo, bnpo: token-mean. grpo: sequence-mean. dr_grpo: constant-length. cispo, sapo, vespo: these losses. "
+         "luspo: gspo with sequence-sum",
          values=("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")),
     row("importance_sampling_level", "text", "token", "algorithm.loss.kind", "sequence: gspo",
          values=("token", "sequence")),
@@ -63,28 +61,33 @@ _ALGORITHM: Final = [
     row("delta", "float", None, "algorithm.loss.dual_clip"),
     row("sapo_temperature_pos", "float", 1.0, "algorithm.loss.tau_positive", "with sapo"),
     row("sapo_temperature_neg", "float", 1.05, "algorithm.loss.tau_negative", "with sapo"),
+    row("vespo_k_pos", "float", 2.0, "algorithm.loss.power_positive", "with vespo"),
+    row("vespo_lambda_pos", "float", 3.0, "algorithm.loss.rate_positive", "with vespo"),
+    row("vespo_k_neg", "float", 3.0, "algorithm.loss.power_negative", "with vespo"),
+    row("vespo_lambda_neg", "float", 2.0, "algorithm.loss.rate_negative", "with vespo"),
     row("beta", "float", 0.0, "algorithm.kl.coef", "in the loss, by k3"),
     row("scale_rewards", "any", "group", "algorithm.advantage.kind",
          "group: grpo with epsilon 1e-4. none: dr-grpo. batch: dr-grpo, whitened"),
     row("multi_objective_aggregation", "text", "sum_then_normalize", "algorithm.advantage.kind",
          "normalize_then_sum: gdpo with epsilon 1e-4", values=("sum_then_normalize", "normalize_then_sum")),
     row("reward_weights", "any", None, "reward.weight", "one for each of reward_funcs"),
-    row("mask_truncated_completions", "bool", False, "algorithm.shaping.mask_truncated"),
+    row("mask_truncated_completions", "bool", False, "algorithm.shaping.mask_truncated, algorithm.shaping.count_masked",
+         "count_masked: where samples are averaged, that is, not with token-mean"),
     row("entropy_coef", "float", 0.0, "algorithm.entropy_coef"),
     row("vllm_importance_sampling_correction", "bool", True, "algorithm.correction.kind",
-         "with use_vllm, else none"),
+         "with use_vllm, else none. None with vespo, whose weight has the engine's ratio"),
     row("vllm_importance_sampling_mode", "text", "sequence_mask", "algorithm.correction.kind",
-         "token_truncate: tis. token_mask: icepop. sequence_truncate, sequence_mask: tis of each token",
+         "token_truncate: tis. token_mask: icepop. sequence_truncate: sequence-tis. sequence_mask: "
+         "sequence-sum-mask-tis",
          values=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")),
     row("vllm_importance_sampling_clip_max", "float", 3.0, "algorithm.correction.high", "None: 1e9",
          older="vllm_importance_sampling_cap"),
     row("vllm_importance_sampling_clip_min", "float", None, "algorithm.correction.low", "None: 0"),
-    row("off_policy_mask_threshold", "float", None, "",
-         "no equivalent: use algorithm.correction.kind = sequence-mask"),
-    row("use_bias_correction_kl", "bool", False, "", "no equivalent: the KL term has no importance weight"),
+    row("off_policy_mask_threshold", "float", None, "algorithm.correction.kind, algorithm.correction.low",
+         "off-policy-mask with low = exp(-threshold), if vllm_importance_sampling_correction gives no correction"),
+    row("use_bias_correction_kl", "bool", False, "algorithm.kl.importance_weighted", "with beta"),
     row("top_entropy_quantile", "float", 1.0, "", "no equivalent below 1: every sampled token is trained on"),
     *_none(_ADAPTIVE, "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
-    *_none(_VESPO, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"),
     *_none(_SYNC, "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"),
     row("router_aux_loss_coef", "float", 0.001, "trainer.router_aux_loss_coef", "if given: only for experts"),
 ]  # fmt: skip

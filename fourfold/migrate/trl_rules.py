@@ -22,6 +22,22 @@ _PROCESSES: Final = re.compile(r"--(?:num_processes|nproc_per_node|nproc-per-nod
 _NODES: Final = re.compile(r"--(?:nnodes)(?:=|\s+)(\d+)")
 _STAGE: Final = re.compile(r"(?:zero|stage)[_-]?([0-3])")
 _EPSILON: Final = 1e-4
+# Losses without clips: the option of each key.
+_SOFT: Final[Mapping[str, Mapping[str, str]]] = {
+    "sapo": {"tau_positive": "sapo_temperature_pos", "tau_negative": "sapo_temperature_neg"},
+    "vespo": {
+        "power_positive": "vespo_k_pos",
+        "rate_positive": "vespo_lambda_pos",
+        "power_negative": "vespo_k_neg",
+        "rate_negative": "vespo_lambda_neg",
+    },
+}
+_CORRECTIONS: Final = {
+    "token_truncate": "tis",
+    "token_mask": "icepop",
+    "sequence_truncate": "sequence-tis",
+    "sequence_mask": "sequence-sum-mask-tis",
+}
 _PROMPT_TOKENS: Final = 1024
 _THINK: Final = r"<think>(?!.*<think>)(.*?)</think>.*"
 
@@ -198,12 +214,8 @@ def _steps_and_rates(draft: Draft, options: Options) -> None:
 def _loss(draft: Draft, options: Options) -> None:
     flags = draft.flags
     kind, level = flags["loss_type"], flags["importance_sampling_level"]
-    if kind == "vespo":
-        raise ConfigError(
-            "loss_type = vespo has no equivalent; import with loss_type: sapo, which fades gradients, too"
-        )
     modes = {"grpo": "sequence-mean", "sapo": "sequence-mean", "dr_grpo": "constant-length", "luspo": "sequence-sum"}
-    draft.set("algorithm.preset", "grpo")
+    draft.set("algorithm.preset", "trl-grpo")
     draft.set("algorithm.aggregation", modes.get(kind, "token-mean"), "loss_type")
     if kind == "bnpo":
         draft.check(
@@ -211,16 +223,15 @@ def _loss(draft: Draft, options: Options) -> None:
         )
     high = flags["epsilon_high"] if flags["epsilon_high"] is not None else flags["epsilon"]
     high_name = "epsilon_high" if flags["epsilon_high"] is not None else "epsilon"
-    sapo = ("sapo_temperature_pos", "sapo_temperature_neg")
     if kind == "cispo":
         draft.set("algorithm.loss.kind", "cispo", "loss_type")
         draft.set("algorithm.loss.ratio_max", high, high_name)
         draft.leave("not needed: cispo bounds the ratio from above alone", "epsilon", "delta")
-    elif kind == "sapo":
-        draft.set("algorithm.loss.kind", "sapo", "loss_type")
-        draft.set("algorithm.loss.tau_positive", flags[sapo[0]], sapo[0])
-        draft.set("algorithm.loss.tau_negative", flags[sapo[1]], sapo[1])
-        draft.leave("not needed: sapo clips nothing", "epsilon", "epsilon_high", "delta")
+    elif kind in _SOFT:
+        draft.set("algorithm.loss.kind", kind, "loss_type")
+        for key, name in _SOFT[kind].items():
+            draft.set(f"algorithm.loss.{key}", flags[name], name)
+        draft.leave(f"not needed: {kind} clips nothing", "epsilon", "epsilon_high", "delta")
     else:
         sequence = level == "sequence"
         draft.set("algorithm.loss.kind", "gspo" if sequence else "ppo", "importance_sampling_level")
@@ -233,13 +244,19 @@ def _loss(draft: Draft, options: Options) -> None:
             draft.set("algorithm.loss.dual_clip", flags["delta"] or 0.0, "delta")
     if kind in ("cispo", "sapo") and level == "sequence":
         draft.check(f"algorithm.loss: {kind} has a ratio for each token; importance_sampling_level has no equivalent")
-    if kind in ("cispo", "sapo"):
-        draft.leave(f"not needed: {kind} has a ratio for each token", "importance_sampling_level")
-    if kind != "sapo":
-        draft.leave("not needed without sapo", *sapo)
+    if kind in ("cispo", "sapo", "vespo"):
+        of = "sample" if kind == "vespo" else "token"
+        draft.leave(f"not needed: {kind} has a ratio for each {of}", "importance_sampling_level")
+    for other in _SOFT.keys() - {kind}:
+        draft.leave(f"not needed without {other}", *_SOFT[other].values())
+    truncated = "mask_truncated_completions"
+    draft.set("algorithm.shaping.mask_truncated", flags[truncated], truncated)
+    # TRL divides by the number of all samples, or by the number of the tokens that are left.
+    if flags[truncated] and kind in modes:
+        draft.set("algorithm.shaping.count_masked", True, truncated)
 
 
-def _advantage_and_correction(draft: Draft, options: Options) -> None:
+def _advantage_and_kl(draft: Draft, options: Options) -> None:
     flags = draft.flags
     given = str(flags["scale_rewards"]).lower()
     scale = {"true": "group", "false": "none"}.get(given, given)
@@ -251,7 +268,6 @@ def _advantage_and_correction(draft: Draft, options: Options) -> None:
         draft.leave("not needed: normalize_then_sum normalises each reward", "scale_rewards")
     elif scale == "group":
         draft.set("algorithm.advantage.kind", "grpo", "scale_rewards")
-        draft.set("algorithm.advantage.epsilon", _EPSILON, note="TRL's")
     else:
         draft.set("algorithm.advantage.kind", "dr-grpo", "scale_rewards")
         if scale == "batch":
@@ -263,27 +279,50 @@ def _advantage_and_correction(draft: Draft, options: Options) -> None:
     draft.set("algorithm.kl.coef", flags["beta"], "beta")
     draft.set("algorithm.kl.placement", "loss", "beta")
     draft.set("algorithm.kl.estimator", "k3", "beta")
-    if flags["beta"]:
-        context = draft.lines["model",]["max_context_tokens"].value
-        draft.set("reference.device", "cuda")
-        draft.set("reference.tokens_per_batch", max(context, common.MIN_REFERENCE_TOKENS), "beta")
+    weighted = "use_bias_correction_kl"
+    if not flags["beta"]:
+        draft.leave("not needed without beta", weighted)
+        return
+    draft.set("algorithm.kl.importance_weighted", flags[weighted], weighted)
+    if flags[weighted] and flags["importance_sampling_level"] == "sequence":
+        draft.check(
+            "algorithm.kl.importance_weighted: TRL weighs by the ratio of the sample, here by that of each token"
+        )
+    context = draft.lines["model",]["max_context_tokens"].value
+    draft.set("reference.device", "cuda")
+    draft.set("reference.tokens_per_batch", max(context, common.MIN_REFERENCE_TOKENS), "beta")
+
+
+def _correction(draft: Draft, options: Options) -> None:
+    flags = draft.flags
     names = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
     bounds = ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
-    if not (flags["use_vllm"] and flags[names[0]]):
-        draft.set("algorithm.correction.kind", "none", "use_vllm", names[0])
-        draft.leave("not needed without a correction", names[1], *bounds)
+    mask = "off_policy_mask_threshold"
+    weighs, threshold, folded = flags["use_vllm"] and flags[names[0]], flags[mask], flags["loss_type"] == "vespo"
+    if threshold is not None and threshold <= 0:
+        raise ConfigError(f"{mask} = {threshold:g} must be above 0: TRL suggests 0.5; correct it, or remove it")
+    if weighs and not folded:
+        kind = _CORRECTIONS[flags[names[1]]]
+        draft.set("algorithm.correction.kind", kind, *names)
+        draft.set("algorithm.correction.low", flags[bounds[0]] or 0.0, bounds[0])
+        draft.set("algorithm.correction.high", flags[bounds[1]] or 1e9, bounds[1])
+        if threshold is not None:
+            draft.leave("no equivalent beside vllm_importance_sampling_correction: a recipe has one correction", mask)
+            draft.check(
+                f"algorithm.correction.kind = {kind}: TRL has {mask} = {threshold:g} beside it, and a recipe has one "
+                f"correction; for that mask in its place, write kind = off-policy-mask and low = "
+                f"{math.exp(-threshold):.6g}"
+            )
         return
-    mode = flags[names[1]]
-    draft.set("algorithm.correction.kind", "icepop" if mode == "token_mask" else "tis", *names)
-    draft.set("algorithm.correction.low", flags[bounds[0]] or 0.0, bounds[0])
-    draft.set("algorithm.correction.high", flags[bounds[1]] or 1e9, bounds[1])
-    if mode.startswith("sequence"):
-        draft.check(
-            f"algorithm.correction.kind = tis: {mode} weighs each sample by the product of the ratios of its "
-            f"tokens, which "
-            f"has no equivalent; here each token has its own ratio. sequence-mask leaves out samples by their "
-            f"mean ratio"
-        )
+    if folded and flags["use_vllm"] and not weighs:
+        draft.check("algorithm.loss.kind = vespo: it compares with the engine; TRL does not without its correction")
+    reason = "vespo has the ratio to the engine in its weight" if weighs else "there is no such correction"
+    draft.leave(f"not needed: {reason}", *names, *bounds)
+    if threshold is None:
+        draft.set("algorithm.correction.kind", "none", *(("loss_type",) if folded else ("use_vllm", names[0])))
+    else:
+        draft.set("algorithm.correction.kind", "off-policy-mask", mask)
+        draft.set("algorithm.correction.low", math.exp(-threshold), mask)
 
 
 def _placement(draft: Draft, options: Options) -> None:
@@ -465,7 +504,8 @@ _RULES: Final[tuple[Callable[[Draft, Options], None], ...]] = (
     _batch,
     _steps_and_rates,
     _loss,
-    _advantage_and_correction,
+    _advantage_and_kl,
+    _correction,
     _placement,
     _lora,
     _rewards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from fourfold import config
 from fourfold.config import Config
+from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.errors import ConfigError
 from fourfold.migrate.common import Options
 from fourfold.migrate.draft import Draft
@@ -100,6 +102,17 @@ def test_the_defaults_are_those_of_trl() -> None:
         ("loss_type: dr_grpo\ndelta: 4", "constant-length", {"kind": "ppo", "dual_clip": 4.0}),
         ("loss_type: cispo\nepsilon_high: 5", "token-mean", {"kind": "cispo", "ratio_max": 5.0}),
         ("loss_type: sapo", "sequence-mean", {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}),
+        (
+            "loss_type: vespo\nvespo_k_pos: 1.5\nvespo_lambda_pos: 2.5\nvespo_k_neg: 3.5\nvespo_lambda_neg: 0.5",
+            "token-mean",
+            {
+                "kind": "vespo",
+                "power_positive": 1.5,
+                "rate_positive": 2.5,
+                "power_negative": 3.5,
+                "rate_negative": 0.5,
+            },
+        ),
         ("loss_type: luspo\nimportance_sampling_level: sequence", "sequence-sum", {"kind": "gspo", "form": "sequence"}),
         (
             "loss_type: grpo\nimportance_sampling_level: sequence\nepsilon: 3e-4\nepsilon_high: 4e-4",
@@ -126,12 +139,66 @@ def test_advantages(options: str, kind: str) -> None:
     assert recipe_of(LEAST + options).algorithm.advantage.kind == kind
 
 
-def test_corrections_need_vllm() -> None:
-    assert recipe_of(LEAST).algorithm.correction.kind == "none"
-    token = recipe_of(LEAST + "use_vllm: true\nvllm_importance_sampling_mode: token_truncate\n").algorithm.correction
-    assert (token.kind, token.low, token.high) == ("tis", 0.0, 3.0)
-    draft = draft_of(LEAST + "use_vllm: true\n")
-    assert any("sequence_mask weighs each sample by the product" in text for text in draft.checks)
+def test_the_defaults_with_vllm_are_the_preset() -> None:
+    recipe = recipe_of(LEAST + "use_vllm: true\n")
+    assert recipe.algorithm == AlgorithmConfig.model_validate({"preset": "trl-grpo"})
+
+
+@pytest.mark.parametrize(
+    ("options", "correction"),
+    [
+        ("", ("none", 0.0, 2.0)),
+        ("use_vllm: true\nvllm_importance_sampling_correction: false", ("none", 0.0, 2.0)),
+        ("use_vllm: true", ("sequence-sum-mask-tis", 0.0, 3.0)),
+        ("use_vllm: true\nvllm_importance_sampling_mode: sequence_truncate", ("sequence-tis", 0.0, 3.0)),
+        ("use_vllm: true\nvllm_importance_sampling_mode: token_truncate", ("tis", 0.0, 3.0)),
+        (
+            "use_vllm: true\nvllm_importance_sampling_mode: token_mask\nvllm_importance_sampling_clip_min: 0.5\n"
+            "vllm_importance_sampling_cap: 2",
+            ("icepop", 0.5, 2.0),
+        ),
+        ("use_vllm: true\nvllm_importance_sampling_clip_max: null", ("sequence-sum-mask-tis", 0.0, 1e9)),
+        ("use_vllm: true\nloss_type: vespo\nvllm_importance_sampling_mode: token_mask", ("none", 0.0, 2.0)),
+        ("off_policy_mask_threshold: 0.5", ("off-policy-mask", math.exp(-0.5), 1.0)),
+        ("use_vllm: true\nloss_type: vespo\noff_policy_mask_threshold: 1", ("off-policy-mask", math.exp(-1), 1.0)),
+    ],
+)
+def test_corrections(options: str, correction: tuple[str, float, float]) -> None:
+    found = recipe_of(LEAST + options).algorithm.correction
+    assert (found.kind, found.low, found.high) == correction
+
+
+def test_two_corrections_at_once_cannot_be_had() -> None:
+    text = LEAST + "use_vllm: true\noff_policy_mask_threshold: 0.5\n"
+    assert recipe_of(text).algorithm.correction.kind == "sequence-sum-mask-tis"
+    draft = draft_of(text)
+    assert any("write kind = off-policy-mask and low = 0.606531" in check for check in draft.checks)
+    assert dict(draft.reasons())["off_policy_mask_threshold"].startswith("no equivalent beside")
+
+
+def test_vespo_without_the_correction_of_trl_is_named() -> None:
+    text = LEAST + "loss_type: vespo\nuse_vllm: true\nvllm_importance_sampling_correction: "
+    assert any("compares with the engine" in check for check in draft_of(text + "false").checks)
+    assert not any("compares with the engine" in check for check in draft_of(text + "true").checks)
+
+
+def test_the_kl_term_keeps_its_importance_weight() -> None:
+    text = LEAST + "use_bias_correction_kl: true\n"
+    assert recipe_of(text + "beta: 0.01").algorithm.kl.importance_weighted is True
+    assert recipe_of(LEAST + "beta: 0.01").algorithm.kl.importance_weighted is False
+    assert recipe_of(text).algorithm.kl.importance_weighted is False
+    sequence = draft_of(text + "beta: 0.01\nimportance_sampling_level: sequence")
+    assert any("by the ratio of the sample" in check for check in sequence.checks)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "counted"), [("grpo", True), ("sapo", True), ("dr_grpo", True), ("luspo", True), ("dapo", False)]
+)
+def test_masked_completions_count_where_trl_averages_samples(loss_type: str, counted: bool) -> None:
+    text = f"{LEAST}loss_type: {loss_type}\n"
+    masked = recipe_of(text + "mask_truncated_completions: true").algorithm.shaping
+    assert (masked.mask_truncated, masked.count_masked) == (True, counted)
+    assert recipe_of(text).algorithm.shaping.mask_truncated is False
 
 
 def test_rewards_with_weights_are_tables() -> None:
@@ -218,7 +285,7 @@ def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (LEAST + "loss_type: vespo", "vespo has no equivalent"),
+        (LEAST + "off_policy_mask_threshold: -1", "off_policy_mask_threshold = -1 must be above 0"),
         (LEAST + "loss_type: dappo", "did you mean `dapo`"),
         (LEAST + "num_generations: 7", "no multiple of num_generations = 7"),
         (LEAST + "reward_weights: [1, 2]", "2 numbers for 1 rewards"),

@@ -44,15 +44,17 @@ _BATCH: Final = [
 
 _ALGORITHM: Final = [
     row("algorithm.adv_estimator", "text", "gae", "algorithm.preset, algorithm.advantage.kind, algorithm.whiten",
-         "gae: ppo. grpo: grpo. reinforce_plus_plus: reinforce++. reinforce_plus_plus_baseline: openrlhf-reinforce++-"
-         "baseline. remax, rloo, opo: grpo with that advantage. gpg: dr-grpo",
+         "gae: verl-ppo. Others: verl-grpo with grpo, reinforce, reinforce-baseline, remax, rloo, opo, gpg; "
+         "grpo_passk: pass-at-k",
          values=("gae", "grpo", "grpo_vectorized", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
                  "rloo", "rloo_vectorized", "opo", "gpg", "grpo_passk", "optimal_token_baseline",
                  "tir_optimal_token_baseline")),
-    row("algorithm.norm_adv_by_std_in_grpo", "bool", True, "algorithm.advantage.kind", "false: dr-grpo"),
+    row("algorithm.norm_adv_by_std_in_grpo", "bool", True, "algorithm.advantage.kind, algorithm.advantage.normalize",
+         "false: dr-grpo; with grpo_passk: normalize"),
     row("algorithm.gamma", "float", 1.0, "algorithm.advantage.gamma", "with gae and reinforce_plus_plus"),
     row("algorithm.lam", "float", 1.0, "algorithm.advantage.lam", "with gae"),
-    row("algorithm.use_kl_in_reward", "bool", False, "algorithm.kl.placement", "true: reward"),
+    row("algorithm.use_kl_in_reward", "bool", False, "algorithm.kl.placement, algorithm.advantage.kl_in_score",
+         "true: reward; with rloo as a part of the score"),
     row("algorithm.kl_penalty", "text", "kl", "algorithm.kl.estimator",
          "kl: k1. mse: k2. low_var_kl: k3. With use_kl_in_reward"),
     row("algorithm.kl_ctrl.kl_coef", "float", 0.001, "algorithm.kl.coef", "with use_kl_in_reward"),
@@ -62,9 +64,10 @@ _ALGORITHM: Final = [
     row(f"{_ACTOR}.use_kl_loss", "bool", False, "algorithm.kl.placement", "true: loss"),
     row(f"{_ACTOR}.kl_loss_coef", "float", 0.001, "algorithm.kl.coef", "with use_kl_loss"),
     row(f"{_ACTOR}.kl_loss_type", "text", "low_var_kl", "algorithm.kl.estimator",
-         "low_var_kl: k3. mse: k2. kl: k2, as k1 has no gradient. With use_kl_loss"),
+         "low_var_kl: k3. mse: k2. With + at the end: k2, whose gradient it has. kl: k2, as k1 has no gradient. With "
+         "use_kl_loss"),
     row(f"{_ACTOR}.policy_loss.loss_mode", "text", "vanilla", "algorithm.loss.kind",
-         "vanilla: ppo. gspo, sapo, cispo: these. gpg: reinforce",
+         "vanilla: ppo. gspo, sapo, cispo: these. geo_mean: gmpo. gpg: reinforce",
          values=("vanilla", "gspo", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean", "bypass_mode")),
     row(f"{_ACTOR}.clip_ratio", "float", 0.2, "",
          "not needed: verl reads clip_ratio_low and clip_ratio_high, 0.2 each"),
@@ -76,18 +79,23 @@ _ALGORITHM: Final = [
     row(f"{_ACTOR}.tau_pos", "float", 1.0, "algorithm.loss.tau_positive", "with sapo"),
     row(f"{_ACTOR}.tau_neg", "float", 1.05, "algorithm.loss.tau_negative", "with sapo"),
     row(f"{_ACTOR}.loss_agg_mode", "text", "token-mean", "algorithm.aggregation",
-         "seq-mean-token-mean (always with gspo and sapo): sequence-mean. seq-mean-token-sum: sequence-sum. "
+         "seq-mean-token-mean (always with gspo, sapo and geo_mean): sequence-mean. seq-mean-token-sum: sequence-sum. "
          "seq-mean-token-sum-norm: constant-length",
          values=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")),
     row(f"{_ACTOR}.loss_scale_factor", "float", None, "",
          "no equivalent: constant-length divides by sampling.max_new_tokens"),
     row(f"{_ACTOR}.entropy_coeff", "float", 0.0, "algorithm.entropy_coef"),
-    row(f"{_CORRECTION}.rollout_is", "text", None, "algorithm.correction.kind", "token, sequence: tis"),
+    row(f"{_CORRECTION}.rollout_is", "text", None, "algorithm.correction.kind",
+         "token: tis; geometric-tis with geo_mean. sequence: sequence-tis. With rollout_rs: see there"),
     row(f"{_CORRECTION}.rollout_is_threshold", "float", 2.0, "algorithm.correction.high", "with rollout_is"),
     row(f"{_CORRECTION}.rollout_rs", "text", None, "algorithm.correction.kind",
-         "token: icepop. geometric, sequence: sequence-mask"),
-    row(f"{_CORRECTION}.rollout_rs_threshold", "any", None, "algorithm.correction.high", "with rollout_rs"),
-    row(f"{_CORRECTION}.rollout_rs_threshold_lower", "float", None, "algorithm.correction.low", "None: 1 / threshold"),
+         "seq_mean_k1, geometric: sequence-mask; sequence-mask-tis with rollout_is token. seq_sum_k1, sequence: "
+         "sequence-sum-mask; sequence-sum-mask-tis with rollout_is sequence. token_k1, token: icepop. token_k3, "
+         "seq_mean_k2, seq_mean_k3: token-k3-mask, sequence-k2-mask, sequence-k3-mask"),
+    row(f"{_CORRECTION}.rollout_rs_threshold", "any", None, "algorithm.correction.low, algorithm.correction.high",
+         "with k1, LOWER_UPPER: 1 / UPPER and 1 / LOWER, as verl bounds the inverse ratio"),
+    row(f"{_CORRECTION}.rollout_rs_threshold_lower", "float", None, "algorithm.correction.low",
+         "None: 1 / threshold; with token, sequence, geometric of older versions"),
     row("algorithm.filter_groups.enable", "bool", False, "algorithm.filter.keep", "true: varied"),
     row("algorithm.filter_groups.metric", "text", None, "", "not needed: groups are compared by their scores"),
     row("algorithm.filter_groups.max_num_gen_batches", "int", 0, "algorithm.filter.max_rounds", "0: 1000"),

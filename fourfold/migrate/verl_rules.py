@@ -31,21 +31,46 @@ _AGGREGATIONS: Final = {
     "seq-mean-token-sum": "sequence-sum",
     "seq-mean-token-sum-norm": "constant-length",
 }
-# Estimator -> preset, advantage, whitening.
+# Estimator -> advantage, whitening.
 _ESTIMATORS: Final = {
-    "gae": ("ppo", "gae", "full"),
-    "grpo": ("grpo", "grpo", "off"),
-    "grpo_vectorized": ("grpo", "grpo", "off"),
-    "reinforce_plus_plus": ("reinforce++", "reinforce", "full"),
-    "reinforce_plus_plus_baseline": ("openrlhf-reinforce++-baseline", "reinforce-baseline", "full"),
-    "remax": ("grpo", "remax", "off"),
-    "rloo": ("grpo", "rloo", "off"),
-    "rloo_vectorized": ("grpo", "rloo", "off"),
-    "opo": ("grpo", "opo", "off"),
-    "gpg": ("grpo", "dr-grpo", "off"),
+    "gae": ("gae", "full"),
+    "grpo": ("grpo", "off"),
+    "grpo_vectorized": ("grpo", "off"),
+    "grpo_passk": ("pass-at-k", "off"),
+    "reinforce_plus_plus": ("reinforce", "full"),
+    "reinforce_plus_plus_baseline": ("reinforce-baseline", "full"),
+    "remax": ("remax", "off"),
+    "rloo": ("rloo", "off"),
+    "rloo_vectorized": ("rloo", "off"),
+    "opo": ("opo", "off"),
+    "gpg": ("gpg", "off"),
 }
-_PER_TOKEN: Final = ("gae", "reinforce_plus_plus")
-_LOSSES: Final = {"vanilla": "ppo", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo", "gpg": "reinforce"}
+_DISCOUNTED: Final = ("gae", "reinforce_plus_plus")
+_LOSSES: Final = {
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "cispo": "cispo",
+    "geo_mean": "gmpo",
+    "gpg": "reinforce",
+}
+# rollout_rs and rollout_is -> correction.
+_CORRECTIONS: Final = {
+    ("", ""): "none",
+    ("", "token"): "tis",
+    ("", "sequence"): "sequence-tis",
+    ("token_k1", ""): "icepop",
+    ("token_k1", "token"): "icepop",
+    ("token_k3", ""): "token-k3-mask",
+    ("seq_sum_k1", ""): "sequence-sum-mask",
+    ("seq_sum_k1", "sequence"): "sequence-sum-mask-tis",
+    ("seq_mean_k1", ""): "sequence-mask",
+    ("seq_mean_k1", "token"): "sequence-mask-tis",
+    ("seq_mean_k2", ""): "sequence-k2-mask",
+    ("seq_mean_k3", ""): "sequence-k3-mask",
+}
+# Names of verl before January 2026. Their thresholds bound the ratio; those of today bound its inverse.
+_OLDER_REJECTIONS: Final = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 _ROUNDS: Final = 1000
 
 
@@ -225,7 +250,7 @@ def _loss(draft: Draft, options: Options) -> None:
     if kind is None:
         raise ConfigError(f"{mode_name} = {mode} has no equivalent; import with one of {', '.join(_LOSSES)}")
     aggregation, names = flags[f"{_ACTOR}.loss_agg_mode"], [f"{_ACTOR}.loss_agg_mode"]
-    if mode in ("gspo", "sapo"):
+    if mode in ("gspo", "sapo", "geo_mean"):
         aggregation, names = "seq-mean-token-mean", [mode_name]
         draft.leave(f"not needed: {mode} always averages over the tokens of a sample", f"{_ACTOR}.loss_agg_mode")
     draft.set("algorithm.aggregation", _AGGREGATIONS[aggregation], *names)
@@ -240,7 +265,7 @@ def _loss(draft: Draft, options: Options) -> None:
     clip_high = flags[high] if flags[high] is not None else flags[f"{_ACTOR}.clip_ratio"]
     unused = {"ppo": (f"{_ACTOR}.tau_pos", f"{_ACTOR}.tau_neg")}
     taus, dual = unused["ppo"], f"{_ACTOR}.clip_ratio_c"
-    if kind in ("ppo", "gspo"):
+    if kind in ("ppo", "gspo", "gmpo"):
         draft.set("algorithm.loss.clip_low", clip_low, low)
         draft.set("algorithm.loss.clip_high", clip_high, high)
     if kind == "ppo":
@@ -262,17 +287,17 @@ def _advantage(draft: Draft, options: Options) -> None:
     estimator, scaled = flags[name], "algorithm.norm_adv_by_std_in_grpo"
     if estimator not in _ESTIMATORS:
         raise ConfigError(f"{name} = {estimator} has no equivalent; import with one of {', '.join(_ESTIMATORS)}")
-    preset, kind, whiten = _ESTIMATORS[estimator]
+    kind, whiten = _ESTIMATORS[estimator]
     if kind == "grpo" and not flags[scaled]:
         kind = "dr-grpo"
-    draft.set("algorithm.preset", preset, name)
+    draft.set("algorithm.preset", "verl-ppo" if estimator == "gae" else "verl-grpo", name)
     draft.set("algorithm.advantage.kind", kind, name, *([scaled] if estimator.startswith("grpo") else []))
-    if kind == "grpo":
-        draft.set("algorithm.advantage.epsilon", 1e-6, note="verl's")
+    if kind == "pass-at-k":
+        draft.set("algorithm.advantage.normalize", flags[scaled], scaled)
     if not estimator.startswith("grpo"):
         draft.leave("not needed: it is for grpo", scaled)
     draft.set("algorithm.whiten", whiten, name)
-    if estimator in _PER_TOKEN:
+    if estimator in _DISCOUNTED:
         draft.set("algorithm.advantage.gamma", flags["algorithm.gamma"], "algorithm.gamma")
     else:
         draft.leave(f"not needed: {estimator} discounts nothing", "algorithm.gamma")
@@ -282,11 +307,9 @@ def _advantage(draft: Draft, options: Options) -> None:
         draft.leave("not needed: lambda is for gae", "algorithm.lam")
     if estimator == "gpg":
         draft.check(
-            "algorithm.advantage.kind = dr-grpo: the scale of gpg, by the share of groups that differ, has no "
-            "equivalent"
+            "algorithm.advantage.kind = gpg: it scales by the share of samples in groups whose scores differ, verl by "
+            "that of samples whose score is not 0"
         )
-    # The presets of Fourfold and OpenRLHF clip scores and filter groups, which verl does not.
-    draft.set("algorithm.shaping.clip", 0.0, note="verl clips no score")
     keep, rounds = "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"
     draft.set("algorithm.filter.keep", "varied" if flags[keep] else "all", keep)
     if flags[keep]:
@@ -308,10 +331,11 @@ def _kl(draft: Draft, options: Options) -> None:
         draft.check(
             "algorithm.kl: verl has both a KL loss and a KL reward here; Fourfold has one term, and it is the loss"
         )
-    kind = _KL_KINDS.get(str(flags[used[2]]).removesuffix("+"))
+    name = str(flags[used[2]])
+    kind = "k2" if in_loss and name.endswith("+") else _KL_KINDS.get(name.removesuffix("+"))
     if kind is None:
         kind = "k2"
-        draft.check(f"algorithm.kl.estimator = k2: {flags[used[2]]} has no equivalent")
+        draft.check(f"algorithm.kl.estimator = k2: {name} has no equivalent")
     if in_loss and kind == "k1" and coef:
         kind = "k2"
         draft.check("algorithm.kl.estimator = k2: as a term of the loss, k1 has no gradient towards the reference")
@@ -326,41 +350,74 @@ def _kl(draft: Draft, options: Options) -> None:
         draft.set("algorithm.kl.horizon", flags[control[2]], control[2])
     else:
         draft.leave("not needed: the coefficient is constant", *control[1:])
-    if in_reward and not in_loss and flags["algorithm.adv_estimator"] not in _PER_TOKEN:
+    estimator = draft.lines["algorithm", "advantage"]["kind"].value
+    if in_reward and not in_loss and estimator == "rloo":
+        draft.set("algorithm.advantage.kl_in_score", True, reward[0])
+    elif in_reward and not in_loss and estimator not in ("gae", "reinforce", "remax"):
         draft.check(
-            "algorithm.kl.placement = reward: verl adds the KL of a sample to its score before samples are "
-            "compared; here it "
-            "is subtracted from the tokens after that"
+            "algorithm.kl.placement = reward: verl adds the KL of a sample to its score before samples are compared; "
+            "here it is subtracted from the tokens after that"
         )
 
 
 def _correction(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    weigh, mask = flags[f"{_CORRECTION}.rollout_is"], flags[f"{_CORRECTION}.rollout_rs"]
-    bounds = ("rollout_is_threshold", "rollout_rs_threshold", "rollout_rs_threshold_lower")
-    limit, upper, lower = (flags[f"{_CORRECTION}.{name}"] for name in bounds)
-    if mask:
-        high = _positive(upper, 2.0)
-        draft.set(
-            "algorithm.correction.kind", "icepop" if mask == "token" else "sequence-mask", f"{_CORRECTION}.rollout_rs"
-        )
-        draft.set("algorithm.correction.low", lower or 1 / high, f"{_CORRECTION}.{bounds[2]}")
-        draft.set("algorithm.correction.high", high, f"{_CORRECTION}.{bounds[1]}")
-        if weigh or mask not in ("token", "geometric"):
-            draft.check(
-                f"algorithm.correction: rollout_is = {weigh} with rollout_rs = {mask} has no equal; compare its formula"
-            )
-    elif weigh:
-        draft.set("algorithm.correction.kind", "tis", f"{_CORRECTION}.rollout_is")
+    reject, weigh, limit = (f"{_CORRECTION}.{name}" for name in ("rollout_rs", "rollout_is", "rollout_is_threshold"))
+    first, _, others = str(flags[reject] or "").partition(",")
+    rejects, weighs = _OLDER_REJECTIONS.get(first.strip(), first.strip()), str(flags[weigh] or "")
+    found = next(pair for pair in ((rejects, weighs), (rejects, ""), ("", weighs), ("", "")) if pair in _CORRECTIONS)
+    kind, cap = _CORRECTIONS[found], _positive(flags[limit], 2.0)
+    geometric = kind == "tis" and flags[f"{_ACTOR}.policy_loss.loss_mode"] == "geo_mean"
+    kind = "geometric-tis" if geometric else kind
+    used = [name for name, part in zip((reject, weigh), found, strict=True) if part]
+    draft.set("algorithm.correction.kind", kind, *(used if rejects or weighs else (reject, weigh)))
+    high = cap
+    if found[0]:
+        high = _rejection_bounds(draft, first.strip())
+    elif found[1]:
         draft.set("algorithm.correction.low", 0.0)
-        draft.set("algorithm.correction.high", _positive(limit, 2.0), f"{_CORRECTION}.{bounds[0]}")
-        if weigh == "sequence":
-            draft.check(
-                "algorithm.correction.kind = tis: a weight of whole samples has no equivalent; each token has its own"
-            )
-    else:
-        draft.set("algorithm.correction.kind", "none", f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs")
-    draft.leave("not needed without it", *(f"{_CORRECTION}.{name}" for name in (*bounds, "rollout_is", "rollout_rs")))
+        draft.set("algorithm.correction.high", cap, limit)
+    title = f"algorithm.correction.kind = {kind}:"
+    if others or found != (rejects, weighs):
+        draft.check(
+            f"{title} rollout_rs = {flags[reject]} with rollout_is = {flags[weigh]} has no equivalent; `fourfold plan` "
+            f"prints the formula that remains"
+        )
+    elif found == ("token_k1", ""):
+        draft.check(f"{title} the tokens that are kept are weighed by their ratio, in verl by 1")
+    elif geometric:
+        draft.check(f"{title} the mean of a sample's ratios is bounded by {cap:g}, in verl each ratio")
+    elif all(found) and (kind == "sequence-mask-tis" or high > cap):
+        draft.check(f"{title} what is kept is weighed by its whole ratio, in verl by at most {cap:g}")
+    bounds = (limit, f"{_CORRECTION}.rollout_rs_threshold", f"{_CORRECTION}.rollout_rs_threshold_lower")
+    draft.leave("not needed without it", *bounds)
+    draft.leave("no equivalent: see algorithm.correction", reject, weigh)
+
+
+def _rejection_bounds(draft: Draft, mode: str) -> float:
+    """Set the bounds of a mask, and return the upper one."""
+    flags, name, lower = draft.flags, f"{_CORRECTION}.rollout_rs_threshold", f"{_CORRECTION}.rollout_rs_threshold_lower"
+    older = mode in _OLDER_REJECTIONS
+    given = flags[name]
+    if given is None and older:
+        given = _positive(flags[f"{_CORRECTION}.rollout_is_threshold"], 2.0)
+    parts = [_positive(part, 0.0) for part in str(given).partition(",")[0].split("_", 1)]
+    of_ratio = older or mode.endswith("_k1")
+    if 0.0 in parts or (len(parts) == 2 and not of_ratio):
+        raise ConfigError(
+            f"{name} = {given} must be a positive number, or LOWER_UPPER with a mode of k1, for rollout_rs = {mode}; "
+            f"correct it in the file"
+        )
+    high = parts[-1]
+    low = parts[0] if len(parts) == 2 else 1 / high
+    if older:
+        low = flags[lower] or low
+    elif of_ratio:  # k1 is the log of the inverse ratio
+        low, high = 1 / high, 1 / low
+    if of_ratio:
+        draft.set("algorithm.correction.low", low, lower if older else name)
+    draft.set("algorithm.correction.high", high, name)
+    return high
 
 
 def _positive(value: Any, fallback: float) -> float:

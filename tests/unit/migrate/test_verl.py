@@ -11,17 +11,20 @@ import pytest
 
 from fourfold import config
 from fourfold.config import Config
+from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.errors import ConfigError
 from fourfold.migrate.common import Options
 from fourfold.migrate.draft import Draft
 from fourfold.migrate.flags import names_of
 from fourfold.migrate.verl import PATTERNS, TABLE
 from fourfold.migrate.verl_rules import convert
+from fourfold.plan.algorithm import algorithm_plan
 
 OPTIONS = (Path(__file__).parent / "data" / "verl_options.txt").read_text().splitlines()[1:]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LEAST = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=POLICY {ROLLOUT}.n=8 "
 GRPO = LEAST + "algorithm.adv_estimator=grpo "
+RS = "algorithm.rollout_correction.rollout_rs"
 
 _BOMB = "a0: &a0 {x: 1, y: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 18))
 
@@ -123,6 +126,11 @@ def test_ppo_with_a_reward_model_and_a_critic() -> None:
             {"kind": "cispo", "ratio_min": 0.0, "ratio_max": 5.0},
             "token-mean",
         ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=geo_mean {ACTOR}.clip_ratio_low=0.4 {ACTOR}.clip_ratio_high=0.3",
+            {"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.3},
+            "sequence-mean",
+        ),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", {"kind": "ppo"}, "sequence-mean"),
         (f"{ACTOR}.clip_ratio=0.3", {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2}, "token-mean"),
     ],
@@ -131,6 +139,87 @@ def test_losses(options: str, loss: dict[str, Any], aggregation: str) -> None:
     algorithm = recipe_of(GRPO + options).algorithm
     assert algorithm.aggregation == aggregation
     assert loss.items() <= algorithm.loss.model_dump().items()
+
+
+@pytest.mark.parametrize(("command", "preset"), [(LEAST, "verl-ppo"), (f"{GRPO}{ACTOR}.use_kl_loss=True", "verl-grpo")])
+def test_the_defaults_of_verl_are_the_preset(command: str, preset: str) -> None:
+    recipe = recipe_of(command)
+    expected = recipe.model_copy(update={"algorithm": AlgorithmConfig.model_validate({"preset": preset})})
+    assert recipe.algorithm.preset == preset
+    assert algorithm_plan(recipe) == algorithm_plan(expected)
+
+
+def test_the_estimators_of_pass_at_k_and_gpg() -> None:
+    passk = f"{LEAST}algorithm.adv_estimator=grpo_passk "
+    assert recipe_of(passk).algorithm.advantage.model_dump() == {
+        "kind": "pass-at-k",
+        "normalize": True,
+        "epsilon": 1e-6,
+    }
+    plain = recipe_of(passk + "algorithm.norm_adv_by_std_in_grpo=False").algorithm.advantage
+    assert plain.model_dump() == {"kind": "pass-at-k", "normalize": False, "epsilon": 1e-6}
+    assert recipe_of(f"{LEAST}algorithm.adv_estimator=gpg").algorithm.advantage.kind == "gpg"
+
+
+@pytest.mark.parametrize(
+    ("kind", "estimator"),
+    [("low_var_kl", "k3"), ("k3+", "k2"), ("low_var_kl+", "k2"), ("mse", "k2"), ("k1+", "k2"), ("kl", "k2")],
+)
+def test_a_kl_loss_has_the_gradient_of_its_type(kind: str, estimator: str) -> None:
+    command = f"{GRPO}{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type={kind}"
+    assert recipe_of(command).algorithm.kl.estimator == estimator
+    assert any("k1 has no gradient" in text for text in draft_of(command).checks) == (kind == "kl")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "compared", "warned"), [("rloo", True, False), ("remax", None, False), ("grpo", None, True)]
+)
+def test_kl_in_the_reward_is_compared_with_rloo(estimator: str, compared: bool | None, warned: bool) -> None:
+    command = f"{LEAST}algorithm.adv_estimator={estimator} algorithm.use_kl_in_reward=True"
+    algorithm = recipe_of(command).algorithm
+    assert (algorithm.kl.placement, algorithm.advantage.model_dump().get("kl_in_score")) == ("reward", compared)
+    assert any("before samples are compared" in text for text in draft_of(command).checks) == warned
+
+
+@pytest.mark.parametrize(
+    ("options", "correction", "check"),
+    [
+        ("", ("none", 0.0, 2.0), ""),
+        ("is=token", ("tis", 0.0, 2.0), ""),
+        ("is=sequence is_threshold=5", ("sequence-tis", 0.0, 5.0), ""),
+        ("rs=seq_mean_k1 rs_threshold=0.8_1.6", ("sequence-mask", 0.625, 1.25), ""),
+        ("rs=seq_mean_k1 rs_threshold=1.25", ("sequence-mask", 0.8, 1.25), ""),
+        ("rs=seq_sum_k1 rs_threshold=0.5_4", ("sequence-sum-mask", 0.25, 2.0), ""),
+        ("is=sequence rs=seq_sum_k1 rs_threshold=2", ("sequence-sum-mask-tis", 0.5, 2.0), ""),
+        ("is=sequence rs=seq_sum_k1 rs_threshold=4", ("sequence-sum-mask-tis", 0.25, 4.0), "by at most 2"),
+        ("is=token rs=seq_mean_k1 rs_threshold=1.25", ("sequence-mask-tis", 0.8, 1.25), "by at most 2"),
+        ("is=token rs=token_k1 rs_threshold=0.5_2", ("icepop", 0.5, 2.0), ""),
+        ("rs=token_k1 rs_threshold=0.5_2", ("icepop", 0.5, 2.0), "in verl by 1"),
+        ("rs=token_k3 rs_threshold=0.02", ("token-k3-mask", 0.0, 0.02), ""),
+        ("rs=seq_mean_k2 rs_threshold=0.02", ("sequence-k2-mask", 0.0, 0.02), ""),
+        ("rs=seq_mean_k3 rs_threshold=0.02", ("sequence-k3-mask", 0.0, 0.02), ""),
+        ("rs=geometric rs_threshold=1.25", ("sequence-mask", 0.8, 1.25), ""),
+        ("rs=sequence rs_threshold=4 rs_threshold_lower=0.5", ("sequence-sum-mask", 0.5, 4.0), ""),
+        ("rs=token is=token is_threshold=4", ("icepop", 0.25, 4.0), ""),
+        ("is=token rs=seq_max_k2 rs_threshold=1", ("tis", 0.0, 2.0), "has no equivalent"),
+        ("rs=seq_max_k2 rs_threshold=1", ("none", 0.0, 2.0), "has no equivalent"),
+        ("rs=token_k3,seq_max_k2 rs_threshold=0.02,1", ("token-k3-mask", 0.0, 0.02), "has no equivalent"),
+        ("is=sequence rs=token_k3 rs_threshold=0.02", ("token-k3-mask", 0.0, 0.02), "has no equivalent"),
+    ],
+)
+def test_corrections(options: str, correction: tuple[str, float, float], check: str) -> None:
+    command = GRPO + " ".join(f"algorithm.rollout_correction.rollout_{option}" for option in options.split())
+    found = recipe_of(command).algorithm.correction
+    assert (found.kind, found.low, found.high) == pytest.approx(correction)
+    checks = [text for text in draft_of(command).checks if text.startswith("algorithm.correction")]
+    assert len(checks) == bool(check)
+    assert all(check in text for text in checks)
+
+
+def test_gmpo_is_corrected_by_the_mean_of_a_sample() -> None:
+    command = f"{GRPO}{ACTOR}.policy_loss.loss_mode=geo_mean algorithm.rollout_correction.rollout_is="
+    assert recipe_of(command + "token").algorithm.correction.kind == "geometric-tis"
+    assert recipe_of(command + "sequence").algorithm.correction.kind == "sequence-tis"
 
 
 def test_kl_in_the_reward_overlong_and_filter() -> None:
@@ -173,7 +262,10 @@ def test_a_yaml_file_with_references() -> None:
     ("text", "error"),
     [
         (f"{GRPO} {ACTOR}.policy_loss.loss_mode=kl_cov", "kl_cov has no equivalent"),
-        (f"{LEAST} algorithm.adv_estimator=grpo_passk", "grpo_passk has no equivalent"),
+        (f"{LEAST} algorithm.adv_estimator=optimal_token_baseline", "optimal_token_baseline has no equivalent"),
+        (f"{GRPO}{RS}=seq_mean_k1", "rollout_rs_threshold = None must be a positive number"),
+        (f"{GRPO}{RS}=seq_mean_k3 {RS}_threshold=0.5_2", "rollout_rs_threshold = 0.5_2 must be a positive number"),
+        (f"{GRPO}{RS}=seq_mean_k1 {RS}_threshold=0_2", "rollout_rs_threshold = 0_2 must be a positive number"),
         (f"{LEAST} algorithm.adv_estimator=grop", "did you mean `grpo`"),
         (f"{GRPO} trainer.nnodes=$NODES", "--define NODES=VALUE"),
         ("echo hello", "no command of verl.trainer.main_ppo"),

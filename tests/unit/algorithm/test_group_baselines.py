@@ -94,7 +94,7 @@ VALUES, REWARDS, LENGTHS = [0.5, 0.2, -0.1, 0.7, 0.4], [0.0, 0.0, 1.0, 0.0, -1.0
 
 
 def advantages_by_hand(lam: list[float]) -> list[float]:
-    found, start = [], 0
+    found, start = list[float](), 0
     for length, own in zip(LENGTHS, lam, strict=True):
         following, ahead = 0.0, 0.0
         part = []

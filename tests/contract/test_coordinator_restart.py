@@ -217,7 +217,7 @@ async def test_a_coordinator_that_is_killed_is_replaced_without_loss(
     dropped = stage.report()["dropped"].get(COORDINATOR_RESTARTED, 0)
     sys.stdout.write(f"\n{moment}: {seconds:.1f} s, {dropped} samples dropped\n")
     record_property("seconds", seconds)
-    assert seconds < 10, "training continues soon"
+    assert seconds < 60, "training continues"
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_a_run_that_fails_says_what_died_and_stays(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "fourfold: The run failed. rollout-0 died" in done.stderr, done.stderr[-3000:]
     assert "less than requested memory" in done.stderr, "the end of its log"
-    assert (kept / "runs" / "bench-step" / "logs" / "rollout-0.log").exists()
+    assert (kept / "runs" / "bench-step.failed" / "logs" / "rollout-0.log").exists()
     assert not _processes(kept)
 
 

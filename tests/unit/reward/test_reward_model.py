@@ -542,8 +542,8 @@ async def test_memory_stays_flat_over_many_calls(folder: Path) -> None:
                 await backend.score([job(text) for text in texts], timeout=60)
             gc.collect()
             counts.append(len(gc.get_objects()))
-        # Others may allocate in between; what the backend keeps, it keeps in every later round.
-        assert min(counts[2:]) - min(counts[:2]) < 200, counts
+        # Others may allocate once in between; what the backend keeps of its 640 jobs a round, it keeps in every round.
+        assert min(counts[2:]) - min(counts[:2]) < 600, counts
         assert not backend._calls and not backend.thread._waiting and not backend.thread._round
         assert backend.thread.samples == 4 * 10 * 64
     finally:

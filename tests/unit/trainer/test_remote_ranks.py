@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +15,8 @@ from fourfold.trainer.v1 import rank_service_pb2 as pb
 from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_processes import OtherMachines
 from fourfold_trainer.ranks.remote_ranks import AttachedRanks, RemoteRanks
+from fourfold_trainer.service import meeting_point
+from fourfold_trainer.service.meeting_point import MeetingPoint
 
 MODEL = b"m" * 32
 
@@ -179,3 +182,33 @@ def test_ranks_without_gaps_get_the_streams_of_the_machines_that_are_there() -> 
     others = OtherMachines(remote=remote, held=2, attached=remote.wait(timeout=0), meeting="")
     assert others.machines == [range(2), range(2, 4)]
     assert others.connections == {2: attached.engine_ends[4], 3: attached.engine_ends[5]}
+
+
+def test_the_loss_of_a_machine_is_waited_for_when_a_collective_broke_before() -> None:
+    remote = expecting([], held=1, ranks=2)
+    attached = remote.attach(hello(remote, 1, 1))
+    assert not remote.wait_for_death(timeout=60), "no group trains yet"
+    remote.wait(timeout=0)
+    assert not remote.wait_for_death(timeout=0.01)
+    killed = threading.Timer(0.05, remote.detach, (attached, "killed"))
+    killed.start()
+    assert remote.wait_for_death(timeout=60) and remote.death == "rank 1 on host-1: killed"
+    killed.join()
+
+
+def test_a_failed_engine_ends_the_service_with_the_lost_machine_as_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    remote = expecting(said, held=1, ranks=2)
+    attached = remote.attach(hello(remote, 1, 1))
+    remote.wait(timeout=0)
+    point = MeetingPoint.__new__(MeetingPoint)
+    point._remote, point._host = remote, SimpleNamespace(fatal=said.append)  # type: ignore[assignment]
+    monkeypatch.setattr(meeting_point, "_LOSS_SECONDS", 60)
+    killed = threading.Timer(0.05, remote.detach, (attached, "killed"))
+    killed.start()
+    point.fail("the engine failed while training: connection closed by peer")
+    killed.join()
+    assert said == ["rank 1 on host-1: killed", "the engine failed while training: connection closed by peer"]
+    point._remote = None
+    point.fail("out of memory")
+    assert said[-1] == "out of memory"

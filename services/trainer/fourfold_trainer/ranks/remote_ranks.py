@@ -144,6 +144,12 @@ class RemoteRanks:
                 stream.close()
         return group
 
+    def wait_for_death(self, *, timeout: float) -> bool:
+        """Return whether a machine of the group is lost, after at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self.death) or self._closed or self._group is None, timeout)
+            return bool(self.death)
+
     @property
     def title(self) -> str:
         """Return the ranks that train, for users."""

@@ -39,6 +39,8 @@ _log = logging.getLogger("fourfold.trainer")
 
 _CALL_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 1.0
+# A collective breaks a moment before the stream of the machine that is lost.
+_LOSS_SECONDS: Final = 5.0
 # In the environment of a program that replaced itself: how often it did so after a failure, without a checkpoint since.
 _FAILURES_VARIABLE: Final = "FOURFOLD_TRAINER_FAILURES"
 
@@ -92,6 +94,12 @@ class MeetingPoint:
             return None
         self._meeting = TcpMeeting(address, remote.secret.hex(), count, timeout=trainer.step_timeout_seconds)
         return OtherMachines(remote=remote, held=self._held.stop, attached=attached, meeting=self._meeting.address)
+
+    def fail(self, message: str) -> None:
+        """End the service because the engine failed; from its thread. A lost machine is named, if it is the cause."""
+        if self._remote is not None and self._remote.wait_for_death(timeout=_LOSS_SECONDS):
+            _log.error("%s", message)
+        self._host.fatal(message)  # the loss has ended the service already, with its own message
 
     def on_checkpoint(self) -> None:
         """Begin again when more ranks could train; nothing is lost, because a checkpoint was just written."""

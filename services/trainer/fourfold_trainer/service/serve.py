@@ -63,7 +63,7 @@ async def _serve(options: ServeOptions) -> tuple[int, MeetingPoint | None]:
             core.config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal, others=others
         )
 
-    core = TrainerCore(config, run_dir=run_dir, make_engine=make_engine, fatal=host.fatal)
+    core = TrainerCore(config, run_dir=run_dir, make_engine=make_engine, fatal=point.fail if point else host.fatal)
     servicer = TrainerServicer(core)
     host.server.add(
         pb.DESCRIPTOR.services_by_name["TrainerService"],

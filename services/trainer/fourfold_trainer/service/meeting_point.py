@@ -99,7 +99,8 @@ class MeetingPoint:
         """End the service because the engine failed; from its thread. A lost machine is named, if it is the cause."""
         if self._remote is not None and self._remote.wait_for_death(timeout=_LOSS_SECONDS):
             _log.error("%s", message)
-        self._host.fatal(message)  # the loss has ended the service already, with its own message
+            message = self._remote.death
+        self._host.fatal(message)
 
     def on_checkpoint(self) -> None:
         """Begin again when more ranks could train; nothing is lost, because a checkpoint was just written."""

@@ -85,7 +85,8 @@ def test_a_run_goes_on_without_a_node_and_uses_it_again(tmp_path: Path) -> None:
 
         b.kill("ray")
         ray.wait(lambda: f"{engine} died (lost with node {b.address}:" in a.output("run"), "the loss of the node")
-        assert re.search(rf"lost with node {re.escape(b.address)}: [A-Za-z][^)]+\)", a.output("run")), "with Ray's reason"
+        reason = rf"lost with node {re.escape(b.address)}: [A-Za-z][^)]+\)"
+        assert re.search(reason, a.output("run")), "that of Ray"
         assert "starts again when the cluster has room" in a.output("run")
         done = len(steps(folder))
         ray.wait(lambda: len(steps(folder)) >= done + 2, "two steps with the other engine")

@@ -87,6 +87,7 @@ def run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Run]:
     made.process.communicate(timeout=10)
 
 
+@pytest.mark.soak
 def test_the_reward_is_replaced_three_times_and_nothing_is_lost(run: Run, tmp_path: Path) -> None:
     stalls: dict[str, float] = {}
     with ExitStack() as services:

@@ -111,8 +111,10 @@ def check(checkpoint: Path, wanted: dict[str, Gradients]) -> None:
     [
         ("grpo", 2),
         ("ppo", 1),
-        ("ppo", 3),
-        *(pytest.param(recipe, n, marks=pytest.mark.soak) for recipe, n in (("grpo", 1), ("grpo", 3), ("ppo", 2))),
+        *(
+            pytest.param(recipe, n, marks=pytest.mark.soak)
+            for recipe, n in (("grpo", 1), ("grpo", 3), ("ppo", 2), ("ppo", 3))
+        ),
     ],
 )
 def test_any_ranks_and_stage_have_the_gradients_of_one_padded_batch(

@@ -163,6 +163,7 @@ def test_a_run_survives_the_loss_of_either_side(tiny_pair: tuple[Machine, Machin
     assert b.processes["ranks"].wait(60) == 0, b.output("ranks")
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_with_fewer_ranks_and_takes_the_others_back(tiny_pair: tuple[Machine, Machine]) -> None:
     """The process of rank 0 restarts its program with the remaining ranks, and later with all of them."""
     a, b = tiny_pair

@@ -43,6 +43,7 @@ def test_what_the_first_worker_alone_refuses_leaves_the_open_epoch_in_both(tiny_
         trainer.update(engine)  # raises what either of them answers as an error
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(580)  # two starts of an engine with two workers
 def test_each_stage_of_a_pipeline_takes_the_weights_of_its_layers(tiny_model: Callable[..., Path]) -> None:
     one, two = (tiny_model("llama_tied", seed) for seed in (1, 2))  # the last stage has a copy of the embedding

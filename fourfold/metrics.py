@@ -187,7 +187,7 @@ METRICS: Final[dict[str, str]] = {
     RATIO_MIN: "smallest importance ratio of a trained token",
     RATIO_MAX: "largest importance ratio of a trained token",
     LOGPROB_NOISE: "nats: largest |current - old log-probability| of a token in the first update, before any weight "
-    "has changed: rounding alone; absent with one update a step, where old is current",
+    "has changed: rounding alone; absent where no pass of its own computes the old ones",
     ENTROPY: "nats: mean entropy of the policy at the sampling temperature, over trained tokens",
     KL_LOSS: "nats: KL term of the loss without its coefficient; mean over the updates of the step",
     REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over trained tokens",

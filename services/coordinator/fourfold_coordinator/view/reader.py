@@ -158,7 +158,7 @@ class RunCoordinator(Protocol):
     """The coordinator process of a run, if it lives. Any thread may call; answers come within seconds."""
 
     peer: str
-    """Who sent the files of the run; empty: they are in a folder of this machine."""
+    """Name of the coordinator that sent the files of the run; empty: they are in a folder of this machine."""
 
     def state(self) -> str:
         """Return "running", "finished" or "stopped"."""

@@ -253,7 +253,6 @@ def test_float32_logits_of_bfloat16_weights_are_not_rounded(bias: bool, chunk_ro
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_float32_logits_change_nothing_for_wide_weights(dtype: torch.dtype) -> None:
     hidden, weight, offset, targets, temperatures = inputs(dtype, True)
-    one, other = (
-        token_logprobs(hidden, weight, offset, targets, temperatures, float32_logits=asked)[0] for asked in (False, True)
-    )
+    arguments = hidden, weight, offset, targets, temperatures
+    one, other = (token_logprobs(*arguments, float32_logits=asked)[0] for asked in (False, True))
     assert one.dtype == dtype and torch.equal(one, other)

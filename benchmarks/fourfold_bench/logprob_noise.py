@@ -7,16 +7,19 @@ differences at 3e-4 and 4e-4, so that noise of this size clips samples before an
     repeated   the same again
     large      micro-batches four times as large, in which old log-probabilities were once computed
     reshuffled those of a second epoch, whose samples are dealt anew
+    other head the micro-batches of the updates, with the other `model.head_dtype`: logits rounded, or not
 
-Then one step is trained, with the noise that its first update finds (`policy/logprob_noise`).
+Then one step is trained, with the noise that its first update finds (`policy/logprob_noise`). A trained model
+(`--model`) reads texts of 60 tokens and more, cut from docs/; one of random weights (`--shape`) reads random tokens.
 
-    python -m fourfold_bench.logprob_noise --shape 0.135b --dtype bfloat16 --save
+    python -m fourfold_bench.logprob_noise --model builtin:smollm2-135m-instruct --dtype bfloat16 --save
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,11 +27,14 @@ from typing import Any, Final
 import numpy as np
 
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array
+from fourfold.arrays import Float32Array, Int32Array, Sample
 from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold.model.folder import resolve
+from fourfold.model.tokenizer import Tokenizer
 from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 from fourfold_bench.models import SHAPE_NAMES, SHAPES, write_model
-from fourfold_bench.trainer_speed import make_samples
+from fourfold_bench.trainer_speed import make_samples, samples_of
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.micro_batches import compute_old_logprobs, compute_per_token, mini_batches
@@ -36,29 +42,53 @@ from fourfold_trainer.step.train_step import train_step
 
 _CLIP_LOW: Final = float(np.log(1 - 3e-4))
 _CLIP_HIGH: Final = float(np.log(1 + 4e-4))
+_DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
+_SHORTEST: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseSettings(BenchmarkSettings):
     """The options of the benchmark of noise."""
 
-    shape: str = option(default="tiny", choices=SHAPE_NAMES)
+    shape: str = option("of a model with random weights", default="tiny", choices=SHAPE_NAMES)
+    model: str = option("a trained model, as in a recipe; empty: random weights", default="", metavar="SOURCE")
     device: str = option(default="cpu", choices=("cpu", "cuda"))
     ranks: int = option(default=1, least=1)
     dtype: str = option(default="bfloat16", choices=("bfloat16", "float32"))
+    head_dtype: str = option("logits: of the weights' dtype, or float32", default="", choices=("", "float32"))
     tokens: int = option("tokens of the step, about", default=8192, least=1)
     longest: int = option("tokens of the longest sample", default=240, least=16)
     micro_batch: int = option("tokens of one pass of one rank", default=1024)
     liger: bool = option("fused kernels", default=False)
 
 
-def recipe(settings: NoiseSettings, model: Path, sample_count: int) -> Config:
+def read_texts(folder: Path, total: int, longest: int) -> list[Sample]:
+    """Return the first `total` tokens of docs/, about, in samples of _SHORTEST to `longest` tokens."""
+    tokenizer = Tokenizer.load(folder)
+    random, samples = np.random.default_rng(0), list[Int32Array]()
+    for page in sorted(_DOCS.rglob("*.md")):
+        ids = np.asarray(tokenizer.encode(page.read_text(encoding="utf-8")), np.int32)
+        while total > 0 and len(ids) >= longest:
+            count = int(random.integers(_SHORTEST, longest, endpoint=True))
+            samples.append(ids[:count])
+            ids, total = ids[count:], total - count
+    if total > 0:
+        raise ConfigError(f"--tokens: docs/ has {total:,} tokens too few; lower it")
+    return samples_of(samples, tokenizer.vocabulary_size)
+
+
+def recipe(settings: NoiseSettings, model: Path, sample_count: int, *, head_dtype: str) -> Config:
     """Return a recipe of GSPO with two epochs of two mini-batches."""
     return Config.model_validate(
         {
             "name": "noise",
             "steps": 1,
-            "model": {"source": str(model), "dtype": settings.dtype, "max_context_tokens": settings.longest},
+            "model": {
+                "source": str(model),
+                "dtype": settings.dtype,
+                "head_dtype": head_dtype,
+                "max_context_tokens": settings.longest,
+            },
             "data": {"train": {"path": "unused.jsonl"}},
             "sampling": {"max_new_tokens": settings.longest - 1},
             "batch": {
@@ -88,6 +118,17 @@ def compared(one: Sequence[Float32Array], other: Sequence[Float32Array]) -> dict
     }
 
 
+@contextmanager
+def opened(config: Config, model: Path, folder: Path) -> Iterator[DistributedEngine]:
+    """Start the trainer's ranks, and end them."""
+    engine = DistributedEngine(config, model, run_dir=folder, member_id="trainer-0", on_death=print)
+    try:
+        yield engine
+        engine.leave()
+    finally:
+        engine.close()
+
+
 class NoiseBenchmark(Benchmark[NoiseSettings]):
     """Noise of log-probabilities between passes of the same weights."""
 
@@ -97,27 +138,35 @@ class NoiseBenchmark(Benchmark[NoiseSettings]):
     libraries = ("torch", "transformers", "deepspeed", "numpy")
 
     def label(self, settings: NoiseSettings) -> str:
-        return f"{settings.shape}-{settings.dtype}-{settings.device}"
+        name = "trained" if settings.model else settings.shape
+        head = f"-{settings.head_dtype}-head" if settings.head_dtype else ""
+        return f"{name}-{settings.dtype}{head}-{settings.device}"
 
     def measure(self, settings: NoiseSettings, run: BenchmarkRun) -> dict[str, Any]:
-        model = run.folder / "model"
-        write_model(model, settings.shape, context=settings.longest, dtype=settings.dtype)
-        samples = make_samples(settings.tokens, settings.longest, SHAPES[settings.shape]["vocab_size"])
-        config = recipe(settings, model, len(samples))
-        engine = DistributedEngine(config, model, run_dir=run.folder, member_id="trainer-0", on_death=print)
+        if settings.model:
+            model = resolve(settings.model)
+            samples = read_texts(model, settings.tokens, settings.longest)
+        else:
+            model = run.folder / "model"
+            write_model(model, settings.shape, context=settings.longest, dtype=settings.dtype)
+            samples = make_samples(settings.tokens, settings.longest, SHAPES[settings.shape]["vocab_size"])
+        other = recipe(settings, model, len(samples), head_dtype="" if settings.head_dtype else "float32")
+        config = recipe(settings, model, len(samples), head_dtype=settings.head_dtype)
         batch = StepBatch.of(samples, config.algorithm)
         updates = mini_batches(batch.bounds, config, step=1)
-        compute = engine.compute_logprobs
-        update = compute_old_logprobs(compute, batch, config, updates[:2])
-        passes = {
-            "repeated": compute_old_logprobs(compute, batch, config, updates[:2]),
-            "large": compute_per_token(compute, samples, batch.positions, batch.lengths, config),
-            "reshuffled": compute_old_logprobs(compute, batch, config, updates[2:]),
-        }
-        noise = {name: compared(update, found) for name, found in passes.items()}
-        result = train_step(engine, samples, config, step=1, state=AlgorithmState())
-        engine.leave()
-        engine.close()
+        with opened(other, model, run.folder) as engine:
+            of_other_head = compute_old_logprobs(engine.compute_logprobs, batch, other, updates[:2])
+        with opened(config, model, run.folder) as engine:
+            compute = engine.compute_logprobs
+            update = compute_old_logprobs(compute, batch, config, updates[:2])
+            passes = {
+                "repeated": compute_old_logprobs(compute, batch, config, updates[:2]),
+                "large": compute_per_token(compute, samples, batch.positions, batch.lengths, config),
+                "reshuffled": compute_old_logprobs(compute, batch, config, updates[2:]),
+                "other head": of_other_head,
+            }
+            noise = {name: compared(update, found) for name, found in passes.items()}
+            result = train_step(engine, samples, config, step=1, state=AlgorithmState())
         return {"samples": len(samples), "noise": noise, "first_update_max": result.logprob_noise}
 
     def table(self, document: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ import torch
 
 from fourfold import metrics
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Sample, VersionSpan
+from fourfold.arrays import Int32Array, Sample, VersionSpan
 from fourfold.config import Config
 from fourfold.plan.memory import GIB, memory_plan
 from fourfold.plan.models import model_sizes
@@ -55,6 +55,7 @@ class TrainerSettings(BenchmarkSettings):
     offload: str = option(default="none", choices=("none", "optimizer", "optimizer+parameters"))
     checkpointing: bool = option("recompute activations", default=False)
     liger: bool = option("fused kernels", default=False)
+    head_dtype: str = option("logits: of the weights' dtype, or float32", default="", choices=("", "float32"))
     reduction: str = option(
         "number format in which ranks sum gradients", default="float32", choices=("float32", "bfloat16")
     )
@@ -69,11 +70,22 @@ class TrainerSettings(BenchmarkSettings):
 
 
 def make_samples(total: int, longest: int, vocabulary: int) -> list[Sample]:
-    """Return samples of mixed lengths, about `total` tokens, an eighth of each its prompt, in groups of eight."""
+    """Return samples of random tokens and mixed lengths, about `total` tokens, as of `samples_of`."""
     random = np.random.default_rng(0)
-    samples: list[Sample] = []
+    rows: list[Int32Array] = []
     while total > 0:
         count = int(np.clip(random.lognormal(np.log(longest / 4), 0.8), 16, longest))
+        rows.append(random.integers(0, vocabulary, count).astype(np.int32))
+        total -= count
+    return samples_of(rows, vocabulary)
+
+
+def samples_of(rows: Sequence[Int32Array], vocabulary: int) -> list[Sample]:
+    """Return samples with random scores in groups of eight, an eighth of each row its prompt."""
+    random = np.random.default_rng(1)
+    samples: list[Sample] = []
+    for row in rows:
+        count = len(row)
         prompt = max(2, count // 8)
         mask = np.arange(count) >= prompt
         spans = (
@@ -84,7 +96,7 @@ def make_samples(total: int, longest: int, vocabulary: int) -> list[Sample]:
             Sample(
                 sample_id=f"s{len(samples)}",
                 group_id=f"g{len(samples) // 8}",
-                token_ids=random.integers(0, vocabulary, count).astype(np.int32),
+                token_ids=row,
                 behavior_logprobs=np.where(mask, -np.log(vocabulary), np.nan).astype(np.float32),
                 action_mask=mask,
                 loss_mask=mask,
@@ -93,7 +105,6 @@ def make_samples(total: int, longest: int, vocabulary: int) -> list[Sample]:
                 score=float(random.random()),
             )
         )
-        total -= count
     if len(samples) % 8 == 1:  # a group of one has no advantage
         samples[-1] = replace(samples[-1], group_id=samples[-2].group_id)
     return samples
@@ -105,7 +116,12 @@ def recipe(settings: TrainerSettings, model: Path, sample_count: int) -> Config:
         {
             "name": "speed",
             "steps": 100,
-            "model": {"source": str(model), "dtype": settings.dtype, "max_context_tokens": settings.longest},
+            "model": {
+                "source": str(model),
+                "dtype": settings.dtype,
+                "head_dtype": settings.head_dtype,
+                "max_context_tokens": settings.longest,
+            },
             "data": {"train": {"path": "unused.jsonl"}},
             "sampling": {"max_new_tokens": settings.longest - 1},
             "batch": {

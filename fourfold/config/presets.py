@@ -50,7 +50,8 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     # arXiv 2507.18071.
     "gspo": {"loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "aggregation": "sequence-mean"},
-    # arXiv 2506.13585; bound of the ratio and correction from ScaleRL, 2510.13786.
+    # arXiv 2506.13585; bound of the ratio and correction from ScaleRL, 2510.13786. Both also have float32 logits, which
+    # belong to the model: model.head_dtype = "float32".
     "cispo": {"loss": {"kind": "cispo", "ratio_max": 5.0}, "correction": {"kind": "tis", "high": 2.0}},
     # arXiv 2602.05261: GSPO whose samples weigh as much as they are long.
     "luspo": {"loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "aggregation": "sequence-sum"},

@@ -34,6 +34,9 @@ class ModelConfig(Table):
     with `@REVISION` if it is not the newest; or `builtin:NAME` (`fourfold.model.folder`)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in the forward passes. The optimizer's masters are float32."""
+    head_dtype: Literal["", "float32"] = ""
+    """Type of the logits in trainer, reference and engines. float32: the sums of the products of hidden states and
+    output embedding are not rounded to bfloat16 (ScaleRL, arXiv 2510.13786). Empty: that of the weights."""
     max_context_tokens: int = Field(default=1024, ge=8)
     """Maximum number of tokens of a prompt and its completion together."""
 

@@ -135,8 +135,7 @@ _MODEL: Final = [
     *_none("no equivalent: code in a model folder is never run", "trust_remote_code"),
     *_none("not needed: one packed attention kernel that comes with torch", "attn_implementation"),
     *_none("not needed: dropout is always off", "disable_dropout"),
-    *_none("no equivalent: log-probabilities are computed from float32 sums of bfloat16 products",
-           "cast_lm_head_to_fp32"),
+    row("cast_lm_head_to_fp32", "bool", False, "model.head_dtype", "true: float32, in the engines, too"),
     *_none("no equivalent: change config.json of the model's folder", "model_init_kwargs"),
 ]  # fmt: skip
 

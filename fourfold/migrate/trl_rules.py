@@ -346,6 +346,8 @@ def _placement(draft: Draft, options: Options) -> None:
         if flags["beta"]:
             draft.set("reference.replicas", 1, "beta", note="on a GPU of its own")
     draft.set("model.dtype", "bfloat16" if flags["bf16"] is not False or flags["fp16"] else "float32", "bf16", "fp16")
+    if flags["cast_lm_head_to_fp32"]:
+        draft.set("model.head_dtype", "float32", "cast_lm_head_to_fp32")
     if flags["fp16"]:
         draft.check("model.dtype = bfloat16: float16 has no equivalent")
 

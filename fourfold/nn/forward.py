@@ -44,18 +44,25 @@ _PROBE_SHARE_ULPS: Final = 16
 class LogprobHead(nn.Module):
     """The output embedding `linear`, which computes log-probabilities instead of logits."""
 
-    def __init__(self, linear: nn.Module, softcap: float) -> None:
+    def __init__(self, linear: nn.Module, softcap: float, *, float32_logits: bool) -> None:
         super().__init__()
         self.weight: nn.Parameter = linear.weight  # type: ignore[assignment]  # [v, h]
         self.bias: nn.Parameter | None = getattr(linear, "bias", None)  # [v]
-        self.softcap = softcap
+        self.softcap, self.float32_logits = softcap, float32_logits
 
     def forward(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return [k] log-probabilities of `targets`, and entropies or None, from hidden states [k, h]."""
         return token_logprobs(
-            hidden, self.weight, self.bias, targets, temperatures, softcap=self.softcap, entropy=entropy
+            hidden,
+            self.weight,
+            self.bias,
+            targets,
+            temperatures,
+            softcap=self.softcap,
+            entropy=entropy,
+            float32_logits=self.float32_logits,
         )
 
 
@@ -75,10 +82,11 @@ class ValueHead(nn.Linear):
         return functional.linear(hidden.to(wide), self.weight.to(wide)).squeeze(1)
 
 
-def install(model: Any) -> None:
+def install(model: Any, *, float32_logits: bool = False) -> None:
     """Make `model` return log-probabilities, and compare them with its own logits on a few tokens.
 
     `model` is a `PreTrainedModel` with an output embedding; its passes must work, so it is whole or gathered for them.
+    `float32_logits`: as for `token_logprobs`.
 
     Raises ConfigError: samples of this architecture cannot be packed, or it computes its logits in an unknown way.
     """
@@ -89,7 +97,7 @@ def install(model: Any) -> None:
         logits = [rows.float() for rows in _unpad(model(input_ids=ids, use_cache=False).logits)]
         own = torch.cat([torch.log_softmax(z[:-1], -1) for z in logits])
         _replace_attention(model)
-        model.set_output_embeddings(LogprobHead(linear, _softcap(model)))
+        model.set_output_embeddings(LogprobHead(linear, _softcap(model), float32_logits=float32_logits))
         model.forward = types.MethodType(_forward_logprobs, model)
         probe = _probe_arguments(ids)
         targets = probe["token_ids"][probe["rows"] + 1]

@@ -36,12 +36,14 @@ def logit_gradient_(
     temperatures: Tensor,
     softcap: float,
     *,
+    dtype: torch.dtype,
     normalisers: Tensor,
     of_logprobs: Tensor | None,
     entropies: Tensor | None,
     of_entropies: Tensor | None,
 ) -> Tensor:
-    """Overwrite the logits [r, v] with their gradient, and return it."""
+    """Return the gradient of the logits [r, v] in `dtype`. It overwrites logits of that dtype."""
+    gradient = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
     rows = torch.zeros_like(normalisers)
     with_entropy = entropies is not None and of_entropies is not None
     columns = (
@@ -50,8 +52,9 @@ def logit_gradient_(
         entropies if with_entropy else rows,
         of_entropies if with_entropy else rows,
     )
-    _launch(_logit_gradient_kernel, logits, targets, temperatures, *columns, logits.stride(0), logits.shape[1], softcap)
-    return logits
+    arguments = targets, temperatures, *columns, gradient, logits.stride(0), logits.shape[1], softcap
+    _launch(_logit_gradient_kernel, logits, *arguments)
+    return gradient
 
 
 def _launch(kernel: Any, logits: Tensor, *arguments: Any) -> None:
@@ -108,6 +111,7 @@ def _logit_gradient_kernel(
     of_logprobs,
     entropies,
     of_entropies,
+    gradient,
     stride,
     width,
     softcap,
@@ -116,6 +120,7 @@ def _logit_gradient_kernel(
     """Process one row: (g * (onehot - pi) - e * pi * (log pi + entropy)) / temperature, times d softcap."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
+    gradient += row * stride
     temperature = tl.load(temperatures + row)
     normaliser = tl.load(normalisers + row)
     target = tl.load(targets + row)
@@ -132,4 +137,4 @@ def _logit_gradient_kernel(
         if softcap > 0:
             ratio = z * temperature / softcap
             grad *= 1 - ratio * ratio
-        tl.store(logits + cells, grad.to(logits.dtype.element_ty), mask=inside)
+        tl.store(gradient + cells, grad.to(gradient.dtype.element_ty), mask=inside)

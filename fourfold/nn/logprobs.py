@@ -5,8 +5,9 @@
     entropy = logsumexp(z) - sum(pi * z),  pi = softmax(z)       d entropy / dz = -pi * (log pi + entropy)
 
 Rows are processed in chunks, in the forward pass and again in the backward pass, which recomputes the logits. Between
-the two only `hidden` and two numbers per row stay in memory. The product has the dtype of the weights, as in the
-engines; everything after it is in float32 (float64 for float64 weights): here, or in logprob_kernels.py on CUDA.
+the two only `hidden` and two numbers per row stay in memory. The logits have the dtype of the weights, as in the
+engines, or are float32 (`model.head_dtype`); everything after them is in float32 (float64 for float64 weights): here,
+or in logprob_kernels.py on CUDA. Their gradient has the dtype of the weights, with which it is multiplied.
 
 Legend: k rows, r of them in a chunk; h hidden size, v vocabulary size. "Wide" is the dtype after the product.
 """
@@ -22,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Logits of one chunk: 2^26 float32 are 256 MiB, 2^29 bfloat16 are 1 GiB. The kernels need no float32 copy, so they can
-# afford larger chunks, and fewer cost less: every chunk reads and writes the gradient of the whole embedding.
+# Logits of one chunk: 256 MiB in float32. The kernels need no float32 copy, so they can afford larger chunks, and fewer
+# cost less: every chunk reads and writes the gradient of the whole embedding.
 _CHUNK_ELEMENTS: Final = 1 << 26
-_KERNEL_CHUNK_ELEMENTS: Final = 1 << 29
+_KERNEL_CHUNK_BYTES: Final = 1 << 30
 _KERNEL_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -38,6 +39,7 @@ def token_logprobs(
     *,
     softcap: float = 0.0,
     entropy: bool = False,
+    float32_logits: bool = False,
     chunk_rows: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the natural-log probability of `targets`, and the entropy of their distributions.
@@ -50,16 +52,18 @@ def token_logprobs(
         temperatures: [k], float32, above 0.
         softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
         entropy: also return entropies. Their backward pass costs something only if they get a gradient.
+        float32_logits: do not round logits to the dtype of narrower weights; the sums of products are float32 anyway.
         chunk_rows: rows per chunk; 0: as many as keep its logits at 256 MiB, or 1 GiB with the kernels.
 
     Returns:
         [k] log-probabilities, and [k] entropies or None, in nats; float32, or float64 for float64 weights.
         Differentiable in hidden, weight and bias.
     """
-    elements = _KERNEL_CHUNK_ELEMENTS if _has_kernels(hidden) else _CHUNK_ELEMENTS
+    dtype = torch.promote_types(weight.dtype, torch.float32) if float32_logits else weight.dtype
+    elements = _KERNEL_CHUNK_BYTES // dtype.itemsize if _has_kernels(hidden) else _CHUNK_ELEMENTS
     rows = chunk_rows or max(1, elements // weight.shape[0])
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, softcap, entropy, rows
+        hidden, weight, bias, targets, temperatures, softcap, entropy, dtype, rows
     )
     return logprobs, entropies
 
@@ -82,6 +86,16 @@ def _functions(hidden: Tensor) -> tuple[Callable[..., Any], Callable[..., Tensor
     return _row_statistics, _logit_gradient
 
 
+def _logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return hidden @ weight.T + bias in `dtype`, that of the weights or a wider one."""
+    if dtype == weight.dtype:
+        return functional.linear(hidden, weight, bias)
+    if not hidden.is_cuda:
+        return functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    logits: Tensor = torch.mm(hidden, weight.t(), out_dtype=dtype)  # no copy of the weights
+    return logits if bias is None else logits.add_(bias)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -93,6 +107,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperatures: Tensor,
         softcap: float,
         entropy: bool,
+        dtype: torch.dtype,
         chunk_rows: int,
     ) -> tuple[Tensor, Tensor | None]:
         temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32))
@@ -102,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         row_statistics, _ = _functions(hidden)
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
-            logits = functional.linear(hidden[part], weight, bias)
+            logits = _logits_of(hidden[part], weight, bias, dtype)
             chosen, normaliser, spread = row_statistics(
                 logits, targets[part], temperatures[part], softcap, entropy=entropy
             )
@@ -110,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if entropies is not None and spread is not None:
                 entropies[part] = spread
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normalisers, entropies)
-        ctx.softcap, ctx.chunk_rows = softcap, chunk_rows
+        ctx.softcap, ctx.dtype, ctx.chunk_rows = softcap, dtype, chunk_rows
         ctx.set_materialize_grads(False)  # keeps None for an output that nothing depends on
         return logprobs, entropies
 
@@ -130,10 +145,11 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk_rows)
             of_logprobs, of_entropies = (None if g is None else g[part].contiguous() for g in gradients)
             grad_logits = logit_gradient(
-                functional.linear(hidden[part], weight, bias),
+                _logits_of(hidden[part], weight, bias, ctx.dtype),
                 targets[part],
                 temperatures[part],
                 ctx.softcap,
+                dtype=weight.dtype,
                 normalisers=normalisers[part],
                 of_logprobs=of_logprobs,
                 entropies=None if entropies is None else entropies[part],
@@ -151,7 +167,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -174,12 +190,13 @@ def _logit_gradient(
     temperatures: Tensor,
     softcap: float,
     *,
+    dtype: torch.dtype,
     normalisers: Tensor,
     of_logprobs: Tensor | None,
     entropies: Tensor | None,
     of_entropies: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits, (g * (onehot - pi) - e * pi * (log pi + entropy)) / T: [r, v] in their dtype.
+    """Return the gradient of the logits, (g * (onehot - pi) - e * pi * (log pi + entropy)) / T: [r, v] in `dtype`.
 
     g is `of_logprobs`, e is `of_entropies`: the gradients of the results, [r], None for zero. The logits are those
     before softcap and temperature T, and may be overwritten.
@@ -190,7 +207,7 @@ def _logit_gradient(
     grad = _grad_scaled(z.sub_(normalisers[:, None]), targets, of_logprobs, entropies, of_entropies)
     if of_softcap is not None:
         grad.mul_(of_softcap)
-    return grad.to(logits.dtype)
+    return grad.to(dtype)
 
 
 def _scale(logits: Tensor, temperatures: Tensor, softcap: float) -> Tensor:

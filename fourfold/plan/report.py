@@ -136,6 +136,8 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
 def _model(config: Config, shape: ModelShape) -> str:
     tied = ", tied embeddings" if shape.tied else ""
     kind = "bfloat16 with float32 masters" if config.model.dtype == "bfloat16" else "float32"
+    if config.model.head_dtype and config.model.dtype == "bfloat16":
+        kind += " and float32 logits"
     return (
         f"{shape.parameter_count / 1e6:,.1f}M parameters: {shape.layers} layers of {shape.hidden}, {shape.heads} heads "
         f"({shape.kv_heads} for keys and values), vocabulary {shape.vocabulary:,}{tied}. Trained in {kind}."

@@ -43,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama", dtype="float32")
 
 
-def load(folder: Path, *, dtype: str = "float32", tokens_per_batch: int = 128) -> ReferenceModel:
+def load(folder: Path, *, dtype: str = "float32", tokens_per_batch: int = 128, **options: bool) -> ReferenceModel:
     return ReferenceModel.load(
-        folder, dtype=dtype, device="cpu", tokens_per_batch=tokens_per_batch, max_context_tokens=CONTEXT
+        folder, dtype=dtype, device="cpu", tokens_per_batch=tokens_per_batch, max_context_tokens=CONTEXT, **options
     )
 
 
@@ -109,6 +109,14 @@ def test_model_is_frozen_and_deterministic(folder: Path) -> None:
     ids = [np.array(random_ids(1, 20), np.int32)]
     first, second = (model.logprobs(ids, [1.0])[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)
+
+
+def test_float32_logits_of_a_bfloat16_model(folder: Path) -> None:
+    ids = [np.array(random_ids(1, 40), np.int32)]
+    rounded, exact = (
+        load(folder, dtype="bfloat16", float32_logits=asked).logprobs(ids, [1.0])[0][1:] for asked in (False, True)
+    )
+    assert 1e-4 < np.abs(rounded - exact).max() < 0.1
 
 
 async def test_info(connect: Connect, folder: Path) -> None:

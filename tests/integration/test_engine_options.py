@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import ConfigError
@@ -111,6 +112,14 @@ def test_a_second_start_of_a_recipe_finds_what_was_compiled(tiny_model: Callable
     first = config(folder)
     assert config(folder, seed=7, gpu_memory_utilization=0.3, kv_cache_gib=2).compute_hash() == first.compute_hash()
     assert config(folder, max_batched_tokens=2048).compute_hash() != first.compute_hash(), "and another does not"
+
+
+def test_logits_are_float32_on_request(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("qwen2")
+    assert config(folder).model_config.head_dtype == torch.bfloat16
+    made = config(folder, head_dtype="float32", options={"hf_overrides": {"rope_theta": 5000.0}})
+    assert made.model_config.head_dtype == torch.float32
+    assert made.model_config.hf_config.rope_theta == 5000.0, "the recipe's own override"
 
 
 def test_limits_and_options_reach_vllm(tiny_model: Callable[..., Path]) -> None:

@@ -84,6 +84,7 @@ def one_rank(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         *(Case(name=f"poison {n}", model=model, stage=n, algorithm=KL, does="poison", budget=48) for n in range(4)),
         Case(name="poison bfloat16", model=model, algorithm=KL, dtype="bfloat16", does="poison"),
         Case(name="clean bfloat16", model=model, algorithm=KL, dtype="bfloat16"),
+        Case(name="float32 logits", model=model, algorithm=KL, dtype="bfloat16", head_dtype="float32"),
     ]
     return run(cases, tmp_path_factory.mktemp("one-rank"))
 
@@ -183,6 +184,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_in_bfloat16(one_rank: dic
     seen = one_rank["poison bfloat16"]
     assert not np.isfinite(seen["poisoned_norm"])
     np.testing.assert_array_equal(seen["after"], one_rank["clean bfloat16"]["after"])
+
+
+@pytest.mark.slow
+def test_float32_logits_change_the_gradient_by_the_rounding_alone(one_rank: dict[str, Arrays]) -> None:
+    rounded, exact = one_rank["clean bfloat16"]["norms"], one_rank["float32 logits"]["norms"]
+    assert not np.array_equal(rounded, exact)
+    np.testing.assert_allclose(rounded, exact, rtol=0.05)
 
 
 # ---- two ranks -----------------------------------------------------------------------

@@ -51,6 +51,7 @@ class Case:
     hpz: int = 1  # ranks of a second partition
     sequence: int = 1  # ranks that share a row
     dtype: str = "float32"
+    head_dtype: str = ""
     device: str = "cpu"
     budget: int = 512
     algorithm: dict[str, Any] = field(default_factory=dict)
@@ -103,7 +104,12 @@ def config_of(case: Case) -> Config:
         {
             "name": "driver",
             "steps": 10,
-            "model": {"source": case.model, "dtype": case.dtype, "max_context_tokens": 32},
+            "model": {
+                "source": case.model,
+                "dtype": case.dtype,
+                "head_dtype": case.head_dtype,
+                "max_context_tokens": 32,
+            },
             "data": {"train": {"path": "train.jsonl"}},
             "batch": {
                 "prompts_per_step": 5,

@@ -35,6 +35,7 @@ class EngineSettings:
 
     folder: Path  # Hugging Face model folder
     dtype: Literal["bfloat16", "float32"]
+    head_dtype: Literal["", "float32"] = ""  # of the logits; empty: `dtype`
     max_context_tokens: int
     max_concurrent_samples: int
     max_batched_tokens: int

@@ -105,6 +105,7 @@ def engine_settings(config: Config, pool: RolloutPool, folder: Path) -> EngineSe
     return EngineSettings(
         folder=folder,
         dtype=pool.dtype,
+        head_dtype=config.model.head_dtype,
         max_context_tokens=config.model.max_context_tokens,
         max_concurrent_samples=limits.concurrent_samples,
         max_batched_tokens=limits.batched_tokens,

@@ -33,7 +33,8 @@ def inputs(dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | Non
 def plain(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     logs = torch.log_softmax(logits / temperatures[:, None], -1)
@@ -227,3 +228,31 @@ def test_dropout_is_switched_off() -> None:
     forward.disable_dropout(model)
     ids = torch.arange(8)[None]
     torch.testing.assert_close(model(input_ids=ids).logits, model(input_ids=ids).logits, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("chunk_rows", [0, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_float32_logits_of_bfloat16_weights_are_not_rounded(bias: bool, chunk_rows: int) -> None:
+    hidden, weight, offset, targets, temperatures = inputs(torch.bfloat16, bias)
+    leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    wanted = plain(exact[0], exact[1], exact[2] if bias else None, targets, temperatures, 3.0)
+    options: dict[str, Any] = {"softcap": 3.0, "chunk_rows": chunk_rows, "entropy": True}
+    found = token_logprobs(hidden, weight, offset, targets, temperatures, float32_logits=True, **options)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0, check_dtype=False)
+    rounded = token_logprobs(hidden, weight, offset, targets, temperatures, **options)[0]
+    assert float((rounded - wanted[0]).detach().abs().max()) > 1e-3
+
+    upstream = torch.linspace(-1, 1, ROWS)
+    gradients = torch.autograd.grad((found[0] * upstream).sum(), leaves)
+    assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
+    for mine, theirs in zip(gradients, torch.autograd.grad((wanted[0] * upstream).sum(), exact), strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_float32_logits_change_nothing_for_wide_weights(dtype: torch.dtype) -> None:
+    hidden, weight, offset, targets, temperatures = inputs(dtype, True)
+    arguments = hidden, weight, offset, targets, temperatures
+    one, other = (token_logprobs(*arguments, float32_logits=asked)[0] for asked in (False, True))
+    assert one.dtype == dtype and torch.equal(one, other)

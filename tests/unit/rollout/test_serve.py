@@ -30,11 +30,13 @@ def test_engine_gets_what_the_recipe_says() -> None:
     settings = engine_settings(recipe, recipe.rollout_pools[0], Path("/model"))
     assert settings.max_context_tokens == recipe.model.max_context_tokens
     assert settings.enforce_eager  # the default on CPU
-    assert settings.options == {}
+    assert (settings.options, settings.head_dtype) == ({}, "")
     keys = {"vllm": {"block_size": 64}, "gpus_per_replica": 2, "sleep_mode": True, "quantization": "fp8"}
-    changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=keys)})
+    exact = recipe.model.model_copy(update={"head_dtype": "float32"})
+    changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=keys), "model": exact})
     on_gpu = engine_settings(changed, changed.rollout_pools[0], Path("/model"))
     assert (on_gpu.gpus, on_gpu.sleep_mode, on_gpu.quantization) == (2, True, "fp8")
+    assert on_gpu.head_dtype == "float32"
     assert (settings.max_concurrent_samples, settings.max_batched_tokens) == (256, 8192)
     assert on_gpu.max_batched_tokens == 16384
     assert not on_gpu.enforce_eager

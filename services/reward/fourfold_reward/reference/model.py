@@ -39,7 +39,14 @@ class ReferenceModel:
 
     @classmethod
     def load(
-        cls, folder: Path, *, dtype: str, device: str, tokens_per_batch: int, max_context_tokens: int
+        cls,
+        folder: Path,
+        *,
+        dtype: str,
+        device: str,
+        tokens_per_batch: int,
+        max_context_tokens: int,
+        float32_logits: bool = False,
     ) -> ReferenceModel:
         """Load a Hugging Face model folder.
 
@@ -48,6 +55,8 @@ class ReferenceModel:
             dtype: "bfloat16" or "float32".
             device: "cpu" or "cuda".
             tokens_per_batch: most tokens in one forward pass.
+            max_context_tokens: of the longest sample.
+            float32_logits: as for `token_logprobs`.
 
         Raises:
             ConfigError: no such device, not a causal language model, or too few positions or tokens per batch.
@@ -75,7 +84,7 @@ class ReferenceModel:
         model.requires_grad_(False)
         model.eval()
         model.to(device)
-        forward.install(model)
+        forward.install(model, float32_logits=float32_logits)
         return cls(model, device=torch.device(device), tokens_per_batch=tokens_per_batch)
 
     def logprobs(

@@ -39,6 +39,7 @@ async def serve(options: ServeOptions) -> int:
             device=config.reference.device,
             tokens_per_batch=config.reference.tokens_per_batch,
             max_context_tokens=config.model.max_context_tokens,
+            float32_logits=config.model.head_dtype == "float32",
         )
         return model, sha256
 

@@ -60,6 +60,8 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
     if not settings.enforce_eager and "cudagraph_capture_sizes" not in settings.options:
         options["max_cudagraph_capture_size"] = largest_graph
     options |= check_options(settings.options, settings.options_key)
+    if settings.head_dtype:
+        options["hf_overrides"] = {**options.get("hf_overrides", {}), "head_dtype": settings.head_dtype}
     return AsyncEngineArgs(
         model=str(settings.folder),
         skip_tokenizer_init=True,

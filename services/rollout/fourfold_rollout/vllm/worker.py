@@ -115,7 +115,7 @@ def _open_v2(worker: Any, runner: Any, path: str, slots: int, width: int) -> str
         return ""
     from fourfold_rollout.vllm.patches.logprobs_v2 import LogprobSampler
 
-    table, reason = _on_gpu(worker, open_table(path, slots, width), worker.vllm_config.model_config.dtype)
+    table, reason = _on_gpu(worker, open_table(path, slots, width), worker.vllm_config.model_config.head_dtype)
     if table is not None:
         LogprobSampler(runner, table).install()
     return reason

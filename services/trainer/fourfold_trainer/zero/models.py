@@ -33,7 +33,7 @@ class DeepSpeedPolicy(DeepSpeedModel):
         self._rank_count, self._source_folder = rank_count, model_folder
         model = load_model(config, model_folder, device_of(config, rank))
         with gathered_modules(model):
-            forward.install(model)
+            forward.install(model, float32_logits=config.model.head_dtype == "float32")
             self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef, exchange=exchange)
         if exchange is not None:
             forward.share_rows(model, exchange)

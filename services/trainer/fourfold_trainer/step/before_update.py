@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -11,7 +14,12 @@ from fourfold.config import Config
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.batch import StepBatch
-from fourfold_trainer.step.micro_batches import compute_old_logprobs, compute_per_token
+from fourfold_trainer.step.micro_batches import (
+    compute_as_updates,
+    compute_old_logprobs,
+    compute_per_token,
+    of_action_tokens,
+)
 
 
 def needs_old_logprobs(config: Config) -> bool:
@@ -29,26 +37,47 @@ def _needs_reference_kl(config: Config) -> bool:
     return kl.coef > 0 and (kl.placement == "reward" or kl.target > 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BeforeUpdate:
+    """What the passes before the first update computed; None: not needed."""
+
+    old_logprobs: list[Float32Array] | None = None  # of each sample's action tokens
+    values: list[Float32Array] | None = None  # of the critic, likewise
+    entropy: float | None = None  # nats: mean over all sampled tokens of the batch that no grammar forced
+
+
 def compute_before(
     engine: TrainerEngine, batch: StepBatch, config: Config, steps: Sequence[Sequence[int]], work: tuple[Work, Work]
-) -> tuple[list[Float32Array] | None, list[Float32Array] | None]:
-    """Return what the advantages need: old log-probabilities and values of each sample's action tokens, or None.
+) -> BeforeUpdate:
+    """Compute what the advantages need: old log-probabilities and values.
 
     Old log-probabilities that only the loss needs are computed afterwards, for those samples alone that have an
     advantage. A critic's pass and that of the policy run at the same time, and a shadow may train on any sample.
+
+    Args:
+        steps: samples of each optimizer step of the first epoch.
+        work: of the policy and of the critic; the passes are added.
     """
     needs_critic = config.algorithm.needs_critic
     early = needs_critic or _needs_reference_kl(config) or any(s.shadow_score is not None for s in batch.samples)
 
-    def logprobs() -> list[Float32Array] | None:
+    def policy() -> BeforeUpdate:
         if not (early and needs_old_logprobs(config)):
-            return None
+            return BeforeUpdate()
         masked = np.flatnonzero(batch.left_out & (batch.free_lengths > 0)).tolist()  # of a baseline with a KL penalty
         trained = [[i for i in members if batch.loss_lengths[i]] for members in steps]
-        return old_logprobs(engine, batch, config, [*trained, masked], work[0])
+        # The kernel that makes log-probabilities makes entropies anyway.
+        compute = partial(engine.compute_logprobs, entropies=True)
+        work[0].add((len(batch.samples[i].token_ids) for i in [*chain(*trained), *masked]), backward=False)
+        rows = compute_as_updates(compute, batch, config, [*trained, masked])
+        entropies = [row[:, 1] for row in rows if len(row)]
+        return BeforeUpdate(
+            old_logprobs=of_action_tokens(batch, [row[:, 0] if len(row) else row for row in rows]),
+            entropy=float(np.concatenate(entropies).mean(dtype=np.float64)) if entropies else None,
+        )
 
     if not needs_critic:
-        return logprobs(), None
+        return policy()
     values: list[list[Float32Array]] = []
 
     def critic() -> None:
@@ -59,13 +88,12 @@ def compute_before(
             compute_per_token(engine.compute_values, batch.samples, batch.positions, batch.lengths, config, ranks=ranks)
         )
 
-    old = engine.in_parallel(critic, logprobs)
-    return old, values[0]
+    return replace(engine.in_parallel(critic, policy), values=values[0])
 
 
 def old_logprobs(
     engine: TrainerEngine, batch: StepBatch, config: Config, updates: Sequence[Sequence[int]], work: Work
 ) -> list[Float32Array]:
     """Compute the old log-probabilities of each sample's action tokens; `updates` as for `compute_old_logprobs`."""
-    work.add((len(batch.samples[i].token_ids) for members in updates for i in members), backward=False)
+    work.add((len(batch.samples[i].token_ids) for i in chain(*updates)), backward=False)
     return compute_old_logprobs(engine.compute_logprobs, batch, config, updates)

@@ -46,6 +46,8 @@ RATIO_MEAN: Final = "policy/ratio_mean"
 RATIO_MIN: Final = "policy/ratio_min"
 RATIO_MAX: Final = "policy/ratio_max"
 LOGPROB_NOISE: Final = "policy/logprob_noise"
+LATER_NOISE: Final = "policy/logprob_noise_later_epochs"
+LATER_SAMPLE_NOISE: Final = "policy/sample_noise_later_epochs"
 ENTROPY: Final = "policy/entropy"
 ENTROPY_COVERED: Final = "policy/entropy_covered_fraction"
 COVERED: Final = "policy/covered_fraction"
@@ -192,6 +194,9 @@ METRICS: Final[dict[str, str]] = {
     RATIO_MAX: "largest importance ratio of a token of the updates",
     LOGPROB_NOISE: "nats: largest |current - old log-probability| of a token in the first update, before any weight "
     "has changed: rounding alone; absent where no pass of its own computes the old ones",
+    LATER_NOISE: "nats: the same in micro-batches of the second epoch, computed before any weight has changed; one "
+    "micro-batch of each rank in steps 1, 201, 401, ...; absent if later epochs have the micro-batches of the first",
+    LATER_SAMPLE_NOISE: "nats: largest |mean difference over a sample| of these tokens, which GSPO clips",
     ENTROPY: "nats: mean entropy of the policy at the sampling temperature; over all sampled tokens, by the weights "
     "before the step, if a pass before the updates covers the batch; else over the tokens of the updates, during them",
     ENTROPY_COVERED: "share in [0, 1]: tokens that policy/entropy covers, of the sampled ones that no grammar forced",

@@ -90,6 +90,8 @@ def _policy(result: StepResult) -> dict[str, float]:
         return found
     if result.logprob_noise is not None:
         found[m.LOGPROB_NOISE] = result.logprob_noise
+    if result.later_noise is not None:
+        found[m.LATER_NOISE], found[m.LATER_SAMPLE_NOISE] = result.later_noise.token, result.later_noise.sample
     found[m.GRAD_NORM] = _norm(result.policy_norms)
     found[m.POLICY_LOSS] = sums.loss / len(result.policy_norms)
     found[m.NONFINITE_LOSS] = float(result.nonfinite_losses)

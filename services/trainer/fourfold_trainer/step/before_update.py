@@ -6,20 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Final
 
 import numpy as np
 
-from fourfold.arrays import Float32Array
+from fourfold.arrays import Float32Array, Float64Array
 from fourfold.config import Config
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.micro_batches import (
+    LossTokens,
     compute_as_updates,
     compute_old_logprobs,
     compute_per_token,
     of_action_tokens,
 )
+
+_NOISE_STEPS: Final = 200  # the noise of later epochs is measured in one of so many steps, the first among them
 
 
 def needs_old_logprobs(config: Config) -> bool:
@@ -35,6 +39,14 @@ def _needs_reference_kl(config: Config) -> bool:
     """Return whether the distance to the reference is needed before the updates, for all samples."""
     kl = config.algorithm.kl
     return kl.coef > 0 and (kl.placement == "reward" or kl.target > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterNoise:
+    """Difference of log-probabilities of the same weights in the micro-batches of a later epoch, in nats."""
+
+    token: float  # largest of a token
+    sample: float  # largest mean over the tokens of a trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,9 +103,52 @@ def compute_before(
     return replace(engine.in_parallel(critic, policy), values=values[0])
 
 
-def old_logprobs(
-    engine: TrainerEngine, batch: StepBatch, config: Config, updates: Sequence[Sequence[int]], work: Work
-) -> list[Float32Array]:
-    """Compute the old log-probabilities of each sample's action tokens; `updates` as for `compute_old_logprobs`."""
+def with_old_logprobs(
+    engine: TrainerEngine, tokens: LossTokens, steps: Sequence[Sequence[int]], work: Work
+) -> LossTokens:
+    """Compute the old log-probabilities of the samples that are trained on, if the loss needs them and has none yet.
+
+    Args:
+        steps: samples of each optimizer step of the first epoch.
+        work: of the policy; the pass is added.
+    """
+    batch, config = tokens.batch, tokens.config
+    if tokens.targets.old_logprobs is not None or not needs_old_logprobs(config):
+        return tokens
+    updates = [tokens.to_train(members) for members in steps]
     work.add((len(batch.samples[i].token_ids) for i in chain(*updates)), backward=False)
-    return compute_old_logprobs(engine.compute_logprobs, batch, config, updates)
+    old = compute_old_logprobs(engine.compute_logprobs, batch, config, updates)
+    return replace(tokens, targets=replace(tokens.targets, old_logprobs=old))
+
+
+def later_noise(
+    engine: TrainerEngine, tokens: LossTokens, later_steps: Sequence[Sequence[int]], work: Work, *, step: int
+) -> LaterNoise | None:
+    """Compare old log-probabilities with those of one micro-batch of each rank in the first update of the second epoch.
+
+    Call this before the first update: the weights are the same, and only the other samples of a micro-batch differ. The
+    pass takes at most a fourteenth of a step, and less than 1e-3 of all steps, of which few measure the noise.
+
+    Args:
+        later_steps: samples of each optimizer step after the first epoch.
+        work: of the policy; the pass is added.
+
+    Returns:
+        None in all other steps, and if later epochs have the micro-batches of the first, there is no sample, or a
+        log-probability is not finite.
+    """
+    batch, config, old = tokens.batch, tokens.config, tokens.targets.old_logprobs
+    if old is None or not later_steps or config.batch.mini_batches_per_step == 1 or step % _NOISE_STEPS != 1:
+        return None
+    update = tokens.to_train(later_steps[0])
+    rows = compute_as_updates(engine.compute_logprobs, batch, config, [update], limit=1)
+    differences: dict[int, list[Float64Array]] = {}
+    for i, trajectory in enumerate(batch.trajectory_of.tolist()):
+        if len(rows[i]):
+            differences.setdefault(trajectory, []).append(rows[i].astype(np.float64) - old[i][batch.free(i)])
+    work.add((len(s.token_ids) for s, row in zip(batch.samples, rows, strict=True) if len(row)), backward=False)
+    samples = [np.concatenate(parts) for parts in differences.values()]
+    if not samples or not all(np.isfinite(d).all() for d in samples):
+        return None
+    token, sample = max(np.abs(d).max() for d in samples), max(abs(d.mean()) for d in samples)
+    return LaterNoise(token=float(token), sample=float(sample))

@@ -150,11 +150,14 @@ def _run(
 def mini_batches(bounds: Int64Array, config: Config, *, step: int) -> list[list[int]]:
     """Return the samples of each optimizer step. Every epoch splits all trajectories into mini-batches at random.
 
+    A mini-batch that has all trajectories keeps their order, so that each epoch has the micro-batches of the first,
+    whose log-probabilities have no noise of packing.
+
     `bounds` are those of `StepBatch`: the segments of a trajectory are in one optimizer step, which gives the weight of
     one sample to them together.
     """
-    if config.batch.updates_per_step == 1:
-        return [list(range(int(bounds[-1])))]
+    if config.batch.mini_batches_per_step == 1:
+        return [list(range(int(bounds[-1]))) for _ in range(config.batch.epochs_per_step)]
     parts = []
     for epoch in range(config.batch.epochs_per_step):
         order = np.random.default_rng([config.seed, step, epoch]).permutation(len(bounds) - 1)
@@ -281,7 +284,7 @@ def of_action_tokens(batch: StepBatch, rows: Sequence[Float32Array]) -> list[Flo
 
 
 def compute_as_updates(
-    compute: Compute, batch: StepBatch, config: Config, updates: Sequence[Sequence[int]]
+    compute: Compute, batch: StepBatch, config: Config, updates: Sequence[Sequence[int]], *, limit: int | None = None
 ) -> list[Float32Array]:
     """Return a float32 number, or a row of them, for each of a sample's tokens that no grammar forced.
 
@@ -290,12 +293,14 @@ def compute_as_updates(
 
     Args:
         compute: `compute_logprobs` of the engine.
-        updates: samples of each optimizer step of the first epoch that are trained on. The other samples get no number.
+        updates: samples of each optimizer step, of the first epoch for old log-probabilities, that are trained on. The
+            other samples get no number.
+        limit: micro-batches of each rank and update that are computed; None: all.
     """
     shares: list[list[list[int]]] = [[] for _ in range(config.trainer.data_parallel_size)]
     for members in filter(None, updates):
         for share, part in zip(shares, _policy_shares(batch, config, members), strict=True):
-            share += part
+            share += part[:limit]
 
     def positions(index: int) -> Int64Array:
         return batch.positions(index)[batch.free(index)]

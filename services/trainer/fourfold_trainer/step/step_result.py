@@ -11,6 +11,7 @@ from fourfold_trainer.engine import UpdateSums
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.before_update import LaterNoise
 from fourfold_trainer.step.shadow import ShadowGradient
 
 
@@ -33,6 +34,7 @@ class StepResult:
     critic_norms: list[float] = field(default_factory=list)
     logprob_noise: float | None = None
     """Largest |p - o| of the first update, whose weights are those of o; None: o is p, or there was no update."""
+    later_noise: LaterNoise | None = None  # in the steps that measure it
     nonfinite_losses: int = 0  # policy updates whose loss was not finite
     trained: set[int] = field(default_factory=set)  # trajectories that the policy was trained on
     policy_work: Work

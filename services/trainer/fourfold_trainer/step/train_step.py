@@ -26,7 +26,7 @@ from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
 from fourfold_trainer.step.batch import StepBatch
-from fourfold_trainer.step.before_update import compute_before, needs_old_logprobs, old_logprobs
+from fourfold_trainer.step.before_update import compute_before, later_noise, with_old_logprobs
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.metric_accumulator import untrained_mismatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
@@ -54,22 +54,21 @@ def train_step(
     steps = mini_batches(batch.bounds, config, step=step)
     first_epoch = steps[: len(steps) // config.batch.epochs_per_step]
     before = compute_before(engine, batch, config, first_epoch, (policy_work, critic_work))
-    old = before.old_logprobs
-    targets = compute_advantages(batch, outcomes, config, old=old, values=before.values, kl_coef=kl_coef)
+    targets = compute_advantages(
+        batch, outcomes, config, old=before.old_logprobs, values=before.values, kl_coef=kl_coef
+    )
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
     tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
-    if old is None and needs_old_logprobs(config):
-        old = old_logprobs(engine, batch, config, [tokens.to_train(members) for members in first_epoch], policy_work)
-        targets = replace(targets, old_logprobs=old)
-        tokens = replace(tokens, targets=targets)
+    tokens = with_old_logprobs(engine, tokens, first_epoch, policy_work)
     result = StepResult(
         step=step,
         algorithm_state=replace(following, kl_coef=next_kl_coef(batch, targets.kl, kl_coef, config)),
         batch=batch,
         outcomes=outcomes,
-        targets=targets,
+        targets=tokens.targets,
         kl_coef=kl_coef,
         entropy=before.entropy,
+        later_noise=later_noise(engine, tokens, steps[len(first_epoch) :], policy_work, step=step),
         policy_work=policy_work,
         critic_work=critic_work,
     )

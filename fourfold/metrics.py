@@ -244,8 +244,9 @@ METRICS: Final[dict[str, str]] = {
     UPDATES: "optimizer steps of the policy in this step",
     GPU_PEAK: "GiB: most that tensors took on a GPU of the trainer since the step before, fullest GPU; absent on CPU",
     TRAIN_SPEED: "tokens per second: tokens of all samples with prompts, divided by the time in the trainer",
-    TRAIN_TFLOPS: "TFLOP/s per GPU: passes of the models without recomputation, divided by the time in the trainer",
-    MFU: "share in [0, 1]: train/tflops_per_second of the GPU's bfloat16 peak; absent if the peak is unknown",
+    TRAIN_TFLOPS: "TFLOP/s per GPU of the trainer: passes of the models without recomputation, divided by the time of "
+    "the whole step in the trainer",
+    MFU: "share in [0, 1]: train/tflops_per_second of the GPU's peak in dense bfloat16; absent if the peak is unknown",
     SKIPPED_STEPS: "steps: number since the start of the run that changed no weights: nothing to learn, or an overflow",
     NONFINITE_LOSS: "updates: number in this step whose policy loss was not finite",
     TRAINED_TOKENS: "tokens: number in the loss of the policy, counted once per epoch",

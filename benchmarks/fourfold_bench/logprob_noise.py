@@ -8,7 +8,8 @@ differences at 3e-4 and 4e-4, so that noise of this size clips samples before an
     large      micro-batches four times as large, in which old log-probabilities were once computed
     reshuffled those of a second epoch, whose samples are dealt anew
 
-Then one step is trained, with the noise that its first update finds (`policy/logprob_noise`).
+Then one step is trained, with the noise that its first update finds (`policy/logprob_noise`), and that of one
+micro-batch of the second epoch (`policy/logprob_noise_later_epochs`).
 
     python -m fourfold_bench.logprob_noise --shape 0.135b --dtype bfloat16 --save
 """
@@ -118,7 +119,13 @@ class NoiseBenchmark(Benchmark[NoiseSettings]):
         result = train_step(engine, samples, config, step=1, state=AlgorithmState())
         engine.leave()
         engine.close()
-        return {"samples": len(samples), "noise": noise, "first_update_max": result.logprob_noise}
+        later = None if result.later_noise is None else result.later_noise.token
+        return {
+            "samples": len(samples),
+            "noise": noise,
+            "first_update_max": result.logprob_noise,
+            "later_epochs_max": later,
+        }
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
         results = document["results"]

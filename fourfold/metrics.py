@@ -198,7 +198,7 @@ METRICS: Final[dict[str, str]] = {
     "micro-batch of each rank in steps 1, 201, 401, ...; absent if later epochs have the micro-batches of the first",
     LATER_SAMPLE_NOISE: "nats: largest |mean difference over a sample| of these tokens, which GSPO clips",
     ENTROPY: "nats: mean entropy of the policy at the sampling temperature; over all sampled tokens, by the weights "
-    "before the step, if a pass before the updates covers the batch; else over the tokens of the updates, during them",
+    "before the step, if a pass on GPUs before the updates covers the batch; else over the tokens of the updates",
     ENTROPY_COVERED: "share in [0, 1]: tokens that policy/entropy covers, of the sampled ones that no grammar forced",
     COVERED: "share in [0, 1]: tokens of the updates, of the sampled ones that no grammar forced",
     KL_LOSS: "nats: KL term of the loss without its coefficient; mean over the updates of the step",
@@ -244,7 +244,7 @@ METRICS: Final[dict[str, str]] = {
     UPDATES: "optimizer steps of the policy in this step",
     GPU_PEAK: "GiB: most that tensors took on a GPU of the trainer since the step before, fullest GPU; absent on CPU",
     TRAIN_SPEED: "tokens per second: tokens of all samples with prompts, divided by the time in the trainer",
-    TRAIN_TFLOPS: "TFLOP/s per GPU of the trainer: passes of the models without recomputation, divided by the time of "
+    TRAIN_TFLOPS: "TFLOP/s per GPU: passes of the models without recomputation, divided by the time of "
     "the whole step in the trainer",
     MFU: "share in [0, 1]: train/tflops_per_second of the GPU's peak in dense bfloat16; absent if the peak is unknown",
     SKIPPED_STEPS: "steps: number since the start of the run that changed no weights: nothing to learn, or an overflow",

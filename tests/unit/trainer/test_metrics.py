@@ -61,7 +61,7 @@ def test_what_a_correction_bounds_rejects_and_leaves_is_counted() -> None:
 def test_metrics_cover_all_sampled_tokens_where_a_pass_before_the_updates_does() -> None:
     samples = [*group_of([0, 1], group="useful"), *group_of([1, 1], group="constant")]
     samples, _ = with_behavior(samples, [[2, 2], [0.5, 2], [4, 4], [1, math.inf]])
-    config = recipe(batch={"epochs_per_step": 2})
+    config = recipe(batch={"epochs_per_step": 2}, trainer={"device": "cuda"})
     logs = np.log([2, 2, 2, 2, 4, 4, 1])
 
     def check(samples: Sequence[Sample], covered: float, count: int) -> dict[str, float]:

@@ -78,14 +78,17 @@ def compute_before(
             return BeforeUpdate()
         masked = np.flatnonzero(batch.left_out & (batch.free_lengths > 0)).tolist()  # of a baseline with a KL penalty
         trained = [[i for i in members if batch.loss_lengths[i]] for members in steps]
-        # The kernel that makes log-probabilities makes entropies anyway.
-        compute = partial(engine.compute_logprobs, entropies=True)
+        # The kernel that makes log-probabilities makes entropies anyway. On CPU they would add a tenth to the pass.
+        entropies = config.trainer.device == "cuda"
+        compute = partial(engine.compute_logprobs, entropies=entropies)
         work[0].add((len(batch.samples[i].token_ids) for i in [*chain(*trained), *masked]), backward=False)
         rows = compute_as_updates(compute, batch, config, [*trained, masked])
-        entropies = [row[:, 1] for row in rows if len(row)]
+        if not entropies or not any(map(len, rows)):
+            return BeforeUpdate(old_logprobs=of_action_tokens(batch, rows))
+        spread = np.concatenate([row[:, 1] for row in rows if len(row)])
         return BeforeUpdate(
             old_logprobs=of_action_tokens(batch, [row[:, 0] if len(row) else row for row in rows]),
-            entropy=float(np.concatenate(entropies).mean(dtype=np.float64)) if entropies else None,
+            entropy=float(spread.mean(dtype=np.float64)),
         )
 
     if not needs_critic:

@@ -8,7 +8,8 @@ and `scorers` (scored samples by table [[reward]] and name@version). `scorers/NA
 `shadows/NAME/...` compares a shadow. With named sources of prompts, `data/SOURCE/reward` is the mean score of each, and
 `data/SOURCE/share` its share of the groups. `eval/NAME/score`, `/half_width`, `/pass_at_K` and `/maj_at_K` are of the
 held-out set NAME (docs/evaluation.md). The trainer sends its part in `TrainStepResponse.metrics` under the same names.
-Only a loss of another distribution has metrics that are not in `METRICS`: it names its own.
+docs/reference/metrics.md defines the tokens that metrics of tokens cover. Only a loss of another distribution has
+metrics that are not in `METRICS`: it names its own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ RATIO_MEAN: Final = "policy/ratio_mean"
 RATIO_MIN: Final = "policy/ratio_min"
 RATIO_MAX: Final = "policy/ratio_max"
 LOGPROB_NOISE: Final = "policy/logprob_noise"
+LATER_NOISE: Final = "policy/logprob_noise_later_epochs"
+LATER_SAMPLE_NOISE: Final = "policy/sample_noise_later_epochs"
 ENTROPY: Final = "policy/entropy"
+ENTROPY_COVERED: Final = "policy/entropy_covered_fraction"
+COVERED: Final = "policy/covered_fraction"
 KL_LOSS: Final = "kl/loss"
 REFERENCE_KL: Final = "kl/ref"
 REWARD_KL: Final = "kl/reward"
@@ -66,6 +71,7 @@ MISMATCH_PROBABILITY: Final = "mismatch/prob_diff_mean"
 MISMATCH_KL: Final = "mismatch/kl_k3"
 MISMATCH_KL_K1: Final = "mismatch/kl_k1"
 MISMATCH_CHI2: Final = "mismatch/chi2"
+MISMATCH_COVERED: Final = "mismatch/covered_fraction"
 MISMATCH_NONFINITE: Final = "mismatch/nonfinite"
 EFFECTIVE_SAMPLE_SIZE: Final = "mismatch/ess"
 CORRECTION_WEIGHT: Final = "mismatch/is_weight_mean"
@@ -178,45 +184,53 @@ METRICS: Final[dict[str, str]] = {
     TRUNCATION_RATE: "share in [0, 1]: completions that were ended by a limit, before the filter",
     NO_ACTION_RATE: "share in [0, 1]: samples without a sampled token, before the filter",
     POLICY_LOSS: "minimised policy loss, aggregated as in the recipe; mean over the updates of the step",
-    APPROX_KL: "nats per token: k3 estimate of KL(old || current) during the update",
+    APPROX_KL: "nats per token: k3 estimate of KL(old || current) over the tokens of the updates",
     APPROX_KL_K1: "nats per token: k1 estimate of KL(old || current); may be negative",
-    CLIP_FRACTION_LOW: "share in [0, 1]: trained tokens whose ratio is clipped to 1 - clip_low",
-    CLIP_FRACTION_HIGH: "share in [0, 1]: trained tokens whose ratio is clipped to 1 + clip_high",
-    DUAL_CLIP_FRACTION: "share in [0, 1]: trained tokens whose loss is bounded by the dual clip",
-    RATIO_MEAN: "mean importance ratio (current to old policy) of trained tokens",
-    RATIO_MIN: "smallest importance ratio of a trained token",
-    RATIO_MAX: "largest importance ratio of a trained token",
+    CLIP_FRACTION_LOW: "share in [0, 1]: tokens of the updates whose ratio is clipped to 1 - clip_low",
+    CLIP_FRACTION_HIGH: "share in [0, 1]: tokens of the updates whose ratio is clipped to 1 + clip_high",
+    DUAL_CLIP_FRACTION: "share in [0, 1]: tokens of the updates whose loss is bounded by the dual clip",
+    RATIO_MEAN: "mean importance ratio (current to old policy) of the tokens of the updates",
+    RATIO_MIN: "smallest importance ratio of a token of the updates",
+    RATIO_MAX: "largest importance ratio of a token of the updates",
     LOGPROB_NOISE: "nats: largest |current - old log-probability| of a token in the first update, before any weight "
     "has changed: rounding alone; absent where no pass of its own computes the old ones",
-    ENTROPY: "nats: mean entropy of the policy at the sampling temperature, over trained tokens",
+    LATER_NOISE: "nats: the same in micro-batches of the second epoch, computed before any weight has changed; one "
+    "micro-batch of each rank in steps 1, 201, 401, ...; absent if later epochs have the micro-batches of the first",
+    LATER_SAMPLE_NOISE: "nats: largest |mean difference over a sample| of these tokens, which GSPO clips",
+    ENTROPY: "nats: mean entropy of the policy at the sampling temperature; over all sampled tokens, by the weights "
+    "before the step, if a pass on GPUs before the updates covers the batch; else over the tokens of the updates",
+    ENTROPY_COVERED: "share in [0, 1]: tokens that policy/entropy covers, of the sampled ones that no grammar forced",
+    COVERED: "share in [0, 1]: tokens of the updates, of the sampled ones that no grammar forced",
     KL_LOSS: "nats: KL term of the loss without its coefficient; mean over the updates of the step",
-    REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over trained tokens",
+    REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over the tokens of the updates",
     REWARD_KL: "nats per token: KL estimate that is subtracted from the rewards, without its coefficient",
-    KL_CLAMPED: "fraction of tokens whose KL term of the loss is at its bound, without a gradient",
+    KL_CLAMPED: "share in [0, 1]: tokens of the updates whose KL term of the loss is at its bound, without a gradient",
     KL_COEF: "coefficient of the KL term in this step",
-    ADVANTAGE_MEAN: "mean advantage of the trained tokens",
-    ADVANTAGE_STD: "standard deviation of the advantages of the trained tokens",
-    ADVANTAGE_ABSMAX: "largest absolute advantage",
+    ADVANTAGE_MEAN: "mean advantage of the tokens in the loss",
+    ADVANTAGE_STD: "standard deviation of the advantages of the tokens in the loss",
+    ADVANTAGE_ABSMAX: "largest absolute advantage of a token in the loss",
     REWARD_PENALTY: "score units: mean change of a score by shaping; penalties are negative",
     VALUE_LOSS: "score units squared: loss of the critic",
     VALUE_CLIP_FRACTION: "share in [0, 1]: tokens whose value loss uses the clipped value",
     EXPLAINED_VARIANCE: "share, at most 1: variance of the returns that the critic predicts; negative: harmful",
     RETURN_MEAN: "score units: mean return, the target of the critic",
-    MISMATCH_MEAN: "nats: logprob mismatch (engine versus trainer before the update), mean |old - behavior| of tokens",
+    MISMATCH_MEAN: "nats: logprob mismatch (engine versus trainer before the update), mean |old - behavior|, of all "
+    "tokens with an old log-probability, as in all metrics up to mismatch/ess",
     MISMATCH_MAX: "nats: logprob mismatch (engine versus trainer), largest |difference|",
     MISMATCH_P99: "nats: logprob mismatch (engine versus trainer), 99th percentile of |difference|",
-    MISMATCH_PROBABILITY: "mean |trainer probability - engine probability| of trained tokens",
+    MISMATCH_PROBABILITY: "mean |trainer probability - engine probability|",
     MISMATCH_KL: "nats per token: k3 estimate of KL(engine || trainer)",
     MISMATCH_KL_K1: "nats per token: k1 estimate of KL(engine || trainer)",
     MISMATCH_CHI2: "mean squared probability ratio of trainer to engine, minus 1",
+    MISMATCH_COVERED: "share in [0, 1]: tokens of these metrics, of the sampled ones that no grammar forced",
     MISMATCH_NONFINITE: "tokens: number with an engine logprob that is not finite; the other metrics here ignore them",
-    EFFECTIVE_SAMPLE_SIZE: "share in (0, 1]: effective share of trained tokens, weighted by the ratio of mismatch/chi2",
-    CORRECTION_WEIGHT: "mean weight of a token in the correction; rejected tokens have weight 0",
+    EFFECTIVE_SAMPLE_SIZE: "share in (0, 1]: effective share of the tokens, weighted by the ratio of mismatch/chi2",
+    CORRECTION_WEIGHT: "mean weight of a token of the updates in the correction; rejected tokens have weight 0",
     CORRECTION_WEIGHT_MIN: "smallest weight of a token that is not rejected",
     CORRECTION_WEIGHT_MAX: "largest weight of a token that is not rejected",
-    TRUNCATED_WEIGHTS: "share in [0, 1]: tokens whose weight is bounded by the correction",
-    REJECTED_TOKENS: "share in [0, 1]: tokens that are rejected by the correction",
-    REJECTED_SAMPLES: "share in [0, 1]: trained samples of which every token is rejected by the correction",
+    TRUNCATED_WEIGHTS: "share in [0, 1]: tokens of the updates whose weight is bounded by the correction",
+    REJECTED_TOKENS: "share in [0, 1]: tokens of the updates that are rejected by the correction",
+    REJECTED_SAMPLES: "share in [0, 1]: samples of the updates of which every token is rejected by the correction",
     ROUTER_LOSS: "load-balancing loss of the routers, mean over the updates; top-k if all experts are used equally",
     ROUTER_VIOLATION: "load of the busiest expert divided by the mean load, minus 1, in the worst layer of the step",
     GRAD_NORM: "L2 norm of the policy's gradient before clipping, mean over the updates of the step",
@@ -230,8 +244,9 @@ METRICS: Final[dict[str, str]] = {
     UPDATES: "optimizer steps of the policy in this step",
     GPU_PEAK: "GiB: most that tensors took on a GPU of the trainer since the step before, fullest GPU; absent on CPU",
     TRAIN_SPEED: "tokens per second: tokens of all samples with prompts, divided by the time in the trainer",
-    TRAIN_TFLOPS: "TFLOP/s per GPU: passes of the models without recomputation, divided by the time in the trainer",
-    MFU: "share in [0, 1]: train/tflops_per_second of the GPU's bfloat16 peak; absent if the peak is unknown",
+    TRAIN_TFLOPS: "TFLOP/s per GPU: passes of the models without recomputation, divided by the time of "
+    "the whole step in the trainer",
+    MFU: "share in [0, 1]: train/tflops_per_second of the GPU's peak in dense bfloat16; absent if the peak is unknown",
     SKIPPED_STEPS: "steps: number since the start of the run that changed no weights: nothing to learn, or an overflow",
     NONFINITE_LOSS: "updates: number in this step whose policy loss was not finite",
     TRAINED_TOKENS: "tokens: number in the loss of the policy, counted once per epoch",

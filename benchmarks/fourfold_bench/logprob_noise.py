@@ -9,8 +9,9 @@ differences at 3e-4 and 4e-4, so that noise of this size clips samples before an
     reshuffled those of a second epoch, whose samples are dealt anew
     other head the micro-batches of the updates, with the other `model.head_dtype`: logits rounded, or not
 
-Then one step is trained, with the noise that its first update finds (`policy/logprob_noise`). A trained model
-(`--model`) reads texts of 60 tokens and more, cut from docs/; one of random weights (`--shape`) reads random tokens.
+Then one step is trained, with the noise that its first update finds (`policy/logprob_noise`), and that of one
+micro-batch of the second epoch (`policy/logprob_noise_later_epochs`). A trained model (`--model`) reads texts of 60
+tokens and more, cut from docs/; one of random weights (`--shape`) reads random tokens.
 
     python -m fourfold_bench.logprob_noise --model builtin:smollm2-135m-instruct --dtype bfloat16 --save
 """
@@ -167,7 +168,13 @@ class NoiseBenchmark(Benchmark[NoiseSettings]):
             }
             noise = {name: compared(update, found) for name, found in passes.items()}
             result = train_step(engine, samples, config, step=1, state=AlgorithmState())
-        return {"samples": len(samples), "noise": noise, "first_update_max": result.logprob_noise}
+        later = None if result.later_noise is None else result.later_noise.token
+        return {
+            "samples": len(samples),
+            "noise": noise,
+            "first_update_max": result.logprob_noise,
+            "later_epochs_max": later,
+        }
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
         results = document["results"]

@@ -32,6 +32,7 @@ from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, o
 from fourfold_bench.models import SHAPE_NAMES, SHAPES, forward_flop, parameter_count, write_model
 from fourfold_coordinator.weights.probe import LogprobProbe
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
+from fourfold_trainer.flops import speed
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.micro_batches import compute_old_logprobs, forward_all
@@ -246,6 +247,8 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         rate = matmul_flops(settings.device, settings.product)
         timed = (engine.seconds, passes, steps, shadows, engine.release_seconds, engine.probe_seconds)
         update, logprobs, whole, shadow, release, probe = (statistics.median(part[settings.warmup :]) for part in timed)
+        phase = whole - shadow + release
+        rates = speed(engine.machine, result.policy_work, result.critic_work, seconds=phase, rank_count=settings.ranks)
         engine.leave()
         engine.close()
         lengths = np.array([len(s.token_ids) for s in samples], np.float64)
@@ -259,6 +262,7 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             "update": _row(update, tokens, 3 * flop / settings.ranks, rate),
             "old_logprobs": _row(logprobs, tokens, flop / settings.ranks, rate),
             "whole_step_seconds": round(whole, 3),
+            "mfu": rates.get(metrics.MFU),  # of the whole train phase, as in runs
             "shadow_seconds": round(shadow, 3),  # part of the whole step
             "shadow_cosine": None if math.isnan(cosine) else round(cosine, 6),  # of the first step
             "release_seconds": round(release, 4),
@@ -275,12 +279,13 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             f"{row['tflops_per_rank']:8.2f} TFLOP/s a rank = {row['share_of_matmul']:.0%} of a matrix product"
             for name, row in ((name, results[name]) for name in ("update", "old_logprobs"))
         ]
-        rate, dummies = results["matmul_tflops"], results["dummy_fraction"]
+        rate, dummies, mfu = results["matmul_tflops"], results["dummy_fraction"], results["mfu"]
+        of_peak = "" if mfu is None else f" (MFU {mfu:.1%})"
         return [
             *lines,
             f"matrix product {rate} TFLOP/s; dummies {dummies:.1%} of the tokens",
-            f"whole step {results['whole_step_seconds']} s, {results['shadow_seconds']} s of it for shadow scores "
-            f"(cosine {results['shadow_cosine']})",
+            f"whole step {results['whole_step_seconds']} s{of_peak}, {results['shadow_seconds']} s of it for shadow "
+            f"scores (cosine {results['shadow_cosine']})",
             f"then memory released in {results['release_seconds']} s, "
             f"probe of {_PROBE_TOKENS} tokens in {results['probe_seconds']} s",
             f"most memory of a rank {results['gpu_peak_gib']} GiB on the GPU; planned {results['planned_gib']} GiB",

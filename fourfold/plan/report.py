@@ -28,7 +28,7 @@ from fourfold.host.hardware import available_memory, smallest_memory, visible_gp
 from fourfold.model.classifier import ClassifierFolder
 from fourfold.model.folder import ModelShape
 from fourfold.plan.agents import agents_plan
-from fourfold.plan.algorithm import algorithm_plan
+from fourfold.plan.algorithm import algorithm_plan, noise_warnings
 from fourfold.plan.asynchrony import NO_RATES, lag_plan, rates_text, speed_table
 from fourfold.plan.batch import BatchPlan, batch_plan, engine_limits
 from fourfold.plan.memory import (
@@ -99,7 +99,7 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
     on_gpus, on_nodes = gpu_plan(config, rows, gpu_bytes), node_plan(config, sizes)
     host_bytes = None if gpu_bytes is None else available_memory()  # a plan may be made on another machine
     warnings = memory_warnings(config, sizes, gpu_count=len(gpus), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-    warnings = [*warnings, *found.warnings]
+    warnings = [*warnings, *noise_warnings(config), *found.warnings]
     # Label and paragraph; further paragraphs of a label have an empty one.
     paragraphs = [
         ("model", _model(config, shape)),

@@ -18,6 +18,15 @@ A metric is absent from a step in which there is nothing to measure: those of th
 example. A loss of your own may add [metrics](../algorithms.md#a-loss-of-your-own). The terms are in the
 [glossary](../glossary.md), and the metrics that Prometheus reads on the page on [monitoring](../monitoring.md)."""
 
+_COVERED_TOKENS: Final = """\
+Metrics of tokens cover those that were sampled and that no grammar forced, and of these
+
+- the *tokens of the updates*: those in the loss whose trajectory has an advantage that is not 0, or all in the loss if
+  that has a KL or an entropy term. Their share is `policy/covered_fraction`;
+- *tokens with an old log-probability*: those of the updates; all, masked trajectories included, if a pass before the
+  updates covers the batch. A KL term in the reward or `algorithm.kl.target` needs this pass, and, with several updates
+  in a step, a critic or shadow scores. Their share is `mismatch/covered_fraction`."""
+
 
 def metrics_page() -> str:
     """Return docs/reference/metrics.md: one table for each first part of the names."""
@@ -25,4 +34,4 @@ def metrics_page() -> str:
     for name, meaning in METRICS.items():
         groups.setdefault(name.partition("/")[0], []).append([f"`{name}`", cell(meaning)])
     blocks = [f"## `{group}/`\n\n{table(['metric', 'unit and meaning'], rows)}" for group, rows in groups.items()]
-    return page("Metrics", "fourfold/metrics.py", _INTRODUCTION, *blocks)
+    return page("Metrics", "fourfold/metrics.py", _INTRODUCTION, _COVERED_TOKENS, *blocks)

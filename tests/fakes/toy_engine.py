@@ -124,8 +124,15 @@ class ToyEngine:
         return toys, parts
 
     @torch.no_grad()
-    def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
-        return [[Toy(self.policy).logprobs(b)[0].float().numpy() for b in share] for share in shares]
+    def compute_logprobs(
+        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
+    ) -> list[list[Float32Array]]:
+        def compute(batch: TokenBatch) -> Float32Array:
+            logprobs, spread = Toy(self.policy).logprobs(batch, entropy=entropies)
+            found: Float32Array = (logprobs if spread is None else torch.stack([logprobs, spread], 1)).float().numpy()
+            return found
+
+        return [[compute(b) for b in share] for share in shares]
 
     @torch.no_grad()
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:

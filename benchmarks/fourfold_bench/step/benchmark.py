@@ -59,7 +59,6 @@ class StepSettings(BenchmarkSettings):
         "transport of the weights", default="auto", choices=("auto", "cuda_ipc", "nccl", "shm", "gloo")
     )
     kv_cache_gib: int = option("KV cache of an engine; 0: what its samples need", default=0, least=0)
-    peak_tflops: float = option("peak rate of one GPU, for the MFU", default=790.0, above=0)
     profiled: bool = False
     """The run is profiled in an additional step, which does not count."""
     stop: bool = option("stop after the measured steps: no checkpoint, no export", default=False)
@@ -228,8 +227,8 @@ def _rates_and_memory(settings: StepSettings, results: Mapping[str, Any]) -> lis
     ]
     if mfu := results.get("mfu"):
         found.append(
-            f"MFU: update {mfu['train']:.1%} of the trainer's GPUs, whole step {mfu['step']:.1%} of all "
-            f"({settings.peak_tflops:.0f} TFLOP/s each)"
+            f"MFU: train phase {mfu['train']:.1%} of the trainer's GPUs, as the run measures it, whole step "
+            f"{mfu['step']:.1%} of all GPUs"
         )
     for device, most in results["gpu_mib"].items():
         found.append(f"most memory on {device}: {most} MiB")

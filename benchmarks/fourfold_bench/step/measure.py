@@ -11,17 +11,17 @@ from typing import Any, Final
 
 from fourfold import metrics as m
 from fourfold.errors import Internal, Unavailable
-from fourfold_bench.gpus import GpuMemory, visible
+from fourfold_bench.gpus import GpuMemory, usable, visible
 from fourfold_bench.harness import BenchmarkRun
 from fourfold_bench.models import forward_flop
 from fourfold_bench.processes import BenchProcesses, say
 from fourfold_bench.profiling import Profile
 from fourfold_bench.step import phases, recipe
 from fourfold_bench.step.benchmark import StepSettings
+from fourfold_trainer.flops import utilisation
 
 _MEMORY_SECONDS: Final = 0.05
 _RUN: Final = "run"
-_TERA: Final = 1e12
 _FAILED: Final = "The run failed."
 # A service prints this line each time that it is started.
 _READY: Final = re.compile(r"^READY ", re.MULTILINE)
@@ -49,7 +49,7 @@ def measure(settings: StepSettings, run: BenchmarkRun) -> dict[str, Any]:
         except Unavailable as error:
             raise Unavailable(explanation(processes.log(_RUN)) or error.message) from None
     rows = phases.read_steps(watch.run_dir, warm_up=settings.warm_up, steps=settings.steps)
-    return summarise(settings, rows) | {
+    return summarise(settings, rows, gpu=usable()[0].name if settings.on_gpus else "") | {
         "first_step_after_seconds": watch.first_step_seconds,
         "gpu_mib": watch.peak,
         "steps": rows,
@@ -87,8 +87,11 @@ def environment(settings: StepSettings) -> dict[str, str]:
     return visible(*(f"cuda:{index}" for index in settings.dealt_gpus) if settings.on_gpus else ())
 
 
-def summarise(settings: StepSettings, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return means over the measured steps: seconds by phase, their parts, speeds, FLOP and MFU."""
+def summarise(settings: StepSettings, rows: Sequence[Mapping[str, Any]], *, gpu: str = "") -> dict[str, Any]:
+    """Return means over the measured steps: seconds by phase, their parts, speeds, FLOP and MFU.
+
+    `gpu` is the name of the GPUs; no MFU is known without it, or if the trainer does not know its peak.
+    """
     seconds = phases.means([phases.phases(row) for row in rows])
     sizes = phases.means([{name: row[name] for name in (m.RESPONSE_LENGTH, m.TOTAL_LENGTH)} for row in rows])
     length = sizes[m.TOTAL_LENGTH]
@@ -108,18 +111,11 @@ def summarise(settings: StepSettings, rows: Sequence[Mapping[str, Any]]) -> dict
         },
         "flop": flop,
     }
-    if settings.on_gpus:
-        result["mfu"] = mfu(settings, update=flop["update"], whole=sum(flop.values()), seconds=seconds)
+    whole = utilisation(sum(flop.values()), seconds=seconds[phases.WALL], gpu_count=max(settings.gpus, 1), gpu=gpu)
+    if whole is not None and all(m.MFU in row for row in rows):
+        # Of the train phase on the trainer's GPUs, and of the whole step on all GPUs.
+        result["mfu"] = {"train": statistics.fmean(row[m.MFU] for row in rows), "step": whole}
     return result
-
-
-def mfu(settings: StepSettings, *, update: float, whole: float, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of the GPUs' peak: of the update on the trainer's GPUs, and of the whole step on all GPUs."""
-    peak = settings.peak_tflops * _TERA
-    return {
-        "train": update / (seconds["train"] * settings.replicas * peak),
-        "step": whole / (seconds[phases.WALL] * settings.gpus * peak),
-    }
 
 
 class RunWatch:

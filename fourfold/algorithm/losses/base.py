@@ -18,6 +18,7 @@ keys and formulas on machines without torch.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
@@ -80,6 +81,10 @@ class PolicyLoss(Definition):
     corrects_lag: ClassVar[bool] = False
     """True if the loss itself weighs tokens by their behavior log-probabilities, and leaves out a token whose is not a
     number."""
+
+    def narrowest_clip(self) -> float:
+        """Return the smallest |p - o|, in nats, that the loss clips; inf if there is none."""
+        return math.inf
 
     @abstractmethod
     def compute(self, inputs: LossInputs) -> TokenLoss:

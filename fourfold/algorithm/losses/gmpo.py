@@ -22,6 +22,9 @@ class GmpoLoss(PolicyLoss):
     """Distance above 0 at which p - o is clipped where A > 0."""
     source: ClassVar[str] = "arXiv 2507.20673"
 
+    def narrowest_clip(self) -> float:
+        return min(self.clip_low, self.clip_high)
+
     def compute(self, inputs: LossInputs) -> TokenLoss:
         """Return -s A, where s is exp of the sample's mean of the clipped p - o."""
         log_ratio, advantages = clamp(inputs.logprobs - inputs.old_logprobs), inputs.advantages

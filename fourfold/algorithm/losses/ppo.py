@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -20,6 +21,9 @@ class ClippedLoss(PolicyLoss):
     """Distance below 1 at which the ratio is clipped."""
     clip_high: float = Field(default=0.2, gt=0)
     """Distance above 1 at which the ratio is clipped."""
+
+    def narrowest_clip(self) -> float:
+        return min(-math.log1p(-self.clip_low) if self.clip_low < 1 else math.inf, math.log1p(self.clip_high))
 
     def surrogate(self, ratio: Tensor, advantages: Tensor) -> TokenLoss:
         """Return -min(ratio A, clip(ratio) A): no gradient where the ratio is past a bound in the direction of A."""

@@ -51,6 +51,7 @@ class UpdateSettings:
     router_coef: float = 0.0  # coefficient of the routers' load-balancing loss
     token_count: int = 0  # tokens in the micro-batches of all ranks, without dummies
     gradient: GradientUse = "apply"  # of the policy
+    first_epoch: bool = True  # False: the step's earlier updates have measured the mismatch of these samples
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -1,5 +1,10 @@
 """Counts the FLOP of a training step, and its share of the GPUs' peak (MFU, model FLOP utilisation).
 
+    MFU = FLOP of the models' passes / (seconds of the whole train phase x GPUs of the trainer x peak of a GPU)
+
+The train phase is the step in the trainer: passes before the updates, updates, its own work on the CPU and the return
+of cached memory, without a comparison of gradients for shadow scores. The peak is that of dense products in bfloat16.
+
 A forward pass over samples of t_1, t_2, ... tokens takes
 
     2 N sum(t) + 2 L H sum(t^2)        FLOP
@@ -34,7 +39,7 @@ _PEAKS: Final = (
     (r"\bH100 NVL\b", 835e12),  # nvidia.com/en-us/data-center/h100
     (r"\bH100 PCIe\b", 756e12),
     (r"\bH200 NVL\b", 835e12),  # nvidia.com/en-us/data-center/h200
-    (r"\bG?H[12]00\b|\bH800\b", 989e12),  # the SXM boards, GH200 too
+    (r"\bG?H[12]00\b|\bH800\b", 989.5e12),  # the SXM boards, GH200 too
     (r"\bH20\b", 148e12),
     (r"\bA[18]00\b", 312e12),  # nvidia.com/en-us/data-center/a100
     (r"\bA40\b", 150e12),
@@ -46,6 +51,12 @@ _PEAKS: Final = (
     (r"\bL4\b", 121e12),
     (r"\bMI300X\b", 1307e12),  # amd.com/en/products/accelerators/instinct/mi300
 )
+
+
+def utilisation(flops: float, *, seconds: float, gpu_count: int, gpu: str) -> float | None:
+    """Return the MFU of `gpu_count` GPUs with this name in CUDA, or None when its peak is unknown."""
+    peak = peak_rate(gpu)
+    return flops / (seconds * gpu_count * peak) if peak else None
 
 
 def peak_rate(device_name: str) -> float | None:
@@ -128,6 +139,6 @@ def speed(machine: Machine, policy: Work, critic: Work, *, seconds: float, rank_
     if not machine.gpu:
         return {}
     flops = policy.flops(machine.policy) + (critic.flops(machine.critic) if machine.critic else 0.0)
-    rate = flops / seconds / rank_count
-    peak = peak_rate(machine.gpu)
-    return {metrics.TRAIN_TFLOPS: rate / 1e12} | ({metrics.MFU: rate / peak} if peak else {})
+    mfu = utilisation(flops, seconds=seconds, gpu_count=rank_count, gpu=machine.gpu)
+    found = {metrics.TRAIN_TFLOPS: flops / seconds / rank_count / 1e12}
+    return found if mfu is None else found | {metrics.MFU: mfu}

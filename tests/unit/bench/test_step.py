@@ -104,12 +104,15 @@ def test_flop_are_those_of_the_papers() -> None:
     assert not measure.summarise(replace(GPU, kl_coef=0.0), rows)["flop"]["reference"]
 
 
-def test_mfu_counts_the_gpus_that_do_the_work() -> None:
-    seconds = {"train": 2.0, phases.WALL: 5.0}
-    found = measure.mfu(replace(GPU, peak_tflops=100.0), update=100e12, whole=250e12, seconds=seconds)
-    assert found == pytest.approx({"train": 0.5, "step": 0.25})
-    hybrid = replace(GPU, peak_tflops=100.0, layout="hybrid")
-    assert measure.mfu(hybrid, update=100e12, whole=250e12, seconds=seconds)["train"] == pytest.approx(0.25)
+def test_mfu_is_that_of_the_run_and_by_the_same_peak_that_of_the_whole_step() -> None:
+    rows = [
+        _row(step, wall=wall, generate=1.0, train=2.0) | {m.MFU: mfu}
+        for step, wall, mfu in ((2, 4.0, 0.3), (3, 6.0, 0.4))
+    ]
+    found = measure.summarise(GPU, rows, gpu="NVIDIA H200")
+    whole = sum(found["flop"].values())
+    assert found["mfu"] == pytest.approx({"train": 0.35, "step": whole / (5.0 * 2 * 989.5e12)})
+    assert "mfu" not in measure.summarise(GPU, rows, gpu="Some GPU 9000") | measure.summarise(GPU, rows)
 
 
 def test_the_default_is_the_work_that_openrlhf_was_measured_on(tmp_path: Path) -> None:
@@ -167,7 +170,6 @@ def test_each_engine_has_room_for_its_share() -> None:
         (["--warm-up", "0"], "--warm-up 0: it must be at least 1"),
         (["--sleep"], "--sleep is for engines that share GPUs"),
         (["--liger"], "--liger: these kernels need GPUs"),
-        (["--peak-tflops", "0"], "--peak-tflops 0.0"),
         (["--tokens-per-micro-batch", "-5"], "--tokens-per-micro-batch -5: it must be at least"),
         (["--reference-tokens", "8"], "--reference-tokens 8: it must be at least"),
         (["--timeout", "0"], "--timeout 0.0: it must be above 0"),
@@ -183,14 +185,14 @@ def test_bad_arguments_get_one_line(words: list[str], message: str, capsys: pyte
 
 def test_the_table_is_side_by_side_with_openrlhf() -> None:
     row = _row(2, wall=6.2, generate=3.0, reward=0.1, reference=0.2, sleep=0.05, train=2.6, wake=0.05, publish=0.1)
-    results = measure.summarise(GPU, [row] * 3)
+    results = measure.summarise(GPU, [row | {m.MFU: 0.33}] * 3, gpu="NVIDIA H200")
     results |= {"gpu_mib": {"cuda:0": 70_000}, "first_step_after_seconds": 80.0}
     text = "\n".join(BENCHMARK.table({"parameters": GPU.document(), "results": results}))
     for layout, theirs in SECONDS.items():
         assert f"OpenRLHF {layout}" in text
         assert f"{theirs['wall'] / 6.2:.2f} x" in text
     assert results["phases"]["other"] == pytest.approx(0.1)
-    for part in ("other", "0.100", "MFU: update", "87,381 sampled", "70000 MiB"):
+    for part in ("other", "0.100", "MFU: train phase 33.0% of the trainer's GPUs", "87,381 sampled", "70000 MiB"):
         assert part in text, part
     small = replace(GPU, prompts=8)
     assert "OpenRLHF" not in "\n".join(BENCHMARK.table({"parameters": small.document(), "results": results}))

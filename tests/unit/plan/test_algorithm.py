@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from fourfold.config import PRESETS, Config
-from fourfold.plan.algorithm import algorithm_plan
+from fourfold.plan.algorithm import algorithm_plan, noise_warnings
 
 
-def said(algorithm: dict[str, Any] | None = None, **tables: Any) -> str:
-    """The paragraphs of a recipe, one a line."""
+def config(algorithm: dict[str, Any] | None = None, **tables: Any) -> Config:
     recipe = {
         "name": "t",
         "steps": 10,
@@ -21,7 +20,27 @@ def said(algorithm: dict[str, Any] | None = None, **tables: Any) -> str:
         "sampling": {"max_new_tokens": 1000},
         "algorithm": algorithm or {},
     }
-    return "\n".join(algorithm_plan(Config.model_validate(recipe | tables)))
+    return Config.model_validate(recipe | tables)
+
+
+def said(algorithm: dict[str, Any] | None = None, **tables: Any) -> str:
+    """The paragraphs of a recipe, one a line."""
+    return "\n".join(algorithm_plan(config(algorithm, **tables)))
+
+
+def test_rounding_in_later_epochs_that_reaches_a_clip_is_a_warning() -> None:
+    def warned(preset: str, *, dtype: str = "bfloat16", epochs: int = 2, parts: int = 5) -> list[str]:
+        batch = {"epochs_per_step": epochs, "mini_batches_per_step": parts}
+        model = {"source": "m", "max_context_tokens": 2000, "dtype": dtype}
+        return noise_warnings(config({"preset": preset}, batch=batch, model=model))
+
+    (text,) = warned("gspo")
+    assert text.startswith("batch.epochs_per_step = 2 deals samples anew to 5 mini-batches.")
+    assert "in bfloat16 differ by up to 0.002 nats a token" in text and "`gspo` clips at 0.0003 nats" in text
+    assert 'or model.dtype = "float32"' in text
+    for quiet in (warned("gspo", dtype="float32"), warned("gspo", epochs=1), warned("gspo", parts=1)):
+        assert quiet == []
+    assert warned("grpo") == warned("gmpo") == warned("cispo") == []
 
 
 def test_the_loss_of_the_routers_is_named_where_there_is_one() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fourfold import metrics as m
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array, Int64Array, Sample
 from fourfold.config import Config
 from fourfold.nn.batching import TokenBatch
 from fourfold_trainer.service import metrics
@@ -59,7 +59,7 @@ def test_the_micro_batches_are_those_of_the_first_epoch(algorithm: dict[str, Any
     config = recipe(ranks=ranks, budget=24, algorithm=algorithm, batch=MINI_BATCHES)
     samples = [replace(s, truncated=i == 1) for i, s in enumerate(batch())]
     engine, result = recorded(samples, config)
-    (computed,) = engine.logprob_shares
+    computed, _ = engine.logprob_shares  # the second is that of the noise
     updates = engine.policy_shares[: len(engine.policy_shares) // 2]
     assert len(updates) == 2
     for rank in range(ranks):
@@ -71,7 +71,7 @@ def test_the_micro_batches_are_those_of_the_first_epoch(algorithm: dict[str, Any
 def test_only_samples_with_an_advantage_are_passed_twice() -> None:
     config = recipe(batch=MINI_BATCHES)
     engine, result = recorded(batch(), config)
-    (computed,) = engine.logprob_shares
+    computed, _ = engine.logprob_shares
     tokens = sum(batch_.token_count for batch_ in computed[0])
     constant = {i for i, s in enumerate(batch()) if s.group_id == "c"}
     assert tokens == sum(len(s.token_ids) for i, s in enumerate(batch()) if i not in constant)
@@ -99,6 +99,54 @@ def test_noise_is_the_largest_difference_of_the_first_update(monkeypatch: pytest
     monkeypatch.setattr(ToyEngine, "compute_logprobs", rounded)
     _, result = run(batch(), config)
     assert metrics.summarise(result, config)[m.LOGPROB_NOISE] == pytest.approx(0.25, rel=1e-5)
+
+
+def first_run(rows: Int64Array) -> int:
+    """Return the number of neighbours at the start of `rows`: tokens of one sample."""
+    ends = np.flatnonzero(np.abs(np.diff(rows)) != 1)
+    return int(ends[0]) + 1 if len(ends) else len(rows)
+
+
+class NoisyEngine(RecordingEngine):
+    """Rounds the second pass of a step differently."""
+
+    def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]], **kwargs: Any) -> list[list[Float32Array]]:
+        found = super().compute_logprobs(shares, **kwargs)
+        if len(self.logprob_shares) == 2:
+            found[0][0][0] += np.float32(0.25)
+            found[-1][0][-1] -= np.float32(0.5)
+        return found
+
+
+def test_the_noise_of_later_epochs_is_that_of_one_micro_batch_of_each_rank_before_the_first_update() -> None:
+    config = recipe(ranks=2, budget=16, batch=MINI_BATCHES)
+
+    twins = [replace(s, sample_id=f"{s.sample_id}-twin", group_id=f"{s.group_id}-twin") for s in batch()]
+
+    def noisy(step: int) -> tuple[NoisyEngine, StepResult]:
+        engine = NoisyEngine(config)
+        return engine, train_step(engine, [*batch(), *twins], config, step=step, state=AlgorithmState())  # type: ignore[arg-type]
+
+    engine, result = noisy(201)
+    _, computed = engine.logprob_shares
+    assert max(len(share) for share in engine.policy_shares[2]) > 1
+    for rank, share in enumerate(computed):
+        assert [described(tokens) for tokens in share] == [described(engine.policy_shares[2][rank][0].tokens)]
+    found = metrics.summarise(result, config)
+    assert found[m.LATER_NOISE] == pytest.approx(0.5, rel=1e-5)
+    counts = first_run(computed[0][0].rows), first_run(computed[1][0].rows[::-1])
+    assert found[m.LATER_SAMPLE_NOISE] == pytest.approx(max(0.25 / counts[0], 0.5 / counts[1]), rel=1e-5)
+    assert found[m.LOGPROB_NOISE] < 1e-6
+    engine, result = noisy(202)
+    assert len(engine.logprob_shares) == 1 and m.LATER_NOISE not in metrics.summarise(result, config)
+
+
+def test_later_epochs_of_one_mini_batch_have_the_micro_batches_of_the_first_and_no_noise() -> None:
+    config = recipe(ranks=2, budget=24, batch={"epochs_per_step": 2})
+    engine, result = recorded(batch(), config)
+    first, second = ([[described(b.tokens) for b in share] for share in shares] for shares in engine.policy_shares)
+    assert first == second
+    assert len(engine.logprob_shares) == 1 and result.later_noise is None
 
 
 # ---- the KL penalty ------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def test_a_gpu_of_an_unknown_peak_has_a_rate_but_no_utilisation() -> None:
     work.add([1000], backward=True)
     flops = work.flops(SIZE)
     found = speed(Machine(policy=SIZE, gpu="NVIDIA H100 80GB HBM3"), work, Work(), seconds=2.0, rank_count=4)
-    assert found == {metrics.TRAIN_TFLOPS: flops / 8 / 1e12, metrics.MFU: flops / 8 / 989e12}
+    assert found == {metrics.TRAIN_TFLOPS: flops / 8 / 1e12, metrics.MFU: flops / 8 / 989.5e12}
     machine = Machine(policy=SIZE, critic=SIZE, gpu="Some GPU 9000")
     assert speed(machine, work, work, seconds=1.0, rank_count=1) == {metrics.TRAIN_TFLOPS: 2 * flops / 1e12}
     assert speed(Machine(policy=SIZE), work, Work(), seconds=1.0, rank_count=1) == {}
@@ -44,11 +44,11 @@ def test_a_gpu_of_an_unknown_peak_has_a_rate_but_no_utilisation() -> None:
 @pytest.mark.parametrize(
     ("name", "tera"),
     [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H200", 989.5),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GH200 480GB", 989.5),
         ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
         ("NVIDIA A100-SXM4-80GB", 312),

@@ -58,6 +58,40 @@ def test_what_a_correction_bounds_rejects_and_leaves_is_counted() -> None:
     assert found[m.CORRECTION_WEIGHT_MAX] == pytest.approx(1.5)
 
 
+def test_metrics_cover_all_sampled_tokens_where_a_pass_before_the_updates_does() -> None:
+    samples = [*group_of([0, 1], group="useful"), *group_of([1, 1], group="constant")]
+    samples, _ = with_behavior(samples, [[2, 2], [0.5, 2], [4, 4], [1, math.inf]])
+    config = recipe(batch={"epochs_per_step": 2}, trainer={"device": "cuda"})
+    logs = np.log([2, 2, 2, 2, 4, 4, 1])
+
+    def check(samples: Sequence[Sample], covered: float, count: int) -> dict[str, float]:
+        _, result = run(samples, config)
+        found = metrics.summarise(result, config)
+        assert len(result.policy.mismatches) == count, "once, not once per epoch"
+        assert found[m.MISMATCH_COVERED] == count / 8
+        assert (found[m.ENTROPY_COVERED], found[m.COVERED]) == (covered, 0.5)
+        assert found[m.MISMATCH_MEAN] == pytest.approx(logs[:count].mean(), rel=1e-5)
+        assert found[m.MISMATCH_NONFINITE] == (count == 7)
+        ratios = np.array([2, 2, 0.5, 2, 4, 4, 1][:count])
+        assert found[m.EFFECTIVE_SAMPLE_SIZE] == pytest.approx(ratios.sum() ** 2 / (count * (ratios**2).sum()))
+        return found
+
+    check(samples, 0.5, 4)
+    found = check([replace(s, shadow_score=float(i)) for i, s in enumerate(samples)], 1.0, 7)
+    logprobs = torch.log_softmax(ToyEngine(config).policy.detach(), 0)  # the temperature is 1
+    assert found[m.ENTROPY] == pytest.approx(-float((logprobs.exp() * logprobs).sum()), rel=1e-6)
+
+
+def test_a_masked_sample_counts_in_the_mismatch_if_a_penalty_needs_its_logprobs() -> None:
+    kl = {"coef": 0.1, "placement": "reward"}
+    samples, _ = with_behavior(group_of([0, 1, 2], reference=True), [[2, 2], [2, 2], [8, 8]])
+    samples[2] = replace(samples[2], truncated=True)
+    config = recipe(algorithm={"advantage": {"kind": "rloo"}, "shaping": {"mask_truncated": True}, "kl": kl})
+    found = metrics.summarise(run(samples, config)[1], config)
+    assert found[m.MISMATCH_MEAN] == pytest.approx(np.log([2, 2, 8]).mean(), rel=1e-5)
+    assert found[m.MISMATCH_COVERED] == 1 and found[m.COVERED] == pytest.approx(2 / 3)
+
+
 def test_the_kl_term_is_reported_as_the_recipe_adds_it_up_before_its_coefficient() -> None:
     config = recipe(algorithm={"advantage": {"kind": "dr-grpo"}, "kl": {"coef": 0.25, "estimator": "k2"}})
     samples = group_of([0, 1], reference=True)

@@ -18,7 +18,7 @@ from fourfold.config import PRESETS, Config, CriticConfig, TrainerConfig
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch
 from fourfold_trainer.service import metrics
-from fourfold_trainer.step import train_step as step_train_step
+from fourfold_trainer.step import before_update
 from fourfold_trainer.step.batch import check_samples
 from fourfold_trainer.step.before_update import needs_old_logprobs
 from fourfold_trainer.step.lr_schedule import learning_rate
@@ -135,7 +135,7 @@ def test_the_only_update_of_a_step_forwards_every_token_once(
     assert once[m.REFERENCE_KL] > 0 and once[m.MISMATCH_MEAN] > 0 and once[m.RATIO_MAX] == once[m.RATIO_MIN] == 1
 
     # The same numbers as with a pass before it: what the update finds is what the old weights gave.
-    monkeypatch.setattr(step_train_step, "needs_old_logprobs", lambda _config: True)
+    monkeypatch.setattr(before_update, "needs_old_logprobs", lambda _config: True)
     forwarded.clear()
     _, result = run(batch(), config)
     assert sum(forwarded) > result.forwarded_tokens

@@ -36,7 +36,7 @@ _SMALL: Final = 1e-5
 
 def summarise(result: StepResult, config: Config) -> dict[str, float]:
     """Return the metrics of a step, except those that the coordinator computes without the model."""
-    found = _advantages(result) | _policy(result) | _mismatch(result)
+    found = _advantages(result) | _policy(result) | _mismatch(result) | _coverage(result)
     distance = result.targets.kl
     free = int(result.batch.free_lengths.sum())
     if distance is not None and free and config.algorithm.kl.placement == "reward":
@@ -90,6 +90,8 @@ def _policy(result: StepResult) -> dict[str, float]:
         return found
     if result.logprob_noise is not None:
         found[m.LOGPROB_NOISE] = result.logprob_noise
+    if result.later_noise is not None:
+        found[m.LATER_NOISE], found[m.LATER_SAMPLE_NOISE] = result.later_noise.token, result.later_noise.sample
     found[m.GRAD_NORM] = _norm(result.policy_norms)
     found[m.POLICY_LOSS] = sums.loss / len(result.policy_norms)
     found[m.NONFINITE_LOSS] = float(result.nonfinite_losses)
@@ -103,6 +105,20 @@ def _policy(result: StepResult) -> dict[str, float]:
         found[m.REJECTED_SAMPLES] = sums.sums[m.REJECTED_SAMPLES] / max(sums.sums[SAMPLE_COUNT], 1)
     found |= {name: total / count for name, total in sums.sums.items() if name not in _OTHER_SUMS}
     return found | sums.lowest | sums.highest
+
+
+def _coverage(result: StepResult) -> dict[str, float]:
+    """Return the shares of the batch's tokens that the metrics of tokens cover, and the entropy that covers all."""
+    batch, free = result.batch, int(result.batch.free_lengths.sum())
+    if not free:
+        return {}
+    in_updates = int(batch.loss_lengths[np.isin(batch.trajectory_of, list(result.trained))].sum()) / free
+    found = {
+        m.COVERED: in_updates,
+        m.ENTROPY_COVERED: in_updates,
+        m.MISMATCH_COVERED: len(result.policy.mismatches) / free,
+    }
+    return found if result.entropy is None else found | {m.ENTROPY: result.entropy, m.ENTROPY_COVERED: 1.0}
 
 
 def _mismatch(result: StepResult) -> dict[str, float]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,25 +22,30 @@ from fourfold import metrics
 from fourfold.algorithm import kl
 from fourfold.algorithm.corrections import Correction
 from fourfold.algorithm.ratios import clamp
+from fourfold.arrays import Float32Array
 from fourfold.nn.router import Routed
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT, UpdateSums
+from fourfold_trainer.step.batch import StepBatch
 
 _TensorLists = defaultdict[str, list[Tensor]]  # by metric name
 
 
-def policy_distances(current: Tensor, old: Tensor, behavior: Tensor) -> dict[str, Tensor]:
-    """Compare the current, the old and the behavior policy; return metrics of each token, [k].
+def policy_distances(current: Tensor, old: Tensor) -> dict[str, Tensor]:
+    """Compare the current and the old policy by their detached log-probabilities, [k]; return metrics of each token."""
+    moved = current - old
+    return {metrics.APPROX_KL: kl.k3(moved), metrics.APPROX_KL_K1: -moved, metrics.RATIO_MEAN: clamp(moved).exp()}
+
+
+def _mismatch_distances(old: Tensor, behavior: Tensor) -> dict[str, Tensor]:
+    """Compare the old and the behavior policy; return terms of the metrics for each token, [k].
 
     The arguments are detached log-probabilities, [k]. Those of `behavior` may be infinite or NaN: the engine's values.
     """
-    moved, mismatch = current - old, old - behavior
+    mismatch = old - behavior
     # One value that is not finite would make the sum of all tokens useless: it adds 0 here, and is counted apart.
     finite = torch.isfinite(mismatch)
     ratio = clamp(mismatch).exp()
     return {
-        metrics.APPROX_KL: kl.k3(moved),
-        metrics.APPROX_KL_K1: -moved,
-        metrics.RATIO_MEAN: clamp(moved).exp(),
         metrics.MISMATCH_PROBABILITY: torch.where(finite, (old.exp() - behavior.exp()).abs(), 0.0),
         metrics.MISMATCH_KL: torch.where(finite, kl.k3(mismatch), 0.0),
         metrics.MISMATCH_KL_K1: torch.where(finite, -mismatch, 0.0),
@@ -47,6 +53,23 @@ def policy_distances(current: Tensor, old: Tensor, behavior: Tensor) -> dict[str
         RATIO_SUM: torch.where(finite, ratio, 0.0),
         RATIO_SQUARE_SUM: torch.where(finite, ratio.square(), 0.0),
     }
+
+
+def untrained_mismatch(batch: StepBatch, old: Sequence[Float32Array], trained: Collection[int]) -> UpdateSums:
+    """Return the sums of the mismatch over tokens whose old log-probabilities are known, but that no update has read.
+
+    Args:
+        old: old log-probabilities of each sample's action tokens; NaN where they were not computed.
+        trained: trajectories that were in an update.
+    """
+    accumulator = MetricAccumulator()
+    untrained = ~np.isin(batch.trajectory_of, list(trained)) & (batch.free_lengths > 0)
+    for _, members in batch.chunks():
+        if chosen := [i for i in members if untrained[i]]:
+            logprobs = torch.from_numpy(np.concatenate([old[i] for i in chosen]))
+            behavior = torch.from_numpy(batch.pack("behavior_logprobs", chosen))
+            accumulator.add_mismatch(logprobs, behavior, real=~logprobs.isnan())
+    return accumulator.sums(grad_norm=0.0)
 
 
 @dataclass(slots=True)
@@ -60,7 +83,7 @@ class MetricAccumulator:
     lowest: _TensorLists = field(default_factory=lambda: _TensorLists(list))
     highest: _TensorLists = field(default_factory=lambda: _TensorLists(list))
     log_ratios: list[Tensor] = field(default_factory=list)
-    mismatches: list[Tensor] = field(default_factory=list)
+    mismatches: list[Tensor] = field(default_factory=list)  # NaN for the tokens of a dummy
     real_masks: list[Tensor] = field(default_factory=list)  # bool [k]; False for the tokens of a dummy
     accepted: list[Tensor] = field(default_factory=list)  # bool scalars: a token of the micro-batch was not rejected
     expert_counts: list[Tensor] = field(default_factory=list)
@@ -82,17 +105,21 @@ class MetricAccumulator:
         """Add a scalar to the sum called `name`."""
         self.sum_terms[name].append(value.detach().double())
 
-    def add_ratios(self, log_ratio: Tensor, mismatch: Tensor, *, real: Tensor, any_accepted: Tensor) -> None:
-        """Add the columns of which `sums` needs more than a sum.
+    def add_mismatch(self, old: Tensor, behavior: Tensor, *, real: Tensor) -> None:
+        """Compare old and behavior log-probabilities, [k]; `real` as in `add_loss`."""
+        for name, values in _mismatch_distances(old, behavior).items():
+            self.add_sum(name, torch.where(real, values, 0).double().sum())
+        self.mismatches.append(torch.where(real, old - behavior, math.nan))  # percentiles are no sums
+
+    def add_ratios(self, log_ratio: Tensor, *, real: Tensor, any_accepted: Tensor) -> None:
+        """Add the column whose extremes are metrics.
 
         Args:
-            log_ratio: current - old log-probability, [k]; its extremes are metrics.
-            mismatch: old - behavior log-probability, [k]; its percentiles are metrics.
+            log_ratio: current - old log-probability, [k].
             real: as in `add_loss`.
             any_accepted: bool scalar; the micro-batch has a token that the correction did not reject.
         """
         self.log_ratios.append(log_ratio)
-        self.mismatches.append(mismatch)
         self.real_masks.append(real)
         self.accepted.append(any_accepted)
 
@@ -126,8 +153,9 @@ class MetricAccumulator:
     def sums(self, *, grad_norm: float, products: Sequence[float] = ()) -> UpdateSums:
         """Read all numbers from the device; the arguments are of the gradient."""
         result = UpdateSums(grad_norm=grad_norm, all_rejected=self.all_rejected, products=list(products))
-        result.loss = float(torch.stack(self.losses).sum())
-        result.token_count = int(torch.stack(self.counts).sum())
+        if self.losses:
+            result.loss = float(torch.stack(self.losses).sum())
+            result.token_count = int(torch.stack(self.counts).sum())
         if self.sum_terms:
             values = torch.stack([torch.stack(terms).sum() for terms in self.sum_terms.values()]).tolist()
             result.sums = dict(zip(self.sum_terms, values, strict=True))
@@ -135,18 +163,14 @@ class MetricAccumulator:
         result.highest = _finite({name: torch.stack(part).max() for name, part in self.highest.items()})
         if self.expert_counts:
             result.expert_counts = torch.stack(self.expert_counts).double().sum(0).tolist()
-        if self.real_masks:
-            self._describe_ratios(result, torch.cat(self.real_masks))
-        return result
-
-    def _describe_ratios(self, result: UpdateSums, real: Tensor) -> None:
-        """Fill in extremes and mismatches. Choosing rows waits for the device, so it is done once per step."""
-        ratio = torch.cat(self.log_ratios)[real].exp()
-        if len(ratio):
+        # Choosing rows waits for the device, so it is done once per step.
+        if self.real_masks and len(ratio := torch.cat(self.log_ratios)[torch.cat(self.real_masks)].exp()):
             result.lowest[metrics.RATIO_MIN] = float(ratio.min())
             result.highest[metrics.RATIO_MAX] = float(ratio.max())
-        mismatch = torch.cat(self.mismatches)[real]
-        result.mismatches = mismatch[torch.isfinite(mismatch)].abs().float().cpu().numpy()
+        if self.mismatches:
+            mismatch = torch.cat(self.mismatches)
+            result.mismatches = mismatch[torch.isfinite(mismatch)].abs().float().cpu().numpy()
+        return result
 
 
 def _finite(values: dict[str, Tensor]) -> dict[str, float]:

@@ -6,6 +6,7 @@ weight is 0. With sequence parallelism, "rank" is a group of ranks that share ev
 
     compute_per_token    a number for each target token, from the policy or the critic
     compute_old_logprobs log-probabilities before the first update, from its micro-batches
+    compute_as_updates   the same, with entropies if they are asked for
     forward_all          log-probability, entropy and value of every token
     add_gradient         log-probabilities; keeps the gradient of their weighted sum
     mini_batches         the samples of each optimizer step
@@ -149,11 +150,14 @@ def _run(
 def mini_batches(bounds: Int64Array, config: Config, *, step: int) -> list[list[int]]:
     """Return the samples of each optimizer step. Every epoch splits all trajectories into mini-batches at random.
 
+    A mini-batch that has all trajectories keeps their order, so that each epoch has the micro-batches of the first,
+    whose log-probabilities have no noise of packing.
+
     `bounds` are those of `StepBatch`: the segments of a trajectory are in one optimizer step, which gives the weight of
     one sample to them together.
     """
-    if config.batch.updates_per_step == 1:
-        return [list(range(int(bounds[-1])))]
+    if config.batch.mini_batches_per_step == 1:
+        return [list(range(int(bounds[-1]))) for _ in range(config.batch.epochs_per_step)]
     parts = []
     for epoch in range(config.batch.epochs_per_step):
         order = np.random.default_rng([config.seed, step, epoch]).permutation(len(bounds) - 1)
@@ -262,31 +266,47 @@ def compute_old_logprobs(
 ) -> list[Float32Array]:
     """Return the log-probability of each sample's action tokens, as the first update on the sample will compute it.
 
+    The arguments are those of `compute_as_updates`.
+
+    Returns:
+        float32 [n_i]; NaN for tokens that a grammar forced, and for a sample that is in none of `updates`.
+    """
+    return of_action_tokens(batch, compute_as_updates(compute, batch, config, updates))
+
+
+def of_action_tokens(batch: StepBatch, rows: Sequence[Float32Array]) -> list[Float32Array]:
+    """Return float32 [n_i] for each sample from the numbers of its tokens that no grammar forced; NaN elsewhere."""
+    found = [np.full(int(length), np.nan, np.float32) for length in batch.lengths]
+    for index, row in enumerate(rows):
+        if len(row):
+            found[index][batch.free(index)] = row
+    return found
+
+
+def compute_as_updates(
+    compute: Compute, batch: StepBatch, config: Config, updates: Sequence[Sequence[int]], *, limit: int | None = None
+) -> list[Float32Array]:
+    """Return a float32 number, or a row of them, for each of a sample's tokens that no grammar forced.
+
     A product of matrices rounds a row differently in a micro-batch of another shape. In bfloat16 this difference is
     larger than the clip range of GSPO, so the micro-batches are those of the updates.
 
     Args:
         compute: `compute_logprobs` of the engine.
-        updates: samples of each optimizer step of the first epoch that are trained on.
-
-    Returns:
-        float32 [n_i]; NaN for tokens that a grammar forced, and for a sample that is in none of `updates`.
+        updates: samples of each optimizer step, of the first epoch for old log-probabilities, that are trained on. The
+            other samples get no number.
+        limit: micro-batches of each rank and update that are computed; None: all.
     """
     shares: list[list[list[int]]] = [[] for _ in range(config.trainer.data_parallel_size)]
     for members in filter(None, updates):
         for share, part in zip(shares, _policy_shares(batch, config, members), strict=True):
-            share += part
+            share += part[:limit]
 
     def positions(index: int) -> Int64Array:
         return batch.positions(index)[batch.free(index)]
 
     make = partial(_pack_tokens, batch.samples, positions)
-    rows = _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, batch.free_lengths)
-    old = [np.full(int(length), np.nan, np.float32) for length in batch.lengths]
-    for index, row in enumerate(rows):
-        if len(row):
-            old[index][batch.free(index)] = row
-    return old
+    return _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, batch.free_lengths)
 
 
 def _policy_shares(batch: StepBatch, config: Config, members: Sequence[int]) -> list[list[list[int]]]:

@@ -56,7 +56,7 @@ def update_policy(
         if policy.routers is not None:
             accumulator.add_routing(policy.routers.routed(), share)
         assert entropy is not None, "entropy was requested"
-        loss = _policy_objective(logprobs, entropy, batch, algorithm, settings.kl_coef, accumulator)
+        loss = _policy_objective(logprobs, entropy, batch, algorithm, settings, accumulator)
         # Made while the device computes: the backward pass waits for it, and 73,728 tokens take 8 ms to pack.
         upcoming = next(stream, None)
         last = upcoming is None
@@ -84,7 +84,7 @@ def _policy_objective(
     entropy: Tensor,
     batch: PolicyBatch,
     algorithm: AlgorithmConfig,
-    kl_coef: float,
+    settings: UpdateSettings,
     accumulator: MetricAccumulator,
 ) -> Tensor:
     """Return a micro-batch's part of the step's loss, a scalar, and add its metrics to the accumulator."""
@@ -124,7 +124,7 @@ def _policy_objective(
     if with_kl:
         reference = to_device(batch.reference_logprobs, device)
         kl_loss = _weighted_sum(_reference_kl(logprobs, old, reference, algorithm.kl), weights)
-        loss = loss + kl_coef * kl_loss
+        loss = loss + settings.kl_coef * kl_loss
         accumulator.add_sum(metrics.KL_LOSS, kl_loss)
         means[metrics.REFERENCE_KL] = kl.k3(reference - old)
         means[metrics.KL_CLAMPED] = kl.is_clamped(current, reference, algorithm.kl.estimator)
@@ -132,9 +132,11 @@ def _policy_objective(
         loss = loss - algorithm.entropy_coef * _weighted_sum(entropy, weights)
 
     means[metrics.ENTROPY] = entropy.detach()
-    means |= policy_distances(current, old, inputs.behavior_logprobs)
+    means |= policy_distances(current, old)
     accumulator.add_loss(policy_loss.detach(), real=real, means=means)
-    accumulator.add_ratios(current - old, old - inputs.behavior_logprobs, real=real, any_accepted=accepted.any())
+    accumulator.add_ratios(current - old, real=real, any_accepted=accepted.any())
+    if settings.first_epoch:  # the mismatch is the same in all epochs
+        accumulator.add_mismatch(old, inputs.behavior_logprobs, real=real)
     return loss
 
 

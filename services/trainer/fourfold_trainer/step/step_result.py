@@ -11,6 +11,7 @@ from fourfold_trainer.engine import UpdateSums
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.before_update import LaterNoise
 from fourfold_trainer.step.shadow import ShadowGradient
 
 
@@ -24,6 +25,7 @@ class StepResult:
     outcomes: Float64Array  # [B], shaped scores of trajectories, before they are compared within groups
     targets: TokenTargets
     kl_coef: float
+    entropy: float | None = None  # nats: mean over all sampled tokens before the updates, where a pass covers them
     shadow: ShadowGradient | None = None  # where the batch has shadow scores, and both gradients exist
     policy: UpdateSums = field(default_factory=UpdateSums)
     critic: UpdateSums = field(default_factory=UpdateSums)
@@ -32,6 +34,7 @@ class StepResult:
     critic_norms: list[float] = field(default_factory=list)
     logprob_noise: float | None = None
     """Largest |p - o| of the first update, whose weights are those of o; None: o is p, or there was no update."""
+    later_noise: LaterNoise | None = None  # in the steps that measure it
     nonfinite_losses: int = 0  # policy updates whose loss was not finite
     trained: set[int] = field(default_factory=set)  # trajectories that the policy was trained on
     policy_work: Work

@@ -26,8 +26,9 @@ from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
 from fourfold_trainer.step.batch import StepBatch
-from fourfold_trainer.step.before_update import compute_before, needs_old_logprobs, old_logprobs
+from fourfold_trainer.step.before_update import compute_before, later_noise, with_old_logprobs
 from fourfold_trainer.step.lr_schedule import learning_rate
+from fourfold_trainer.step.metric_accumulator import untrained_mismatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
 from fourfold_trainer.step.shadow import keep_shadow_gradient
 from fourfold_trainer.step.step_result import StepResult
@@ -52,21 +53,22 @@ def train_step(
     policy_work, critic_work = Work(), Work()
     steps = mini_batches(batch.bounds, config, step=step)
     first_epoch = steps[: len(steps) // config.batch.epochs_per_step]
-    old, values = compute_before(engine, batch, config, first_epoch, (policy_work, critic_work))
-    targets = compute_advantages(batch, outcomes, config, old=old, values=values, kl_coef=kl_coef)
+    before = compute_before(engine, batch, config, first_epoch, (policy_work, critic_work))
+    targets = compute_advantages(
+        batch, outcomes, config, old=before.old_logprobs, values=before.values, kl_coef=kl_coef
+    )
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
     tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
-    if old is None and needs_old_logprobs(config):
-        old = old_logprobs(engine, batch, config, [tokens.to_train(members) for members in first_epoch], policy_work)
-        targets = replace(targets, old_logprobs=old)
-        tokens = replace(tokens, targets=targets)
+    tokens = with_old_logprobs(engine, tokens, first_epoch, policy_work)
     result = StepResult(
         step=step,
         algorithm_state=replace(following, kl_coef=next_kl_coef(batch, targets.kl, kl_coef, config)),
         batch=batch,
         outcomes=outcomes,
-        targets=targets,
+        targets=tokens.targets,
         kl_coef=kl_coef,
+        entropy=before.entropy,
+        later_noise=later_noise(engine, tokens, steps[len(first_epoch) :], policy_work, step=step),
         policy_work=policy_work,
         critic_work=critic_work,
     )
@@ -78,7 +80,8 @@ def train_step(
     )
     if trains_policy:
         result.shadow = keep_shadow_gradient(engine, tokens, settings, state)
-    for mini_batch in steps:
+    for index, mini_batch in enumerate(steps):
+        settings = replace(settings, first_epoch=index < len(first_epoch))
         critic = partial(_update_critic, engine, tokens, mini_batch, result)
         policy = partial(_update_policy, engine, tokens, mini_batch, settings, result)
         if not algorithm.needs_critic:
@@ -87,6 +90,8 @@ def train_step(
             engine.in_parallel(critic, policy)
         else:  # the first steps train the critic alone
             critic()
+    if before.old_logprobs is not None:
+        result.policy.add(untrained_mismatch(batch, before.old_logprobs, result.trained))
     result.skipped_reason = _skipped_reason(result, trains_policy=trains_policy)
     return result
 

@@ -3,6 +3,7 @@
     z = softcap(hidden @ weight.T + bias) / temperature          logits of one row
     logprob = z[target] - logsumexp(z)                           d logprob / dz = onehot(target) - pi
     entropy = logsumexp(z) - sum(pi * z),  pi = softmax(z)       d entropy / dz = -pi * (log pi + entropy)
+    energy = |onehot(target) - pi|^2 = 1 - 2 pi[target] + sum(pi^2)
 
 Rows are processed in chunks, in the forward pass and again in the backward pass, which recomputes the logits. Between
 the two only `hidden` and two numbers per row stay in memory. The product has the dtype of the weights, as in the
@@ -62,6 +63,39 @@ def token_logprobs(
         hidden, weight, bias, targets, temperatures, softcap, entropy, rows
     )
     return logprobs, entropies
+
+
+@torch.no_grad()
+def token_energies(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    softcap: float = 0.0,
+    chunk_rows: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of `targets` and its energy, the squared norm of its gradient in the logits.
+
+    Arguments are those of `token_logprobs`. No kernel computes energies, so that chunks are small on GPUs, too.
+
+    Returns:
+        [k] log-probabilities and [k] energies in [0, 2], without a gradient; float32, or float64 for float64 weights.
+    """
+    temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32))
+    logprobs = torch.empty(len(hidden), dtype=temperatures.dtype, device=hidden.device)
+    energies = torch.empty_like(logprobs)
+    rows = chunk_rows or max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        z = _scale(functional.linear(hidden[part], weight, bias), temperatures[part], softcap)
+        normalisers = torch.logsumexp(z, dim=1)
+        logprobs[part] = z.gather(1, targets[part, None]).squeeze(1) - normalisers
+        pi = z.sub_(normalisers[:, None]).exp_()
+        others = pi.scatter_(1, targets[part, None], 0.0).square_().sum(1)
+        energies[part] = logprobs[part].expm1().square() + others  # (1 - pi)^2, not rounded as 1 - 2 pi would be
+    return logprobs, energies
 
 
 def _has_kernels(hidden: Tensor) -> bool:

@@ -35,10 +35,14 @@ class Toy:
         self.gradient = torch.zeros_like(table)
         self.ends: list[bool] = []
 
-    def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logprobs(
+        self, batch: TokenBatch, *, entropy: bool = False, energy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         temperatures = torch.from_numpy(batch.temperatures).double()
         rows = torch.log_softmax(self.table[None] / temperatures[:, None], 1)
         picked = rows.gather(1, torch.from_numpy(batch.targets).long()[:, None]).squeeze(1)
+        if energy:
+            return picked, 1 - 2 * picked.exp() + rows.exp().square().sum(1)
         return picked, -(rows.exp() * rows).sum(1) if entropy else None
 
     def values(self, batch: TokenBatch) -> Tensor:
@@ -124,8 +128,15 @@ class ToyEngine:
         return toys, parts
 
     @torch.no_grad()
-    def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
-        return [[Toy(self.policy).logprobs(b)[0].float().numpy() for b in share] for share in shares]
+    def compute_logprobs(
+        self, shares: Sequence[Sequence[TokenBatch]], *, energies: bool = False
+    ) -> list[list[Float32Array]]:
+        more = {"energy": True} if energies else {}
+        rows = [[Toy(self.policy).logprobs(b, **more) for b in share] for share in shares]
+        return [
+            [(found if energy is None else torch.stack([found, energy], 1)).float().numpy() for found, energy in share]
+            for share in rows
+        ]
 
     @torch.no_grad()
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:

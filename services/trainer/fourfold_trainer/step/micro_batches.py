@@ -207,7 +207,7 @@ class LossTokens:
         self, members: Sequence[int], weights: dict[int, float]
     ) -> list[MicroBatches[PolicyBatch]]:
         """Return each rank's micro-batches of `members`, each of which has loss tokens."""
-        with_old = self.targets.old_logprobs is not None
+        with_old = self.targets.outputs.old_logprobs is not None
         dummy = batches.dummy_policy_batch(with_old=with_old, with_reference=self.kl_in_loss)
         return _fill(
             _policy_shares(self.batch, self.config, members), lambda ids: self._policy_batch(ids, weights), dummy
@@ -228,7 +228,7 @@ class LossTokens:
             weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
             advantages=self._join(self.targets.advantages, members),
             behavior_logprobs=np.concatenate([self._aligned("behavior_logprobs", i) for i in members]),
-            old_logprobs=self._join(self.targets.old_logprobs, members),
+            old_logprobs=self._join(self.targets.outputs.old_logprobs, members),
             reference_logprobs=EMPTY_FLOATS if reference is None else np.concatenate(reference),
         )
 
@@ -238,7 +238,7 @@ class LossTokens:
             tokens=_pack_tokens(self.batch.samples, self.batch.loss_positions, members),
             weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
             returns=self._join(self.targets.returns, members),
-            old_values=self._join(self.targets.values, members),
+            old_values=self._join(self.targets.outputs.values, members),
         )
 
     def _aligned(self, name: str, index: int) -> Float32Array:
@@ -266,11 +266,12 @@ def compute_old_logprobs(
     larger than the clip range of GSPO, so the micro-batches are those of the updates.
 
     Args:
-        compute: `compute_logprobs` of the engine.
+        compute: `compute_logprobs` of the engine, of which each token may have a row of numbers.
         updates: samples of each optimizer step of the first epoch that are trained on.
 
     Returns:
-        float32 [n_i]; NaN for tokens that a grammar forced, and for a sample that is in none of `updates`.
+        float32 [n_i], or rows of what `compute` returns for a token; NaN for tokens that a grammar forced, and for a
+        sample that is in none of `updates`.
     """
     shares: list[list[list[int]]] = [[] for _ in range(config.trainer.data_parallel_size)]
     for members in filter(None, updates):
@@ -282,7 +283,8 @@ def compute_old_logprobs(
 
     make = partial(_pack_tokens, batch.samples, positions)
     rows = _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, batch.free_lengths)
-    old = [np.full(int(length), np.nan, np.float32) for length in batch.lengths]
+    shape = next((row.shape[1:] for row in rows if len(row)), ())
+    old = [np.full((int(length), *shape), np.nan, np.float32) for length in batch.lengths]
     for index, row in enumerate(rows):
         if len(row):
             old[index][batch.free(index)] = row

@@ -52,13 +52,13 @@ def train_step(
     policy_work, critic_work = Work(), Work()
     steps = mini_batches(batch.bounds, config, step=step)
     first_epoch = steps[: len(steps) // config.batch.epochs_per_step]
-    old, values = compute_before(engine, batch, config, first_epoch, (policy_work, critic_work))
-    targets = compute_advantages(batch, outcomes, config, old=old, values=values, kl_coef=kl_coef)
+    before = compute_before(engine, batch, config, first_epoch, (policy_work, critic_work))
+    targets = compute_advantages(batch, outcomes, config, before, kl_coef=kl_coef)
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
     tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
-    if old is None and needs_old_logprobs(config):
+    if before.old_logprobs is None and needs_old_logprobs(config):
         old = old_logprobs(engine, batch, config, [tokens.to_train(members) for members in first_epoch], policy_work)
-        targets = replace(targets, old_logprobs=old)
+        targets = replace(targets, outputs=replace(before, old_logprobs=old))
         tokens = replace(tokens, targets=targets)
     result = StepResult(
         step=step,
@@ -109,7 +109,7 @@ def _update_policy(
         sums = result.shadow.compare(engine.update_policy(shares, replace(settings, gradient="compare and apply")))
     else:
         sums = engine.update_policy(shares, settings)  # optimizer_step.py, on every rank
-    if not result.policy_norms and tokens.targets.old_logprobs is not None:
+    if not result.policy_norms and tokens.targets.outputs.old_logprobs is not None:
         result.logprob_noise = sums.largest_log_ratio()
     if not math.isfinite(sums.grad_norm):
         result.skipped_reason = ALL_REJECTED if sums.all_rejected else NOT_FINITE

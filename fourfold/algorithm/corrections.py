@@ -40,6 +40,8 @@ from fourfold.algorithm.ratios import clamp, segment_mean, segment_sum
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fourfold.algorithm.losses import LossInputs
+
 Kind = Literal[
     "tis",
     "icepop",
@@ -101,26 +103,16 @@ class Correction:
     truncated: Tensor  # bool [k]: the weight is a bound in place of the ratio
 
 
-def correct(
-    o: Tensor,
-    u: Tensor,
-    segments: Tensor,
-    segment_count: int,
-    *,
-    kind: Kind,
-    low: float,
-    high: float,
-    current: Tensor,
-    advantages: Tensor,
-) -> Correction:
-    """Return weights and rejected tokens, by the table above; `current` is p.
+def correct(inputs: LossInputs, *, kind: Kind, low: float, high: float) -> Correction:
+    """Return weights and rejected tokens of what a loss reads, by the table above.
 
     A token whose u is not finite is rejected alone, and left out of the sum and the mean of its sample. The sum is
     clamped to +-20, as d is.
 
     `low` and `high` bound a ratio, or a k2 or k3 in nats; for a ratio, 0 and inf are no bounds.
     """
-    o, u = o.detach(), u.detach()
+    p, o, u = inputs.logprobs.detach(), inputs.old_logprobs, inputs.behavior_logprobs
+    segments, segment_count = inputs.segments, inputs.segment_count
     known = u.isfinite()
     d = o - u  # NaN where both are infinite, but only known tokens are selected
 
@@ -155,7 +147,7 @@ def correct(
         case "sequence-k3-mask":
             kept = known & (mean(k3(clamp(d))) <= high)[segments]
         case "off-policy-mask":
-            kept = known & ((advantages >= 0) | _within(mean(current - u), low, math.inf)[segments])
+            kept = known & ((inputs.advantages >= 0) | _within(mean(p - u), low, math.inf)[segments])
         case _:
             assert_never(kind)
     # A selection, not a product with a mask: a rejected weight may be infinite, and inf * 0 is NaN.

@@ -63,6 +63,8 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "vespo": {"loss": {"kind": "vespo"}},
     # arXiv 2504.02546.
     "gpg": {"advantage": {"kind": "gpg"}, "loss": {"kind": "reinforce"}},
+    # arXiv 2602.07078.
+    "otb": {"advantage": {"kind": "otb"}},
     # arXiv 2504.05118.
     "vapo": {
         "advantage": {"kind": "gae", "lam_length_factor": 0.05, "lam_critic": 1.0},

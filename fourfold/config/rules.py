@@ -36,6 +36,7 @@ def check_tables(config: Config) -> None:
     batch = config.batch
     config.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
     _check_ranks(config)
+    _check_precision(config)
 
 
 def _check_lengths(config: Config) -> None:
@@ -292,6 +293,18 @@ def _check_concurrent_samples(config: Config) -> None:
                     f"{text} equals {key}, and rollout.public_listen needs room for the samples of agents; raise it to "
                     f"at least {count + 1}, or remove it (it is then derived from the batch)"
                 )
+
+
+def _check_precision(config: Config) -> None:
+    """Refuse gradients that are summed in bfloat16: a sum of many micro-batches loses what is 256 times smaller.
+
+    The masters are float32 at every stage. At stage 0 DeepSpeed has no buffer for a sum in another format.
+    """
+    if config.trainer.zero_stage == 0 and config.model.dtype == "bfloat16":
+        raise ValueError(
+            "trainer.zero_stage = 0 adds the gradients of micro-batches in model.dtype = `bfloat16`; set zero_stage = "
+            "1, which adds them in float32, or model.dtype = `float32`"
+        )
 
 
 def _check_ranks(config: Config) -> None:

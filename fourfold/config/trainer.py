@@ -65,8 +65,8 @@ class TrainerConfig(Table):
     gpu: GpuType = ""
     """Type of the GPUs, as `rollout.gpu`. Empty: any."""
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """What DeepSpeed divides among the ranks. 0: nothing. 1: the state of the optimizer. 2: also the gradients. 3: also
-    the weights."""
+    """What DeepSpeed divides among the ranks. 0: nothing; with model.dtype = `float32` alone. 1: the state of the
+    optimizer. 2: also the gradients. 3: also the weights."""
     zero_hpz_partition_size: int = Field(default=1, ge=1)
     """Above 1: hierarchical partitioning (ZeRO++ hpZ, arXiv 2306.10209). So many ranks, those of one machine, keep a
     second copy of the weights among them, from which backward passes gather: no weights cross machines there. Must

@@ -219,7 +219,7 @@ _REWARD: Final = [
 ]  # fmt: skip
 
 _DEEPSPEED: Final = [
-    row("ds.zero_stage", "int", 2, "trainer.zero_stage", older="zero_stage"),
+    row("ds.zero_stage", "int", 2, "trainer.zero_stage", "0: 1, which adds gradients in float32", older="zero_stage"),
     row("ds.param_dtype", "text", "bf16", "model.dtype", "bf16: bfloat16. fp32: float32. fp16: bfloat16",
          values=("bf16", "fp16", "fp32"), older="param_dtype data_type"),
     row("ds.zpg", "int", 1, "trainer.zero_hpz_partition_size", "with ZeRO stage 3", older="zpg"),

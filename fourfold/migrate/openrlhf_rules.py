@@ -471,6 +471,7 @@ def _deepspeed(draft: Draft, options: Options) -> None:
     draft.set("model.dtype", "float32" if dtype == "fp32" else "bfloat16", *names)
     if dtype == "fp16":
         draft.check("model.dtype = bfloat16: float16 has no equivalent")
+    draft.set("trainer.zero_stage", max(flags["ds.zero_stage"], 1), "ds.zero_stage")
     hpz = flags["ds.zpg"]
     if flags["ds.zero_stage"] == 3:
         draft.set("trainer.zero_hpz_partition_size", hpz, "ds.zpg")

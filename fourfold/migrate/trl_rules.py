@@ -123,7 +123,7 @@ def _processes(draft: Draft, options: Options, launcher: str) -> None:
         )
     stage = _STAGE.search(f"{flags['deepspeed']} {launcher}".lower())
     draft.set("trainer.device", "cuda")
-    draft.set("trainer.zero_stage", int(stage[1]) if stage else 1, "deepspeed")
+    draft.set("trainer.zero_stage", max(int(stage[1]), 1) if stage else 1, "deepspeed")
     if flags["deepspeed"] and not stage:
         draft.check("trainer.zero_stage = 1: the name of the DeepSpeed file has no stage; write that of the file")
 

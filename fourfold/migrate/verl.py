@@ -45,7 +45,7 @@ _BATCH: Final = [
 _ALGORITHM: Final = [
     row("algorithm.adv_estimator", "text", "gae", "algorithm.preset, algorithm.advantage.kind, algorithm.whiten",
          "gae: verl-ppo. Others: verl-grpo with grpo, reinforce, reinforce-baseline, remax, rloo, opo, gpg; "
-         "grpo_passk: pass-at-k",
+         "grpo_passk: pass-at-k; optimal_token_baseline and tir_optimal_token_baseline: otb",
          values=("gae", "grpo", "grpo_vectorized", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
                  "rloo", "rloo_vectorized", "opo", "gpg", "grpo_passk", "optimal_token_baseline",
                  "tir_optimal_token_baseline")),

@@ -44,6 +44,8 @@ _ESTIMATORS: Final = {
     "rloo_vectorized": ("rloo", "off"),
     "opo": ("opo", "off"),
     "gpg": ("gpg", "off"),
+    "optimal_token_baseline": ("otb", "off"),
+    "tir_optimal_token_baseline": ("otb", "off"),
 }
 _DISCOUNTED: Final = ("gae", "reinforce_plus_plus")
 _LOSSES: Final = {
@@ -309,6 +311,11 @@ def _advantage(draft: Draft, options: Options) -> None:
         draft.check(
             "algorithm.advantage.kind = gpg: it scales by the share of samples in groups whose scores differ, verl by "
             "that of samples whose score is not 0"
+        )
+    if kind == "otb":
+        draft.check(
+            "algorithm.advantage.kind = otb: the last tokens of a prompt's longest sample, which no other sample has, "
+            "get advantage 0, in verl their return; and importance weights of rollout_is do not change the baseline"
         )
     keep, rounds = "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"
     draft.set("algorithm.filter.keep", "varied" if flags[keep] else "all", keep)

@@ -28,7 +28,7 @@ from torch.nn import functional
 from fourfold.errors import ConfigError
 from fourfold.nn import attention, sequence
 from fourfold.nn.batching import TokenBatch
-from fourfold.nn.logprobs import token_logprobs
+from fourfold.nn.logprobs import token_energies, token_logprobs
 from fourfold.nn.sequence import Exchange, RowSlice, to_device
 
 # Tokens of the two segments of the comparison.
@@ -51,19 +51,13 @@ class LogprobHead(nn.Module):
         self.softcap, self.float32_logits = softcap, float32_logits
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool, energy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [k] log-probabilities of `targets`, and entropies or None, from hidden states [k, h]."""
-        return token_logprobs(
-            hidden,
-            self.weight,
-            self.bias,
-            targets,
-            temperatures,
-            softcap=self.softcap,
-            entropy=entropy,
-            float32_logits=self.float32_logits,
-        )
+        """Return [k] log-probabilities of `targets`, and entropies, energies or None, from hidden states [k, h]."""
+        arguments = hidden, self.weight, self.bias, targets, temperatures
+        if energy:
+            return token_energies(*arguments, softcap=self.softcap, float32_logits=self.float32_logits)
+        return token_logprobs(*arguments, softcap=self.softcap, entropy=entropy, float32_logits=self.float32_logits)
 
 
 class ValueHead(nn.Linear):
@@ -205,8 +199,9 @@ def _forward_logprobs(
     targets: Tensor,
     temperatures: Tensor,
     entropy: bool = False,
+    energy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities [k], and entropies [k] or None, float32, as a method of the model.
+    """Return log-probabilities [k], and entropies or energies [k] or None, float32, as a method of the model.
 
     `token_ids` is [t], `lengths` [s], the others are [k]: see `TokenBatch`. Lengths and rows are on the CPU, because
     reading them from a GPU would wait for it.
@@ -214,8 +209,8 @@ def _forward_logprobs(
     own = RowSlice(getattr(self, "exchange", None), lengths, rows, token_ids.device)
     states = _asked_states(self, token_ids, own)
     head = self.get_output_embeddings()
-    logprobs, entropies = head(states, own.asked(targets), own.asked(temperatures), entropy)
-    return own.gather(logprobs), None if entropies is None else own.gather(entropies)
+    logprobs, more = head(states, own.asked(targets), own.asked(temperatures), entropy, energy)
+    return own.gather(logprobs), None if more is None else own.gather(more)
 
 
 def _forward_values(self: Any, token_ids: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
     z = softcap(hidden @ weight.T + bias) / temperature          logits of one row
     logprob = z[target] - logsumexp(z)                           d logprob / dz = onehot(target) - pi
     entropy = logsumexp(z) - sum(pi * z),  pi = softmax(z)       d entropy / dz = -pi * (log pi + entropy)
+    energy = |onehot(target) - pi|^2 = 1 - 2 pi[target] + sum(pi^2)
 
 Rows are processed in chunks, in the forward pass and again in the backward pass, which recomputes the logits. Between
 the two only `hidden` and two numbers per row stay in memory. The logits have the dtype of the weights, as in the
@@ -59,13 +60,65 @@ def token_logprobs(
         [k] log-probabilities, and [k] entropies or None, in nats; float32, or float64 for float64 weights.
         Differentiable in hidden, weight and bias.
     """
-    dtype = torch.promote_types(weight.dtype, torch.float32) if float32_logits else weight.dtype
-    elements = _KERNEL_CHUNK_BYTES // dtype.itemsize if _has_kernels(hidden) else _CHUNK_ELEMENTS
-    rows = chunk_rows or max(1, elements // weight.shape[0])
+    dtype, rows = _chunks(hidden, weight, float32_logits)
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, softcap, entropy, dtype, rows
+        hidden, weight, bias, targets, temperatures, softcap, entropy, dtype, chunk_rows or rows
     )
     return logprobs, entropies
+
+
+@torch.no_grad()
+def token_energies(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    softcap: float = 0.0,
+    float32_logits: bool = False,
+    chunk_rows: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of `targets` and its energy, the squared norm of its gradient in the logits.
+
+    Arguments and log-probabilities are those of `token_logprobs`. No kernel computes energies.
+
+    Returns:
+        [k] log-probabilities and [k] energies in [0, 2], without a gradient; float32, or float64 for float64 weights.
+    """
+    dtype, rows = _chunks(hidden, weight, float32_logits)
+    temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32))
+    logprobs, energies = (torch.empty(len(hidden), dtype=temperatures.dtype, device=hidden.device) for _ in range(2))
+    few = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    row_statistics, _ = _functions(hidden)
+    for part in _slices(len(hidden), chunk_rows or rows):
+        logits = _logits_of(hidden[part], weight, bias, dtype)
+        given = targets[part], temperatures[part]
+        energies[part] = torch.cat(
+            [_energies(logits[i], *(g[i] for g in given), softcap) for i in _slices(len(logits), few)]
+        )
+        logprobs[part], _, _ = row_statistics(logits, *given, softcap, entropy=False)
+    return logprobs, energies
+
+
+def _energies(logits: Tensor, targets: Tensor, temperatures: Tensor, softcap: float) -> Tensor:
+    """Return the energies of targets [r]. The logits [r, v] stay as they are."""
+    z = _scale(logits.clone(), temperatures, softcap)
+    logs = z.sub_(torch.logsumexp(z, dim=1, keepdim=True))
+    chosen = logs.gather(1, targets[:, None]).squeeze(1)
+    others = logs.exp_().scatter_(1, targets[:, None], 0.0).square_().sum(1)
+    return chosen.expm1().square() + others  # (1 - pi)^2, not rounded as 1 - 2 pi would be
+
+
+def _chunks(hidden: Tensor, weight: Tensor, float32_logits: bool) -> tuple[torch.dtype, int]:
+    """Return the dtype of the logits, and the rows of a chunk."""
+    dtype = torch.promote_types(weight.dtype, torch.float32) if float32_logits else weight.dtype
+    elements = _KERNEL_CHUNK_BYTES // dtype.itemsize if _has_kernels(hidden) else _CHUNK_ELEMENTS
+    return dtype, max(1, elements // weight.shape[0])
+
+
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def _has_kernels(hidden: Tensor) -> bool:
@@ -115,8 +168,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty_like(normalisers)
         entropies = torch.empty_like(normalisers) if entropy else None
         row_statistics, _ = _functions(hidden)
-        for start in range(0, len(hidden), chunk_rows):
-            part = slice(start, start + chunk_rows)
+        for part in _slices(len(hidden), chunk_rows):
             logits = _logits_of(hidden[part], weight, bias, dtype)
             chosen, normaliser, spread = row_statistics(
                 logits, targets[part], temperatures[part], softcap, entropy=entropy
@@ -141,8 +193,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and not one_chunk else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         _, logit_gradient = _functions(hidden)
-        for start in range(0, len(hidden), ctx.chunk_rows):
-            part = slice(start, start + ctx.chunk_rows)
+        for part in _slices(len(hidden), ctx.chunk_rows):
             of_logprobs, of_entropies = (None if g is None else g[part].contiguous() for g in gradients)
             grad_logits = logit_gradient(
                 _logits_of(hidden[part], weight, bias, ctx.dtype),

@@ -35,10 +35,14 @@ class Toy:
         self.gradient = torch.zeros_like(table)
         self.ends: list[bool] = []
 
-    def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logprobs(
+        self, batch: TokenBatch, *, entropy: bool = False, energy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         temperatures = torch.from_numpy(batch.temperatures).double()
         rows = torch.log_softmax(self.table[None] / temperatures[:, None], 1)
         picked = rows.gather(1, torch.from_numpy(batch.targets).long()[:, None]).squeeze(1)
+        if energy:
+            return picked, 1 - 2 * picked.exp() + rows.exp().square().sum(1)
         return picked, -(rows.exp() * rows).sum(1) if entropy else None
 
     def values(self, batch: TokenBatch) -> Tensor:
@@ -125,11 +129,13 @@ class ToyEngine:
 
     @torch.no_grad()
     def compute_logprobs(
-        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
+        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False, energies: bool = False
     ) -> list[list[Float32Array]]:
+        more = {"energy": True} if energies else {}
+
         def compute(batch: TokenBatch) -> Float32Array:
-            logprobs, spread = Toy(self.policy).logprobs(batch, entropy=entropies)
-            found: Float32Array = (logprobs if spread is None else torch.stack([logprobs, spread], 1)).float().numpy()
+            logprobs, column = Toy(self.policy).logprobs(batch, entropy=entropies, **more)
+            found: Float32Array = (logprobs if column is None else torch.stack([logprobs, column], 1)).float().numpy()
             return found
 
         return [[compute(b) for b in share] for share in shares]

@@ -108,11 +108,11 @@ class FakeEngine:
         self._change("discard_gradient")
 
     def compute_logprobs(
-        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
+        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False, energies: bool = False
     ) -> list[list[Float32Array]]:
         self._enter("compute_logprobs")
         rows = [[self._logprobs(b) for b in share] for share in shares]
-        return [[np.stack([row, -row / 2], 1) for row in share] for share in rows] if entropies else rows
+        return [[np.stack([row, -row / 2], 1) for row in share] for share in rows] if entropies or energies else rows
 
     def _logprobs(self, batch: TokenBatch) -> Float32Array:
         return (self.updates - batch.targets).astype(np.float32)

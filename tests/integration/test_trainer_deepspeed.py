@@ -89,6 +89,10 @@ def one_rank(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return run(cases, tmp_path_factory.mktemp("one-rank"))
 
 
+# Its gradients would be summed in bfloat16.
+REFUSED = [(0, "bfloat16")]
+
+
 def resumed(llama: Path, folder: Path, stages: Sequence[int]) -> dict[str, Arrays]:
     """Run the cases that save and load, of some ZeRO stages."""
     kinds: dict[str, dict[str, Any]] = {
@@ -98,6 +102,8 @@ def resumed(llama: Path, folder: Path, stages: Sequence[int]) -> dict[str, Array
     }
     cases = []
     for stage, (kind, more) in itertools.product(stages, kinds.items()):
+        if (stage, kind) in REFUSED:
+            continue
         name = f"resume {kind} {stage}"
         (folder / name).mkdir()
         cases.append(Case(name=name, model=str(llama), stage=stage, does="resume", folder=str(folder / name), **more))
@@ -157,8 +163,9 @@ def test_ppo_with_a_critic_in_two_updates_learns_what_plain_pytorch_learns(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "critic"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "kind"), [c for c in itertools.product(STAGES, ("float32", "bfloat16", "critic")) if c not in REFUSED]
+)
 def test_a_restored_checkpoint_goes_on_bit_for_bit(request: pytest.FixtureRequest, stage: int, kind: str) -> None:
     cases = request.getfixturevalue("resumed_often" if stage in (0, 3) else "resumed_seldom")
     seen = cases[f"resume {kind} {stage}"]

@@ -73,7 +73,7 @@ def every_stage(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     cases.append(case(folder, llama, "of stage 3", stage=1, budget=48, does="resume", source=other))
     cases.append(case(folder, llama, "checkpointing", stage=3, budget=48, checkpointing=True))
     cases.append(case(folder, llama, "large", stage=3, lora={"rank": 1024, "alpha": 64.0}))
-    cases += [case(folder, llama, f"bfloat16 {n}", stage=n, dtype="bfloat16") for n in range(4)]
+    cases += [case(folder, llama, f"bfloat16 {n}", stage=n, dtype="bfloat16") for n in (1, 2, 3)]
     return folder, run(cases, folder)
 
 
@@ -217,7 +217,7 @@ def test_the_average_of_the_adapters_is_exported(
     np.testing.assert_array_equal(seen[name]["after average"], seen[name]["after"])  # all is back in its place
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_is_rounded_once(every_stage: tuple[Path, dict[str, Arrays]], llama: Path, stage: int) -> None:
     folder, seen = every_stage
     name = f"bfloat16 {stage}"

@@ -114,7 +114,7 @@ def test_every_stage_compares_all_terms_of_the_loss(llama: Path, tmp_path: Path,
 @pytest.mark.slow
 def test_other_models_change_nothing(llama: Path, tmp_path: Path) -> None:
     kinds: dict[str, dict[str, Any]] = {
-        **{f"bfloat16 {n}": {"dtype": "bfloat16", "stage": n} for n in range(4)},
+        **{f"bfloat16 {n}": {"dtype": "bfloat16", "stage": n} for n in (1, 2, 3)},
         "adapters": {"lora": {"rank": 4}},
         "critic": {"algorithm": {"preset": "ppo"}},
     }
@@ -123,5 +123,5 @@ def test_other_models_change_nothing(llama: Path, tmp_path: Path) -> None:
         check_unchanged(seen[name], tmp_path / name)
         assert -1 < float(seen[name][f"shadowed 1 {NAMES[0]}"]) < 0.999
     wanted = truth(llama, {})
-    for n in range(4):
+    for n in (1, 2, 3):
         assert float(seen[f"bfloat16 {n}"][f"shadowed 1 {NAMES[0]}"]) == pytest.approx(wanted[0], abs=0.02)

@@ -135,14 +135,14 @@ def test_what_one_rank_saved_several_go_on_with(copies: Copies, ranks: int, stag
         np.testing.assert_array_equal(copies.random(name, rank), torch.Generator().manual_seed(seed).get_state())
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_bfloat16_keeps_its_masters_at_any_stage(llama: Path, tmp_path: Path, stage: int) -> None:
     made = Copies(llama, tmp_path)
     made.run(
         made.case("two", ranks=2, stage=stage, dtype="bfloat16"),
-        *(made.case(f"one at {n}", source="two", stage=n, dtype="bfloat16") for n in range(4)),
+        *(made.case(f"one at {n}", source="two", stage=n, dtype="bfloat16") for n in (1, 2, 3)),
     )
-    for n in range(4):
+    for n in (1, 2, 3):
         check_copy(tmp_path / "two", tmp_path / f"one at {n}")
         np.testing.assert_allclose(made.seen[f"one at {n}"]["straight"], made.seen["two"]["straight"], atol=0.1)
 

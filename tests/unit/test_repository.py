@@ -185,6 +185,8 @@ def test_every_preset_has_a_recipe_that_says_what_is_special() -> None:
         assert recipe.name == preset.replace("++", "-pp"), "a run's name, and its folder"
         assert lines[1] == f"# Run it: fourfold run recipes/presets/{preset}.toml"
         assert lines[0].startswith("# ") and len(lines) <= 45, "short, and its first line says what is special"
+        clips = recipe.algorithm.loss.compares_with_old and recipe.batch.updates_per_step == 1
+        assert ("no clip takes effect" in path.read_text()) == clips, preset
 
 
 def test_distributions_move_together() -> None:

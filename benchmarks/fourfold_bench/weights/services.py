@@ -81,7 +81,7 @@ def recipe(settings: WeightSettings, model: Path) -> Config:
             "trainer": {
                 "device": "cuda" if settings.on_gpus else "cpu",
                 "ranks": len(settings.trainer_devices),
-                "zero_stage": 3 if settings.zero3 else 0,
+                "zero_stage": 3 if settings.zero3 else 1,
                 "learning_rate": 1e-4,
             },
         },

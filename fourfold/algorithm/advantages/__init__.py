@@ -17,6 +17,7 @@ from fourfold.algorithm.advantages.group_baselines import ReinforceBaseline as R
 from fourfold.algorithm.advantages.group_baselines import Rloo as Rloo
 from fourfold.algorithm.advantages.grpo import Grpo as Grpo
 from fourfold.algorithm.advantages.grpo import GrpoLeaveOneOut as GrpoLeaveOneOut
+from fourfold.algorithm.advantages.otb import OptimalTokenBaseline as OptimalTokenBaseline
 from fourfold.algorithm.advantages.pass_at_k import PassAtK as PassAtK
 from fourfold.algorithm.advantages.reinforce import Reinforce as Reinforce
 from fourfold.algorithm.advantages.remax import Remax as Remax

@@ -10,9 +10,9 @@
 
 An estimator has two parts, in this order: `compare` turns the scores into one number per sample, by comparison with
 other samples, or `compare_turns` the rewards of turns into one number per turn; `spread` turns rewards into one number
-per token. `compare` gets the whole batch, and `spread` about a million tokens at a time, always whole samples: a
-token's number may depend on its own sample only. The defaults: scores are not compared, and A is the sum of the rewards
-that are still to come.
+per token, which `compare_tokens` may compare with those of other samples. `compare` gets the whole batch, and `spread`
+about a million tokens at a time, always whole samples: a token's number may depend on its own sample only. The
+defaults: scores are not compared, and A is the sum of the rewards that are still to come.
 
 The modules of this package import no numpy and call only methods of its arrays: without the import,
 `fourfold plan` starts 0.1 s sooner.
@@ -31,6 +31,7 @@ from fourfold.algorithm.registry import Definition, Registry
 
 if TYPE_CHECKING:
     from fourfold.algorithm.packed import PackedRewards
+    from fourfold.algorithm.tokens import ScoredTokens
     from fourfold.algorithm.turns import ScoredTurns
     from fourfold.arrays import Float64Array, Int64Array
 
@@ -60,6 +61,9 @@ class AdvantageEstimator(Definition):
     """True: `compare_turns` is called in place of `compare`; `spread` gets the rewards of the KL penalty alone."""
     compares_terms: ClassVar[bool] = False
     """True: `compare` gets the terms of the scores, and no shaping may have changed the scores."""
+    compares_tokens: ClassVar[bool] = False
+    """True: `compare_tokens` is called after `spread`; the old log-probabilities are computed before, in a pass of
+    their own even if a step has one update, and token rewards count by themselves."""
     needs_critic: ClassVar[bool] = False
     needs_greedy_sample: ClassVar[bool] = False
     """True: one more answer to each prompt is sampled greedily, scored and not trained on."""
@@ -78,6 +82,10 @@ class AdvantageEstimator(Definition):
     def compare_turns(self, turns: ScoredTurns) -> Float64Array:
         """Return the advantage of each turn, [u], which all of its tokens have; only called with `compares_turns`."""
         return turns.returns(1.0)
+
+    def compare_tokens(self, tokens: ScoredTokens) -> Float64Array:
+        """Return the advantage of each token, [k], from the returns of `spread`; only called with `compares_tokens`."""
+        return tokens.returns
 
     def spread(self, rewards: PackedRewards) -> tuple[Float64Array, Float64Array | None]:
         """Return advantages, [k], and, with a critic, returns, [k], of some of the samples; neither is whitened."""

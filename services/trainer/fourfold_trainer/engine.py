@@ -148,9 +148,12 @@ class TrainerEngine(Protocol):
     def discard_gradient(self) -> None: ...
 
     def compute_logprobs(
-        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
+        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False, energies: bool = False
     ) -> list[list[Float32Array]]:
-        """Return log-probabilities of each rank's batches under the current weights, [k]; with entropies [k, 2]."""
+        """Return log-probabilities of each rank's batches under the current weights, [k].
+
+        With entropies or energies, but not both: [k, 2].
+        """
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         """Return the critic's value of the state before each target token, [k] for each batch."""
@@ -261,10 +264,13 @@ class Policy(TrainedModel, Protocol):
     @property
     def vocabulary_size(self) -> int: ...
 
-    def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logprobs(
+        self, batch: TokenBatch, *, entropy: bool = False, energy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities and, if asked for, entropies, float32 [k]; with gradients outside of torch.no_grad.
 
-        Entropies are in nats, of the distribution at the token's temperature.
+        Entropies are in nats, of the distribution at the token's temperature. With `energy`, the squared norms of the
+        gradients of the log-probabilities in the logits take their place, and nothing has a gradient.
         """
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fourfold.algorithm.corrections import Correction, Kind, correct
+from fourfold.algorithm.losses import LossInputs
 
 F64 = torch.float64
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -18,6 +19,20 @@ MASKS: tuple[Kind, ...] = (
     "icepop", "sequence-mask", "sequence-mask-tis", "sequence-sum-mask", "sequence-sum-mask-tis"
 )  # fmt: skip
 INF = math.inf
+
+
+def inputs_of(
+    o: Tensor, u: Tensor, segments: list[int], *, current: Tensor | None = None, advantages: list[float] | None = None
+) -> LossInputs:
+    """Return what a loss reads; p is o, and A is -1, unless they are given."""
+    return LossInputs(
+        logprobs=o if current is None else current,
+        old_logprobs=o.detach(),
+        behavior_logprobs=u,
+        advantages=-torch.ones(len(o)) if advantages is None else torch.tensor(advantages),
+        segments=torch.tensor(segments, dtype=torch.int64),
+        segment_count=12,
+    )
 
 
 def corrected(
@@ -32,10 +47,9 @@ def corrected(
 ) -> Correction:
     """Correct tokens whose o - u is as given; u is -1, o is exact, p is o, and A is -1 unless it is given."""
     d = torch.tensor(differences, dtype=dtype)
-    places = torch.tensor([0] * len(d) if segments is None else segments, dtype=torch.int64)
     u = torch.full_like(d, -1.0)
-    signs = torch.tensor([-1.0] * len(d) if advantages is None else advantages)
-    return correct(u + d, u, places, 4, kind=kind, low=low, high=high, current=u + d, advantages=signs)
+    inputs = inputs_of(u + d, u, segments or [0] * len(d), advantages=advantages)
+    return correct(inputs, kind=kind, low=low, high=high)
 
 
 def near(values: list[float]) -> object:
@@ -133,27 +147,23 @@ def test_a_token_the_engine_cannot_vouch_for_is_rejected_alone(kind: Kind, unkno
     u = torch.tensor([-1.0, -1.0, unknown, unknown, -1.0], dtype=F64)
     o = -1.0 + torch.tensor(d, dtype=F64)
     bounds = {"kind": kind, "low": 0.5, "high": 1.6}
-    result = correct(o, u, torch.tensor(segments), 3, current=o, advantages=-torch.ones(5), **bounds)  # type: ignore[arg-type]
+    inputs = inputs_of(o, u, segments)
+    result = correct(inputs, **bounds)  # type: ignore[arg-type]
     alone = corrected([d[0], d[1], d[4]], segments=[0, 0, 2], **bounds)  # type: ignore[arg-type]
     assert result.rejected.tolist() == [False, False, True, True, False]
     assert result.weights.tolist() == near([*alone.weights.tolist()[:2], 0, 0, alone.weights.tolist()[2]])
     if kind in ("sequence-mask", "sequence-mask-tis"):  # the mean over the two others is log(1.5) / 2
         for factor, rejected in ((1.001, False), (0.999, True)):
-            result = correct(
-                o, u, torch.tensor(segments), 3, kind=kind, low=0.5, high=math.sqrt(1.5) * factor, current=o,
-                advantages=-torch.ones(5),
-            )  # fmt: skip
+            result = correct(inputs, kind=kind, low=0.5, high=math.sqrt(1.5) * factor)
             assert result.rejected.tolist() == [rejected, rejected, True, True, False]
 
 
 def test_the_off_policy_mask_rejects_bad_samples_that_became_unlikely() -> None:
     # exp(mean of p - u): sample 0 0.5, sample 1 0.7; only A < 0 is rejected, and o is not read
     u, current = torch.full((4,), -1.0, dtype=F64), torch.tensor([0.4, 0.625, 0.7, 0.7], dtype=F64).log() - 1
-    advantages = torch.tensor([-1.0, 2.0, -1.0, 0.0])
-    result = correct(
-        torch.full((4,), -9.0, dtype=F64), u, torch.tensor([0, 0, 1, 1]), 2, kind="off-policy-mask", low=0.6, high=1.0,
-        current=current, advantages=advantages,
-    )  # fmt: skip
+    o = torch.full((4,), -9.0, dtype=F64)
+    inputs = inputs_of(o, u, [0, 0, 1, 1], current=current, advantages=[-1.0, 2.0, -1.0, 0.0])
+    result = correct(inputs, kind="off-policy-mask", low=0.6, high=1.0)
     assert result.rejected.tolist() == [True, False, False, False]
     assert result.weights.tolist() == [0, 1, 1, 1]
 
@@ -161,10 +171,7 @@ def test_the_off_policy_mask_rejects_bad_samples_that_became_unlikely() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_impossible_for_both_are_rejected(kind: Kind) -> None:
     impossible = torch.tensor([-INF, -1.0])
-    result = correct(
-        impossible, impossible, torch.tensor([0, 1]), 2, kind=kind, low=0.5, high=2.0, current=impossible,
-        advantages=torch.tensor([-1.0, -1.0]),
-    )  # fmt: skip
+    result = correct(inputs_of(impossible, impossible, [0, 1]), kind=kind, low=0.5, high=2.0)
     assert result.weights.tolist() == [0, 1]
     assert result.rejected.tolist() == [True, False]
 
@@ -172,10 +179,7 @@ def test_tokens_impossible_for_both_are_rejected(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_correction_has_no_gradient(kind: Kind) -> None:
     o = torch.tensor([-1.0, -2.0], requires_grad=True)
-    u = torch.tensor([-1.1, -1.9], requires_grad=True)
-    result = correct(
-        o, u, torch.tensor([0, 0]), 1, kind=kind, low=0.5, high=2.0, current=o.detach(), advantages=-torch.ones(2)
-    )  # fmt: skip
+    result = correct(inputs_of(o, torch.tensor([-1.1, -1.9]), [0, 0]), kind=kind, low=0.5, high=2.0)
     assert not result.weights.requires_grad
     assert result.weights.dtype == torch.float32
     assert result.rejected.dtype == torch.bool
@@ -222,7 +226,7 @@ def test_random_batches_follow_the_table(kind: Kind, seed: int) -> None:
     d[segments == 1] += 0.5
     u = -torch.rand(30, generator=generator, dtype=F64)
     low, high = (0.0, 0.1) if "k2" in kind or "k3" in kind else (0.7, 1.4)
-    result = correct(u + d, u, segments, 12, kind=kind, low=low, high=high, current=u + d, advantages=-torch.ones(30))
+    result = correct(inputs_of(u + d, u, segments.tolist()), kind=kind, low=low, high=high)
     by_hand = plain(d.tolist(), segments.tolist(), kind, low, high)
     assert result.weights.tolist() == near(by_hand)
     assert result.rejected.tolist() == [weight == 0 for weight in by_hand]

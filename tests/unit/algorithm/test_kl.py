@@ -112,6 +112,7 @@ def test_the_importance_weighted_estimate_has_the_slope_of_the_log_ratio() -> No
     weighted = importance_weighted(p, old[:2], f)
     assert weighted.tolist() == pytest.approx(product.tolist(), rel=1e-12)
     assert slopes(weighted, p) == pytest.approx(slopes(product, p), rel=1e-10)
+    assert torch.autograd.gradcheck(lambda current: importance_weighted(current, old[:2], f), (p,))
 
 
 def test_means_over_the_policy_are_the_divergence() -> None:

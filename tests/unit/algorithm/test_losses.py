@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fourfold.algorithm.losses import LOSSES as REGISTERED
 from fourfold.algorithm.losses import (
     CispoLoss,
     DppoLoss,
@@ -370,8 +371,12 @@ def test_reinforce_is_the_weighted_log_likelihood() -> None:
 
 # Where a loss is smooth and hides no stopped gradient, finite differences agree
 
+SMOOTH = ["ppo", "ppo_dual", "gspo_sequence", "gmpo", "sapo", "reinforce", "dppo"]
+# Those with a stopped weight w, by what they are of p: -w A p, or -w exp(p - stop(p)) A.
+STOPPED = {"cispo": "log", "dppo_weight": "log", "vespo": "log", "gspo_token": "exp"}
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_dual", "gspo_sequence", "gmpo", "sapo", "reinforce"])
+
+@pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -379,3 +384,28 @@ def test_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
     advantages = torch.randn(12, generator=generator, dtype=F64)
     p = (old + 0.8 * torch.randn(12, generator=generator, dtype=F64)).requires_grad_()
     assert torch.autograd.gradcheck(lambda current: LOSSES[name](current, old, advantages).loss, (p,))
+
+
+@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stopped_weight_is_a_constant_in_finite_differences(name: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(12, generator=generator, dtype=F64)
+    advantages = torch.randn(12, generator=generator, dtype=F64)
+    start = old + 0.1 * torch.randn(12, generator=generator, dtype=F64)
+    p = start.clone().requires_grad_()
+    loss = LOSSES[name](p, old, advantages).loss
+
+    def of_p(q: Tensor) -> Tensor:
+        return q if STOPPED[name] == "log" else (q - start).exp()
+
+    frozen = loss.detach() / of_p(start)  # -w A
+    step = 1e-6
+    wanted = (frozen * of_p(start + step) - frozen * of_p(start - step)) / (2 * step)
+    assert slopes(loss, p) == pytest.approx(wanted.tolist(), rel=1e-6, abs=1e-9)
+
+
+def test_every_loss_is_compared_with_finite_differences() -> None:
+    assert {name.split("_")[0] for name in [*SMOOTH, *STOPPED]} == {
+        kind for kind in REGISTERED.kinds() if REGISTERED.find(kind).__module__.startswith("fourfold.")
+    }

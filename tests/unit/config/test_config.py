@@ -370,6 +370,11 @@ def test_values_never_change(tmp_path: Path) -> None:
         ),
         (
             "[sampling]",
+            "[trainer]\nzero_stage = 0\n[sampling]",
+            "trainer.zero_stage = 0 adds the gradients of micro-batches in model.dtype = `bfloat16`; set zero_stage",
+        ),
+        (
+            "[sampling]",
             '[algorithm.kl]\ncoef = 0.1\nestimator = "k2"\nimportance_weighted = true\n[sampling]',
             "importance_weighted = true weighs k3 in the loss, not estimator = `k2`",
         ),

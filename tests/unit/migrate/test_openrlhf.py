@@ -202,6 +202,10 @@ def test_a_batch_becomes_mini_batches_and_steps() -> None:
     assert (recipe.trainer.adam_betas, recipe.seed, recipe.trainer.zero_stage) == ((0.9, 0.95), 42, 2)
 
 
+def test_stage_0_becomes_stage_1_which_adds_gradients_in_float32() -> None:
+    assert recipe_of(f"{GROUP} --ds.zero_stage 0").trainer.zero_stage == 1
+
+
 def test_a_batch_that_does_not_divide_is_named() -> None:
     draft = draft_of(GROUP + " --rollout.batch_size 100 --train.batch_size 128")
     assert draft.lines["batch",]["mini_batches_per_step"].value == 6

@@ -235,6 +235,10 @@ def test_a_command_line_with_its_launcher() -> None:
     assert (recipe.trainer.ranks, recipe.trainer.zero_stage, recipe.steps, recipe.algorithm.kl.coef) == (8, 3, 50, 0.01)
 
 
+def test_stage_0_becomes_stage_1_which_adds_gradients_in_float32() -> None:
+    assert recipe_of(LEAST + "deepspeed: ds_zero0.json\n").trainer.zero_stage == 1
+
+
 def test_a_mixture_becomes_tables_with_splits_and_configurations() -> None:
     text = LEAST + "shuffle_dataset: false\ndatasets: [{path: a/b, name: main, split: test}, {path: rows.jsonl}]\n"
     recipe = config.from_tables(tomllib.loads(draft_of(text).text("test")), source="test")

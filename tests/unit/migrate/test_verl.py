@@ -161,6 +161,11 @@ def test_the_estimators_of_pass_at_k_and_gpg() -> None:
     assert recipe_of(f"{LEAST}algorithm.adv_estimator=gpg").algorithm.advantage.kind == "gpg"
 
 
+@pytest.mark.parametrize("estimator", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_the_optimal_token_baseline_is_otb(estimator: str) -> None:
+    assert recipe_of(f"{LEAST}algorithm.adv_estimator={estimator}").algorithm.advantage.kind == "otb"
+
+
 @pytest.mark.parametrize(
     ("kind", "estimator"),
     [("low_var_kl", "k3"), ("k3+", "k2"), ("low_var_kl+", "k2"), ("mse", "k2"), ("k1+", "k2"), ("kl", "k2")],
@@ -262,7 +267,6 @@ def test_a_yaml_file_with_references() -> None:
     ("text", "error"),
     [
         (f"{GRPO} {ACTOR}.policy_loss.loss_mode=kl_cov", "kl_cov has no equivalent"),
-        (f"{LEAST} algorithm.adv_estimator=optimal_token_baseline", "optimal_token_baseline has no equivalent"),
         (f"{GRPO}{RS}=seq_mean_k1", "rollout_rs_threshold = None must be a positive number"),
         (f"{GRPO}{RS}=seq_mean_k3 {RS}_threshold=0.5_2", "rollout_rs_threshold = 0.5_2 must be a positive number"),
         (f"{GRPO}{RS}=seq_mean_k1 {RS}_threshold=0_2", "rollout_rs_threshold = 0_2 must be a positive number"),

@@ -15,7 +15,7 @@ from fourfold.errors import ConfigError
 from fourfold.nn import forward
 from fourfold.nn import logprobs as logprobs_module
 from fourfold.nn.batching import pack
-from fourfold.nn.logprobs import token_logprobs
+from fourfold.nn.logprobs import token_energies, token_logprobs
 from tests.support.tiny_models import write_tiny_model
 
 ROWS, HIDDEN, VOCABULARY = 11, 8, 37
@@ -77,6 +77,34 @@ def test_entropies_by_hand() -> None:
     torch.testing.assert_close(logprobs, torch.tensor([math.log(0.25), math.log(0.9)]))
     wanted = [-0.25 * math.log(0.25) - 0.75 * math.log(0.75), -0.1 * math.log(0.1) - 0.9 * math.log(0.9)]
     torch.testing.assert_close(entropies, torch.tensor(wanted))
+
+
+@pytest.mark.parametrize("chunk_rows", [0, 2])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_an_energy_is_the_squared_norm_of_the_gradient_in_the_logits(softcap: float, chunk_rows: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(5, 3, generator=generator), torch.randn(7, 3, generator=generator)
+    offset, targets = torch.randn(7, generator=generator), torch.tensor([0, 6, 3, 3, 1])
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.1])
+    logits = (hidden @ weight.T + offset).double()
+    logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) / temperatures[:, None]
+    logits.requires_grad_()
+    wanted = torch.log_softmax(logits, 1).gather(1, targets[:, None]).squeeze(1)
+    (slope,) = torch.autograd.grad(wanted.sum(), logits)
+    found, energies = token_energies(
+        hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows
+    )
+    torch.testing.assert_close(found, wanted.detach().float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(energies, slope.square().sum(1).float(), atol=1e-5, rtol=1e-4)
+    plain, _ = token_logprobs(hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows)
+    assert torch.equal(found, plain), "the old log-probabilities are those of the update, bit for bit"
+
+
+def test_the_energy_of_a_certain_token_is_not_rounded_away() -> None:
+    # Logits 10 and 0: pi = 1 - 4.5e-5, whose energy of 2 * (4.5e-5)^2 is below the rounding of 1 - 2 pi + sum(pi^2).
+    hidden, weight = torch.ones(1, 1), torch.tensor([[10.0], [0.0]])
+    _, energies = token_energies(hidden, weight, None, torch.tensor([0]), torch.ones(1))
+    assert float(energies) == pytest.approx(2 / (1 + math.exp(10)) ** 2, rel=0.02)
 
 
 def test_entropy_of_the_uniform_and_of_the_certain() -> None:

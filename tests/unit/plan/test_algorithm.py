@@ -70,6 +70,7 @@ DISTINCTIVE = {
     "dppo": "loss of a token: l = -exp(p - u) A; 0 where A > 0 and exp(p) - exp(u) > 0.2, or A <= 0 and",
     "vespo": "l = -stop(w^k exp(b - b w)) A p, w = exp(sum of p - u over the sample), k, b = 2, 3 where A >= 0, else 3",
     "gpg": "advantage: A = (B / M) (r - mean(r)), mean over the samples of a prompt; B samples of the batch, M of them",
+    "otb": "advantage: A_t = G_t - sum(W_t G_t) / sum(W_t), sums over the samples of a prompt that have a token t, 0",
     "vapo": "lambda 1 - 1 / max(0.05 n, 1) for a sample of n tokens; G with lambda 1)",
     "sapo": "loss of a token: l = -(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1 where A > 0, else 1.05.",
     "decoupled": "correction of the logprob mismatch: w = clip(exp(o - u), 0, 2).",

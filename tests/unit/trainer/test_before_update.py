@@ -75,8 +75,8 @@ def test_only_samples_with_an_advantage_are_passed_twice() -> None:
     tokens = sum(batch_.token_count for batch_ in computed[0])
     constant = {i for i, s in enumerate(batch()) if s.group_id == "c"}
     assert tokens == sum(len(s.token_ids) for i, s in enumerate(batch()) if i not in constant)
-    assert result.targets.old_logprobs is not None
-    unknown = [np.isnan(row).all() for row in result.targets.old_logprobs]
+    assert result.targets.outputs.old_logprobs is not None
+    unknown = [np.isnan(row).all() for row in result.targets.outputs.old_logprobs]
     assert [bool(u) for u in unknown] == [i in constant for i in range(len(batch()))]
 
 

@@ -23,7 +23,7 @@ from fourfold_trainer.batches import (
     to_arrays,
 )
 from fourfold_trainer.ranks.rank_processes import SharedBatches
-from fourfold_trainer.step.advantages import TokenTargets
+from fourfold_trainer.step.advantages import ModelOutputs, TokenTargets
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.micro_batches import LossTokens, MicroBatches, compute_per_token, deal
 from tests.fakes.trainer_engine import sample
@@ -102,7 +102,7 @@ def loss_tokens(batch: list[Sample], advantages: list[float], **batch_table: int
     step = StepBatch.of(batch, config.algorithm)
     every = [np.full(n, advantage) for n, advantage in zip(step.lengths, advantages, strict=True)]
     values = [part.astype(np.float32) for part in every]
-    targets = TokenTargets(advantages=every, returns=every, values=values, old_logprobs=None, kl=None)
+    targets = TokenTargets(advantages=every, returns=every, outputs=ModelOutputs(values=values), kl=None)
     with_reference = all(len(s.reference_logprobs) for s in batch)
     return LossTokens(config=config, batch=step, targets=targets, kl_in_loss=with_reference)
 

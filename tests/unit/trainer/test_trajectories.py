@@ -18,7 +18,7 @@ from fourfold.arrays import EMPTY_FLOATS, Sample
 from fourfold.config import PRESETS, Config
 from fourfold.errors import InvalidInput
 from fourfold_trainer.service import metrics
-from fourfold_trainer.step.advantages import TokenTargets
+from fourfold_trainer.step.advantages import ModelOutputs, TokenTargets
 from fourfold_trainer.step.batch import StepBatch, check_samples
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
 from fourfold_trainer.step.step_result import StepResult
@@ -144,7 +144,7 @@ def test_segments_have_together_the_weight_of_one_sample(mode: aggregation.Mode)
     totals = []
     for samples in (wholes, segments):
         batch = StepBatch.of(samples, config.algorithm)
-        targets = TokenTargets(advantages=[], returns=None, values=None, old_logprobs=None, kl=None)
+        targets = TokenTargets(advantages=[], returns=None, outputs=ModelOutputs(), kl=None)
         tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=False)
         weights = tokens.weights(range(len(samples)))
         per_sample = np.array([weights[i] * batch.loss_lengths[i] for i in range(len(samples))])
@@ -170,7 +170,7 @@ def test_segments_are_split_only_where_a_loss_of_single_tokens_allows_it() -> No
         config = recipe(ranks=2, budget=64, algorithm={"loss": {"kind": kind}})
         batch = StepBatch.of(samples, config.algorithm)
         advantages = [np.ones(n) for n in batch.lengths]
-        targets = TokenTargets(advantages=advantages, returns=None, values=None, old_logprobs=None, kl=None)
+        targets = TokenTargets(advantages=advantages, returns=None, outputs=ModelOutputs(), kl=None)
         for budget in (64, 24):
             tight = config.model_copy(
                 update={"batch": config.batch.model_copy(update={"tokens_per_micro_batch": budget})}

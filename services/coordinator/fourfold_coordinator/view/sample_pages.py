@@ -158,13 +158,13 @@ def compare_group(config: Config | None, group: Sequence[SampleRow]) -> dict[str
     """Return the advantage of each trained trajectory of a group, from the scores, by the estimator of the recipe.
 
     What the trainer adds is not in it: rewards of single turns, shaping, KL penalties, whitening over the batch. Empty
-    for estimators that do not compare the samples of a prompt, or compare terms or turns of them.
+    for estimators that do not compare the samples of a prompt, or compare terms, turns or tokens of them.
     """
     trained = [row for row in group if not row.dropped and row.score is not None]
     estimator = config.algorithm.advantage if config else None
     if estimator is None or not trained or not estimator.compares_samples:
         return {}
-    if estimator.compares_terms or estimator.compares_turns:
+    if estimator.compares_terms or estimator.compares_turns or estimator.compares_tokens:
         return {}
     greedy = next((row.score for row in group if row.dropped == "BASELINE"), None)
     if estimator.needs_greedy_sample and greedy is None:

@@ -129,9 +129,9 @@ class DistributedEngine:
         self._policy.call("discard_gradient")
 
     def compute_logprobs(
-        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
+        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False, energies: bool = False
     ) -> list[list[Float32Array]]:
-        return _compute(self._policy, "compute_logprobs", shares, fields={"entropy": entropies})
+        return _compute(self._policy, "compute_logprobs", shares, fields={"entropy": entropies, "energy": energies})
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         return _compute(self._critic, "compute_values", shares)

@@ -138,8 +138,8 @@ class RankWorker:
     def _compute_logprobs(self, command: RankMessage) -> RankMessage:
         rows = []
         for batch in ReceivedBatches(TokenBatch, command.batches):
-            logprobs, entropies = self.policy.logprobs(batch, **command.fields)
-            found = logprobs if entropies is None else torch.stack([logprobs, entropies], 1)
+            logprobs, more = self.policy.logprobs(batch, **command.fields)
+            found = logprobs if more is None else torch.stack([logprobs, more], 1)
             rows.append(found.cpu().numpy())
         return _answer(*rows)
 

@@ -143,11 +143,11 @@ def _mismatch(result: StepResult) -> dict[str, float]:
 
 def _critic(result: StepResult) -> dict[str, float]:
     targets = result.targets
-    assert targets.returns is not None and targets.values is not None, "an algorithm with a critic has both"
+    assert targets.returns is not None and targets.outputs.values is not None, "an algorithm with a critic has both"
     if not result.batch.loss_lengths.any() or not result.critic_norms:
         return {}
     returns = np.concatenate([*_selected(result, targets.returns)])
-    values = np.concatenate([*_selected(result, targets.values)])
+    values = np.concatenate([*_selected(result, targets.outputs.values)])
     return {
         m.CRITIC_GRAD_NORM: _norm(result.critic_norms),
         m.VALUE_LOSS: result.critic.loss / len(result.critic_norms),

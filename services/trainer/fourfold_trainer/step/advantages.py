@@ -22,10 +22,22 @@ from fourfold.algorithm import kl, rewards
 from fourfold.algorithm.advantages import ScoredSamples
 from fourfold.algorithm.packed import PackedRewards, whiten
 from fourfold.algorithm.state import AlgorithmState
+from fourfold.algorithm.tokens import ScoredTokens
 from fourfold.algorithm.turns import ScoredTurns
 from fourfold.arrays import Float32Array, Float64Array, Int64Array
 from fourfold.config import AlgorithmConfig, Config
 from fourfold_trainer.step.batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelOutputs:
+    """What passes before the updates computed: an array [n] of each sample's action tokens; None: not needed."""
+
+    old_logprobs: Sequence[Float32Array] | None = None
+    energies: Sequence[Float32Array] | None = None
+    """Squared norm of the gradient of each old log-probability in the logits; NaN where a grammar forced the token."""
+    values: Sequence[Float32Array] | None = None  # of the critic
+    entropy: float | None = None  # nats: mean over all sampled tokens of the batch that no grammar forced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,8 +49,7 @@ class TokenTargets:
 
     advantages: Sequence[Float64Array]
     returns: Sequence[Float64Array] | None  # with a critic
-    values: Sequence[Float32Array] | None  # with a critic
-    old_logprobs: Sequence[Float32Array] | None  # where they were computed
+    outputs: ModelOutputs
     kl: Sequence[Float64Array] | None  # estimated distance of the old policy to the reference, where it was needed
 
 
@@ -66,27 +77,27 @@ def compute_advantages(
     batch: StepBatch,
     outcomes: Float64Array,
     config: Config,
+    outputs: ModelOutputs,
     *,
-    old: Sequence[Float32Array] | None,
-    values: Sequence[Float32Array] | None,
     kl_coef: float,
 ) -> TokenTargets:
     """Turn outcomes into the advantage of every token.
 
     Args:
         outcomes: float64 [B], of `shape_rewards`.
-        old: old log-probabilities of each sample's action tokens; needed for a KL term in the reward.
-        values: of the critic, likewise, where the estimator needs one.
+        outputs: old log-probabilities are needed for a KL term in the reward, the others by some estimators.
         kl_coef: of this step.
     """
     algorithm, lengths, compared_turns = config.algorithm, batch.trajectory_lengths, 0
     streams = any(len(s.token_rewards) for s in batch.samples)
     relative, turns, sums = outcomes, np.empty(0, np.float64), np.zeros_like(outcomes)
-    distances, in_reward = _reference_kl(batch, old, algorithm), algorithm.kl.placement == "reward"
+    distances, in_reward = _reference_kl(batch, outputs.old_logprobs, algorithm), algorithm.kl.placement == "reward"
     if algorithm.advantage.compares_turns:
         turns, relative, streams = _compare_turns(batch, outcomes, algorithm), np.zeros_like(outcomes), False
     else:
-        if streams and algorithm.compares_samples:  # whole trajectories are compared
+        if (
+            streams and algorithm.compares_samples and not algorithm.advantage.compares_tokens
+        ):  # whole trajectories are compared
             parts = [_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))]
             sums, streams = batch.total(np.array(parts, np.float64)), False
         if distances is not None and in_reward and algorithm.advantage.compares_kl:
@@ -104,7 +115,7 @@ def compute_advantages(
                 kl=np.concatenate(distances[chunk]) if distances is not None and in_reward else None,
                 kl_coef=kl_coef,
             ),
-            values=None if values is None else np.concatenate(values[chunk]).astype(np.float64),
+            values=None if outputs.values is None else np.concatenate(outputs.values[chunk]).astype(np.float64),
             lengths=lengths[trajectories],
             gaps=batch.gaps(members),
         )
@@ -115,11 +126,13 @@ def compute_advantages(
             compared_turns = following
         advantages += unpack(advantage, counts)
         returns += unpack(target, counts) if target is not None else []
+    if outputs.energies is not None:
+        advantages = _compare_tokens(batch, advantages, outputs.energies, algorithm)
     if algorithm.whiten != "off":
         selected = np.concatenate([batch.selected(i) for i in range(len(batch.samples))])
         white = whiten(np.concatenate(advantages), selected, scale=algorithm.whiten == "full")
         advantages = unpack(white, batch.lengths)
-    return TokenTargets(advantages=advantages, returns=returns or None, values=values, old_logprobs=old, kl=distances)
+    return TokenTargets(advantages=advantages, returns=returns or None, outputs=outputs, kl=distances)
 
 
 def _compare(
@@ -186,6 +199,23 @@ def _compare_turns(batch: StepBatch, outcomes: Float64Array, algorithm: Algorith
         groups=[sample.group_id for sample in batch.trajectories],
     )
     return _clipped(algorithm.advantage.compare_turns(turns), algorithm)
+
+
+def _compare_tokens(
+    batch: StepBatch,
+    returns: Sequence[Float64Array],
+    energies: Sequence[Float32Array],
+    algorithm: AlgorithmConfig,
+) -> list[Float64Array]:
+    """Return the advantages of each sample's action tokens, from their returns."""
+    found = np.concatenate(energies).astype(np.float64)
+    tokens = ScoredTokens(
+        returns=np.concatenate(returns),
+        energies=np.where(np.isfinite(found), found, 0.0),  # a token that a grammar forced has no gradient
+        lengths=batch.trajectory_lengths,
+        groups=[sample.group_id for sample in batch.trajectories],
+    )
+    return unpack(algorithm.advantage.compare_tokens(tokens), batch.lengths)
 
 
 def _clipped(relative: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:

@@ -1,4 +1,4 @@
-"""Computes what a step needs of its models before the first update: old log-probabilities, and the critic's values."""
+"""Computes what a step needs of its models before the first update: old log-probabilities and the critic's values."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fourfold.arrays import Float32Array, Float64Array
 from fourfold.config import Config
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.flops import Work
+from fourfold_trainer.step.advantages import ModelOutputs
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.micro_batches import (
     LossTokens,
@@ -30,15 +31,16 @@ def needs_old_logprobs(config: Config) -> bool:
     """Return whether old log-probabilities need a forward pass of their own.
 
     A step with one update needs no such pass: the policy has not changed yet, so the log-probabilities of the update's
-    own pass are the old ones. But a KL term in the reward, or an adaptive KL coefficient, needs them before the update.
+    own pass are the old ones. But a KL term in the reward, an adaptive KL coefficient, or an estimator that compares
+    tokens needs them before the update.
     """
-    return config.batch.updates_per_step > 1 or _needs_reference_kl(config)
+    return config.batch.updates_per_step > 1 or _for_advantages(config)
 
 
-def _needs_reference_kl(config: Config) -> bool:
-    """Return whether the distance to the reference is needed before the updates, for all samples."""
+def _for_advantages(config: Config) -> bool:
+    """Return whether old log-probabilities are needed before the advantages, and for all samples."""
     kl = config.algorithm.kl
-    return kl.coef > 0 and (kl.placement == "reward" or kl.target > 0)
+    return config.algorithm.advantage.compares_tokens or (kl.coef > 0 and (kl.placement == "reward" or kl.target > 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +51,10 @@ class LaterNoise:
     sample: float  # largest mean over the tokens of a trajectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BeforeUpdate:
-    """What the passes before the first update computed; None: not needed."""
-
-    old_logprobs: list[Float32Array] | None = None  # of each sample's action tokens
-    values: list[Float32Array] | None = None  # of the critic, likewise
-    entropy: float | None = None  # nats: mean over all sampled tokens of the batch that no grammar forced
-
-
 def compute_before(
     engine: TrainerEngine, batch: StepBatch, config: Config, steps: Sequence[Sequence[int]], work: tuple[Work, Work]
-) -> BeforeUpdate:
-    """Compute what the advantages need: old log-probabilities and values.
+) -> ModelOutputs:
+    """Return what the advantages need.
 
     Old log-probabilities that only the loss needs are computed afterwards, for those samples alone that have an
     advantage. A critic's pass and that of the policy run at the same time, and a shadow may train on any sample.
@@ -71,25 +64,26 @@ def compute_before(
         work: of the policy and of the critic; the passes are added.
     """
     needs_critic = config.algorithm.needs_critic
-    early = needs_critic or _needs_reference_kl(config) or any(s.shadow_score is not None for s in batch.samples)
+    early = needs_critic or _for_advantages(config) or any(s.shadow_score is not None for s in batch.samples)
 
-    def policy() -> BeforeUpdate:
+    def policy() -> ModelOutputs:
         if not (early and needs_old_logprobs(config)):
-            return BeforeUpdate()
+            return ModelOutputs()
         masked = np.flatnonzero(batch.left_out & (batch.free_lengths > 0)).tolist()  # of a baseline with a KL penalty
         trained = [[i for i in members if batch.loss_lengths[i]] for members in steps]
+        energies = config.algorithm.advantage.compares_tokens
         # The kernel that makes log-probabilities makes entropies anyway. On CPU they would add a tenth to the pass.
-        entropies = config.trainer.device == "cuda"
-        compute = partial(engine.compute_logprobs, entropies=entropies)
+        entropies = config.trainer.device == "cuda" and not energies
+        compute = partial(engine.compute_logprobs, entropies=entropies, energies=energies)
         work[0].add((len(batch.samples[i].token_ids) for i in [*chain(*trained), *masked]), backward=False)
         rows = compute_as_updates(compute, batch, config, [*trained, masked])
-        if not entropies or not any(map(len, rows)):
-            return BeforeUpdate(old_logprobs=of_action_tokens(batch, rows))
-        spread = np.concatenate([row[:, 1] for row in rows if len(row)])
-        return BeforeUpdate(
-            old_logprobs=of_action_tokens(batch, [row[:, 0] if len(row) else row for row in rows]),
-            entropy=float(spread.mean(dtype=np.float64)),
-        )
+        if not (entropies or energies) or not any(map(len, rows)):
+            return ModelOutputs(old_logprobs=of_action_tokens(batch, rows))
+        first, second = ([row[:, i] if len(row) else row for row in rows] for i in (0, 1))
+        old = of_action_tokens(batch, first)
+        if energies:
+            return ModelOutputs(old_logprobs=old, energies=of_action_tokens(batch, second))
+        return ModelOutputs(old_logprobs=old, entropy=float(np.concatenate(second).mean(dtype=np.float64)))
 
     if not needs_critic:
         return policy()
@@ -116,12 +110,13 @@ def with_old_logprobs(
         work: of the policy; the pass is added.
     """
     batch, config = tokens.batch, tokens.config
-    if tokens.targets.old_logprobs is not None or not needs_old_logprobs(config):
+    outputs = tokens.targets.outputs
+    if outputs.old_logprobs is not None or not needs_old_logprobs(config):
         return tokens
     updates = [tokens.to_train(members) for members in steps]
     work.add((len(batch.samples[i].token_ids) for i in chain(*updates)), backward=False)
     old = compute_old_logprobs(engine.compute_logprobs, batch, config, updates)
-    return replace(tokens, targets=replace(tokens.targets, old_logprobs=old))
+    return replace(tokens, targets=replace(tokens.targets, outputs=replace(outputs, old_logprobs=old)))
 
 
 def later_noise(
@@ -140,7 +135,7 @@ def later_noise(
         None in all other steps, and if later epochs have the micro-batches of the first, there is no sample, or a
         log-probability is not finite.
     """
-    batch, config, old = tokens.batch, tokens.config, tokens.targets.old_logprobs
+    batch, config, old = tokens.batch, tokens.config, tokens.targets.outputs.old_logprobs
     if old is None or not later_steps or config.batch.mini_batches_per_step == 1 or step % _NOISE_STEPS != 1:
         return None
     update = tokens.to_train(later_steps[0])

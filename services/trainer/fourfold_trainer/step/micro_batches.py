@@ -211,7 +211,7 @@ class LossTokens:
         self, members: Sequence[int], weights: dict[int, float]
     ) -> list[MicroBatches[PolicyBatch]]:
         """Return each rank's micro-batches of `members`, each of which has loss tokens."""
-        with_old = self.targets.old_logprobs is not None
+        with_old = self.targets.outputs.old_logprobs is not None
         dummy = batches.dummy_policy_batch(with_old=with_old, with_reference=self.kl_in_loss)
         return _fill(
             _policy_shares(self.batch, self.config, members), lambda ids: self._policy_batch(ids, weights), dummy
@@ -232,7 +232,7 @@ class LossTokens:
             weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
             advantages=self._join(self.targets.advantages, members),
             behavior_logprobs=np.concatenate([self._aligned("behavior_logprobs", i) for i in members]),
-            old_logprobs=self._join(self.targets.old_logprobs, members),
+            old_logprobs=self._join(self.targets.outputs.old_logprobs, members),
             reference_logprobs=EMPTY_FLOATS if reference is None else np.concatenate(reference),
         )
 
@@ -242,7 +242,7 @@ class LossTokens:
             tokens=_pack_tokens(self.batch.samples, self.batch.loss_positions, members),
             weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
             returns=self._join(self.targets.returns, members),
-            old_values=self._join(self.targets.values, members),
+            old_values=self._join(self.targets.outputs.values, members),
         )
 
     def _aligned(self, name: str, index: int) -> Float32Array:

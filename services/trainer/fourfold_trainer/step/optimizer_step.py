@@ -105,17 +105,8 @@ def _policy_objective(
     real = accepted = weights > 0
     with_kl = len(batch.reference_logprobs) > 0
     if algorithm.correction.kind != "none":
-        correction = corrections.correct(
-            old,
-            inputs.behavior_logprobs,
-            inputs.segments,
-            inputs.segment_count,
-            kind=algorithm.correction.kind,
-            low=algorithm.correction.low,
-            high=algorithm.correction.high,
-            current=current,
-            advantages=inputs.advantages,
-        )
+        asked = algorithm.correction
+        correction = corrections.correct(inputs, kind=asked.kind, low=asked.low, high=asked.high)
         losses = torch.where(correction.rejected, 0.0, correction.weights * losses)
         if not with_kl and not algorithm.entropy_coef:  # those terms reject no token
             accepted = real & ~correction.rejected

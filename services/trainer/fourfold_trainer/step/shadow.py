@@ -89,8 +89,7 @@ def _shadow_targets(tokens: LossTokens, state: AlgorithmState, kl_coef: float) -
     samples = [replace(sample, score=sample.shadow_score, terms=()) for sample in tokens.batch.samples]
     batch = replace(tokens.batch, samples=samples)
     outcomes, _ = shape_rewards(batch, config, state)
-    live = tokens.targets
-    return compute_advantages(batch, outcomes, config, old=live.old_logprobs, values=live.values, kl_coef=kl_coef)
+    return compute_advantages(batch, outcomes, config, tokens.targets.outputs, kl_coef=kl_coef)
 
 
 def _compute(engine: TrainerEngine, tokens: LossTokens, settings: UpdateSettings) -> UpdateSums:

@@ -54,9 +54,7 @@ def train_step(
     steps = mini_batches(batch.bounds, config, step=step)
     first_epoch = steps[: len(steps) // config.batch.epochs_per_step]
     before = compute_before(engine, batch, config, first_epoch, (policy_work, critic_work))
-    targets = compute_advantages(
-        batch, outcomes, config, old=before.old_logprobs, values=before.values, kl_coef=kl_coef
-    )
+    targets = compute_advantages(batch, outcomes, config, before, kl_coef=kl_coef)
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
     tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
     tokens = with_old_logprobs(engine, tokens, first_epoch, policy_work)
@@ -114,7 +112,7 @@ def _update_policy(
         sums = result.shadow.compare(engine.update_policy(shares, replace(settings, gradient="compare and apply")))
     else:
         sums = engine.update_policy(shares, settings)  # optimizer_step.py, on every rank
-    if not result.policy_norms and tokens.targets.old_logprobs is not None:
+    if not result.policy_norms and tokens.targets.outputs.old_logprobs is not None:
         result.logprob_noise = sums.largest_log_ratio()
     if not math.isfinite(sums.grad_norm):
         result.skipped_reason = ALL_REJECTED if sums.all_rejected else NOT_FINITE

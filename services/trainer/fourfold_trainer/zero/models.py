@@ -43,9 +43,11 @@ class DeepSpeedPolicy(DeepSpeedModel):
         decay = config.trainer.ema_decay
         super().__init__(config, config.trainer, model, rank=rank, gpu=rank, ema_decay=decay)
 
-    def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logprobs(
+        self, batch: TokenBatch, *, entropy: bool = False, energy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         arguments = forward.batch_arguments(batch, self._device)
-        result: tuple[Tensor, Tensor | None] = self._forward(**arguments, entropy=entropy)
+        result: tuple[Tensor, Tensor | None] = self._forward(**arguments, entropy=entropy, energy=energy)
         return result
 
     def export(self, folder: Path, *, ema: bool = False) -> None:

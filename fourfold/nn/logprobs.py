@@ -93,11 +93,11 @@ def token_energies(
     row_statistics, _ = _functions(hidden)
     for part in _slices(len(hidden), chunk_rows or rows):
         logits = _logits_of(hidden[part], weight, bias, dtype)
-        given = targets[part], temperatures[part]
+        chosen, scale = targets[part], temperatures[part]
         energies[part] = torch.cat(
-            [_energies(logits[i], *(g[i] for g in given), softcap) for i in _slices(len(logits), few)]
+            [_energies(logits[i], chosen[i], scale[i], softcap) for i in _slices(len(logits), few)]
         )
-        logprobs[part], _, _ = row_statistics(logits, *given, softcap, entropy=False)
+        logprobs[part], _, _ = row_statistics(logits, chosen, scale, softcap, entropy=False)
     return logprobs, energies
 
 

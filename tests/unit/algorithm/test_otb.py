@@ -41,7 +41,8 @@ def test_what_no_other_sample_has_is_exactly_0() -> None:
 
 
 def test_equal_returns_and_gradients_of_0_are_exactly_0() -> None:
-    assert advantages([0.1] * 3, [0.3, 0.7, 0.9], [1, 1, 1], "aaa") == [0, 0, 0]
+    # With these energies the weighted mean of 0.7 is not 0.7.
+    assert advantages([0.7] * 3, [0.3, 0.7, 0.1], [1, 1, 1], "aaa") == [0, 0, 0]
     assert advantages([1, 0], [0, 0], [1, 1], "aa") == [0, 0]
 
 

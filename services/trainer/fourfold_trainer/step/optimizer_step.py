@@ -104,8 +104,8 @@ def _policy_objective(
     losses, means = token_loss.loss, dict(token_loss.means)
     real = accepted = weights > 0
     with_kl = len(batch.reference_logprobs) > 0
-    if algorithm.correction.kind != "none":
-        asked = algorithm.correction
+    asked = algorithm.correction
+    if asked.kind != "none":
         correction = corrections.correct(inputs, kind=asked.kind, low=asked.low, high=asked.high)
         losses = torch.where(correction.rejected, 0.0, correction.weights * losses)
         if not with_kl and not algorithm.entropy_coef:  # those terms reject no token

@@ -153,7 +153,7 @@ _ENGINES: Final = [
 
 _REWARD_AND_DATA: Final = [
     row("data.train_files", "texts", ("~/data/rlhf/gsm8k/train.parquet",), "data.train.path",
-         "one file that you make of all, with a column `answer` from reward_model.ground_truth"),
+         "one source for each file; data.answer_field is reward_model.ground_truth"),
     row("data.val_files", "texts", ("~/data/rlhf/gsm8k/test.parquet",), "data.eval.path", "with trainer.test_freq"),
     row("data.prompt_key", "text", "prompt", "data.prompt_field"),
     row("custom_reward_function.path", "text", None, "reward.function", "FILE:NAME, with an adapter",

@@ -98,6 +98,8 @@ def test_a_grpo_script_of_the_examples() -> None:
     assert [one.temperature for one in recipe.data.eval] == [0.0]
     sampled = recipe_of(GRPO + f"trainer.test_freq=5 {ROLLOUT}.val_kwargs.temperature=0.7")
     assert [one.temperature for one in sampled.data.eval] == [0.7]
+    assert recipe.data.answer_field == "reward_model.ground_truth"
+    assert [one.path for one in (*recipe.data.train, *recipe.data.eval)] == ["/d/train.parquet", "/d/test.parquet"]
 
 
 def test_ppo_with_a_reward_model_and_a_critic() -> None:
@@ -245,6 +247,7 @@ def test_a_script_with_arithmetic_and_lists() -> None:
     )
     assert (recipe.model.max_context_tokens, recipe.batch.tokens_per_micro_batch) == (10_240, 20_480)
     assert recipe.name == "x-1"
+    assert [one.path for one in recipe.data.train] == ["/a.parquet", "/b.parquet"]
 
 
 def test_a_yaml_file_with_references() -> None:

@@ -174,11 +174,10 @@ def _resolve(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
 
 def _batch(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    names = [flags["trainer.experiment_name"], flags["trainer.project_name"]]
-    joined = "_".join(str(name) for name in reversed(names) if name)
-    common.run_name(draft, options, [("trainer.experiment_name", joined.replace("/", "-"))], "verl")
-    if flags.given("trainer.project_name"):
-        draft.converted.add("trainer.project_name")
+    name, logger = "trainer.experiment_name", "trainer.logger"
+    common.run_name(draft, options, [(name, (flags[name] or "").replace("/", "-"))], "verl")
+    sinks = common.listed_trackers(draft, logger, ("console", "file"))
+    common.trackers(draft, sinks, {"logging.project": "trainer.project_name"})
     prompts = common.require(flags["data.train_batch_size"], "data.train_batch_size")
     per_update = common.require(flags[f"{_ACTOR}.ppo_mini_batch_size"], "ppo_mini_batch_size")
     group = common.require(flags[f"{_ROLLOUT}.n"], "rollout.n")

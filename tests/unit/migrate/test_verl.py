@@ -257,8 +257,39 @@ def test_a_yaml_file_with_references() -> None:
         "actor_rollout_ref:\n  model: {path: POLICY}\n  rollout: {n: 4, name: vllm}\n"
         "  actor: {ppo_mini_batch_size: '${data.train_batch_size}', optim: {lr: 1e-5}}\n"
     )
-    assert (recipe.name, recipe.batch.mini_batches_per_step, recipe.trainer.learning_rate) == ("p_e", 1, 1e-5)
+    assert (recipe.name, recipe.batch.mini_batches_per_step, recipe.trainer.learning_rate) == ("e", 1, 1e-5)
+    assert (recipe.logging.sinks, recipe.logging.project) == (["wandb"], "p")
     assert recipe.algorithm.advantage.kind == "rloo"
+
+
+@pytest.mark.parametrize(
+    ("options", "sinks", "project", "reason"),
+    [
+        ("", ["wandb"], "verl_examples", {}),
+        ("trainer.logger=console", [], "fourfold", {"trainer.logger": "not needed: no tracker"}),
+        (
+            "trainer.logger=['console','mlflow','tensorboard'] trainer.project_name=p",
+            ["mlflow", "tensorboard"],
+            "p",
+            {},
+        ),
+        ("trainer.logger=[trackio,swanlab] trainer.project_name=p", ["trackio"], "p", {}),
+        (
+            "trainer.logger=[swanlab] trainer.project_name=p",
+            [],
+            "fourfold",
+            {
+                "trainer.logger": "no equivalent of these trackers",
+                "trainer.project_name": "not needed without a tracker",
+            },
+        ),
+    ],
+)
+def test_trackers(options: str, sinks: list[str], project: str, reason: dict[str, str]) -> None:
+    draft, recipe = draft_of(GRPO + options), recipe_of(GRPO + options)
+    assert (recipe.logging.sinks, recipe.logging.project) == (sinks, project)
+    assert {name: text for name, text in draft.reasons() if name.startswith("trainer.")} == reason
+    assert any("trainer.logger has swanlab, and the trackers are" in c for c in draft.checks) == ("swanlab" in options)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ class DataConfig(Table):
     prompt_field: str = "question"
     """Column with the prompt: a text, or a list of chat messages."""
     answer_field: str = "answer"
-    """Column with the reference answer. The data need not have it."""
+    """Column with the reference answer, which the data need not have; or COLUMN.KEY, for a key of an object in a
+    column, as "reward_model.ground_truth"."""
     scorers_field: str = ""
     """Column with the names of the scorers of a row, a text or a list; rows without it have those whose `where` fits.
     Empty: there is none."""

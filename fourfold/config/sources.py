@@ -33,7 +33,7 @@ class DataSourceConfig(Table):
     prompt_field: str = ""
     """Column with the prompt. Empty: that of [data]."""
     answer_field: str = ""
-    """Column with the reference answer. Empty: that of [data]."""
+    """Column with the reference answer, or COLUMN.KEY. Empty: that of [data]."""
     template: str = ""
     """Text that makes the prompt from columns, as "Context: {context}\\nQuestion: {question}". It takes the place of
     `prompt_field`. A brace of the text is written twice."""

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+from typing import Final
 
 import psutil
 
+from fourfold.address import is_loopback
 from fourfold.errors import ConfigError
+
+log = logging.getLogger("fourfold.host")
+
+NCCL_VARIABLE: Final = "NCCL_SOCKET_IFNAME"
+
+
+def nccl_interface(host: str) -> str:
+    """Return the interface for NCCL of a service that others reach at `host`; that of the user's variable wins.
+
+    It is "lo" for a service on loopback, which no other machine reaches, and with a warning if no interface has `host`.
+    """
+    if given := os.environ.get(NCCL_VARIABLE):
+        return given
+    if is_loopback(host):
+        return "lo"
+    try:
+        return interface_of(host)
+    except ConfigError as error:  # behind a translation of addresses; weights by other ways need no NCCL
+        log.warning("NCCL uses loopback alone; for weights between machines set %s. reason=%s", NCCL_VARIABLE, error)
+        return "lo"
 
 
 def interface_of(host: str) -> str:

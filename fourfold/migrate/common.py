@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from fourfold.config import DataSourceConfig, parse_template
+from fourfold.config.sinks import SinkName
 from fourfold.errors import ConfigError
 from fourfold.migrate.draft import Draft
 
@@ -222,15 +223,32 @@ def trackers(draft: Draft, sinks: Mapping[str, str], settings: Mapping[str, str]
     """Set [logging], if a flag asks for a tracker.
 
     Args:
-        sinks: the flag of each tracker, by its name in the recipe.
+        sinks: the flag that asks for each tracker, by its name in the recipe.
         settings: the flag of each key.
     """
     flags = draft.flags
-    wanted = sorted(sink for sink, flag in sinks.items() if flags[flag])
-    if not wanted:
+    if not sinks:
         draft.leave("not needed without a tracker", *settings.values())
         return
-    draft.set("logging.sinks", wanted, *(sinks[sink] for sink in wanted))
+    draft.set("logging.sinks", sorted(sinks), *dict.fromkeys(sinks[sink] for sink in sorted(sinks)))
     for key, flag in settings.items():
-        if flags[flag] is not None:
+        if key == "logging.tensorboard_dir" and "tensorboard" not in sinks:
+            draft.leave("not needed without tensorboard", flag)
+        elif flags[flag]:
             draft.set(key, flags[flag], flag)
+        else:
+            draft.leave("not needed: it is empty", flag)
+
+
+def listed_trackers(draft: Draft, flag: str, none: Sequence[str]) -> dict[str, str]:
+    """Return `flag` for each tracker of Fourfold that its list has; `none` are names in it that are no trackers."""
+    names = [name for name in draft.flags[flag] if name not in none]
+    found = {name: flag for name in names if name in get_args(SinkName)}
+    if others := [name for name in names if name not in found]:
+        draft.check(
+            f"logging.sinks: {draft.flags.title(flag)} has {', '.join(others)}, and the trackers are "
+            f"{', '.join(get_args(SinkName))}; choose of them"
+        )
+    if not found:
+        draft.leave("no equivalent of these trackers" if others else "not needed: no tracker", flag)
+    return found

@@ -541,7 +541,7 @@ def _evaluation(draft: Draft, options: Options) -> None:
         note="" if every > 0 else "OpenRLHF writes none; a run here can always be resumed",
     )  # fmt: skip
     draft.set("checkpoint.export_every_steps", max(every, 0) if flags["ckpt.save_hf"] else 0, "ckpt.save_hf")
-    common.trackers(draft, SINKS, LOGGING_KEYS)
+    common.trackers(draft, {sink: flag for sink, flag in SINKS.items() if flags[flag]}, LOGGING_KEYS)
 
 
 def _asynchrony_and_agents(draft: Draft, options: Options) -> None:

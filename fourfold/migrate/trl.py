@@ -188,6 +188,9 @@ _OPTIMIZER_ROWS: Final = [
 _RUN: Final = [
     row("output_dir", "text", None, "name", "the last part of the path"),
     row("run_name", "text", None, "name", "before output_dir"),
+    row("report_to", "texts", (), "logging.sinks", "tensorboard, wandb, trackio and mlflow; of all, you choose"),
+    row("project", "text", None, "logging.project", "with a tracker"),
+    row("logging_dir", "text", None, "logging.tensorboard_dir", "with tensorboard"),
     row("eval_strategy", "text", "no", "evaluation.every_steps", "no: no evaluation", values=("no", "steps", "epoch"),
          older="evaluation_strategy"),
     row("eval_steps", "float", None, "evaluation.every_steps", "/ optimizer steps of a step"),
@@ -204,11 +207,11 @@ _RUN: Final = [
     *_none("no equivalent: checkpoint.keep_best keeps the best by held-out score", "load_best_model_at_end "
            "metric_for_best_model greater_is_better"),
     *_none("not needed: fourfold run --resume runs/NAME", "resume_from_checkpoint overwrite_output_dir"),
-    *_none(_LOGGED, "logging_strategy logging_steps logging_first_step logging_dir log_on_each_node "
+    *_none(_LOGGED, "logging_strategy logging_steps logging_first_step log_on_each_node "
            "logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica disable_tqdm "
            "log_completions log_multimodal num_completions_to_print log_unique_prompts "
            "log_completions_hub_repo"),
-    *_none(_TRACKER, "report_to project trackio_space_id trackio_bucket_id trackio_static_space_id "
+    *_none(_TRACKER, "trackio_space_id trackio_bucket_id trackio_static_space_id "
            "wandb_log_unique_prompts"),
     *_none(_HUB, "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"),
 ]  # fmt: skip

@@ -66,6 +66,8 @@ def convert(text: str, options: Options, variables: Mapping[str, str], environme
         draft.check(problem)
     _processes(draft, options, launcher)
     common.run_name(draft, options, [("run_name", flags["run_name"]), ("output_dir", flags["output_dir"])], "trl")
+    sinks = common.listed_trackers(draft, "report_to", ("none", "None"))
+    common.trackers(draft, sinks, {"logging.project": "project", "logging.tensorboard_dir": "logging_dir"})
     for rule in _RULES:
         rule(draft, options)
     draft.copy()

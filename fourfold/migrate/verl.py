@@ -153,7 +153,7 @@ _ENGINES: Final = [
 
 _REWARD_AND_DATA: Final = [
     row("data.train_files", "texts", ("~/data/rlhf/gsm8k/train.parquet",), "data.train.path",
-         "one file that you make of all, with a column `answer` from reward_model.ground_truth"),
+         "one source for each file; data.answer_field is reward_model.ground_truth"),
     row("data.val_files", "texts", ("~/data/rlhf/gsm8k/test.parquet",), "data.eval.path", "with trainer.test_freq"),
     row("data.prompt_key", "text", "prompt", "data.prompt_field"),
     row("custom_reward_function.path", "text", None, "reward.function", "FILE:NAME, with an adapter",
@@ -173,8 +173,9 @@ _REWARD_AND_DATA: Final = [
 ]  # fmt: skip
 
 _RUN: Final = [
-    row("trainer.experiment_name", "text", None, "name", "with trainer.project_name"),
-    row("trainer.project_name", "text", None, "name", "with trainer.experiment_name"),
+    row("trainer.experiment_name", "text", None, "name", "letters, digits, _ and -"),
+    row("trainer.logger", "texts", ("console", "wandb"), "logging.sinks", "tensorboard, wandb, trackio and mlflow"),
+    row("trainer.project_name", "text", "verl_examples", "logging.project", "with a tracker"),
     row("trainer.save_freq", "int", -1, "checkpoint.every_steps", "-1: 10, because every run can be resumed"),
     row("trainer.max_actor_ckpt_to_keep", "int", None, "checkpoint.keep", "if given"),
     row("trainer.test_freq", "int", -1, "evaluation.every_steps", "-1: no evaluation"),
@@ -228,7 +229,6 @@ PATTERNS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"^actor_rollout_ref\.rollout\.", "not needed: an engine's option that Fourfold sets itself"),
         (r"checkpoint\.|^trainer\.(resume|default_local_dir|default_hdfs_dir|del_local|max_critic|esi_)",
          "not needed: runs/NAME/checkpoints has all that a run needs; fourfold run --resume runs/NAME"),
-        (r"^trainer\.logger$", "no equivalent of this name: write the trackers to logging.sinks"),
         (r"^trainer\.(use_legacy|val_before|val_only|balance_batch|device|ray_wait)|^ray_kwargs|^transfer_queue",
          "not needed: every step is in metrics.jsonl, and evaluations come before the first step, too"),
         (r"^data\.(dataloader|filter_overlong|truncation|return_|reward_fn_key|val_|validation|sampler|datagen|"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -177,11 +176,10 @@ def _resolve(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
 
 def _batch(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    names = [flags["trainer.experiment_name"], flags["trainer.project_name"]]
-    joined = "_".join(str(name) for name in reversed(names) if name)
-    common.run_name(draft, options, [("trainer.experiment_name", joined.replace("/", "-"))], "verl")
-    if flags.given("trainer.project_name"):
-        draft.converted.add("trainer.project_name")
+    name, logger = "trainer.experiment_name", "trainer.logger"
+    common.run_name(draft, options, [(name, (flags[name] or "").replace("/", "-"))], "verl")
+    sinks = common.listed_trackers(draft, logger, ("console", "file"))
+    common.trackers(draft, sinks, {"logging.project": "trainer.project_name"})
     prompts = common.require(flags["data.train_batch_size"], "data.train_batch_size")
     per_update = common.require(flags[f"{_ACTOR}.ppo_mini_batch_size"], "ppo_mini_batch_size")
     group = common.require(flags[f"{_ROLLOUT}.n"], "rollout.n")
@@ -532,8 +530,9 @@ def _rewards(draft: Draft, options: Options) -> None:
 
 def _data(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    _joined(draft, "data.train.path", "data.train_files", "data/verl-train.parquet")
-    draft.set("data.answer_field", "answer", note="reward_model.ground_truth of verl's files")
+    files = "data.train_files"
+    common.sources(draft, "data.train", [{"path": (file, files)} for file in flags[files] if file])
+    draft.set("data.answer_field", "reward_model.ground_truth", note="of verl's files")
     for name, off in ((f"{_ROLLOUT}.top_p", 1), (f"{_ROLLOUT}.top_k", -1)):
         if flags[name] not in (off, 0, None):
             draft.check(
@@ -542,28 +541,17 @@ def _data(draft: Draft, options: Options) -> None:
     every, held_out = flags["trainer.test_freq"], "data.val_files"
     samples, temperature = f"{_ROLLOUT}.val_kwargs.n", f"{_ROLLOUT}.val_kwargs.temperature"
     if every and every > 0 and flags[held_out]:
-        _joined(draft, "data.eval.path", held_out, "data/verl-eval.parquet")
+        common.sources(draft, "data.eval", [
+            {"path": (file, held_out), "temperature": (flags[temperature], temperature)} for file in flags[held_out]
+        ])  # fmt: skip
         draft.set("evaluation.every_steps", every, "trainer.test_freq")
         draft.set("evaluation.samples_per_prompt", flags[samples], samples)
-        draft.set("data.eval.temperature", flags[temperature], temperature)
     else:
         draft.leave("not needed: test_freq makes no evaluations", held_out, "trainer.test_freq", samples, temperature)
     saves = flags["trainer.save_freq"]
     draft.set("checkpoint.every_steps", saves if saves and saves > 0 else 10, "trainer.save_freq")
     if flags["trainer.max_actor_ckpt_to_keep"]:
         draft.set("checkpoint.keep", flags["trainer.max_actor_ckpt_to_keep"], "trainer.max_actor_ckpt_to_keep")
-
-
-def _joined(draft: Draft, key: str, name: str, path: str) -> None:
-    """Set a file that the user makes of verl's: with one column for the answer, which is inside of another there."""
-    files = [file for file in draft.flags[name] if file]
-    draft.set(key, path, name)
-    draft.check(
-        f"{key}: verl's files have the answer inside of the column reward_model. Make one with a column of its own: "
-        f"python -c 'import pandas as p; d = p.concat([p.read_parquet(f) for f in {json.dumps(files)}]); "
-        f'd["answer"] = '
-        f'd.reward_model.str["ground_truth"]; d.to_parquet("{path}")\''
-    )
 
 
 _RULES: Final[tuple[Callable[[Draft, Options], None], ...]] = (

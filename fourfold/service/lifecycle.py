@@ -75,6 +75,11 @@ class ServeOptions:
     interface: str = ""  # network interface of the ranks' collectives; empty: the one on the way to rank 0
     evaluate: bool = False  # the coordinator evaluates the model of the recipe, and trains nothing
 
+    @property
+    def host(self) -> str:
+        """Host name or address that other services connect to."""
+        return self.advertise or split_target(self.listen)[0]
+
 
 class ServiceHost:
     """Runs one service process. Add servicers to `server`, then call `run`."""
@@ -299,7 +304,7 @@ class ServiceHost:
 
     def _advertised(self, port: int) -> str:
         """Return "host:port" for other services."""
-        host = self.options.advertise or split_target(self.options.listen)[0]
+        host = self.options.host
         if host in ("0.0.0.0", "::"):
             raise ConfigError(
                 f"listen = {self.options.listen!r} is every address of this machine; give the one that others "

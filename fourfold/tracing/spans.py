@@ -53,11 +53,15 @@ class Span:
         attributes: Attributes = _NO_ATTRIBUTES,
         links: tuple[SpanContext, ...] = (),
         trace_id: str = "",
+        span_id: str = "",
     ) -> None:
-        """Begin a span; one without a parent is the root of the trace `trace_id`, by default of a new one."""
+        """Begin a span; one without a parent is the root of the trace `trace_id`, by default of a new one.
+
+        `span_id` is for a span that another process may have to end in the place of this one.
+        """
         self.name, self.parent, self.kind, self.links = name, parent, kind, links
         trace_id = parent.trace_id if parent else trace_id or _new_id() + _new_id()
-        self.context = SpanContext(trace_id, _new_id())
+        self.context = SpanContext(trace_id, span_id or _new_id())
         self.attributes = attributes  # of several spans: they are replaced, not changed
         self.start_time, self.end_time = time.time_ns(), 0  # ns since 1970; `end_time` is 0 until the end
         self.error: str | None = None  # reason of a failure; None: there was none

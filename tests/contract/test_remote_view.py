@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -92,6 +93,10 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path / "host" / "one")
 
 
+def _room(tmp_path: Path, gib: float = remote.COPY_GIB) -> remote.CopyRoom:
+    return remote.CopyRoom(tmp_path / "cache", gib)
+
+
 def _until(condition: Callable[[], Any], what: str) -> Any:
     end = time.monotonic() + 20
     while not (found := condition()):
@@ -102,7 +107,7 @@ def _until(condition: Callable[[], Any], what: str) -> Any:
 
 def test_the_pages_of_a_remote_run_equal_those_of_its_machine(start: Start, folder: Path, tmp_path: Path) -> None:
     coordinator = start(folder)
-    reader = remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+    reader = remote.open_remote(coordinator.target, room=_room(tmp_path))
     local = FolderReader(folder, cache=tmp_path / "local")
     assert (reader.name, reader.state(), reader.steps()) == ("one", "running", local.steps())
     assert reader.recipe() == local.recipe()
@@ -119,7 +124,7 @@ def test_the_pages_of_a_remote_run_equal_those_of_its_machine(start: Start, fold
 def test_new_lines_arrive_and_a_restart_from_a_checkpoint_replaces_old_ones(
     start: Start, folder: Path, tmp_path: Path
 ) -> None:
-    reader = remote.open_remote(start(folder).target, cache=tmp_path / "cache")
+    reader = remote.open_remote(start(folder).target, room=_room(tmp_path))
     copy = reader.folder / SAMPLES_FILE
     source = folder / SAMPLES_FILE
 
@@ -150,14 +155,14 @@ def test_a_coordinator_that_is_gone_leaves_its_copy(start: Start, folder: Path, 
     ledger.add_eval(row)
     ledger.close()
     coordinator = start(folder)
-    reader = remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+    reader = remote.open_remote(coordinator.target, room=_room(tmp_path))
     assert reader.state() == "running"
     _until(lambda: reader.evaluations() == [row], "evaluations come from the ledger")
     coordinator.stop()
     _until(lambda: reader.state() != "running", "the state follows")
     assert reader.steps() and reader.weight_plane() is None and reader.evaluations() == [row]
     with pytest.raises(errors.Unavailable, match=r"coordinator service at .*nothing listens there"):
-        remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+        remote.open_remote(coordinator.target, room=_room(tmp_path))
 
 
 def test_a_token_needs_the_scope_view(start: Start, folder: Path, tmp_path: Path) -> None:
@@ -173,12 +178,12 @@ def test_a_token_needs_the_scope_view(start: Start, folder: Path, tmp_path: Path
     authority = tmp_path / "laptop"
     authority.mkdir()
     (authority / "ca.pem").write_bytes((directory / "ca.pem").read_bytes())
-    opened = remote.open_remote(public, certs=str(authority), token=viewer, cache=tmp_path / "cache")
+    opened = remote.open_remote(public, certs=str(authority), token=viewer, room=_room(tmp_path))
     assert opened.steps()
-    assert remote.open_remote(internal, certs=str(directory), cache=tmp_path / "cache").steps()
+    assert remote.open_remote(internal, certs=str(directory), room=_room(tmp_path)).steps()
     for token, text in ((agent, "may not call GetRun: its scopes are generate, info, train"), ("x" * 20, "unknown")):
         with pytest.raises((errors.PermissionDenied, errors.Unauthenticated), match=text):
-            remote.open_remote(public, certs=str(authority), token=token, cache=tmp_path / "cache")
+            remote.open_remote(public, certs=str(authority), token=token, room=_room(tmp_path))
     for role in ("gateway", "environment", "reward"):  # some of them may call RunService
         asyncio.run(_is_refused(internal, role, directory))
 
@@ -245,7 +250,7 @@ def test_what_a_hostile_coordinator_sends_is_its_named_fault_and_the_rest_is_sho
     recipe = folder / "config.toml"
     recipe.write_text(f'include = "{secret}"\n' + recipe.read_text())
     coordinator = start(folder, _Mixed(folder, folder / "tokenizer.json"))
-    reader = remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+    reader = remote.open_remote(coordinator.target, room=_room(tmp_path))
     sent = f"coordinator service at {coordinator.target}: "
     with TestClient(make_app(RunFolders([reader])), base_url=LOCAL) as client:
         _until(lambda: "9 trajectories" in client.get("/run/one/samples").text, "samples come, too")
@@ -263,7 +268,44 @@ def test_an_endless_recipe_is_refused(start: Start, folder: Path, tmp_path: Path
     (folder / "config.toml").write_text("# no end\n" * 20_000)
     coordinator = start(folder)
     with pytest.raises(errors.PeerFault, match=rf"{coordinator.target}: .*config.toml has more than 131,072 bytes"):
-        remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+        remote.open_remote(coordinator.target, room=_room(tmp_path))
+
+
+class _Endless(RunFileServicer):
+    """Sends a timeline that never ends."""
+
+    async def ReadFile(self, request: files.ReadFileRequest, context: Any) -> AsyncIterator[files.ReadFileResponse]:
+        if request.file != files.RUN_FILE_TIMELINE:
+            async for response in super().ReadFile(request, context):
+                yield response
+            return
+        offset = request.offset
+        while True:
+            yield files.ReadFileResponse(offset=offset, data=b"{}\n" * 10_000)
+            offset += 30_000
+
+
+def test_all_copies_together_stay_below_the_limit(start: Start, folder: Path, tmp_path: Path) -> None:
+    coordinator = start(folder, _Endless(folder, folder / "tokenizer.json"))
+    room = _room(tmp_path, 0.001)
+    limit = int(0.001 * (1 << 30))
+    reader = remote.open_remote(coordinator.target, room=room)
+    rule = rf"--copy-limit 0.001: timeline.jsonl of the coordinator service at {coordinator.target} would exceed"
+
+    def faults() -> str:
+        reader.state()
+        return "\n".join(reader.faults())
+
+    _until(lambda: re.search(rf"{rule}.*{room.folder} use 0.000\d+; remove copies", faults()), "the limit is named")
+    used = sum(path.stat().st_size for path in room.folder.rglob("*") if path.is_file())
+    assert limit - 200_000 < used <= limit
+    assert reader.steps(), "what was copied is shown"
+    (room.folder / "old").write_bytes(b"x" * 100)
+    for gib in (0.001, 1e-6):  # another view of the same user, also with a lower limit
+        room = _room(tmp_path, gib)
+        room.count()
+        with pytest.raises(errors.ConfigError, match=f"--copy-limit {gib:g}: more would exceed these GiB"):
+            room.take(limit, "more")
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", ".."])
@@ -271,5 +313,5 @@ def test_a_hostile_name_of_a_run_leaves_the_cache(start: Start, folder: Path, tm
     coordinator = start(folder)
     coordinator.board.status.name = name
     with pytest.raises(errors.PeerFault, match="is no name of a run"):
-        remote.open_remote(coordinator.target, cache=tmp_path / "cache")
+        remote.open_remote(coordinator.target, room=_room(tmp_path))
     assert not (tmp_path / "cache").exists()

@@ -54,12 +54,19 @@ async def test_each_sample_of_a_run_has_a_whole_trace(make_stage: Callable[..., 
     assert await stage.finish() == 0
     traces = by_trace(read_files(stage.folder / "traces"))
     roots = [check_trace(trace) for trace in traces]
-    assert Counter(root.name for root in roots) == {"sample": 24, "fourfold.trainer.v1.TrainerService/TrainStep": 2}
+    names = {"sample": 24, "evaluation": 32, "fourfold.trainer.v1.TrainerService/TrainStep": 2}
+    assert Counter(root.name for root in roots) == names
     samples = {row["sample_id"]: row for row in stage.lines("samples.jsonl")}
     for root, trace in zip(roots, traces, strict=True):
+        phases = sorted((span for span in trace if span.parent == root.span_id), key=lambda span: span.start)
+        if root.name == "evaluation":
+            assert [span.name for span in phases] == ["generate", "score"]
+            assert Counter(span.name.rpartition("/")[2] for span in trace if "/" in span.name) == {
+                "Generate": 2,
+                "Score": 2,
+            }
         if root.name != "sample":
             continue
-        phases = sorted((span for span in trace if span.parent == root.span_id), key=lambda span: span.start)
         assert [span.name for span in phases] == PHASES
         calls = Counter((span.name.rpartition("/")[2], span.kind) for span in trace if "/" in span.name)
         assert calls == {

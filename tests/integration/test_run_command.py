@@ -214,7 +214,7 @@ def test_killed_launcher_takes_everything_with_it(make_stage: Callable[..., Stag
     stage.wait_for_step(process, 1)
     second = stage.start("--resume", "runs/toy")
     _, errors = second.communicate(timeout=20)
-    assert second.returncode == 1 and "another `fourfold run` uses this folder" in errors
+    assert second.returncode == 1 and "`fourfold run` (process " in errors and ") uses this folder" in errors
     process.kill()
     process.communicate(timeout=10)
     until(lambda: stage.descendants() == {}, 5)

@@ -1,11 +1,17 @@
-"""What the tutorials in docs/tutorials tell a reader to write and to run, and keys for a tiny model on a CPU."""
+"""What the tutorials in docs/tutorials tell a reader to write and to run, and runs of recipes on a CPU."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from tests.support.tiny_run import logs_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _NAMES: Final = {
@@ -42,6 +48,28 @@ ON_A_CPU: Final = {
     "evaluation.samples_per_prompt": "1",
 }
 """Keys that make a recipe small, and that need no GPU. All others stay those of the tutorial."""
+
+
+def train(folder: Path, recipe: Path, model: Path, *words: str, **values: str) -> tuple[list[dict[str, Any]], Path]:
+    """Train a recipe in `folder` with a tiny model on a CPU; return the metrics of its steps, and the run's folder.
+
+    Args:
+        words: further arguments of `fourfold run`.
+        values: keys besides `ON_A_CPU`, with `__` for each dot.
+    """
+    keys: Mapping[str, str] = {"model.source": f'"{model}"', **ON_A_CPU} | {
+        name.replace("__", "."): value for name, value in values.items()
+    }
+    changes = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        [sys.executable, "-m", "fourfold", "run", str(recipe), *words, *changes, "--name", "tiny"],
+        cwd=folder, capture_output=True, text=True, timeout=780,
+    )  # fmt: skip
+    run_dir = folder / "runs/tiny"
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs_of(run_dir)}"
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert (run_dir / "model/config.json").exists() and all(row["time/step"] > 0 for row in rows)
+    return rows, run_dir
 
 
 def files_of(page: Path) -> dict[str, str]:

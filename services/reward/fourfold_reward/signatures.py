@@ -113,7 +113,7 @@ def _openrlhf_result(answer: Any) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _TrlForm:
-    """The parameters of a function of TRL."""
+    """The parameters of a function of TRL; its answer is named by the last part of COLUMN.KEY."""
 
     names: Collection[str]
     required: Collection[str]
@@ -128,7 +128,7 @@ class _TrlForm:
             names=frozenset(p.name for p in named),
             required=frozenset(p.name for p in named if p.default is p.empty),
             any_column=any(p.kind is p.VAR_KEYWORD for p in parameters),
-            answer_field=answer_field,
+            answer_field=answer_field.rpartition(".")[2],
         )
 
 

@@ -51,7 +51,7 @@ def main(options: ServeOptions) -> int:
     folder = model_folder.resolve(config.model.source)
     host.tokenizer_sha256 = tokenizer_sha256(folder)
     settings = engine_settings(config, pool, folder)
-    environment.prepare(settings)
+    environment.prepare(settings, options.host)
     from fourfold_rollout.vllm.engine import VllmEngine
 
     parsers = config.rollout.tool_parser, config.rollout.reasoning_parser

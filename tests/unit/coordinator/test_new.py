@@ -63,6 +63,14 @@ def test_several_files_become_sources() -> None:
         new.main(_parsed("other.toml", "--data", "sums.jsonl", "--data", "other.jsonl"))
 
 
+def test_an_answer_inside_of_an_object() -> None:
+    write("rows.jsonl", [{"prompt": f"{n}", "reward_model": {"ground_truth": str(n)}} for n in range(20)])
+    found = call("--data", "rows.jsonl", "--answer-field", "reward_model.ground_truth")
+    assert (found.data.answer_field, found.reward[0].function) == ("reward_model.ground_truth", "last_number")
+    with pytest.raises(ConfigError, match="'reward_model' has no key 'ground_trut'; did you mean `ground_truth`"):
+        new.main(_parsed("other.toml", "--data", "rows.jsonl", "--answer-field", "reward_model.ground_trut"))
+
+
 def test_a_split_of_a_folder_is_in_the_recipe(folder: Path) -> None:
     (folder / "set").mkdir()
     write("set/train.jsonl", [{"prompt": "x"}])

@@ -131,6 +131,44 @@ def test_metadata_is_the_other_columns_and_what_is_in_metadata(tmp_path: Path, l
     assert prompt.answer == "4"
 
 
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_an_answer_inside_of_an_object(
+    tmp_path: Path, load: Callable[..., PromptSet], write: Callable[..., Path]
+) -> None:
+    rows = [
+        {"question": "q", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra": {"a": {"b": 5, "c": 6}}},
+        {"question": "r", "reward_model": {"style": "rule", "ground_truth": None}, "extra": {"a": None}},
+    ]
+    path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), rows)
+    first, second = load(path, answer_field="reward_model.ground_truth", order="file").train
+    assert (first.answer, second.answer) == ("4", "")
+    assert json.loads(first.metadata_json) == {"reward_model": {"style": "rule"}, "extra": rows[0]["extra"]}
+    first, second = load(path, answer_field="extra.a.b", order="file").train
+    assert (first.answer, second.answer) == ("5", "")
+    assert json.loads(first.metadata_json)["extra"] == {"a": {"c": 6}}
+
+
+def test_a_column_with_a_dot_in_its_name_comes_first(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    row = {"question": "q", "a.b": "column", "a": {"b": "key"}}
+    (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", [row]), answer_field="a.b").train
+    assert (prompt.answer, json.loads(prompt.metadata_json)) == ("column", {"a": {"b": "key"}})
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("reward_model.ground_trut", r"'reward_model' has no key 'ground_trut'; did you mean `ground_truth`\? Known"),
+        ("rewardmodel.ground_truth", r"no column 'rewardmodel'; did you mean `reward_model`\? Known are question, rew"),
+        ("reward_model.style.x", r"'reward_model.style' is a str, not an object; correct data.answer_field, or"),
+        ("reward_model.", r"'reward_model' has no key ''; choose one of style, ground_truth"),
+    ],
+)
+def test_a_path_to_no_answer_is_named(tmp_path: Path, load: Callable[..., PromptSet], path: str, words: str) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "reward_model": {"style": "r", "ground_truth": "4"}}])
+    with pytest.raises(ConfigError, match=rf"a.jsonl, row 0: answer_field = '{path}': {words}"):
+        load(file, answer_field=path)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

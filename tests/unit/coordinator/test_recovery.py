@@ -14,6 +14,7 @@ import pytest
 
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
+from fourfold.tracing import spans
 from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus, TrainStepResponse
 from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState
@@ -254,6 +255,24 @@ async def test_a_step_that_the_trainer_has_done_is_acknowledged(tmp_path: Path, 
     assert row.metrics.pop("end_time").endswith("Z")
     assert row.metrics == {"reward/mean": 0.7, "loss": None, "diagnosis": "", "alarms": []}
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 5
+
+
+async def test_the_traces_of_a_step_that_is_acknowledged_end_as_trained(tmp_path: Path, ledger: Ledger) -> None:
+    samples, (lost, *_) = lease(ledger, 5, 14), ledger.issue(step=6, position=15, count=1).sample_ids
+    ended: list[spans.Span] = []
+    spans.install(ended.append)
+    try:
+        ledger.put({TRAINER_KEY: "a"})
+        context = run_of(tmp_path, ledger, Session(answered(5)))
+        context.router.traces = SampleTraces(ratio=1.0)
+        context.router.traces.follow(ledger, "run")
+        assert await take_over(context) is not None
+    finally:
+        spans.install(None)
+    roots = {span.attributes["fourfold.sample_id"]: span for span in ended if span.name == "sample"}
+    assert roots.keys() == {*samples, lost}
+    assert roots[lost].error == COORDINATOR_RESTARTED
+    assert {(roots[name].error, roots[name].attributes.get("fourfold.step")) for name in samples} == {(None, 5)}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fourfold.tracing import spans
 from fourfold.tracing.spans import NONE, Span
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 from fourfold_coordinator.state.ledger import FILTERED, Ledger, SampleState
-from fourfold_coordinator.state.sample_traces import SCORE, SampleTraces, step_attributes
+from fourfold_coordinator.state.sample_traces import GENERATE, SCORE, SampleTraces, step_attributes
 
 ANSWER = TrainStepResponse(step=1, policy_version=1, metrics={"policy/loss": 0.5, "train/grad_norm": float("nan")})
 
@@ -104,6 +104,47 @@ def test_a_restore_ends_the_traces_of_what_it_drops(ledger: Ledger, ended: list[
     traces.trained(kept.sample_ids, ANSWER)
     names = [span.name for span in ended if span.context.trace_id == trace_id(kept.sample_ids[0])]
     assert names == ["wait", "generate", "score", "queue", "train", "queue", "train", "sample"]
+
+
+def test_a_coordinator_that_continues_gives_unfinished_samples_their_roots(ledger: Ledger, ended: list[Span]) -> None:
+    dead = traced(ledger)
+    kept, lost, done = (ledger.issue(step=1, position=position, count=1) for position in range(3))
+    roll(ledger, kept.sample_ids)
+    roll(ledger, lost.sample_ids, SampleState.RUNNING)
+    ledger.drop(done.sample_ids, "REASON")
+    call = dead.call(SCORE, lost.sample_ids, "reward-0").running()[0]
+    ends = {sample_id: [span for span in ended if span.name == "sample"] for sample_id in done.sample_ids}
+    traces = traced(ledger)
+    assert not traces.call(SCORE, done.sample_ids, "reward-0"), "it has its root"
+    traces.restore({kept.group_id}, "COORDINATOR_RESTARTED")
+    ledger.restore(0, "COORDINATOR_RESTARTED", keep={kept.group_id})
+    ledger.lease(1, kept.sample_ids)
+    traces.trained(kept.sample_ids, ANSWER)
+    for names, error in ((lost.sample_ids, "COORDINATOR_RESTARTED"), (kept.sample_ids, None)):
+        spans = [span for span in ended if span.context.trace_id == trace_id(names[0])]
+        (root,) = (span for span in spans if span.name == "sample")
+        assert (root.error, root.attributes["fourfold.resumed"]) == (error, True)
+        assert {span.parent for span in spans if span is not root} == {root.context}, "those of the dead process, too"
+    assert [s.name for s in ended if s.context.trace_id == call.context.trace_id] == ["wait", "generate", "sample"]
+    assert len(ends[done.sample_ids[0]]) == 1
+    assert sum(span.name == "sample" for span in ended) == 3
+
+
+def test_an_answer_of_an_evaluation_has_a_trace(ledger: Ledger, ended: list[Span]) -> None:
+    traces = traced(ledger)
+    for _ in range(2):  # as after a restore
+        with traces.evaluation(["eval1-math-0-0"]):
+            with traces.call(GENERATE, ["eval1-math-0-0"], "rollout-0"):
+                pass
+            traces.move(["eval1-math-0-0"], SampleState.ROLLED, "")
+    with pytest.raises(TimeoutError), traces.evaluation(["eval1-math-0-1"]):
+        raise TimeoutError
+    roots = [span for span in ended if span.name == "evaluation"]
+    assert [root.error for root in roots] == [None, None, "TimeoutError"]
+    assert len({root.context for root in roots}) == 3 and len({root.context.trace_id for root in roots}) == 2
+    assert [span.name for span in ended[:4]] == [GENERATE, "generate", "score", "evaluation"]
+    assert ended[1].parent == roots[0].context and ended[0].parent == ended[1].context
+    assert not traces.call(SCORE, ["eval1-math-0-0"], "reward-0")
 
 
 def test_a_change_that_is_repeated_is_in_the_trace_once(ledger: Ledger, ended: list[Span]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,18 +13,34 @@ import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
-from fourfold_coordinator.launch.run_folder import locked
+from fourfold_coordinator.launch.run_folder import is_locked, locked
 from fourfold_coordinator.reporting.run_totals import MemoryMeter, pss_bytes
 from fourfold_coordinator.routing.registry import Member
 
 
 def test_one_run_folder_has_one_coordinator(tmp_path: Path) -> None:
-    with locked(tmp_path / "coordinator.lock", "coordinator"):
-        with pytest.raises(ConfigError, match="another coordinator uses this folder"):
-            with locked(tmp_path / "coordinator.lock", "coordinator"):
-                pass
-    with locked(tmp_path / "coordinator.lock", "coordinator"):
+    file = tmp_path / "coordinator.lock"
+    with locked(file, "coordinator"):
+        with pytest.raises(ConfigError, match=r"coordinator .* uses this folder"), locked(file, "coordinator"):
+            pass
+    with locked(file, "coordinator"):
         pass
+
+
+def test_the_process_that_holds_a_folder_is_named(tmp_path: Path) -> None:
+    file, process = tmp_path / ".lock", rf"\(process {os.getpid()} on {re.escape(socket.gethostname())}\)"
+    with locked(file, "`fourfold run`, which is longer"):
+        pass
+    with locked(file, "`fourfold eval`"):
+        for _ in range(2):  # the one that is refused leaves the name
+            with pytest.raises(ConfigError, match=rf"{tmp_path}: `fourfold eval` {process} uses this folder; wait"):
+                with locked(file, "`fourfold run`"):
+                    pass
+        assert is_locked(file)
+        file.write_bytes(b"")  # as an earlier release, or before the holder has written
+        with pytest.raises(ConfigError, match="another `fourfold run` uses this folder"):
+            with locked(file, "`fourfold run`"):
+                pass
 
 
 def test_memory_is_the_sum_over_the_processes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

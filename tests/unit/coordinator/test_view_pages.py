@@ -191,6 +191,8 @@ def test_wrong_arguments_are_errors_before_anything_is_served(tmp_path: Path, fo
         ),
         ([str(folders[0]), "--certs", "certs"], "--certs certs is for runs of other machines; add HOST:PORT"),
         ([str(folders[0]), "--run-token-file", str(short)], "--run-token-file .* is for runs of other machines"),
+        ([str(folders[0]), "--copy-limit", "2"], "--copy-limit 2.0 is for runs of other machines"),
+        (["127.0.0.1:8441", "--copy-limit", "0"], "--copy-limit 0: a limit in GiB is above 0"),
         (["machine.example:8441"], r"machine.example:8441 is another machine, which needs TLS; add --certs DIR with"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -85,6 +85,27 @@ def test_samples_of_several_generations_are_one_step() -> None:
     assert (recipe.batch.prompts_per_step, recipe.batch.mini_batches_per_step) == (16, 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "logging"),
+    [
+        ("", {}),
+        ("report_to: none\nproject: p", {}),
+        ("report_to: wandb\nproject: p\nlogging_dir: d", {"sinks": ["wandb"], "project": "p"}),
+        (
+            "report_to: [tensorboard, comet_ml, trackio]\nlogging_dir: d",
+            {"sinks": ["tensorboard", "trackio"], "tensorboard_dir": "d"},
+        ),
+        ("report_to: all", {}),
+    ],
+)
+def test_trackers(options: str, logging: dict[str, Any]) -> None:
+    recipe = recipe_of(f"{LEAST}run_name: one\n{options}\n")
+    assert recipe.name == "one"
+    assert recipe.logging.model_dump(exclude_unset=True) == logging
+    checks = [text for text in draft_of(LEAST + options).checks if text.startswith("logging.sinks: report_to has ")]
+    assert len(checks) == ("all" in options or "comet_ml" in options)
+
+
 def test_the_defaults_are_those_of_trl() -> None:
     recipe = recipe_of(LEAST)
     algorithm = recipe.algorithm

@@ -98,6 +98,8 @@ def test_a_grpo_script_of_the_examples() -> None:
     assert [one.temperature for one in recipe.data.eval] == [0.0]
     sampled = recipe_of(GRPO + f"trainer.test_freq=5 {ROLLOUT}.val_kwargs.temperature=0.7")
     assert [one.temperature for one in sampled.data.eval] == [0.7]
+    assert recipe.data.answer_field == "reward_model.ground_truth"
+    assert [one.path for one in (*recipe.data.train, *recipe.data.eval)] == ["/d/train.parquet", "/d/test.parquet"]
 
 
 def test_ppo_with_a_reward_model_and_a_critic() -> None:
@@ -250,6 +252,7 @@ def test_a_script_with_arithmetic_and_lists() -> None:
     )
     assert (recipe.model.max_context_tokens, recipe.batch.tokens_per_micro_batch) == (10_240, 20_480)
     assert recipe.name == "x-1"
+    assert [one.path for one in recipe.data.train] == ["/a.parquet", "/b.parquet"]
 
 
 def test_a_yaml_file_with_references() -> None:
@@ -259,8 +262,39 @@ def test_a_yaml_file_with_references() -> None:
         "actor_rollout_ref:\n  model: {path: POLICY}\n  rollout: {n: 4, name: vllm}\n"
         "  actor: {ppo_mini_batch_size: '${data.train_batch_size}', optim: {lr: 1e-5}}\n"
     )
-    assert (recipe.name, recipe.batch.mini_batches_per_step, recipe.trainer.learning_rate) == ("p_e", 1, 1e-5)
+    assert (recipe.name, recipe.batch.mini_batches_per_step, recipe.trainer.learning_rate) == ("e", 1, 1e-5)
+    assert (recipe.logging.sinks, recipe.logging.project) == (["wandb"], "p")
     assert recipe.algorithm.advantage.kind == "rloo"
+
+
+@pytest.mark.parametrize(
+    ("options", "sinks", "project", "reason"),
+    [
+        ("", ["wandb"], "verl_examples", {}),
+        ("trainer.logger=console", [], "fourfold", {"trainer.logger": "not needed: no tracker"}),
+        (
+            "trainer.logger=['console','mlflow','tensorboard'] trainer.project_name=p",
+            ["mlflow", "tensorboard"],
+            "p",
+            {},
+        ),
+        ("trainer.logger=[trackio,swanlab] trainer.project_name=p", ["trackio"], "p", {}),
+        (
+            "trainer.logger=[swanlab] trainer.project_name=p",
+            [],
+            "fourfold",
+            {
+                "trainer.logger": "no equivalent of these trackers",
+                "trainer.project_name": "not needed without a tracker",
+            },
+        ),
+    ],
+)
+def test_trackers(options: str, sinks: list[str], project: str, reason: dict[str, str]) -> None:
+    draft, recipe = draft_of(GRPO + options), recipe_of(GRPO + options)
+    assert (recipe.logging.sinks, recipe.logging.project) == (sinks, project)
+    assert {name: text for name, text in draft.reasons() if name.startswith("trainer.")} == reason
+    assert any("trainer.logger has swanlab, and the trackers are" in c for c in draft.checks) == ("swanlab" in options)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def test_a_function_of_trl_gets_the_conversation_and_the_columns() -> None:
         [[7, 8, 9]],
     )
     assert "answer" not in columns
+    score(accuracy, answer_field="reward_model.solution")
+    assert calls[1][2] == solution
 
 
 def test_a_plain_prompt_makes_texts_as_in_trl() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.host import network
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.vllm import environment
 
@@ -26,13 +27,13 @@ def _left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         logger.filters[:] = filters
 
 
-def prepare(**keys: object) -> None:
+def prepare(*, host: str = "127.0.0.1", **keys: object) -> None:
     settings = {
         "folder": Path("/model"), "dtype": "bfloat16", "max_context_tokens": 64, "max_concurrent_samples": 4,
         "max_batched_tokens": 64, "enforce_eager": True, "kv_cache_gib": 2, "gpus": 0, "gpu_memory_utilization": 0.5,
         "seed": 0, **keys,
     }  # fmt: skip
-    environment.prepare(EngineSettings(**settings))  # type: ignore[arg-type]
+    environment.prepare(EngineSettings(**settings), host)  # type: ignore[arg-type]
 
 
 def test_seconds_of_the_start_are_logged_and_small_talk_is_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,6 +57,20 @@ def test_variables_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> No
     prepare()
     assert os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] == "32"
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "2"
+
+
+def test_nccl_uses_the_network_of_the_address_of_an_engine_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "interface_of", {"10.0.0.1": "eth1"}.__getitem__)
+    for gpus, host, given, expected in (
+        (1, "10.0.0.1", "", "eth1"),
+        (1, "10.0.0.1", "ib0", "ib0"),
+        (1, "127.0.0.1", "", "lo"),
+        (0, "10.0.0.1", "", "lo"),
+    ):
+        os.environ.pop("NCCL_SOCKET_IFNAME", None)
+        os.environ |= {"NCCL_SOCKET_IFNAME": given} if given else {}
+        prepare(gpus=gpus, host=host)
+        assert os.environ["NCCL_SOCKET_IFNAME"] == expected, (gpus, host, given)
 
 
 def test_nothing_is_compiled_on_a_cpu_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

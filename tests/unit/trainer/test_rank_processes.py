@@ -14,6 +14,7 @@ import pytest
 
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, Unavailable
+from fourfold.host.network import NCCL_VARIABLE
 from fourfold.host.postmortem import Death
 from fourfold_trainer.batches import dummy_value_batch, to_arrays
 from fourfold_trainer.engine import EngineFailedError
@@ -55,6 +56,12 @@ def test_a_critic_is_in_the_ranks_of_the_policy_or_on_gpus_after_them() -> None:
     last = rank_environment(apart, place_ranks(apart, critic=True)[2])
     assert (last["RANK"], last["WORLD_SIZE"], last["LOCAL_RANK"]) == ("2", "3", "4")
     assert last["NCCL_SOCKET_IFNAME"] == last["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_nccl_has_the_network_of_the_service_also_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NCCL_VARIABLE, "eth1")  # as the service sets it
+    found = rank_environment(recipe(), place_ranks(recipe(), critic=False)[0])
+    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("eth1", "lo")
 
 
 def group(second: ThreadPoolExecutor | None) -> DistributedEngine:

@@ -21,7 +21,7 @@ from fourfold.host.hardware import visible_gpus
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 
-from ..data.prompts import chat_messages
+from ..data.prompts import answer_of, chat_messages
 from ..data.sources import Row, read_rows
 
 _PROMPT_COLUMNS: Final = ("question", "prompt", "problem", "query", "instruction", "messages", "input", "text")
@@ -119,10 +119,13 @@ def _collect(args: argparse.Namespace, ask: Ask) -> Answers:
     rows = [row for path in data for row in found[path]]
     prompt_field = args.prompt_field or _column(rows, _PROMPT_COLUMNS, "prompt", ask)
     answer_field = args.answer_field or _column(rows, _ANSWER_COLUMNS, "answer", ask, required=False)
-    for option, column in (("--prompt-field", prompt_field), ("--answer-field", answer_field)):
-        for path in data:
-            if column and column not in found[path][0]:
-                raise ConfigError(f"{option} {column}: no such column in {path}; it has {', '.join(found[path][0])}")
+    for path in data:
+        first = found[path][0]
+        plain = "" if "." in answer_field else answer_field
+        for option, column in (("--prompt-field", prompt_field), ("--answer-field", plain)):
+            if column and column not in first:
+                raise ConfigError(f"{option} {column}: no such column in {path}; it has {', '.join(first)}")
+        answer_of(first, answer_field, path)
     gpus = args.gpus if args.gpus is not None else len(visible_gpus())
     model = args.model or ask("Model folder", _DEFAULT_MODEL)
     system_prompt = args.system_prompt if args.system_prompt is not None else ask("System message", "")
@@ -166,7 +169,8 @@ def _column(rows: Sequence[Row], names: Sequence[str], what: str, ask: Ask, *, r
 
 def _reward(rows: Sequence[Row], answer_field: str) -> str:
     """Return the verifier that fits the reference answers."""
-    answers = [str(row[answer_field]) for row in rows if row.get(answer_field) is not None] if answer_field else []
+    found = [answer_of(row, answer_field, "--data") for row in rows] if answer_field else []
+    answers = [str(answer) for answer in found if answer is not None]
     if answers and all(_NUMBER.fullmatch(answer) for answer in answers):
         return "last_number"
     if any("\\" in answer or "$" in answer for answer in answers):

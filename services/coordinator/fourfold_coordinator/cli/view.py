@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-token-file", type=Path, metavar="FILE", help="for HOST:PORT: a token with the scope view, in a file"
     )
+    parser.add_argument(
+        "--copy-limit",
+        type=float,
+        metavar="GIB",
+        help="for HOST:PORT: limit of all copies of such runs, with their indexes; default 32",
+    )
     parser.add_argument("--listen", default=f"127.0.0.1:{_PORT}", metavar="HOST:PORT", help="port 0: any free port")
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="the token that browsers need, in a file; for other machines"
@@ -67,12 +73,13 @@ def main(args: argparse.Namespace) -> int:
     import uvicorn
 
     from ..view.app import make_app
-    from ..view.reader import RunFolders
-    from ..view.remote import open_remote
+    from ..view.reader import RunFolders, cache_folder
+    from ..view.remote import COPY_GIB, REMOTE, CopyRoom, open_remote
 
+    room = CopyRoom(cache_folder() / REMOTE, args.copy_limit or COPY_GIB)
     run_token = _read_token(args.run_token_file, "--run-token-file") if args.run_token_file else ""
     runs = [
-        open_remote(run, certs=args.certs, token=run_token) if _is_address(run) else find_run(Path(run))
+        open_remote(run, certs=args.certs, token=run_token, room=room) if _is_address(run) else find_run(Path(run))
         for run in args.runs
     ]
     folders = RunFolders(runs, root=None if runs else _ROOT)
@@ -104,7 +111,13 @@ def main(args: argparse.Namespace) -> int:
 def _check_remote(args: argparse.Namespace) -> None:
     """Raise ConfigError for options of remote runs that do not fit the runs."""
     remote = [run for run in args.runs if _is_address(run)]
-    for flag, value in (("--certs", args.certs), ("--run-token-file", args.run_token_file)):
+    if args.copy_limit is not None and not args.copy_limit > 0:
+        raise ConfigError(f"--copy-limit {args.copy_limit:g}: a limit in GiB is above 0; raise it, or leave it out")
+    for flag, value in (
+        ("--certs", args.certs),
+        ("--run-token-file", args.run_token_file),
+        ("--copy-limit", args.copy_limit),
+    ):
         if value and not remote:
             raise ConfigError(f"{flag} {value} is for runs of other machines; add HOST:PORT of one, or remove {flag}")
     for run in remote:

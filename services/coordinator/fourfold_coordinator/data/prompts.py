@@ -25,6 +25,7 @@ from fourfold.arrays import Int32Array
 from fourfold.config import Config, DataConfig, DataSourceConfig, EvalSet, HoldoutConfig, block_counts, parse_template
 from fourfold.errors import ConfigError
 from fourfold.seeds import derive_seed
+from fourfold.text import choices, clean
 
 from .order import MixtureOrder, PassOrder
 from .sources import Row, describe, read_rows
@@ -265,8 +266,9 @@ class _Loader:
         text, ids = _tokenize(value, messages, data, self.tokenizer, where)
         if not ids:
             raise ConfigError(f"{where}: an empty prompt; remove the row")
-        answer = row.get(answer_field)
-        metadata = {k: v for k, v in row.items() if k not in (prompt_field, answer_field, "metadata")}
+        answer = answer_of(row, answer_field, where)
+        rest = _without_answer(row, answer_field)
+        metadata = {k: v for k, v in rest.items() if k not in (prompt_field, "metadata")}
         nested = row.get("metadata")
         if isinstance(nested, dict):
             metadata |= nested
@@ -303,6 +305,46 @@ def _prompt_of(row: Row, column: str, where: str) -> Any:
             f"of the source"
         )
     return row[column]
+
+
+def answer_of(row: Row, path: str, where: str) -> Any:
+    """Return the reference answer of a row; None if it has none.
+
+    Args:
+        row: columns of the data.
+        path: name of a column, which may be missing; or COLUMN.KEY, for a key of an object in a column.
+        where: source and number of the row, for messages.
+
+    Raises:
+        ConfigError: a part of COLUMN.KEY is missing.
+    """
+    if path in row or "." not in path:
+        return row.get(path)
+    value: Any = row
+    for number, part in enumerate(parts := path.split(".")):
+        if value is None:
+            return None
+        if not isinstance(value, dict) or part not in value:
+            parent = ".".join(parts[:number])
+            what = f"{parent!r} is a {type(value).__name__}, not an object"
+            if isinstance(value, dict):
+                what = (
+                    f"{f'{parent!r} has no key' if parent else 'no column'} {part!r}; {choices(part, map(str, value))}"
+                )
+            raise ConfigError(
+                f"{where}: answer_field = {path!r}: {clean(what, 500)}; correct data.answer_field, or answer_field of "
+                f"the source"
+            )
+        value = value[part]
+    return value
+
+
+def _without_answer(row: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return a row without the answer that `answer_of` finds."""
+    column, dot, rest = path.partition(".")
+    if dot and path not in row and isinstance(row.get(column), dict):
+        return {**row, column: _without_answer(row[column], rest)}
+    return {name: value for name, value in row.items() if name != path}
 
 
 def _fill_template(template: str, row: Row, where: str) -> str:

@@ -46,7 +46,7 @@ def _files(source: DataSourceConfig) -> list[Path]:
     """Return the files of a source, in order, or the dataset folder that it is."""
     if source.path.startswith(hub.PREFIX):
         return hub.dataset_files(source.path, config=source.config, split=source.split)
-    path = Path(source.path)
+    path = Path(source.path).expanduser()
     where = f"path = {source.path!r}"
     if not path.exists():
         raise ConfigError(f"{where} does not exist; {_KINDS}")

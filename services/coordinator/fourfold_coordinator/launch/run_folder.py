@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from fourfold import config as configuration
 from fourfold import hub
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.text import clean
 
 ADDRESS_FILE: Final = "coordinator.address"
 CONFIG_FILE: Final = "config.toml"
@@ -38,6 +40,7 @@ LEDGER_FILE: Final = "ledger.sqlite"
 RUN_LOCK: Final = ".lock"  # of `fourfold run`
 COORDINATOR_LOCK: Final = "coordinator.lock"
 LATEST: Final = "latest"
+_HOLDER_CHARACTERS: Final = 200
 # `is_locked` holds a lock for a moment, in which a process that starts must not fail.
 _PROBE_SECONDS: Final = 0.5
 # In the environment of a coordinator that the launcher restarted: how the one before it died.
@@ -115,16 +118,21 @@ def free_name(run_dir: Path) -> Path:
 
 @contextmanager
 def locked(file: Path, holder: str) -> Iterator[None]:
-    """Hold an exclusive lock on a file; raise ConfigError when another process, a `holder`, has it.
+    """Hold an exclusive lock on a file, as `holder`; raise ConfigError with the process that has it, if another has.
 
     The kernel releases the lock when this process dies.
     """
-    with file.open("w") as lock:
+    with file.open("a+", encoding="utf-8", errors="replace") as lock:  # what it has is of the holder
         end = time.monotonic() + _PROBE_SECONDS
         while not _try_lock(lock, fcntl.LOCK_EX):
             if time.monotonic() >= end:
-                raise ConfigError(f"{file.parent}: another {holder} uses this folder; stop it first")
+                lock.seek(0)
+                found = clean(lock.read(_HOLDER_CHARACTERS)) or f"another {holder}"  # it has not written yet
+                raise ConfigError(f"{file.parent}: {found} uses this folder; wait for its end, or stop it")
             time.sleep(_PROBE_SECONDS / 10)
+        with suppress(OSError):  # the disk is full
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"{holder} (process {os.getpid()} on {socket.gethostname()})".encode())
         yield
 
 

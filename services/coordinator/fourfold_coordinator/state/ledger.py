@@ -65,6 +65,8 @@ LEGAL_TRANSITIONS: Final[Mapping[SampleState, frozenset[SampleState]]] = {
     SampleState.DROPPED: frozenset(),
 }
 
+_UNFINISHED: Final = tuple(s for s in SampleState if s not in (SampleState.TRAINED, SampleState.DROPPED))
+
 # Stored as `PRAGMA user_version`. Version 0 had no table `records`, versions before 2 no column `evals.sets`.
 _VERSION: Final = 2
 # Not a parameter: SQLite cannot use a partial index for one. It would also prefer another index.
@@ -384,6 +386,13 @@ class Ledger:
             raise NotFound(f"sample {missing} was never issued")
         return [(sample_id, SampleState(states[sample_id])) for sample_id in sample_ids]
 
+    def unfinished(self) -> dict[str, SampleState]:
+        """Return the state of each sample that is neither TRAINED nor DROPPED; reads the whole table."""
+        rows = self._db.execute(
+            f"SELECT sample_id, state FROM samples WHERE state IN ({_marks(_UNFINISHED)})", _UNFINISHED
+        )
+        return {sample_id: SampleState(state) for sample_id, state in rows}
+
     def make_ready(self, sample_ids: Sequence[str], places: Sequence[RecordPlace]) -> None:
         """Store the places of records, and move ROLLED samples to READY; a repeat changes the places only.
 
@@ -518,18 +527,9 @@ class Ledger:
     def add_eval(self, row: EvalRow) -> None:
         """Store an evaluation; replace one of the same step."""
         with self._transaction() as db:
-            db.execute(
-                "INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    row.step,
-                    row.score,
-                    row.half_width,
-                    row.answer_count,
-                    row.missing_count,
-                    json.dumps(row.answers),
-                    write_results(row.sets),
-                ),
-            )
+            values = (row.step, row.score, row.half_width, row.answer_count, row.missing_count)
+            texts = (json.dumps(row.answers), write_results(row.sets))
+            db.execute("INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, *texts))
 
     def evals(self) -> list[EvalRow]:
         return _select_evals(self._db)
@@ -568,12 +568,11 @@ class Ledger:
         checkpoints are deleted. Published versions stay, because versions never decrease.
         """
         with self._transaction() as db:
-            unfinished = [s for s in SampleState if s not in (SampleState.TRAINED, SampleState.DROPPED)]
             kept = json.dumps(sorted(keep))
             dropped = db.execute(
                 f"UPDATE samples SET state = ?, reason = ? "
-                f"WHERE (state IN ({_marks(unfinished)}) OR (state = ? AND step > ?)) AND NOT group_id {_IN_LIST}",
-                (SampleState.DROPPED, reason, *unfinished, SampleState.TRAINED, step, kept),
+                f"WHERE (state IN ({_marks(_UNFINISHED)}) OR (state = ? AND step > ?)) AND NOT group_id {_IN_LIST}",
+                (SampleState.DROPPED, reason, *_UNFINISHED, SampleState.TRAINED, step, kept),
             ).rowcount
             # Samples that the later steps had dropped: their prompts are issued again, and would be counted twice.
             db.execute(

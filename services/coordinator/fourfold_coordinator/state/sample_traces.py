@@ -6,19 +6,22 @@
                                '- engine        ComputeLogprobs    to     '- trainer
                                                 '- services        the step's own trace
 
-The trace id is the beginning of SHA-256("RUN_ID/SAMPLE_ID"), and it decides whether the sample is traced.
+The trace id is the beginning of SHA-256("RUN_ID/SAMPLE_ID"), and it decides whether the sample is traced. The id of the
+root follows it there: a coordinator that continues the run of a dead one ends the root in its place, so that the spans
+which others wrote have one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from typing import Final
 
 from fourfold import metrics as m
 from fourfold.tracing.propagation import MAX_TRACES
-from fourfold.tracing.spans import NONE, Attributes, Span, Spans, Value, enabled
+from fourfold.tracing.spans import NONE, Attributes, Span, Spans, Value, enabled, failure_reason
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from .ledger import BY_DESIGN, Ledger, SampleState
@@ -42,10 +45,8 @@ _ID_RANGE: Final = 1 << 64
 class _SampleTrace:
     """The trace of one sample: its root, and the span of the state that it is in."""
 
-    def __init__(self, sample_id: str, trace_id: str) -> None:
-        attributes = {"fourfold.sample_id": sample_id, "fourfold.group_id": group_of(sample_id)}
-        self.root = Span("sample", None, attributes=attributes, trace_id=trace_id)
-        self.state = SampleState.ISSUED
+    def __init__(self, root: Span, state: SampleState) -> None:
+        self.root, self.state = root, state
         self.phase = Span(_PHASES[self.state], self.root.context)
 
     def enter(self, state: SampleState) -> None:
@@ -70,17 +71,27 @@ class SampleTraces:
     def follow(self, ledger: Ledger, run_id: str) -> None:
         """Trace the samples of a run as its ledger issues and moves them."""
         self._run_id, ledger.on_issue, ledger.on_move = run_id, self.issue, self.move
+        for sample_id, state in ledger.unfinished().items() if self._limit else ():
+            self._begin(sample_id, "sample", state, resumed=True)
 
     # -- the life of a sample ---------------------------------------------------------------------------------------
 
     def issue(self, sample_ids: Sequence[str]) -> None:
         """Begin the traces of new samples, of those that are traced."""
-        if not self._limit:
+        for sample_id in sample_ids if self._limit else ():
+            self._begin(sample_id, "sample", SampleState.ISSUED)
+
+    def _begin(self, sample_id: str, name: str, state: SampleState, *, resumed: bool = False) -> None:
+        digest = hashlib.sha256(f"{self._run_id}/{sample_id}".encode()).hexdigest()
+        if int(digest[16:32], 16) >= self._limit:  # as OpenTelemetry's TraceIdRatioBased
             return
-        for sample_id in sample_ids:
-            trace_id = hashlib.sha256(f"{self._run_id}/{sample_id}".encode()).hexdigest()[:32]
-            if int(trace_id[16:], 16) < self._limit:  # as OpenTelemetry's TraceIdRatioBased
-                self._open[sample_id] = _SampleTrace(sample_id, trace_id)
+        attributes: dict[str, Value] = {"fourfold.sample_id": sample_id, "fourfold.group_id": group_of(sample_id)}
+        if resumed:
+            attributes["fourfold.resumed"] = True
+        # An evaluation that is repeated has the same samples again.
+        span_id = digest[32:48] if name == "sample" else ""
+        root = Span(name, None, attributes=attributes, trace_id=digest[:32], span_id=span_id)
+        self._open[sample_id] = _SampleTrace(root, state)
 
     def move(self, sample_ids: Sequence[str], state: SampleState, reason: str) -> None:
         """Note a change of state; DROPPED, for a reason, ends the traces."""
@@ -93,6 +104,22 @@ class SampleTraces:
                 self._drop(sample_id, reason)
             else:
                 trace.enter(state)
+
+    @contextmanager
+    def evaluation(self, sample_ids: Sequence[str]) -> Iterator[None]:
+        """Trace answers of an evaluation, which the ledger does not have, inside the block."""
+        for sample_id in sample_ids if self._limit else ():
+            self._begin(sample_id, "evaluation", SampleState.RUNNING)
+        error = None
+        try:
+            yield
+        except BaseException as caught:
+            error = failure_reason(caught)
+            raise
+        finally:
+            for sample_id in sample_ids if self._open else ():
+                if (trace := self._open.pop(sample_id, None)) is not None:
+                    trace.end({}, error=error)
 
     def restore(self, keep: Collection[str], reason: str) -> None:
         """Note that the run went back: samples of the groups `keep` are READY, and the others were dropped."""

@@ -21,7 +21,7 @@ from ..rewards.scoring import Scoring
 from ..routing.replica import Replica, ReplicaKey, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
-from ..state.sample_traces import REFERENCE
+from ..state.sample_traces import REFERENCE, SampleTraces
 from ..state.samples import Trajectory, build_sample, last_turn, prompt_length, sampling_params
 from .group_sampling import GroupSampler
 
@@ -57,6 +57,11 @@ class ServiceCalls:
     def budget(self) -> RetryBudget:
         """Return a fresh retry budget for one group."""
         return RetryBudget(infrastructure=self._config.retry.infrastructure, data=self._config.retry.data)
+
+    @property
+    def traces(self) -> SampleTraces:
+        """Traces of the samples whose calls are made here."""
+        return self._router.traces
 
     async def generate(
         self,

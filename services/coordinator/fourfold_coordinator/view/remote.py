@@ -23,7 +23,7 @@ from fourfold.coordinator.client import CoordinatorClient
 from fourfold.coordinator.run_files import RunFileClient, tail_sha256
 from fourfold.coordinator.v1 import run_file_service_pb2 as files_pb
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold.errors import DeadlinePassed, FourfoldError, PeerFault, Unavailable
+from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, PeerFault, Unavailable
 
 from ..launch.copied_files import FILES
 from ..launch.run_folder import REPORT_FILE
@@ -38,26 +38,63 @@ _MOST_BYTES: Final = {
     files_pb.RUN_FILE_REPORT: 1 << 28,
     files_pb.RUN_FILE_TOKENIZER: 1 << 28,
 }
+REMOTE: Final = "remote"
+"""Folder of the copies, in the cache."""
+COPY_GIB: Final = 32.0
+"""Default of `--copy-limit`: some twenty runs of 100,000 trajectories of 1,024 tokens."""
 _RPC_SECONDS: Final = 5.0
 _FILE_SECONDS: Final = 60.0  # after which a large file goes on in another call
 _UPDATE_SECONDS: Final = 1.0
+_GIB: Final = 1 << 30
 _IDLE_SECONDS: Final = 60.0  # without a page that asks
 _ENDED: Final = {pb.RUN_PHASE_DONE: "finished", pb.RUN_PHASE_FAILED: "stopped"}
 
 
-def open_remote(target: str, *, certs: str = "", token: str = "", cache: Path | None = None) -> FolderReader:
+class CopyRoom:
+    """Limits the bytes of all copies in `folder`, with their indexes, because a coordinator could send without end."""
+
+    def __init__(self, folder: Path, limit_gib: float) -> None:
+        self.folder, self._limit_gib = folder, limit_gib
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        """Count the bytes in the folder: a user removes copies, and indexes grow."""
+        with self._lock:
+            self._used = sum(_size(path) for path in self.folder.rglob("*"))
+
+    def take(self, size: int, what: str) -> None:
+        """Count `size` bytes more; raise ConfigError if they exceed the limit."""
+        with self._lock:
+            if self._used + size > self._limit_gib * _GIB:
+                raise ConfigError(
+                    f"--copy-limit {self._limit_gib:g}: {what} would exceed these GiB, of which the copies in "
+                    f"{self.folder} use {self._used / _GIB:.3g}; remove copies of old runs there, or raise --copy-limit"
+                )
+            self._used += size
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # replaced meanwhile
+        return 0
+
+
+def open_remote(target: str, *, certs: str = "", token: str = "", room: CopyRoom | None = None) -> FolderReader:
     """Return a reader of the run of a coordinator.
 
     Args:
         target: "HOST:PORT" of the coordinator, or of its `view.public_listen` with a token.
         certs: folder with viewer-0.pem, or with a token only ca.pem; empty: no TLS, on this machine.
         token: with the scope `view`; empty: the certificate is presented.
-        cache: folder for copies; None: that of the user.
+        room: folder for copies, and their limit; None: the folder of the user and the default.
 
     Raises:
-        FourfoldError: the address is malformed, or the coordinator does not answer or refuses the caller.
+        FourfoldError: the address is malformed, the coordinator does not answer or refuses the caller, or the copy
+            exceeds its limit.
     """
-    cache = cache or cache_folder()
+    room = room or CopyRoom(cache_folder() / REMOTE, COPY_GIB)
     peer = f"coordinator service at {target}"
     runs = CoordinatorClient(target, certs=certs, token=token, timeout=_RPC_SECONDS)
     files = RunFileClient(target, certs=certs, token=token, timeout=_FILE_SECONDS)
@@ -65,17 +102,17 @@ def open_remote(target: str, *, certs: str = "", token: str = "", cache: Path | 
     if not re.fullmatch(NAME_PATTERN, name):
         raise PeerFault(peer, "BAD_RESPONSE", f"GetRun: {name!r:.80} is no name of a run")
     place = hashlib.sha256(target.encode()).hexdigest()[:16]
-    coordinator = RemoteCoordinator(runs, files, cache / "remote" / place / name, peer)
+    coordinator = RemoteCoordinator(runs, files, room.folder / place / name, peer, room)
     for file in _AT_START:
         coordinator.copy(file)
-    return FolderReader(coordinator.folder, cache=cache, coordinator=coordinator)
+    return FolderReader(coordinator.folder, cache=room.folder, coordinator=coordinator)
 
 
 class RemoteCoordinator:
     """The coordinator of a run on another machine, and the copy of the run's files in `folder`."""
 
-    def __init__(self, runs: CoordinatorClient, files: RunFileClient, folder: Path, peer: str) -> None:
-        self.folder, self.peer = folder, peer
+    def __init__(self, runs: CoordinatorClient, files: RunFileClient, folder: Path, peer: str, room: CopyRoom) -> None:
+        self.folder, self.peer, self._room = folder, peer, room
         self._runs, self._files = runs, files
         self._faults: dict[str, str] = {}  # by what was asked for
         self._lock = threading.Lock()
@@ -132,9 +169,11 @@ class RemoteCoordinator:
         path.parent.mkdir(parents=True, exist_ok=True)
         offset, tail = _end_of(path)
         most = _MOST_BYTES.get(file, sys.maxsize)
+        self._room.count()
         for begin, data in self._files.read_file(file, offset=offset, tail=tail):
             if begin + len(data) > most:
                 raise PeerFault(self.peer, "TOO_LARGE", f"{FILES[file]} has more than {most:,} bytes")
+            self._room.take(len(data), f"{FILES[file]} of the {self.peer}")
             if begin == 0 and offset > 0 and not data:  # removed
                 path.unlink(missing_ok=True)
             elif begin == 0 and offset > 0:

@@ -11,6 +11,7 @@ import os
 import warnings
 from typing import Final
 
+from fourfold.host.network import NCCL_VARIABLE, nccl_interface
 from fourfold_rollout.engine import EngineSettings
 
 _ALWAYS: Final = {
@@ -21,7 +22,6 @@ _ALWAYS: Final = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
 }
 _DEFAULTS: Final = {
-    "NCCL_SOCKET_IFNAME": "lo",  # a run with the trainer on another machine must name its network interface
     "VLLM_CONFIGURE_LOGGING": "0",  # the service formats vLLM's log records
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
@@ -63,10 +63,13 @@ class _StartupFilter(logging.Filter):
         return record.levelno != logging.INFO or str(record.msg).startswith(self._beginnings)
 
 
-def prepare(settings: EngineSettings) -> None:
-    """Set the variables. Call it before torch and vLLM are imported: OpenMP reads its variables when it is loaded."""
+def prepare(settings: EngineSettings, host: str) -> None:
+    """Set the variables; `host` is the one at which others reach the service.
+
+    Call it before torch and vLLM are imported: OpenMP reads its variables when it is loaded.
+    """
     os.environ.update(_ALWAYS)
-    defaults = dict(_DEFAULTS)
+    defaults = {**_DEFAULTS, NCCL_VARIABLE: nccl_interface(host) if settings.gpus else "lo"}
     if settings.gpus == 0:
         # The worker runs in vLLM's core process, which saves a process and an import of vLLM.
         defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from fourfold.config import Config
+from fourfold.host.network import NCCL_VARIABLE
 
 INTERFACE_VARIABLE: Final = "FOURFOLD_RANK_INTERFACE"
 """Environment variable with the network interface of collectives; unset: loopback."""
@@ -59,7 +60,7 @@ def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
         "LOCAL_RANK": str(place.gpu),
         "WORLD_SIZE": str(place.rank_count),
         "GLOO_SOCKET_IFNAME": os.environ.get(INTERFACE_VARIABLE, "lo"),
-        # A user who sends weights to engines on other machines sets the network for it.
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", os.environ.get(INTERFACE_VARIABLE, "lo")),
+        # Of the user, or that on which engines of other machines reach the service.
+        NCCL_VARIABLE: os.environ.get(NCCL_VARIABLE, os.environ.get(INTERFACE_VARIABLE, "lo")),
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from fourfold.coordinator.v1.membership_service_pb2 import ROLE_TRAINER
+from fourfold.host.network import NCCL_VARIABLE, nccl_interface
 from fourfold.host.process import NOTICE
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
@@ -47,7 +48,8 @@ async def _serve(options: ServeOptions) -> tuple[int, MeetingPoint | None]:
     config = options.config
     run_dir = (options.run_dir or Path("runs") / config.name).absolute()
     host = ServiceHost(options, role=ROLE_TRAINER)
-
+    if config.trainer.device == "cuda":  # engines on other machines get weights by NCCL
+        os.environ.setdefault(NCCL_VARIABLE, options.interface or nccl_interface(options.host))
     point = None if options.ranks is None or len(options.ranks) == config.trainer.ranks else MeetingPoint(options, host)
     loop = asyncio.get_running_loop()
 

@@ -22,7 +22,7 @@ from fourfold.seeds import derive_seed
 from ...data.prompts import HeldOutSet, Prompt
 from ...routing.replica import GivenUp, ReplicaKey, RetryBudget
 from ...state.eval_results import AtK, SetResult
-from ...state.ledger import EvalRow
+from ...state.ledger import EvalRow, SampleState
 from ...state.samples import Trajectory
 from ...tasks.board import TaskBoard, TaskGroup
 from ..service_calls import ServiceCalls
@@ -210,18 +210,21 @@ class Evaluator:
         try:
             if self._by_agents:
                 return await self._attempt(prompt, name, budget, count=count, seed=seed)
-            answers = await self._service_calls.generate(
-                prompt,
-                group_id=name,
-                sample_ids=[f"{name}-{index}" for index in range(count)],
-                seed=seed,
-                version=version,
-                held_out=held_out.rule,
-                engine=engine,
-                budget=budget,
-            )
-            texts = await self._service_calls.with_texts(prompt, answers)
-            return await self._service_calls.score(texts, budget, evaluation=True)
+            sample_ids = [f"{name}-{index}" for index in range(count)]
+            with self._service_calls.traces.evaluation(sample_ids):
+                answers = await self._service_calls.generate(
+                    prompt,
+                    group_id=name,
+                    sample_ids=sample_ids,
+                    seed=seed,
+                    version=version,
+                    held_out=held_out.rule,
+                    engine=engine,
+                    budget=budget,
+                )
+                texts = await self._service_calls.with_texts(prompt, answers)
+                self._service_calls.traces.move(sample_ids, SampleState.ROLLED, "")
+                return await self._service_calls.score(texts, budget, evaluation=True)
         except GivenUp as error:
             log.warning(
                 "evaluation gave up a prompt: step=%d set=%s prompt=%d reason=%s",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from starlette.testclient import TestClient
 
 from fourfold.errors import ConfigError
 from fourfold_coordinator.cli import view
+from fourfold_coordinator.state.trajectory_index import TrajectoryIndex
 from fourfold_coordinator.view.app import COOKIE, make_app
 from fourfold_coordinator.view.charts import Line, gantt, line_chart, thin_out
 from fourfold_coordinator.view.pages import recipe_differences, step_parts
@@ -31,15 +33,7 @@ def folders(tmp_path: Path) -> list[Path]:
 @pytest.fixture
 def client(folders: list[Path], tmp_path: Path) -> Iterator[TestClient]:
     with TestClient(make_app(RunFolders(folders, cache=tmp_path / "cache")), base_url=LOCAL) as client:
-        _wait_for_index(client)
         yield client
-
-
-def _wait_for_index(client: TestClient) -> None:
-    end = time.monotonic() + 20
-    while "9 trajectories" not in client.get("/run/one/samples").text:
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 PAGES = (
@@ -112,14 +106,48 @@ def test_a_huge_text_is_cut_and_the_rest_is_a_page_further(folders: list[Path], 
     words = "".join(f"w{index:05d} " for index in range(30_000))
     append_step(folders[0], 4, [trajectory("h4-0-0", words, step=4)])
     with TestClient(make_app(RunFolders(folders[:1], cache=tmp_path / "cache")), base_url=LOCAL) as client:
-        end = time.monotonic() + 20
-        while (page := client.get("/run/one/sample/h4-0-0")).status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        page = client.get("/run/one/sample/h4-0-0")
         assert len(page.text) < 400_000 and 'href="?from=2000"' in page.text and "of 210,014" in page.text
         later = client.get("/run/one/sample/h4-0-0?from=209000").text
         assert later.count('class="p1 v3"') == 1014 and "earlier" in later and "more &rarr;" not in later
         assert len(client.get("/run/one/samples").text) < 30_000
+
+
+def test_prompts_are_shown_without_marks_and_found_by_all_of_their_words(folders: list[Path], tmp_path: Path) -> None:
+    chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n7 * 8?<|im_end|>\n<|im_start|>assistant\n"
+    append_step(folders[0], 4, [trajectory("c4-0-0", "56", step=4, prompt=chat)])
+    path = folders[0] / "report.json"
+    report = json.loads(path.read_text())
+    for key in ("answers_before", "answers_after"):
+        report[key] = [{**each, "prompt": chat} for each in report[key]]
+    path.write_text(json.dumps(report))
+    with TestClient(make_app(RunFolders(folders[:1], cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        found = client.get("/run/one/samples?text=brief").text
+        assert "1 trajectory<" in found and "<bdi>7 * 8?</bdi>" in found and "im_start" not in found
+        assert '<pre dir="auto">7 * 8?</pre>' in client.get("/run/one/answers").text
+        assert f"prompt: {len(chat)} tokens" in client.get("/run/one/sample/c4-0-0").text, "the whole prompt"
+
+
+def test_a_page_waits_for_a_small_index_and_follows_a_large_one(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, update = threading.Event(), TrajectoryIndex.update
+
+    def slow(index: TrajectoryIndex) -> int:
+        ready.wait(20)
+        return update(index)
+
+    with TestClient(make_app(RunFolders(folders, cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        whole = client.get("/run/one/samples").text
+        assert "9 trajectories<" in whole and "data-live" not in whole
+        assert "No trajectory fits this search." in client.get("/run/one/samples?text=grapes").text
+        monkeypatch.setattr(TrajectoryIndex, "update", slow)
+        monkeypatch.setattr("fourfold_coordinator.view.reader._INDEX_SECONDS", 0.01)
+        empty = client.get("/run/two/samples").text
+        assert "0 trajectories; the index is being built: 0.0 MB are missing" in empty and "data-live" in empty
+        assert "None so far." in empty and "fits" not in empty
+        assert "the index is being built" in client.get("/run/two/sample/p2-0-0").text
+        ready.set()
 
 
 def test_no_page_writes_to_a_run(folders: list[Path], tmp_path: Path, client: TestClient) -> None:
@@ -135,8 +163,6 @@ def test_no_page_writes_to_a_run(folders: list[Path], tmp_path: Path, client: Te
 
 
 def test_the_index_that_a_run_keeps_is_used(folders: list[Path], tmp_path: Path) -> None:
-    from fourfold_coordinator.state.trajectory_index import TrajectoryIndex
-
     TrajectoryIndex(folders[0]).update()
     cache = tmp_path / "other-cache"
     with TestClient(make_app(RunFolders(folders, cache=cache)), base_url=LOCAL) as client:

@@ -52,6 +52,7 @@ _PLANE_SECONDS: Final = 1.0  # for which an answer is used again
 _UPDATE_SECONDS: Final = 1.0  # between two updates of an index of our own
 _LINE_BYTES: Final = 1 << 25  # of the longest line that is read
 _IDLE_SECONDS: Final = 60.0  # without a page that asks for the index
+_INDEX_SECONDS: Final = 2.0  # for which the first page waits for an index of our own: a small run is indexed by then
 # An index in the run's folder that is older than the samples by more than this is not kept up to date by the run.
 _RECORDER_SECONDS: Final = 30.0
 
@@ -239,6 +240,7 @@ class FolderReader:
         self._tokenizer: Tokenizer | None = None
         self._asked = 0.0  # for the index, on the monotonic clock
         self._indexer: threading.Thread | None = None
+        self._indexed = threading.Event()  # whether the thread has indexed what was there when it started
 
     def state(self) -> str:
         now = time.monotonic()
@@ -286,6 +288,7 @@ class FolderReader:
             return self._plane[1]
 
     def index(self) -> TrajectoryIndex:
+        """Return the index; wait up to 2 s for the first update of one that the run itself does not keep."""
         if self._tokenizer is None:  # the page of a trajectory needs it soon, and it takes a second to read
             threading.Thread(target=self.tokenizer, name="tokenizer", daemon=True).start()
         own = TrajectoryIndex(self.folder)
@@ -294,11 +297,14 @@ class FolderReader:
         found = TrajectoryIndex(self.folder, self._cache / "index.db")
         with self._lock:
             self._asked = time.monotonic()
-            if self._indexer is None or not self._indexer.is_alive():
+            if starts := self._indexer is None or not self._indexer.is_alive():
+                self._indexed.clear()
                 self._cache.mkdir(parents=True, exist_ok=True)
                 found.prepare()
                 self._indexer = threading.Thread(target=self._keep, args=(found,), name="index", daemon=True)
                 self._indexer.start()
+        if starts:
+            self._indexed.wait(_INDEX_SECONDS)
         return self._checked(found)
 
     def _checked(self, index: TrajectoryIndex) -> TrajectoryIndex:
@@ -313,6 +319,7 @@ class FolderReader:
         while time.monotonic() - self._asked < _IDLE_SECONDS:
             with contextlib.suppress(sqlite3.Error, OSError):  # a full disk: tried again
                 index.update()
+                self._indexed.set()
             time.sleep(_UPDATE_SECONDS)
 
     def tokenizer(self) -> Tokenizer | None:

@@ -66,11 +66,13 @@ def samples(request: Request) -> Response:
     index = reader.index()
     found = index.search(query, limit=PAGE_ROWS, skip=PAGE_ROWS * (page - 1))
     scorers, sources, reasons, last = index.choices()
+    pending = index.pending_bytes()
+    follows = reader.state() == "running" and page == 1 and not query.restricts()
     given = [(key, value) for key, value in request.query_params.multi_items() if value and key != "page"]
     return render(
         "samples.html",
         request,
-        **{**head(reader), "live": reader.state() == "running" and page == 1 and not query.restricts()},
+        **{**head(reader), "live": follows or pending > 0},
         rows=found.rows,
         count=found.count,
         capped=found.capped,
@@ -83,7 +85,7 @@ def samples(request: Request) -> Response:
         reasons=reasons,
         orders=list(ORDERS),
         last=last,
-        pending=index.pending_bytes(),
+        pending=pending,
     )
 
 
@@ -114,7 +116,8 @@ def sample(request: Request) -> Response:
     name = request.path_params["sample"]
     row = index.find(name)
     if row is None:
-        raise HTTPException(404, f"no trajectory {name!r} in this run; a restore removes those after its checkpoint")
+        wait = "the index is being built, load this page again; else, " if index.pending_bytes() else ""
+        raise HTTPException(404, f"no trajectory {name!r}: {wait}a restore removes those after its checkpoint")
     begin = whole_number(request, "from") or 0
     group = index.group(row)
     config = reader.config()

@@ -11,6 +11,8 @@ from starlette.responses import HTMLResponse
 
 from fourfold.text import format_duration
 
+from ..data.question import last_message
+
 _LARGEST: Final = 1e300
 _ENVIRONMENT: Final = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -38,7 +40,7 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
-_ENVIRONMENT.filters |= {"number": number, "cut": cut, "duration": format_duration}
+_ENVIRONMENT.filters |= {"number": number, "cut": cut, "duration": format_duration, "last_message": last_message}
 
 
 def render(template: str, request: Request, *, status: int = 200, **values: Any) -> HTMLResponse:

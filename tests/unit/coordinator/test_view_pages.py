@@ -15,11 +15,13 @@ from starlette.testclient import TestClient
 
 from fourfold.errors import ConfigError
 from fourfold_coordinator.cli import view
+from fourfold_coordinator.state.ledger import RESUMES_KEY, Ledger
 from fourfold_coordinator.state.trajectory_index import TrajectoryIndex
 from fourfold_coordinator.view.app import COOKIE, make_app
 from fourfold_coordinator.view.charts import Line, gantt, line_chart, thin_out
 from fourfold_coordinator.view.pages import recipe_differences, step_parts
 from fourfold_coordinator.view.reader import RunFolders
+from fourfold_coordinator.view.templates import moment
 from tests.support.view_run import append_step, trajectory, write_run
 
 LOCAL = "http://127.0.0.1:8440"
@@ -150,6 +152,48 @@ def test_a_page_waits_for_a_small_index_and_follows_a_large_one(
         ready.set()
 
 
+def test_a_held_out_score_names_the_answers_without_a_score(folders: list[Path], tmp_path: Path) -> None:
+    path = folders[0] / "report.json"
+    report = json.loads(path.read_text())
+    report["evals"] = [report["evals"][0] | {"n": 1, "missing": 239}]
+    path.write_text(json.dumps(report))
+    with TestClient(make_app(RunFolders(folders, cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        text = "1 of 240 answers; 239 without a score"
+        curves, answers = client.get("/run/one").text, client.get("/run/one/answers").text
+        assert curves.count("held-out score, step 0") == 1 and "held-out score, step 3" not in curves
+        assert text in curves and "step 0: 239 of 240 answers without a score" in curves
+        assert text in answers and text in client.get("/").text
+        whole = client.get("/run/two").text
+        assert "0.5 &plusmn; 0.1 <small>(8 answers)</small>" in whole and "without a score" not in whole
+        assert "one: step 0: 239 of 240" in client.get("/compare?run=one&run=two").text
+
+
+def test_every_page_of_an_interrupted_run_says_how_to_continue(folders: list[Path], tmp_path: Path) -> None:
+    stopped, failed = folders[0], folders[1].rename(folders[1].with_name("two.failed"))
+    for folder in (stopped, failed):
+        (folder / "report.json").unlink()
+    (failed / "metrics.jsonl").unlink()
+
+    def says(client: TestClient, run: str, *texts: str) -> None:
+        for page in ("", "/samples", "/sample/p2-0-0", "/answers", "/timeline", "/weights", "/recipe"):
+            shown = client.get(f"/run/{run}{page}").text
+            assert not [text for text in texts if text not in shown], f"{page}: {shown}"
+
+    with TestClient(make_app(RunFolders([stopped, failed], cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        says(client, "one", "stopped after step 3 of 9. It has no checkpoint", f"fourfold run --resume {stopped}<")
+        says(client, "one", f"{stopped}/logs/coordinator-0.log")
+        says(client, "two.failed", 'class="state failed"', "failed before its first step", "coordinator-0.log")
+        ledger = Ledger(stopped / "ledger.sqlite")
+        ledger.put({RESUMES_KEY: "2"})
+        ledger.commit_checkpoint(step=0, data_position=0, policy_version=0)
+        ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=1)
+        ledger.close()
+        says(client, "one", "It continues from the checkpoint of step 0 and repeats 1 step:")
+    (stopped / "report.json").write_text("{}")
+    with TestClient(make_app(RunFolders([stopped], cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        says(client, "one", "This run was resumed 2 times.")
+
+
 def test_no_page_writes_to_a_run(folders: list[Path], tmp_path: Path, client: TestClient) -> None:
     def state() -> dict[str, tuple[int, int, bytes]]:
         found = [path for folder in folders for path in [folder, *folder.rglob("*")]]
@@ -229,7 +273,19 @@ def test_charts_draw_the_extremes_of_long_lines_and_skip_empty_ones() -> None:
     assert line_chart([Line(name="a", points=[])]) == ""
     one = line_chart([Line(name='"><script>', points=[(1.0, 2.0)], bars=[0.5])])
     assert "<script>" not in one and "<circle" in one
+    ticks = re.findall(r"middle\">([^<]*)<", line_chart([Line(name="a", points=[(1.0, 0.1), (2.0, 0.2)])]))
+    assert ticks == ["1", "2"], "no parts of steps"
     assert "NaN" not in one and gantt([("a<b", {"train": [(0.0, 1.0)], "x": [(3.0, 2.0)]})], 2.0).count("<rect") == 1
+
+
+def test_times_are_marked_for_the_browser_and_other_texts_escaped() -> None:
+    found = moment("2026-11-26T14:01:54.744+01:00")
+    assert found == '<time datetime="2026-11-26T13:01:54Z">2026-11-26 13:01 UTC</time>'
+    assert [moment(text) for text in ("", "<b>", "0001-01-01T00:00+23:59")] == [
+        "",
+        "&lt;b&gt;",
+        "0001-01-01T00:00+23:59",
+    ]
 
 
 def test_parts_of_a_step_follow_each_other_and_equal_recipes_have_no_differences() -> None:

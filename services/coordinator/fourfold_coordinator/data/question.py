@@ -11,7 +11,7 @@ _MARK: Final = re.compile(
     r"<\|(?:start_header_id|start)\|>\w*(?=<\|)|<[|\uff5c][^|\uff5c<>]*[|\uff5c]>|</?s>|<[a-z_]+_of_turn>"
     r"|\[/?(?:INST|SYSTEM_PROMPT)\]|<</?SYS>>"
 )
-_ROLE_LINE: Final = re.compile(r"(?:system|developer|user|assistant|model|tool)[ \t]*(?:\n|$)")
+_ROLE_LINE: Final = re.compile(r"\A(?:system|developer|user|assistant|model|tool)[ \t]*(?:\n|$)")
 _ANSWER_LINE: Final = re.compile(r"(?:assistant|model)[ \t]*(?:\n|$)|<think>")  # the beginning of the answer
 
 
@@ -21,7 +21,7 @@ def last_message(prompt: str) -> str:
     A prompt without marks that are known is returned as a whole.
     """
     for part in reversed(_MARK.split(prompt)):
-        if (text := part.strip()) and not _ANSWER_LINE.match(text):
-            if message := _ROLE_LINE.sub("", text, count=1) if _ROLE_LINE.match(text) else text:
-                return message.strip()
+        text = part.strip()
+        if not _ANSWER_LINE.match(text) and (message := _ROLE_LINE.sub("", text).strip()):
+            return message
     return prompt.strip()

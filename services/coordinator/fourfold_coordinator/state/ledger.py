@@ -38,6 +38,8 @@ ISSUED_AGAIN: Final = (TRAINER_RESTORED, COORDINATOR_RESTARTED)  # the run goes 
 STALE: Final = "STALE"  # sampled by weights older than those that its step trains
 FILTERED: Final = "FILTERED"  # dynamic sampling did not keep the group
 BASELINE: Final = "BASELINE"  # a greedy completion, which is never trained on
+RESUMES_KEY: Final = "resumes"
+"""Fact with the number of coordinator processes that resumed the run."""
 BY_DESIGN: Final = (FILTERED, BASELINE)  # part of the algorithm; all other reasons are failures
 
 
@@ -203,6 +205,7 @@ class Progress:
 
     step: int  # the last one done; 0: none
     checkpoint_step: int | None  # of the last checkpoint; None: there is none
+    resumes: int = 0  # coordinator processes that resumed the run
 
 
 # Any thread and process may call these for a ledger that is in use. They raise sqlite3.Error if there is no ledger, or
@@ -230,7 +233,9 @@ def read_progress(path: Path) -> Progress:
     with _reading(path) as db:
         (step,) = db.execute("SELECT COALESCE(MAX(step), 0) FROM steps").fetchone()
         (checkpoint,) = db.execute("SELECT MAX(step) FROM checkpoints").fetchone()
-    return Progress(step, checkpoint)
+        number = "SELECT COALESCE(MAX(CAST(value AS INTEGER)), 0) FROM meta WHERE key = ?"
+        (resumes,) = db.execute(number, (RESUMES_KEY,)).fetchone()
+    return Progress(step, checkpoint, resumes)
 
 
 def _reading(path: Path) -> contextlib.closing[sqlite3.Connection]:

@@ -36,7 +36,7 @@ from fourfold.rpc.channel import split_target
 from ..launch.copied_files import EVALUATIONS_FILE, TOKENIZER_FILE
 from ..launch.run_folder import ADDRESS_FILE, CONFIG_FILE, LEDGER_FILE, METRICS_FILE, REPORT_FILE, read_address
 from ..state.eval_results import Example, SetResult, check_examples
-from ..state.ledger import EvalRow, read_evals
+from ..state.ledger import EvalRow, Progress, read_evals, read_progress
 from ..state.sample_tokens import TOKENS_FILE
 from ..state.samples import SAMPLES_FILE
 from ..state.timeline import TIMELINE_FILE, StepTimeline, parse_line
@@ -55,6 +55,7 @@ _IDLE_SECONDS: Final = 60.0  # without a page that asks for the index
 _INDEX_SECONDS: Final = 2.0  # for which the first page waits for an index of our own: a small run is indexed by then
 # An index in the run's folder that is older than the samples by more than this is not kept up to date by the run.
 _RECORDER_SECONDS: Final = 30.0
+_FAILED_SUFFIX: Final = ".failed"  # of the folder of a start that failed before its first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +121,16 @@ class RunReader(Protocol):
     """A run, in progress or ended. Any thread may call. What cannot be read is missing, and `faults` has the reason."""
 
     name: str
+    folder: Path
+    """Of the run, or of the copy of a run of another machine."""
+    peer: str
+    """Coordinator on another machine that sent the files; empty: the run is of this machine."""
 
     def state(self) -> str:
-        """Return "running", "finished" or "stopped"."""
+        """Return "running", "finished", "stopped", or "failed" for a start that came to no step."""
+
+    def progress(self) -> Progress | None:
+        """Return the last step and checkpoint, and how often the run was resumed; None for a run of another machine."""
 
     def recipe(self) -> Mapping[str, Any]:
         """Return the tables of the recipe; empty if it is not readable."""
@@ -231,6 +239,7 @@ class FolderReader:
         """
         self.name, self.folder = folder.name, folder
         self._coordinator = coordinator or LocalCoordinator(folder)
+        self.peer = self._coordinator.peer
         self._cache = (cache or cache_folder()) / _cache_name(folder)
         self._lock = threading.Lock()
         self._lines = defaultdict[str, _Lines](_Lines)
@@ -245,8 +254,15 @@ class FolderReader:
     def state(self) -> str:
         now = time.monotonic()
         if now - self._state[0] >= _STATE_SECONDS:
-            self._state = now, self._coordinator.state()
+            found = self._coordinator.state()
+            is_failed = found == "stopped" and self.folder.suffix == _FAILED_SUFFIX
+            self._state = now, "failed" if is_failed else found
         return self._state[1]
+
+    def progress(self) -> Progress | None:
+        with contextlib.suppress(sqlite3.Error):  # `evaluations` notes what is wrong with the file
+            return read_progress(self.folder / LEDGER_FILE)
+        return None
 
     def recipe(self) -> Mapping[str, Any]:
         return self._read(CONFIG_FILE, _read_recipe) or {}
@@ -264,7 +280,7 @@ class FolderReader:
         return self._read(REPORT_FILE, lambda path: parse(_REPORT, path.read_bytes())) or Report()
 
     def faults(self) -> list[str]:
-        sent = f"{self._coordinator.peer}: " if self._coordinator.peer else ""
+        sent = f"{self.peer}: " if self.peer else ""
         fix = "what needs it is missing here; restore the file, or use the release of Fourfold that wrote it"
         found = [f"{sent}{name}: {problem}; {fix}" for name, problem in sorted(self._faults.copy().items())]
         return found + self._coordinator.faults()
@@ -335,7 +351,7 @@ class FolderReader:
         model = self.recipe().get("model")
         source = str(model.get("source", "")) if isinstance(model, dict) else ""
         with contextlib.suppress(FourfoldError, OSError):
-            if self._coordinator.peer:  # its model is on another machine, and another one may be here at the same place
+            if self.peer:  # its model is on another machine, and another one may be here at the same place
                 return None
             # A built-in model would be converted first, which takes a minute; a run has done that.
             if source.startswith(model_folder.BUILTIN_PREFIX) and self.state() != "running":

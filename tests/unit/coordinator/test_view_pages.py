@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +15,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from fourfold.errors import ConfigError
+from fourfold.host.disk import append_lines
 from fourfold_coordinator.cli import view
 from fourfold_coordinator.state.ledger import RESUMES_KEY, Ledger
 from fourfold_coordinator.state.trajectory_index import TrajectoryIndex
 from fourfold_coordinator.view.app import COOKIE, make_app
-from fourfold_coordinator.view.charts import Line, gantt, line_chart, thin_out
+from fourfold_coordinator.view.charts import Line, gantt, line_chart, short_number, thin_out
 from fourfold_coordinator.view.pages import recipe_differences, step_parts
-from fourfold_coordinator.view.reader import RunFolders
+from fourfold_coordinator.view.reader import LocalCoordinator, RunFolders
 from fourfold_coordinator.view.templates import moment
 from tests.support.view_run import append_step, trajectory, write_run
 
@@ -66,9 +68,12 @@ def test_the_pages_show_what_the_run_has(client: TestClient) -> None:
     assert "-0.5 nats, 60.7%; version 1" in sample and "turn 1, sampled" in sample
     assert "the same prompt at step 1 and at step 3" in sample and "apples 2" in sample
     answers = client.get("/run/one/answers").text
+    assert '<td>eval/math/pass_at_2</td><td class="n">0.75</td><td class="n">0.75</td>' in answers
     assert "&lt;script&gt;" in answers and "step 3, mean 0.5" in answers
     timeline = client.get("/run/one/timeline").text
-    assert "rollout-0&lt;b&gt;: generate, 0.00 to 2.00 s" in timeline and "training loop: train" in timeline
+    assert "rollout-0&lt;b&gt;: generate, 0.00 to 2.00 s" in timeline and "The step began at 0.5 s." in timeline
+    assert ">67 %<" in timeline and 'class="key p-generate"' in timeline and "p-evaluate" not in timeline
+    assert "training loop: train" in timeline
     assert "no timeline.jsonl" in client.get("/run/one/timeline?step=1").text
     for page in (client.get("/run/one/recipe?other=two").text, client.get("/compare?run=one&run=two").text):
         assert (
@@ -93,6 +98,8 @@ def test_wrong_addresses_are_errors_with_the_value_and_a_fix(client: TestClient)
         ("/run/one/samples?score_from=high", 400, "score_from = &#39;high&#39; is no number"),
         ("/run/one/samples?step_from=99999999999999999999999", 400, "too large"),
         ("/run/one/samples?score_from=nan", 400, "too large"),
+        ("/run/one/samples?q=apples", 400, "a search has no key &#39;q&#39;; it has text, page, and step_from"),
+        ("/run/one/curves", 404, "there is no page &#39;/run/one/curves&#39;"),
         ("/run/one/samples?order=random", 400, "choose one of newest"),
         ("/run/one/samples?page=-1", 400, "no whole number"),
         ("/run/one/timeline?step=x", 400, "no whole number"),
@@ -194,6 +201,34 @@ def test_every_page_of_an_interrupted_run_says_how_to_continue(folders: list[Pat
         says(client, "one", "This run was resumed 2 times.")
 
 
+def test_a_timeline_begins_with_the_first_work(folders: list[Path], tmp_path: Path) -> None:
+    line = {"step": 2, "start": 1e9, "end": 1e9 + 104, "members": {"rollout-0": {"generate": [[99.0, 102.0]]}}}
+    append_lines(folders[0] / "timeline.jsonl", json.dumps(line).encode() + b"\n")
+    with TestClient(make_app(RunFolders(folders[:1], cache=tmp_path)), base_url=LOCAL) as client:
+        page = client.get("/run/one/timeline?step=2").text
+    assert "rollout-0: generate, 0.00 to 3.00 s" in page and "training loop: train, 3.50 to 4.50 s" in page
+    assert "The step began at 1.5 s." in page and ">4 s<" in page and ">6 s<" not in page
+
+
+def test_a_run_of_a_shared_folder_is_in_progress_while_its_ledger_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("unreachable")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    for address, age, state in (
+        ("10.0.0.1:50050", 5.0, "running"),
+        ("10.0.0.1:50050", 60.0, "stopped"),
+        ("127.0.0.1:50050", 5.0, "stopped"),
+    ):
+        (tmp_path / "coordinator.address").write_text(address)
+        for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+            (tmp_path / name).touch()
+            os.utime(tmp_path / name, (time.time() - age,) * 2)
+        assert LocalCoordinator(tmp_path).state() == state, f"{address} {age}"
+
+
 def test_no_page_writes_to_a_run(folders: list[Path], tmp_path: Path, client: TestClient) -> None:
     def state() -> dict[str, tuple[int, int, bytes]]:
         found = [path for folder in folders for path in [folder, *folder.rglob("*")]]
@@ -276,6 +311,15 @@ def test_charts_draw_the_extremes_of_long_lines_and_skip_empty_ones() -> None:
     ticks = re.findall(r"middle\">([^<]*)<", line_chart([Line(name="a", points=[(1.0, 0.1), (2.0, 0.2)])]))
     assert ticks == ["1", "2"], "no parts of steps"
     assert "NaN" not in one and gantt([("a<b", {"train": [(0.0, 1.0)], "x": [(3.0, 2.0)]})], 2.0).count("<rect") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (-0.25, "-0.25"), (4.4829e-6, "4.483e-06"), (9999, "9999"), (9999.96, "10k"), (-269_060_000, "-269.1M"),
+     (2e12, "2000G"), (1e14, "1e+14")],
+)  # fmt: skip
+def test_numbers_have_four_digits(value: float, text: str) -> None:
+    assert short_number(value) == text
 
 
 def test_times_are_marked_for_the_browser_and_other_texts_escaped() -> None:

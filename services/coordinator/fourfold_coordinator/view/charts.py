@@ -78,7 +78,7 @@ def gantt(rows: Sequence[tuple[str, Mapping[str, Sequence[Point]]]], seconds: fl
     scale = _Scale(0.0, max(seconds, 1e-3), _LABEL, _LABEL + _BARS)
     parts = [
         f'<line class="grid" x1="{scale(t):.1f}" x2="{scale(t):.1f}" y1="0" y2="{height - _BOTTOM}"/>'
-        f'<text class="tick" x="{scale(t):.1f}" y="{height - 6}" text-anchor="middle">{_number(t)} s</text>'
+        f'<text class="tick" x="{scale(t):.1f}" y="{height - 6}" text-anchor="middle">{short_number(t)} s</text>'
         for t in _ticks(0.0, max(seconds, 1e-3), 8)
     ]
     for index, (label, phases) in enumerate(rows):
@@ -86,7 +86,7 @@ def gantt(rows: Sequence[tuple[str, Mapping[str, Sequence[Point]]]], seconds: fl
         text = escape(label if len(label) <= 26 else f"{label[:25]}\N{HORIZONTAL ELLIPSIS}")
         parts.append(f'<text class="label" x="{_LABEL - 8}" y="{top + 13}" text-anchor="end">{text}</text>')
         for phase, intervals in phases.items():
-            kind = phase if phase in PHASES else "other"
+            kind = kind_of(phase)
             for begin, end in intervals:
                 begin, end = max(begin, 0.0), min(end, seconds)
                 if end < begin:
@@ -99,6 +99,11 @@ def gantt(rows: Sequence[tuple[str, Mapping[str, Sequence[Point]]]], seconds: fl
                 )
     body = "".join(parts)
     return Markup('<svg class="gantt" viewBox="0 0 {} {}">{}</svg>').format(_LABEL + _BARS + 24, height, Markup(body))
+
+
+def kind_of(phase: str) -> str:
+    """Return the class of a phase's bars."""
+    return phase if phase in PHASES else "other"
 
 
 def thin_out(points: Sequence[Point]) -> list[Point]:
@@ -128,7 +133,7 @@ def _axes(x_scale: _Scale, y_scale: _Scale) -> Iterator[str]:
     for value in _ticks(y_scale.low, y_scale.high, 4):
         place = y_scale(value)
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>'
-        yield f'<text class="tick" x="{_LEFT - 4}" y="{place + 3:.1f}" text-anchor="end">{_number(value)}</text>'
+        yield f'<text class="tick" x="{_LEFT - 4}" y="{place + 3:.1f}" text-anchor="end">{short_number(value)}</text>'
     yield f'<text class="tick" x="{_LEFT - 12}" y="{_HEIGHT - 6}" text-anchor="end">step</text>'
     for value in _ticks(x_scale.low, x_scale.high, 6, least=1.0):
         place = x_scale(value)
@@ -144,7 +149,11 @@ def _ticks(low: float, high: float, count: int, *, least: float = 0.0) -> list[f
     return [number * step for number in range(first, first + 2 * count + 2) if number * step <= high + 1e-9 * step]
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
+    """Return a number in 4 digits, a large one as thousands (k), millions (M) or billions (G)."""
+    for power, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if max(power, 9999.5) <= abs(value) < 1e13:
+            return f"{value / power:.4g}{unit}"
     return f"{value:.4g}" if value else "0"
 
 
@@ -153,4 +162,4 @@ def _intervals(line: Line) -> list[tuple[Point, float]]:
 
 
 def _places(points: Sequence[Point], x_scale: _Scale, y_scale: _Scale) -> list[tuple[float, float, float, str]]:
-    return [(round(x_scale(x), 1), round(y_scale(y), 1), x, _number(y)) for x, y in points]
+    return [(round(x_scale(x), 1), round(y_scale(y), 1), x, short_number(y)) for x, y in points]

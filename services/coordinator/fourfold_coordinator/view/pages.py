@@ -16,7 +16,7 @@ from fourfold.config import flatten
 
 from ..state.eval_results import SetResult
 from ..state.ledger import EvalRow, Progress
-from .charts import Line, gantt, line_chart
+from .charts import PHASES, Line, gantt, kind_of, line_chart
 from .reader import RunFolders, RunReader
 from .templates import is_number, render
 
@@ -44,7 +44,7 @@ class Chart:
     meaning: str
     svg: Markup
     notes: list[str]  # on values that deserve no trust
-    last: float | None  # value of the last step
+    last: float | None  # value of the last step; None: of several runs, or there is none
 
 
 def run_of(request: Request, name: str | None = None) -> RunReader:
@@ -181,7 +181,7 @@ def make_chart(name: str, runs: Sequence[RunData]) -> Chart:
         else:
             points = [(float(row["step"]), float(row[name])) for row in steps if is_number(row.get(name))]
             lines.append(Line(name=run, points=points))
-    last = lines[0].points[-1][1] if lines and lines[0].points else None
+    last = lines[0].points[-1][1] if len(lines) == 1 and lines[0].points else None
     notes = list(_missing_scores(name, runs))
     return Chart(metric=name, meaning=_meaning(name), svg=line_chart(lines), notes=notes, last=last)
 
@@ -282,18 +282,22 @@ def timeline(request: Request) -> Response:
     pattern = request.query_params.get("member", "")
     members = [(name, phases) for name, phases in (found.members if found else {}).items() if pattern in name]
     rows += members[:_MAX_MEMBERS]
+    # The line of the first step begins when the coordinator starts, long before there is anything to draw.
+    begin = min((first for _, phases in rows for spans in phases.values() for first, _ in spans), default=0.0)
+    rows = [(name, {k: [(b - begin, e - begin) for b, e in spans] for k, spans in own.items()}) for name, own in rows]
     return render(
         "timeline.html",
         request,
         **{**head(reader), "live": reader.state() == "running" and wanted is None},
         step=step,
         last=last,
-        svg=gantt(rows, seconds) if rows else "",
+        svg=gantt(rows, seconds - begin) if rows else "",
+        began=max(offset - begin, 0.0),
         recorded=found is not None,
         hidden=max(len(members) - _MAX_MEMBERS, 0),
         member=pattern,
-        seconds=seconds,
-        parts=[(name, end - begin) for name, begin, end in parts],
+        parts=[(name, end - begin, (end - begin) / parts[-1][2]) for name, begin, end in parts],
+        phases=[phase for phase in PHASES if any(kind_of(own) == phase for _, phases in rows for own in phases)],
     )
 
 
@@ -337,6 +341,7 @@ def answers(request: Request) -> Response:
     before, after = chosen
     later = {each["prompt"]: each for each in (after.answers if after else [])}
     rows = [(each, later.get(each["prompt"])) for each in (before.answers if before else [])]
+    results = [each.set_metrics() if each else {} for each in chosen]
     return render(
         "answers.html",
         request,
@@ -345,6 +350,7 @@ def answers(request: Request) -> Response:
         before=before,
         after=after,
         rows=rows,
+        results=[(name, *(found.get(name) for found in results)) for name in dict.fromkeys([*results[0], *results[1]])],
     )
 
 

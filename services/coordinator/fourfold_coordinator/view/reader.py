@@ -31,7 +31,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
-from fourfold.rpc.channel import split_target
+from fourfold.rpc.channel import is_loopback, split_target
 
 from ..launch.copied_files import EVALUATIONS_FILE, TOKENIZER_FILE
 from ..launch.run_folder import ADDRESS_FILE, CONFIG_FILE, LEDGER_FILE, METRICS_FILE, REPORT_FILE, read_address
@@ -52,6 +52,8 @@ _PLANE_SECONDS: Final = 1.0  # for which an answer is used again
 _UPDATE_SECONDS: Final = 1.0  # between two updates of an index of our own
 _LINE_BYTES: Final = 1 << 25  # of the longest line that is read
 _IDLE_SECONDS: Final = 60.0  # without a page that asks for the index
+# A coordinator writes to its ledger every 5 s. On a file system that several machines share, that shows that it lives.
+_WRITTEN_SECONDS: Final = 30.0
 _INDEX_SECONDS: Final = 2.0  # for which the first page waits for an index of our own: a small run is indexed by then
 # An index in the run's folder that is older than the samples by more than this is not kept up to date by the run.
 _RECORDER_SECONDS: Final = 30.0
@@ -188,17 +190,28 @@ class LocalCoordinator:
         self._folder, self._fault = folder, ""
 
     def state(self) -> str:
-        """Return the state: the coordinator writes its address when it starts, and the report at the end."""
+        """Return the state: the coordinator writes its address when it starts, and the report at the end.
+
+        The coordinator of a shared folder may be on another machine, and not be reachable from here.
+        """
         address, report = self._folder / ADDRESS_FILE, self._folder / REPORT_FILE
         with contextlib.suppress(OSError):
             if report.stat().st_mtime >= _time_of(address):
                 return "finished"
         try:  # not by its lock file: a coordinator that starts at that moment would find it locked
             target = split_target(read_address(self._folder))
-            socket.create_connection(target, timeout=_CONNECT_SECONDS).close()
-            return "running"
         except (ConfigError, OSError, ValueError):
             return "stopped"
+        try:
+            socket.create_connection(target, timeout=_CONNECT_SECONDS).close()
+            return "running"
+        except (OSError, ValueError):
+            return "stopped" if is_loopback(target[0]) or not self._is_written() else "running"
+
+    def _is_written(self) -> bool:
+        ledger = self._folder / LEDGER_FILE
+        written = max(_time_of(ledger), _time_of(ledger.with_name(f"{LEDGER_FILE}-wal")))
+        return time.time() - written < _WRITTEN_SECONDS
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
         try:

@@ -90,9 +90,11 @@ def samples(request: Request) -> Response:
 
 
 def parse_query(request: Request) -> SampleQuery:
-    """Return the search of an address; raise HTTPException for a value that is no number."""
-    values = dict[str, Any]()
-    for key in (f.name for f in fields(SampleQuery)):
+    """Return the search of an address; raise HTTPException for a key that is unknown, or a value that is no number."""
+    values, known = dict[str, Any](), [f.name for f in fields(SampleQuery)]
+    if unknown := next((key for key in request.query_params if key not in (*known, "page")), ""):
+        raise HTTPException(400, f"a search has no key {unknown!r}; it has text, page, and {', '.join(known[1:])}")
+    for key in known:
         text = request.query_params.get(key, "").strip() if key != "text" else request.query_params.get(key, "")
         if not text:
             continue

@@ -16,6 +16,7 @@ from fourfold.text import format_duration
 from ..data.question import last_message
 from ..state.eval_results import SetResult
 from ..state.ledger import EvalRow
+from .charts import short_number
 
 _LARGEST: Final = 1e300
 _ENVIRONMENT: Final = jinja2.Environment(
@@ -35,7 +36,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def number(value: object) -> str:
     """Return a number in 4 digits; a dash for none."""
-    return f"{value:.4g}" if is_number(value) else "\N{EN DASH}"
+    return short_number(value) if is_number(value) else "\N{EN DASH}"
 
 
 def cut(text: str, length: int) -> str:
@@ -44,13 +45,17 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
-def moment(text: str) -> Markup:
-    """Return a time for view.js, which writes it in the zone of the browser with its age; other texts as they are."""
+def moment(text: str, *, short: bool = False) -> Markup:
+    """Return a time for view.js, which writes it in the zone of the browser with its age; other texts as they are.
+
+    With `short`, view.js writes the age alone.
+    """
     try:
         found = datetime.fromisoformat(text).astimezone(UTC)
     except (ValueError, OverflowError):
         return escape(text)
-    return Markup('<time datetime="{}">{}</time>').format(f"{found:%Y-%m-%dT%H:%M:%SZ}", f"{found:%Y-%m-%d %H:%M} UTC")
+    form = Markup('<time datetime="{:%Y-%m-%dT%H:%M:%SZ}"{}>{:%Y-%m-%d %H:%M} UTC</time>')
+    return form.format(found, " data-short" * short, found)
 
 
 def answer_count(evaluation: EvalRow | SetResult) -> Markup:

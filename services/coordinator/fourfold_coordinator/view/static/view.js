@@ -8,8 +8,10 @@ function showTimes(root) {
     const then = new Date(time.dateTime), seconds = Math.max((Date.now() - then) / 1000, 0);
     const [size, unit] = [[86400, "day"], [3600, "h"], [60, "min"], [1, "s"]].find(([least]) => seconds >= least) ?? [1, "s"];
     const count = Math.floor(seconds / size);
-    time.title = time.dateTime;
-    time.textContent = `${then.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })} (${count} ${unit}${unit === "day" && count > 1 ? "s" : ""} ago)`;
+    const age = `${count} ${unit}${unit === "day" && count > 1 ? "s" : ""} ago`;
+    const whole = `${then.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })} (${age})`;
+    time.title = whole;
+    time.textContent = "short" in time.dataset ? age : whole;
   }
 }
 for (const part of document.querySelectorAll("[data-part]")) received.set(part, part.innerHTML);

@@ -87,8 +87,11 @@ def check(driver: WebDriver) -> None:
 
 def test_every_page_of_a_finished_run(driver: WebDriver, finished: str) -> None:
     for path, texts in (
-        ("/", ["one", "two", "finished", "4 of 9"]),
-        ("/run/one", ["Alarms", "raise sampling.temperature", "reward/mean", "Findings of the whole run"]),
+        ("/", ["one", "two", "finished", "4 of 9", " days ago"]),
+        (
+            "/run/one",
+            ["Alarms", "raise sampling.temperature", "reward/mean", "2026", " days ago)", "Findings of the whole run"],
+        ),
         ("/run/one/samples", ["10 trajectories", "<script>", "STALE", "apples"]),
         ("/run/one/samples?text=apples&score_to=0", ["3 trajectories"]),
         ("/run/one/sample/p2-0-0", ["turn 1, sampled", "Before and after", "The group: 2 trajectories"]),

@@ -17,7 +17,8 @@ from starlette.testclient import TestClient
 from fourfold.errors import ConfigError
 from fourfold.host.disk import append_lines
 from fourfold_coordinator.cli import view
-from fourfold_coordinator.state.ledger import RESUMES_KEY, Ledger
+from fourfold_coordinator.reporting.run_totals import RunTotals
+from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.trajectory_index import TrajectoryIndex
 from fourfold_coordinator.view.app import COOKIE, make_app
 from fourfold_coordinator.view.charts import Line, gantt, line_chart, short_number, thin_out
@@ -72,7 +73,12 @@ def test_the_pages_show_what_the_run_has(client: TestClient) -> None:
     assert "&lt;script&gt;" in answers and "step 3, mean 0.5" in answers
     timeline = client.get("/run/one/timeline").text
     assert "rollout-0&lt;b&gt;: generate, 0.00 to 2.00 s" in timeline and "The step began at 0.5 s." in timeline
-    assert ">67 %<" in timeline and 'class="key p-generate"' in timeline and "p-evaluate" not in timeline
+    assert (
+        ">2.0000<" in timeline
+        and ">67 %<" in timeline
+        and 'class="key p-generate"' in timeline
+        and "p-evaluate" not in timeline
+    )
     assert "training loop: train" in timeline
     assert "no timeline.jsonl" in client.get("/run/one/timeline?step=1").text
     for page in (client.get("/run/one/recipe?other=two").text, client.get("/compare?run=one&run=two").text):
@@ -191,7 +197,10 @@ def test_every_page_of_an_interrupted_run_says_how_to_continue(folders: list[Pat
         says(client, "one", f"{stopped}/logs/coordinator-0.log")
         says(client, "two.failed", 'class="state failed"', "failed before its first step", "coordinator-0.log")
         ledger = Ledger(stopped / "ledger.sqlite")
-        ledger.put({RESUMES_KEY: "2"})
+        totals = RunTotals(ledger)
+        for _ in range(2):
+            totals.add_recovery(0, "", trainer_kept=False)
+        totals.save()
         ledger.commit_checkpoint(step=0, data_position=0, policy_version=0)
         ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=1)
         ledger.close()

@@ -297,6 +297,7 @@ def timeline(request: Request) -> Response:
         hidden=max(len(members) - _MAX_MEMBERS, 0),
         member=pattern,
         parts=[(name, end - begin, (end - begin) / parts[-1][2]) for name, begin, end in parts],
+        digits=2 if parts and parts[-1][2] >= 10.0 else 4,
         phases=[phase for phase in PHASES if any(kind_of(own) == phase for _, phases in rows for own in phases)],
     )
 

@@ -175,7 +175,8 @@ def test_a_held_out_score_names_the_answers_without_a_score(folders: list[Path],
         curves, answers = client.get("/run/one").text, client.get("/run/one/answers").text
         assert curves.count("held-out score, step 0") == 1 and "held-out score, step 3" not in curves
         assert text in curves and "step 0: 239 of 240 answers without a score" in curves
-        assert text in answers and text in client.get("/").text
+        listed = client.get("/").text
+        assert text in answers and text in listed and listed.count("(8 answers)") == 2, "of the other run"
         whole = client.get("/run/two").text
         assert "0.5 &plusmn; 0.1 <small>(8 answers)</small>" in whole and "without a score" not in whole
         assert "one: step 0: 239 of 240" in client.get("/compare?run=one&run=two").text

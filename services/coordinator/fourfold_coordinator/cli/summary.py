@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -13,10 +12,9 @@ from typing import Any, Final
 from fourfold.errors import ConfigError
 from fourfold.text import format_duration, printable
 
+from ..data.question import last_message
 from ..launch.run_folder import REPORT_FILE
 
-_SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
-_ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
 _WIDTH: Final = 80
 _GAP: Final = "  "
 _MAX_FINDINGS: Final = 5
@@ -177,8 +175,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def _question(prompt: str) -> str:
     """Return the last line of the user's message in a rendered prompt."""
-    lines = [line.strip() for line in _SPECIAL.sub("\n", prompt).splitlines()]
-    return next((line for line in reversed(lines) if line not in _ROLES), "")
+    return last_message(prompt).rpartition("\n")[2].strip()
 
 
 def _split(texts: list[str]) -> tuple[str, list[str]]:

@@ -76,13 +76,26 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
 def test_several_held_out_sets_are_told_one_by_one() -> None:
     output, status = io.StringIO(), snapshot(0)
     for name, score, half_width in (("math", 0.2, 0.05), ("code", 0.02, math.nan)):
-        status.evals[0].sets.add(name=name, mean_score=score, half_width=half_width)
+        status.evals[0].sets.add(name=name, mean_score=score, half_width=half_width, answer_count=80)
     with dashboard(output, live=False) as display:
         display.update(status)
         display.refresh()
-    line = "step 0: held-out accuracy 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05, code 0.02"
+    line = (
+        "step 0: held-out accuracy 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05 (80 answers), code 0.02 (80 answers)"
+    )
     assert line in output.getvalue().splitlines()
     assert ("held-out sets", "math 0.20, code 0.02") in panel_rows(status)
+
+
+def test_a_score_says_how_many_answers_have_none() -> None:
+    output, status = io.StringIO(), snapshot(0)
+    held_out = {"mean_score": 1.0, "half_width": math.nan, "answer_count": 1, "missing_count": 239}
+    status.evals[0].MergeFrom(pb.EvalRecord(**held_out))  # type: ignore[arg-type]
+    with dashboard(output, live=False) as display:
+        display.update(status)
+        display.refresh()
+    assert "step 0: held-out accuracy 1.00 (1 of 240 answers; 239 without a score)\n" in output.getvalue()
+    assert ("held-out accuracy", "1.00 (step 0; 1 of 240 answers; 239 without a score)") in panel_rows(status)
 
 
 def test_evaluation_after_a_step_comes_after_it() -> None:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from fourfold import metrics
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold.text import format_duration
+from fourfold.text import format_answers, format_duration
 
 from ..launch.fleet import COORDINATOR
 from .event_lines import OVER, EventLines, asynchrony_rows, phase_times, recovery_line
@@ -242,15 +242,26 @@ def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS, width: int = 100) ->
         rows.append(("queue", _queue_text(status.queue)))
     if status.evals:
         shown = [status.evals[0], *status.evals[1:][-3:]]
-        rows.append(("held-out accuracy", " -> ".join(f"{e.mean_score:.2f} (step {e.step})" for e in shown)))
+        rows.append(("held-out accuracy", " -> ".join(map(_score_text, shown))))
         last = status.evals[-1]
         if len(last.sets) > 1:
-            rows.append(("held-out sets", ", ".join(f"{each.name} {each.mean_score:.2f}" for each in last.sets)))
+            rows.append(("held-out sets", ", ".join(f"{each.name} {_set_score(each)}" for each in last.sets)))
     if status.steps:
         rows += _step_rows(status, blocks, min(_SPARKLINE_WIDTH, max(width - _LABEL_WIDTH - _VALUE_WIDTH, 0)))
     if status.failure:
         rows.append(("failure", status.failure))
     return rows
+
+
+def _score_text(record: pb.EvalRecord) -> str:
+    """Return the score after a step; with answers that have none, also of how many it is."""
+    answers = f"; {format_answers(record.answer_count, record.missing_count)}" if record.missing_count else ""
+    return f"{record.mean_score:.2f} (step {record.step}{answers})"
+
+
+def _set_score(record: pb.EvalSetRecord) -> str:
+    answers = f" ({format_answers(record.answer_count, record.missing_count)})" if record.missing_count else ""
+    return f"{record.mean_score:.2f}{answers}"
 
 
 def _phase_text(status: pb.RunStatus) -> str:

@@ -239,12 +239,15 @@ def _eval_record(row: EvalRow) -> pb.EvalRecord:
         mean_score=row.score,
         half_width=math.nan if row.half_width is None else row.half_width,
         answer_count=row.answer_count,
+        missing_count=row.missing_count,
+        seconds=max((result.seconds for result in row.sets), default=0.0),
         sets=[
             pb.EvalSetRecord(
                 name=result.name,
                 mean_score=result.score,
                 half_width=math.nan if result.half_width is None else result.half_width,
                 answer_count=result.answer_count,
+                missing_count=result.missing_count,
             )
             for result in row.sets
         ],

@@ -223,7 +223,7 @@ class RunCommand:
         """Print why the run failed, and what to do."""
         folder = self._run_dir
         if self._args.resume is None and (folder := free_name(self._run_dir)) != self._run_dir:
-            lines += [f"No step was done. Its logs are in {folder}; start it again with the corrected recipe."]
+            lines += [f"No step was done. Its logs are in {folder}; correct the cause, and start it again."]
         else:
             lines += [self.next_command()]
         print("\n".join(lines).replace(f"{self._run_dir}/", f"{folder}/"), file=sys.stderr)

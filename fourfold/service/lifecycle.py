@@ -191,6 +191,11 @@ class ServiceHost:
             self._print_fatal()
 
     @property
+    def signal_name(self) -> str:
+        """Return the name of the signal that ended the service, such as SIGTERM; empty if none did."""
+        return "" if self._signal is None else signal.Signals(self._signal).name
+
+    @property
     def signalled(self) -> bool:
         """Return whether a signal ended the service."""
         return self._signal is not None

@@ -17,6 +17,7 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc import circuit_breaker
 from fourfold_coordinator.launch.fleet import serve_arguments
 from fourfold_coordinator.launch.launcher import ServiceSpec
+from fourfold_coordinator.launch.run_folder import read_stop_reason
 from fourfold_coordinator.rewards import deployment_calls
 from fourfold_coordinator.rewards.scorers import Deployment
 from fourfold_coordinator.routing import router
@@ -304,9 +305,11 @@ async def test_faults_are_counted_over_the_lives_of_a_run(make_stage: Callable[.
     await stage.start()
     await until(lambda: len(stage.trainer.batches) == 3)
     await stage.kill()
+    assert read_stop_reason(stage.folder)
     stage.reward.outcome = lambda item: None
     await stage.start()
     assert await stage.finish() == 0
+    assert read_stop_reason(stage.folder) == "", "the run goes on"
     assert [(row["kind"], row["count"]) for row in stage.report()["faults"]] == [("FIRST", 1), ("SECOND", 1)]
 
 

@@ -61,6 +61,8 @@ from .launch.run_folder import (
     REPORT_FILE,
     is_finished,
     locked,
+    read_stop_reason,
+    write_stop_reason,
 )
 from .reporting.exported import RunSource
 from .reporting.run_files import RunFileServicer
@@ -225,6 +227,9 @@ class Coordinator:
         try:
             ledger = await self._disk.write(Ledger, self._folder / LEDGER_FILE)
             segments = await self._disk.write_in_thread(SegmentFiles, self._folder / EXPERIENCES_FOLDER)
+            if ledger.counts():
+                self._board.set_recovering(ledger.last_checkpoint())
+            write_stop_reason(self._folder, "")
             await self._loop(ledger, ExperienceStore(segments, ledger, self._disk))
         except FourfoldError as error:
             self._board.close(failure=error.message)
@@ -234,13 +239,22 @@ class Coordinator:
             self._board.close(failure=f"internal error: {error!r}")
             raise Internal(f"internal error: {error!r}; the log has the traceback") from error
         except asyncio.CancelledError:  # a signal: the watchers' streams end with this status
-            self._board.close(failure="the coordinator was stopped")
+            self._board.close(stopped=self._stopped())
             raise
         finally:
             if ledger is not None:
                 ledger.close()
         self._board.close()
         return 0
+
+    def _stopped(self) -> str:
+        """Return what stopped this process, after which step; log it, and store it for `fourfold watch`."""
+        if not (reason := read_stop_reason(self._folder)):
+            reason = self._host.signal_name or "a call to drain"
+            write_stop_reason(self._folder, reason)
+        text = f"stopped by {reason} after step {self._board.status.step}"
+        log.warning("%s", text)
+        return text
 
     async def _loop(self, ledger: Ledger, experiences: ExperienceStore) -> None:
         totals = RunTotals(

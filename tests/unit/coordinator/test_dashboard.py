@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fourfold import config as configuration
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.metrics import METRICS
 from fourfold.rpc.responses import clean_strings
 from fourfold.text import format_duration
 from fourfold_coordinator.cli.dashboard import Dashboard, TimeLeft, panel_rows, sparkline
+
+SCHEDULE = ["steps=24", "evaluation.every_steps=10", "checkpoint.every_steps=12"]
+CONFIG = configuration.load("recipes/quickstart.toml", SCHEDULE)
 
 
 def snapshot(steps: int) -> pb.RunStatus:
@@ -44,8 +48,12 @@ def snapshot(steps: int) -> pb.RunStatus:
 
 
 def dashboard(output: io.StringIO, *, live: bool, width: int = 100, height: int = 60) -> Dashboard:
-    console = Console(file=output, width=width, height=height, force_terminal=live, color_system=None, highlight=False)
-    return Dashboard(name="demo", run_dir=Path("runs/demo"), console=console, live=live)
+    console = _console(output, live=live, width=width, height=height)
+    return Dashboard(name="demo", run_dir=Path("runs/demo"), time_left=TimeLeft(), console=console, live=live)
+
+
+def _console(output: io.StringIO, *, live: bool = True, width: int = 100, height: int = 60) -> Console:
+    return Console(file=output, width=width, height=height, force_terminal=live, color_system=None, highlight=False)
 
 
 def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
@@ -203,17 +211,49 @@ def test_display_that_breaks_is_switched_off_and_raises_nothing(caplog: pytest.L
     ]
 
 
-def test_time_left_follows_the_steps_that_were_seen() -> None:
-    time_left = TimeLeft()
-    assert time_left.estimate(pb.RunStatus(step_count=24)) is None
-    time_left.add_step(2, 100.0)
-    assert time_left.estimate(snapshot(2)) == pytest.approx(22 * 9.8)  # from the metrics: one observation
-    time_left.add_step(3, 110.0)
-    time_left.add_step(4, 130.0)
-    assert time_left.estimate(snapshot(4)) == pytest.approx(20 * 15)
-    time_left.add_step(2, 140.0)  # back to a checkpoint
-    assert time_left.estimate(snapshot(2)) == pytest.approx(22 * 9.8)
+def test_time_left_counts_steps_evaluations_and_checkpoints_that_are_due() -> None:
+    time_left = TimeLeft(evaluations=(0, 10, 20, 24), checkpoints=(12, 24))
+    status = snapshot(0)
+    status.evals[0].seconds = 30.0
+    assert time_left.estimate(status) is None, "the start is no step"
+    status = snapshot(3)
+    status.evals[0].seconds = 30.0
+    status.steps[0].metrics["time/step"] = 100.0  # the first step compiles
+    assert time_left.estimate(status) == pytest.approx(21 * 9.8 + 3 * 30)
+    status = snapshot(12)
+    status.evals[0].seconds = 30.0
+    status.steps[-1].metrics.update({"time/step": 19.8, "time/evaluate": 8.0, "time/checkpoint": 2.0})
+    assert time_left.estimate(status) == pytest.approx(12 * 9.8 + 2 * 30 + 2)
     assert time_left.estimate(snapshot(24)) is None
+
+
+def test_an_asynchronous_run_waits_for_its_last_evaluation_alone() -> None:
+    assert TimeLeft.from_config(CONFIG).evaluations == (0, 10, 20, 24)
+    beside = configuration.load("recipes/quickstart.toml", [*SCHEDULE, "asynchrony.max_policy_lag=2"])
+    assert TimeLeft.from_config(beside).evaluations == (24,)
+
+
+def test_a_run_that_restores_a_checkpoint_names_its_step() -> None:
+    output, status = io.StringIO(), snapshot(3)
+    status.phase = pb.RUN_PHASE_RECOVERING
+    with dashboard(output, live=True) as display:
+        display.update(status)
+    assert "demo: resuming at step 3 of 24" in output.getvalue()
+
+
+def test_an_evaluation_without_a_trainer_shows_its_answers_and_no_steps() -> None:
+    output = io.StringIO()
+    display = Dashboard(name="demo", run_dir=Path("runs/demo"), time_left=None, console=_console(output), live=True)
+    status = pb.RunStatus(name="demo", step_count=5, phase=pb.RUN_PHASE_EVALUATING, answers_done=40, answer_count=120)
+    with display:
+        display.update(status)
+    text = output.getvalue()
+    assert "demo: evaluation" in text and "evaluating: 40 of 120 answers" in text and "step 0" not in text
+
+
+def test_a_run_that_was_stopped_did_not_fail() -> None:
+    status = pb.RunStatus(phase=pb.RUN_PHASE_STOPPED, failure="stopped by SIGINT (Ctrl-C) after step 3")
+    assert panel_rows(status) == [("now", "stopped"), ("why", "stopped by SIGINT (Ctrl-C) after step 3")]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +393,9 @@ def test_text_of_other_processes_is_drawn_as_text(live: bool) -> None:
     clean_strings(status)  # as the client does with every response
     output = io.StringIO()
     console = Console(file=output, width=400, force_terminal=live, color_system=None, highlight=False)
-    with Dashboard(name="[b]demo[/b]", run_dir=Path("runs/[b]"), console=console, live=live) as display:
+    with Dashboard(
+        name="[b]demo[/b]", run_dir=Path("runs/[b]"), time_left=TimeLeft(), console=console, live=live
+    ) as display:
         display.refresh()
         display.update(status)
         display.refresh()

@@ -12,7 +12,7 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold_coordinator.cli.watch import stopped_lines
-from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, is_locked, locked
+from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, is_locked, locked, write_stop_reason
 from fourfold_coordinator.state.ledger import Ledger
 
 CONFIG: Any = configuration.load("recipes/quickstart.toml", ["steps=30"])
@@ -37,6 +37,15 @@ def test_a_run_that_has_stopped_says_what_is_repeated(tmp_path: Path) -> None:
     assert second == "It continues from the checkpoint of step 10, and repeats 2 steps:"
     assert third == f"  fourfold run --resume {tmp_path}"
     assert last.endswith("/logs/coordinator-0.log")
+
+
+def test_a_run_that_a_signal_stopped_names_the_signal(tmp_path: Path) -> None:
+    write_stop_reason(tmp_path, "SIGINT (Ctrl-C)")
+    first, *_, last = stopped_lines(tmp_path, CONFIG)
+    assert first == f"{tmp_path} does not run: it was stopped by SIGINT (Ctrl-C) after step 0 of 30."
+    assert "log" not in last
+    write_stop_reason(tmp_path, "")
+    assert stopped_lines(tmp_path, CONFIG)[0].endswith("it stopped after step 0 of 30.")
 
 
 def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fourfold import metrics
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.text import format_duration, format_score
 
-OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED)
+OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_STOPPED)
 _MIN_SECONDS: Final = 3.0
 # Several callers may wait for the same service in turn, so a wait has ended when no other follows within this time.
 _SETTLE_SECONDS: Final = 1.0

@@ -45,10 +45,11 @@ from ..launch.run_folder import (
     link_latest,
     locked,
     make_run_dir,
+    write_stop_reason,
 )
 from ..sinks.sink import check_sinks
 from ..state.files import replace_file
-from .dashboard import Dashboard
+from .dashboard import Dashboard, TimeLeft
 from .summary import report_lines
 from .watch import follow
 
@@ -146,6 +147,12 @@ class SignalHandler:
         self.launcher: Launcher | None = None
         self.dashboard: Dashboard | None = None
 
+    @property
+    def reason(self) -> str:
+        """Return the first signal as a text for users."""
+        name = signal.Signals(self.number).name
+        return f"{name} (Ctrl-C)" if self.number == signal.SIGINT else name
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Handle the signals within the block."""
@@ -181,7 +188,8 @@ class RunCommand:
         self._args, self._config, self._run_dir = args, config, run_dir
         self._launcher, self._signals = launcher, signals
         self._security = Security.load(config.security, VIEWER)
-        self._dashboard = Dashboard(name=config.name, run_dir=run_dir)
+        time_left = None if self.evaluate else TimeLeft.from_config(config)
+        self._dashboard = Dashboard(name=config.name, run_dir=run_dir, time_left=time_left)
         self._fleet = Fleet(
             config,
             run_dir=run_dir,
@@ -201,11 +209,12 @@ class RunCommand:
                 self._signals.polled = True
                 outcome = asyncio.run(self._supervise())
         finally:
+            if self._signals.number:
+                write_stop_reason(self._run_dir, self._signals.reason)
             self._launcher.stop()
             self._signals.polled = False
         if outcome is None:
-            name = signal.Signals(self._signals.number).name
-            print(f"Stopped by {name}. {self.next_command()}", file=sys.stderr)
+            print(f"Stopped by {self._signals.reason}. {self.next_command()}", file=sys.stderr)
             return 128 + self._signals.number
         if outcome.done:
             return self.print_result()

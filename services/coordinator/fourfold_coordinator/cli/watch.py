@@ -24,9 +24,10 @@ from ..launch.run_folder import (
     is_finished,
     is_locked,
     read_address,
+    read_stop_reason,
 )
 from ..state.ledger import Progress, read_progress
-from .dashboard import Dashboard
+from .dashboard import Dashboard, TimeLeft
 from .summary import report_lines
 
 _REFRESH_SECONDS: Final = 0.5
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     address = read_address(run_dir)
     config = configuration.load(run_dir / CONFIG_FILE)
     security = Security.load(config.security, VIEWER)
-    dashboard = Dashboard(name=config.name, run_dir=run_dir)
+    dashboard = Dashboard(name=config.name, run_dir=run_dir, time_left=TimeLeft.from_config(config))
     try:
         with dashboard:
             asyncio.run(_show(address, security, dashboard))
@@ -67,7 +68,9 @@ def stopped_lines(run_dir: Path, config: Config) -> list[str]:
         progress = read_progress(run_dir / LEDGER_FILE)
     except sqlite3.Error:
         progress = Progress(0, None)
-    lines = [f"{run_dir} does not run: it stopped after step {progress.step} of {config.steps}."]
+    reason = read_stop_reason(run_dir)
+    how = f"was stopped by {reason}" if reason else "stopped"
+    lines = [f"{run_dir} does not run: it {how} after step {progress.step} of {config.steps}."]
     if progress.checkpoint_step is None:
         lines.append(f"It has no checkpoint. To start again: fourfold run --resume {run_dir}")
     else:
@@ -75,7 +78,9 @@ def stopped_lines(run_dir: Path, config: Config) -> list[str]:
         repeated = f", and repeats {lost} step{'s' if lost > 1 else ''}" if lost else ""
         lines.append(f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}:")
         lines.append(f"  fourfold run --resume {run_dir}")
-    return [*lines, f"Why it stopped is at the end of {run_dir / 'logs'}/coordinator-0.log"]
+    if not reason:
+        lines.append(f"Why it stopped is at the end of {run_dir / 'logs'}/coordinator-0.log")
+    return lines
 
 
 async def _show(address: str, security: Security | None, dashboard: Dashboard) -> None:

@@ -37,9 +37,11 @@ ANSWERS_FILE: Final = "answers.jsonl"  # of `fourfold eval`
 LEDGER_FILE: Final = "ledger.sqlite"
 RUN_LOCK: Final = ".lock"  # of `fourfold run`
 COORDINATOR_LOCK: Final = "coordinator.lock"
+STOP_FILE: Final = ".stopped"  # what stopped the run
 LATEST: Final = "latest"
 # `is_locked` holds a lock for a moment, in which a process that starts must not fail.
 _PROBE_SECONDS: Final = 0.5
+_MOST_REASON: Final = 100  # characters
 # In the environment of a coordinator that the launcher restarted: how the one before it died.
 DEATH_VARIABLE: Final = "FOURFOLD_COORDINATOR_DEATH"
 
@@ -151,6 +153,23 @@ def read_address(run_dir: Path) -> str:
     if not file.is_file():
         raise ConfigError(f"{run_dir}: no run was started here (no {ADDRESS_FILE}); give a folder of runs/")
     return file.read_text(encoding="utf-8").strip()
+
+
+def write_stop_reason(run_dir: Path, reason: str) -> None:
+    """Store what stopped a run, for its coordinator and for `fourfold watch`; an empty reason forgets it."""
+    with suppress(OSError):
+        if reason:
+            (run_dir / STOP_FILE).write_text(reason, encoding="utf-8")
+        else:
+            (run_dir / STOP_FILE).unlink(missing_ok=True)
+
+
+def read_stop_reason(run_dir: Path) -> str:
+    """Return what stopped the run, such as "SIGINT (Ctrl-C)"; empty if no signal did."""
+    try:
+        return (run_dir / STOP_FILE).read_text(encoding="utf-8").strip()[:_MOST_REASON]
+    except (OSError, ValueError):
+        return ""
 
 
 def is_finished(run_dir: Path, config: Config) -> bool:

@@ -42,7 +42,7 @@ _RPC_SECONDS: Final = 5.0
 _FILE_SECONDS: Final = 60.0  # after which a large file goes on in another call
 _UPDATE_SECONDS: Final = 1.0
 _IDLE_SECONDS: Final = 60.0  # without a page that asks
-_ENDED: Final = {pb.RUN_PHASE_DONE: "finished", pb.RUN_PHASE_FAILED: "stopped"}
+_ENDED: Final = {pb.RUN_PHASE_DONE: "finished", pb.RUN_PHASE_FAILED: "stopped", pb.RUN_PHASE_STOPPED: "stopped"}
 
 
 def open_remote(target: str, *, certs: str = "", token: str = "", cache: Path | None = None) -> FolderReader:

@@ -13,6 +13,7 @@ import pytest
 from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.host.program import program
 from fourfold.plan.preflight import check_recipe
 from fourfold.plan.report import describe
 from fourfold_coordinator.cli import new
@@ -46,7 +47,7 @@ def test_columns_reward_and_lengths_come_from_the_data(capsys: pytest.CaptureFix
     assert (config.name, config.data.prompt_field, config.data.answer_field) == ("mine", "problem", "solution")
     assert config.reward[0].function == "last_number"
     assert config.model.dtype == "float32" and config.model.max_context_tokens == 128
-    assert "Next: fourfold plan mine.toml; fourfold run mine.toml" in capsys.readouterr().out
+    assert f"Next: {program()} plan mine.toml; {program()} run mine.toml" in capsys.readouterr().out
     found = check_recipe(config, Path("mine.toml"))
     assert found.warnings == []
     assert found.notes["reward"] == ["last_number: the reference answers of 4 rows score 1, 1, 1, 1."]

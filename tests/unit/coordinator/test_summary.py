@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fourfold.host.program import program
 from fourfold_coordinator.cli.summary import answer_table, summary_lines
 
 PROMPT = "<|im_start|>system\nReply.<|im_end|>\n<|im_start|>user\nWhat is {}?<|im_end|>\n<|im_start|>assistant\n"
@@ -55,7 +56,7 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "Compared with demo-1, which has the same recipe: the same first step, accuracy -0.02." in text
     assert "What is 3 * 4?" in text and "I think it is 34," in text and "12 *" in text
     assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text
-    assert text.endswith(f"Chat with the model: fourfold chat {tmp_path}")
+    assert text.endswith(f"Chat with the model: {program()} chat {tmp_path}")
 
 
 def test_summary_of_a_run_with_a_lag_tells_lag_waits_and_what_was_stale(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import IO, Any
 import pytest
 
 from fourfold import config as configuration
+from fourfold.host.program import program
 from fourfold_coordinator.cli.watch import stopped_lines
 from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, is_locked, locked, write_stop_reason
 from fourfold_coordinator.state.ledger import Ledger
@@ -35,7 +36,7 @@ def test_a_run_that_has_stopped_says_what_is_repeated(tmp_path: Path) -> None:
     first, second, third, last = stopped_lines(tmp_path, CONFIG)
     assert first == f"{tmp_path} does not run: it stopped after step 12 of 30."
     assert second == "It continues from the checkpoint of step 10, and repeats 2 steps:"
-    assert third == f"  fourfold run --resume {tmp_path}"
+    assert third == f"  {program()} run --resume {tmp_path}"
     assert last.endswith("/logs/coordinator-0.log")
 
 
@@ -51,7 +52,7 @@ def test_a_run_that_a_signal_stopped_names_the_signal(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
     first, second, _ = stopped_lines(tmp_path, CONFIG)
     assert first.endswith("it stopped after step 0 of 30.")
-    assert second == f"It has no checkpoint. To start again: fourfold run --resume {tmp_path}"
+    assert second == f"It has no checkpoint. To start again: {program()} run --resume {tmp_path}"
 
 
 def test_a_coordinator_that_lives_holds_its_lock(tmp_path: Path) -> None:

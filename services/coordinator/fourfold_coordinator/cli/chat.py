@@ -24,6 +24,7 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError, WrongState
 from fourfold.host.process import Command, Supervisor
+from fourfold.host.program import program
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.client import RolloutClient
@@ -83,7 +84,8 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
     if not model.is_dir():
         raise ConfigError(
             f"{run_dir} has no folder `{model.name}` yet: the model is exported at the end of a run, and every "
-            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: fourfold run --resume {run_dir}"
+            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: {program()} run --resume "
+            f"{run_dir}"
         )
     config = configuration.load(run_dir / CONFIG_FILE)
     if args.system is None and config.data.chat:

@@ -18,6 +18,7 @@ from fourfold import config as configuration
 from fourfold.config import PRESETS, DataConfig, DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import visible_gpus
+from fourfold.host.program import program
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 
@@ -89,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
     except ConfigError:
         args.recipe.unlink()
         raise
-    print(f"wrote {args.recipe}. Next: fourfold plan {args.recipe}; fourfold run {args.recipe}")
+    print(f"wrote {args.recipe}. Next: {program()} plan {args.recipe}; {program()} run {args.recipe}")
     return 0
 
 

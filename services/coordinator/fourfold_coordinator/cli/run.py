@@ -27,6 +27,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.hardware import has_fast_bfloat16, smallest_memory, visible_gpus
+from fourfold.host.program import program
 from fourfold.model import folder as model_folder
 from fourfold.plan.models import adapter_plan, check_context, check_sequence_parallel
 from fourfold.plan.placement import check_gpu_memory
@@ -269,18 +270,18 @@ class RunCommand:
     def _show_manual_commands(self) -> None:
         for service in services_of(self._config, manual=True, evaluate=self.evaluate):
             words = serve_arguments(service, run_dir=self._run_dir, coordinator=self._fleet.address)
-            self._dashboard.note(f"start this service yourself (replicas = 0): fourfold {' '.join(words)}")
+            self._dashboard.note(f"start this service yourself (replicas = 0): {program()} {' '.join(words)}")
 
     def next_command(self) -> str:
         """Return how to go on after a stop."""
         options = "" if self._args.launcher == "local" else f" --launcher {self._args.launcher}"
         options += f" --ray-address {self._args.ray_address}" if self._args.ray_address else ""
-        resume = f"fourfold run --resume {self._run_dir}{options}"
+        resume = f"{program()} run --resume {self._run_dir}{options}"
         if next((self._run_dir / "checkpoints").glob("step-*"), None) is not None:
             return f"To resume from the last checkpoint: {resume}"
         return (
             f"No checkpoint was written yet. To start again: {resume}; with a changed recipe: "
-            f"fourfold run RECIPE{options}"
+            f"{program()} run RECIPE{options}"
         )
 
 

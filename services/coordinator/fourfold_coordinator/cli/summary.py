@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
+from fourfold.host.program import program
 from fourfold.text import format_duration, format_score, printable
 
 from ..launch.run_folder import REPORT_FILE
@@ -53,7 +54,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines += _diagnosis(report)
     lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
     lines += ["", *_files(run_dir)]
-    return [*lines, "", f"Chat with the model: fourfold chat {run_dir}"]
+    return [*lines, "", f"Chat with the model: {program()} chat {run_dir}"]
 
 
 def _headline(report: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.metrics import METRICS
 from fourfold.rpc.responses import clean_strings
 from fourfold.text import format_duration
-from fourfold_coordinator.cli.dashboard import Dashboard, TimeLeft, panel_rows, sparkline
+from fourfold_coordinator.cli.dashboard import Dashboard, Schedule, panel_rows, sparkline
 
 SCHEDULE = ["steps=24", "evaluation.every_steps=10", "checkpoint.every_steps=12"]
 CONFIG = configuration.load("recipes/quickstart.toml", SCHEDULE)
@@ -49,7 +49,7 @@ def snapshot(steps: int) -> pb.RunStatus:
 
 def dashboard(output: io.StringIO, *, live: bool, width: int = 100, height: int = 60) -> Dashboard:
     console = _console(output, live=live, width=width, height=height)
-    return Dashboard(name="demo", run_dir=Path("runs/demo"), time_left=TimeLeft(), console=console, live=live)
+    return Dashboard(name="demo", run_dir=Path("runs/demo"), schedule=Schedule(), console=console, live=live)
 
 
 def _console(output: io.StringIO, *, live: bool = True, width: int = 100, height: int = 60) -> Console:
@@ -132,6 +132,8 @@ def test_live_panel_shows_what_matters() -> None:
         display.note("something happened")
         display.refresh()
     text = output.getvalue().replace("\u2502", "|")
+    status.steps[-1].metrics["train/samples_per_step"] = 16.0
+    assert dict(panel_rows(status, samples_per_step=96))["trained samples"].startswith("16 of 96  ")
     for words in (
         "demo: step 8 of 24",
         "\n| now                training 50%",
@@ -212,25 +214,25 @@ def test_display_that_breaks_is_switched_off_and_raises_nothing(caplog: pytest.L
 
 
 def test_time_left_counts_steps_evaluations_and_checkpoints_that_are_due() -> None:
-    time_left = TimeLeft(evaluations=(0, 10, 20, 24), checkpoints=(12, 24))
+    schedule = Schedule(evaluations=(0, 10, 20, 24), checkpoints=(12, 24))
     status = snapshot(0)
     status.evals[0].seconds = 30.0
-    assert time_left.estimate(status) is None, "the start is no step"
+    assert schedule.time_left(status) is None, "the start is no step"
     status = snapshot(3)
     status.evals[0].seconds = 30.0
     status.steps[0].metrics["time/step"] = 100.0  # the first step compiles
-    assert time_left.estimate(status) == pytest.approx(21 * 9.8 + 3 * 30)
+    assert schedule.time_left(status) == pytest.approx(21 * 9.8 + 3 * 30)
     status = snapshot(12)
     status.evals[0].seconds = 30.0
     status.steps[-1].metrics.update({"time/step": 19.8, "time/evaluate": 8.0, "time/checkpoint": 2.0})
-    assert time_left.estimate(status) == pytest.approx(12 * 9.8 + 2 * 30 + 2)
-    assert time_left.estimate(snapshot(24)) is None
+    assert schedule.time_left(status) == pytest.approx(12 * 9.8 + 2 * 30 + 2)
+    assert schedule.time_left(snapshot(24)) is None
 
 
 def test_an_asynchronous_run_waits_for_its_last_evaluation_alone() -> None:
-    assert TimeLeft.from_config(CONFIG).evaluations == (0, 10, 20, 24)
+    assert Schedule.from_config(CONFIG).evaluations == (0, 10, 20, 24)
     beside = configuration.load("recipes/quickstart.toml", [*SCHEDULE, "asynchrony.max_policy_lag=2"])
-    assert TimeLeft.from_config(beside).evaluations == (24,)
+    assert Schedule.from_config(beside).evaluations == (24,)
 
 
 def test_a_run_that_restores_a_checkpoint_names_its_step() -> None:
@@ -243,7 +245,7 @@ def test_a_run_that_restores_a_checkpoint_names_its_step() -> None:
 
 def test_an_evaluation_without_a_trainer_shows_its_answers_and_no_steps() -> None:
     output = io.StringIO()
-    display = Dashboard(name="demo", run_dir=Path("runs/demo"), time_left=None, console=_console(output), live=True)
+    display = Dashboard(name="demo", run_dir=Path("runs/demo"), schedule=None, console=_console(output), live=True)
     status = pb.RunStatus(name="demo", step_count=5, phase=pb.RUN_PHASE_EVALUATING, answers_done=40, answer_count=120)
     with display:
         display.update(status)
@@ -394,7 +396,7 @@ def test_text_of_other_processes_is_drawn_as_text(live: bool) -> None:
     output = io.StringIO()
     console = Console(file=output, width=400, force_terminal=live, color_system=None, highlight=False)
     with Dashboard(
-        name="[b]demo[/b]", run_dir=Path("runs/[b]"), time_left=TimeLeft(), console=console, live=live
+        name="[b]demo[/b]", run_dir=Path("runs/[b]"), schedule=Schedule(), console=console, live=live
     ) as display:
         display.refresh()
         display.update(status)

@@ -48,7 +48,7 @@ _OPTIONAL: Final = (
     "entropy",
     "stale",
     "tokens/s sampled",
-    "samples",
+    "trained samples",
     "useful groups",
     "logprob mismatch",
     _NOTE,
@@ -93,11 +93,11 @@ class Dashboard:
         *,
         name: str,
         run_dir: Path,
-        time_left: TimeLeft | None,
+        schedule: Schedule | None,
         console: Console | None = None,
         live: bool | None = None,
     ) -> None:
-        """Create the display of a run, or of an evaluation without a trainer if `time_left` is None.
+        """Create the display of a run, or of an evaluation without a trainer if `schedule` is None.
 
         It is on `console` (default: stdout); `live` defaults to whether that is a terminal.
         """
@@ -111,7 +111,7 @@ class Dashboard:
         self._services: list[tuple[str, str]] = []
         self._notes: list[str] = []
         self._lines = EventLines(self._began)
-        self._time_left = time_left
+        self._schedule = schedule
 
     def __enter__(self) -> Self:
         if self._is_live:
@@ -170,9 +170,10 @@ class Dashboard:
     def _panel(self) -> RenderableType:
         seconds = time.monotonic() - self._began
         footer = f"{format_duration(seconds)} elapsed"
-        if self._time_left is not None and (left := self._time_left.estimate(self._status)) is not None:
+        if self._schedule is not None and (left := self._schedule.time_left(self._status)) is not None:
             footer += f", about {format_duration(left)} left"
-        rows = panel_rows(self._status, self._blocks, self._console.width)
+        samples = 0 if self._schedule is None else self._schedule.samples_per_step
+        rows = panel_rows(self._status, self._blocks, self._console.width, samples_per_step=samples)
         rows.append(("services", _services_text(self._services, self._status)))
         rows.append(("logs", str(self._run_dir / "logs")))
         return self._fitting(rows, self._messages(), title=Text(self._name + self._progress()), footer=footer)
@@ -180,7 +181,7 @@ class Dashboard:
     def _progress(self) -> str:
         """Return the text of the title after the name."""
         status = self._status
-        if self._time_left is None:
+        if self._schedule is None:
             return ": evaluation"
         if status.phase == pb.RUN_PHASE_RECOVERING and status.step:
             return f": resuming at step {status.step} of {status.step_count}"
@@ -223,8 +224,8 @@ class Dashboard:
         for label, value in rows:
             grid.add_row(label, Text(value))  # a plain str would be read as markup
         parts: list[RenderableType] = [grid, *messages]
-        if total := self._status.step_count if self._time_left is not None else self._status.answer_count:
-            done = self._status.step if self._time_left is not None else self._status.answers_done
+        if total := self._status.step_count if self._schedule is not None else self._status.answer_count:
+            done = self._status.step if self._schedule is not None else self._status.answers_done
             bar = Table.grid(expand=True)  # a bar alone does not end its line
             bar.add_row(ProgressBar(total=total, completed=done))
             parts.insert(0, bar)
@@ -232,21 +233,29 @@ class Dashboard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeLeft:
-    """Estimates the time until the end of a run from its last steps, and the evaluations and checkpoints still due."""
+class Schedule:
+    """What the recipe of a run says about its steps."""
 
+    samples_per_step: int = 0  # 0: unknown
     evaluations: Sequence[int] = ()  # steps after which the run waits for one
     checkpoints: Sequence[int] = ()
 
     @classmethod
-    def from_config(cls, config: Config) -> TimeLeft:
+    def from_config(cls, config: Config) -> Schedule:
         plan = batch_plan(config)
         # In an asynchronous run the next steps go on beside an evaluation, except for the last one.
         beside = config.asynchrony.max_policy_lag and not config.checkpoint.keep_best
-        return cls(evaluations=plan.evaluations[-1:] if beside else plan.evaluations, checkpoints=plan.checkpoints)
+        return cls(
+            samples_per_step=plan.samples_per_step,
+            evaluations=plan.evaluations[-1:] if beside else plan.evaluations,
+            checkpoints=plan.checkpoints,
+        )
 
-    def estimate(self, status: pb.RunStatus) -> float | None:
-        """Return the seconds until the last step ends; None before the end of the first step."""
+    def time_left(self, status: pb.RunStatus) -> float | None:
+        """Estimate the seconds until the end from the last steps, and the evaluations and checkpoints still due.
+
+        Returns None before the end of the first step.
+        """
         rows = [record.metrics for record in status.steps[-_RECENT_STEPS:] if metrics.TIME_STEP in record.metrics]
         if not rows or status.step >= status.step_count:
             return None
@@ -267,7 +276,9 @@ def _median(values: Iterable[float]) -> float:
     return median(positive) if positive else 0.0
 
 
-def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS, width: int = 100) -> list[tuple[str, str]]:
+def panel_rows(
+    status: pb.RunStatus, blocks: str = _BLOCKS, width: int = 100, *, samples_per_step: int = 0
+) -> list[tuple[str, str]]:
     """Return (label, text) of the rows of a panel of `width` characters; rows without data are left out."""
     phase = _phase_text(status)
     if status.waiting_for:
@@ -283,7 +294,8 @@ def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS, width: int = 100) ->
         if len(last.sets) > 1:
             rows.append(("held-out sets", ", ".join(f"{each.name} {_set_score(each)}" for each in last.sets)))
     if status.steps:
-        rows += _step_rows(status, blocks, min(_SPARKLINE_WIDTH, max(width - _LABEL_WIDTH - _VALUE_WIDTH, 0)))
+        sparkline_width = min(_SPARKLINE_WIDTH, max(width - _LABEL_WIDTH - _VALUE_WIDTH, 0))
+        rows += _step_rows(status, blocks, sparkline_width, samples_per_step)
     if status.failure:
         rows.append(("failure" if status.phase == pb.RUN_PHASE_FAILED else "why", status.failure))
     return rows
@@ -321,7 +333,7 @@ def _queue_text(queue: pb.SampleQueue) -> str:
     return f"{queue.running_groups} groups running, {queue.ready_groups} ready, lag limit {queue.lag_limit}{lowered}"
 
 
-def _step_rows(status: pb.RunStatus, blocks: str, width: int) -> list[tuple[str, str]]:
+def _step_rows(status: pb.RunStatus, blocks: str, width: int, samples_per_step: int) -> list[tuple[str, str]]:
     """Return the rows of the last step, with the history of its main metrics in `width` characters."""
     last = status.steps[-1].metrics
     rows = []
@@ -329,7 +341,11 @@ def _step_rows(status: pb.RunStatus, blocks: str, width: int) -> list[tuple[str,
         ("reward", metrics.REWARD_MEAN, "{:.2f}"),
         ("length", metrics.RESPONSE_LENGTH, "{:.0f} tokens"),
         ("KL", metrics.REFERENCE_KL if metrics.REFERENCE_KL in last else metrics.APPROX_KL, "{:.4f}"),
-        ("samples", metrics.TRAINED_SAMPLES, "{:.0f}"),
+        (
+            "trained samples",
+            metrics.TRAINED_SAMPLES,
+            f"{{:.0f}} of {samples_per_step}" if samples_per_step else "{:.0f}",
+        ),
         ("useful groups", metrics.USEFUL_GROUPS, "{:.0%}"),
         ("entropy", metrics.ENTROPY, "{:.2f}"),
         ("logprob mismatch", metrics.MISMATCH_MEAN, "{:.4f}"),

@@ -50,7 +50,7 @@ from ..launch.run_folder import (
 )
 from ..sinks.sink import check_sinks
 from ..state.files import replace_file
-from .dashboard import Dashboard, TimeLeft
+from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 from .watch import follow
 
@@ -189,8 +189,8 @@ class RunCommand:
         self._args, self._config, self._run_dir = args, config, run_dir
         self._launcher, self._signals = launcher, signals
         self._security = Security.load(config.security, VIEWER)
-        time_left = None if self.evaluate else TimeLeft.from_config(config)
-        self._dashboard = Dashboard(name=config.name, run_dir=run_dir, time_left=time_left)
+        schedule = None if self.evaluate else Schedule.from_config(config)
+        self._dashboard = Dashboard(name=config.name, run_dir=run_dir, schedule=schedule)
         self._fleet = Fleet(
             config,
             run_dir=run_dir,

@@ -34,6 +34,7 @@ from ..launch.run_folder import (
     REPORT_FILE,
     RUN_LOCK,
     STEP_FOLDER,
+    find_run,
     is_locked,
 )
 from ..state.ledger import EvalRow, read_evals, read_progress
@@ -170,7 +171,7 @@ def _chosen(args: argparse.Namespace) -> list[Run]:
 def _checked(folder: Path) -> Path:
     if folder.is_symlink():
         raise ConfigError(f"{folder} is a link to {folder.readlink()}; name the folder itself")
-    if not (folder / CONFIG_FILE).is_file():
+    if not (find_run(folder) / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder}: not the folder of a run (no {CONFIG_FILE}); nothing was deleted")
     return folder
 

@@ -28,7 +28,7 @@ from ..launch.run_folder import (
     read_stop_reason,
 )
 from ..state.ledger import Progress, read_progress
-from .dashboard import Dashboard, TimeLeft
+from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 
 _REFRESH_SECONDS: Final = 0.5
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     address = read_address(run_dir)
     config = configuration.load(run_dir / CONFIG_FILE)
     security = Security.load(config.security, VIEWER)
-    dashboard = Dashboard(name=config.name, run_dir=run_dir, time_left=TimeLeft.from_config(config))
+    dashboard = Dashboard(name=config.name, run_dir=run_dir, schedule=Schedule.from_config(config))
     try:
         with dashboard:
             asyncio.run(_show(address, security, dashboard))

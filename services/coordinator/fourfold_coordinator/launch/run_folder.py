@@ -22,6 +22,7 @@ from fourfold import config as configuration
 from fourfold import hub
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.text import nearest_name
 
 ADDRESS_FILE: Final = "coordinator.address"
 CONFIG_FILE: Final = "config.toml"
@@ -91,8 +92,21 @@ def link_latest(run_dir: Path) -> None:
 
 
 def find_run(path: Path) -> Path:
-    """Return the folder of a run, for runs/latest the one that it points to now."""
-    return path.parent / path.readlink() if path.is_symlink() else path
+    """Return the folder of a run, for runs/latest the one that it points to now; other paths stay as they are.
+
+    Raises ConfigError: there is no such path, but a run with a similar name.
+    """
+    if path.is_symlink():
+        return path.parent / path.readlink()
+    if not path.exists() and ":" not in str(path):  # not hf:OWNER/NAME
+        runs = {
+            file.parent.name: file.parent
+            for root in (Path("runs"), path.parent)
+            for file in root.glob(f"*/{CONFIG_FILE}")
+        }
+        if near := nearest_name(path.name, runs):
+            raise ConfigError(f"{path} does not exist; did you mean {runs[near]}?")
+    return path
 
 
 def free_name(run_dir: Path) -> Path:

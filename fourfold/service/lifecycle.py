@@ -74,6 +74,7 @@ class ServeOptions:
     ranks: range | None = None  # ranks of the trainer that this process holds; None: all of them
     interface: str = ""  # network interface of the ranks' collectives; empty: the one on the way to rank 0
     evaluate: bool = False  # the coordinator evaluates the model of the recipe, and trains nothing
+    assignments: tuple[str, ...] = ()  # KEY=VALUE each, which replaced keys of the recipe's file in `config`
 
 
 class ServiceHost:

@@ -25,6 +25,7 @@ import grpc
 import numpy as np
 from google.protobuf.descriptor import ServiceDescriptor
 
+from fourfold.address import is_loopback, split_target
 from fourfold.arrays import Int32Array
 from fourfold.config import dump
 from fourfold.coordinator.v1 import (
@@ -45,6 +46,7 @@ from fourfold.coordinator.v1.scorer_service_pb2_grpc import add_ScorerServiceSer
 from fourfold.errors import ConfigError, FourfoldError, Internal
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.host.disk import check_room
+from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
@@ -129,9 +131,22 @@ def main(options: ServeOptions) -> int:
         check_sinks(options.config.logging.sinks)
         if warning := check_room(folder):
             log.warning("%s", warning)
-        if not (folder / CONFIG_FILE).exists():  # started by hand, not by the launcher
-            replace_file(folder / CONFIG_FILE, [dump(options.config)])
+        _write_config(options, folder / CONFIG_FILE)
+        host, _ = split_target(options.listen)
+        if options.config.security.directory and is_loopback(host) and PARENT_PID_VARIABLE not in os.environ:
+            log.warning(
+                "the coordinator listens on %s, where services of other machines cannot reach it; pass --listen "
+                "ADDRESS:PORT if the run has any",
+                host,
+            )
         return asyncio.run(Coordinator(options, folder).run())
+
+
+def _write_config(options: ServeOptions, file: Path) -> None:
+    """Write the recipe that runs to the folder of the run, unless it was read from there, as under the launcher."""
+    own = file.exists() and options.recipe.exists() and file.samefile(options.recipe)
+    if not own or options.assignments:
+        replace_file(file, [dump(options.config)])
 
 
 class Coordinator:
@@ -145,6 +160,7 @@ class Coordinator:
         config = options.config
         self._config, self._folder, self._member_id = config, folder, options.member_id
         self._recipe, self._evaluate = options.recipe, options.evaluate
+        self._assignments = options.assignments
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
@@ -336,6 +352,7 @@ class Coordinator:
         return RunContext(
             config=config,
             recipe=self._recipe,
+            assignments=self._assignments,
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,

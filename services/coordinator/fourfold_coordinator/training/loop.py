@@ -58,7 +58,7 @@ class TrainingLoop:
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.config = context, context.config
-        self.recipe = LiveRecipe(context.recipe, context.config)
+        self.recipe = LiveRecipe(context.recipe, context.config, context.assignments)
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
         self.producer, self.evaluator = GroupProducer(context), context.evaluator()

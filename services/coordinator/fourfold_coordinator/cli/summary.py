@@ -146,7 +146,7 @@ def answer_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any
     pairs = [(row, later[row["prompt"]]) for row in before if row["prompt"] in later]
     if not pairs:
         return []
-    frame, questions = _split([_question(old["prompt"]) for old, _ in pairs])
+    frame, questions = _split([last_line(old["prompt"]) for old, _ in pairs])
     title = f'Answers to the held-out prompts "{_cut(frame, _FRAME_WIDTH)}"' if frame else "Answers to held-out prompts"
     rights = [_cut(printable(old["answer"]), _RIGHT_WIDTH) for old, _ in pairs]
     question_width = min(max(len("prompt"), *map(len, questions)), _QUESTION_WIDTH)
@@ -177,7 +177,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
-def _question(prompt: str) -> str:
+def last_line(prompt: str) -> str:
     """Return the last line of the user's message in a rendered prompt."""
     lines = [line.strip() for line in _SPECIAL.sub("\n", prompt).splitlines()]
     return next((line for line in reversed(lines) if line not in _ROLES), "")

@@ -133,6 +133,11 @@ class Dashboard:
         """Set the status of the run. The client has removed control characters from its texts."""
         self._status = status
 
+    @property
+    def stopped(self) -> bool:
+        """Return whether a signal has stopped the run."""
+        return self._status.phase == pb.RUN_PHASE_STOPPED
+
     def set_services(self, states: Sequence[tuple[str, str]]) -> None:
         """Set the (name, state) of the launcher's processes."""
         self._services = list(states)

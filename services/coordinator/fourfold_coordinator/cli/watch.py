@@ -60,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
             return 0
         print("\n".join(stopped_lines(run_dir, config)))
         return 1
+    if dashboard.stopped:
+        print("\n".join(stopped_lines(run_dir, config)))
     return 0
 
 

@@ -163,6 +163,7 @@ class Coordinator:
         self._assignments = options.assignments
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
+        log.info("coordinator started: folder=%s recipe=%s", folder, options.recipe)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
         self._board = RunBoard(
             name=config.name, step_count=config.steps, max_policy_lag=config.asynchrony.max_policy_lag

@@ -18,6 +18,7 @@ from typing import Any, Final
 from fourfold.answers import final_answer
 from fourfold.config import Config
 from fourfold.seeds import derive_seed
+from fourfold.text import format_score
 
 from ...data.prompts import HeldOutSet, Prompt
 from ...routing.replica import GivenUp, ReplicaKey, RetryBudget
@@ -162,12 +163,14 @@ class Evaluator:
                 step, version, min(used), max(used),
             )  # fmt: skip
         score, half_width = mean_of_sets([(result.score, result.half_width) for result in found])
+        scored, missing = (sum(getattr(each, name) for each in found) for name in ("answer_count", "missing_count"))
+        log.info("evaluation finished: step=%d held_out=%s", step, format_score(score, half_width, scored, missing))
         row = EvalRow(
             step=step,
             score=score,
             half_width=half_width,
-            answer_count=sum(result.answer_count for result in found),
-            missing_count=sum(result.missing_count for result in found),
+            answer_count=scored,
+            missing_count=missing,
             answers=[example for each in answered for example in each.examples(self._config.seed)],
             sets=tuple(found),
         )

@@ -218,7 +218,8 @@ PATTERNS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"policy_loss\.|prefix_grouper|^algorithm\.(pf_ppo|use_pf_ppo)",
          "no equivalent: this loss is not part of Fourfold"),
         (r"rollout_correction\.", "no equivalent: see algorithm.correction"),
-        (r"\.optim\.",
+        (r"\.optim\.(betas|clip_grad|lr_\w+|min_lr|num_cycles|optimizer(_impl)?|override_optimizer_config|"
+         r"total_training_steps|use_checkpoint_opt_param_scheduler|weight_decay_incr_style)$",
          "no equivalent: AdamW, or Muon with trainer.optimizer; schedules are constant, linear and cosine"),
         (r"rollout\.multi_turn\.|rollout\.agent\.|tool_config_path",
          "no equivalent: write the tools as an environment (docs/agents.md)"),

@@ -25,6 +25,7 @@ import grpc
 import numpy as np
 from google.protobuf.descriptor import ServiceDescriptor
 
+from fourfold.address import is_loopback, split_target
 from fourfold.arrays import Int32Array
 from fourfold.config import dump
 from fourfold.coordinator.v1 import (
@@ -45,6 +46,7 @@ from fourfold.coordinator.v1.scorer_service_pb2_grpc import add_ScorerServiceSer
 from fourfold.errors import ConfigError, FourfoldError, Internal
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.host.disk import check_room
+from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
@@ -61,6 +63,8 @@ from .launch.run_folder import (
     REPORT_FILE,
     is_finished,
     locked,
+    read_stop_reason,
+    write_stop_reason,
 )
 from .reporting.exported import RunSource
 from .reporting.run_files import RunFileServicer
@@ -127,9 +131,22 @@ def main(options: ServeOptions) -> int:
         check_sinks(options.config.logging.sinks)
         if warning := check_room(folder):
             log.warning("%s", warning)
-        if not (folder / CONFIG_FILE).exists():  # started by hand, not by the launcher
-            replace_file(folder / CONFIG_FILE, [dump(options.config)])
+        _write_config(options, folder / CONFIG_FILE)
+        host, _ = split_target(options.listen)
+        if options.config.security.directory and is_loopback(host) and PARENT_PID_VARIABLE not in os.environ:
+            log.warning(
+                "the coordinator listens on %s, where services of other machines cannot reach it; pass --listen "
+                "ADDRESS:PORT if the run has any",
+                host,
+            )
         return asyncio.run(Coordinator(options, folder).run())
+
+
+def _write_config(options: ServeOptions, file: Path) -> None:
+    """Write the recipe that runs to the folder of the run, unless it was read from there, as under the launcher."""
+    own = file.exists() and options.recipe.exists() and file.samefile(options.recipe)
+    if not own or options.assignments:
+        replace_file(file, [dump(options.config)])
 
 
 class Coordinator:
@@ -143,8 +160,10 @@ class Coordinator:
         config = options.config
         self._config, self._folder, self._member_id = config, folder, options.member_id
         self._recipe, self._evaluate = options.recipe, options.evaluate
+        self._assignments = options.assignments
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
+        log.info("coordinator started: folder=%s recipe=%s", folder, options.recipe)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
         self._board = RunBoard(
             name=config.name, step_count=config.steps, max_policy_lag=config.asynchrony.max_policy_lag
@@ -225,6 +244,9 @@ class Coordinator:
         try:
             ledger = await self._disk.write(Ledger, self._folder / LEDGER_FILE)
             segments = await self._disk.write_in_thread(SegmentFiles, self._folder / EXPERIENCES_FOLDER)
+            if ledger.counts():
+                self._board.set_recovering(ledger.last_checkpoint())
+            write_stop_reason(self._folder, "")
             await self._loop(ledger, ExperienceStore(segments, ledger, self._disk))
         except FourfoldError as error:
             self._board.close(failure=error.message)
@@ -234,13 +256,22 @@ class Coordinator:
             self._board.close(failure=f"internal error: {error!r}")
             raise Internal(f"internal error: {error!r}; the log has the traceback") from error
         except asyncio.CancelledError:  # a signal: the watchers' streams end with this status
-            self._board.close(failure="the coordinator was stopped")
+            self._board.close(stopped=self._stopped())
             raise
         finally:
             if ledger is not None:
                 ledger.close()
         self._board.close()
         return 0
+
+    def _stopped(self) -> str:
+        """Return what stopped this process, after which step; log it, and store it for `fourfold watch`."""
+        if not (reason := read_stop_reason(self._folder)):
+            reason = self._host.signal_name or "a call to drain"
+            write_stop_reason(self._folder, reason)
+        text = f"stopped by {reason} after step {self._board.status.step}"
+        log.warning("%s", text)
+        return text
 
     async def _loop(self, ledger: Ledger, experiences: ExperienceStore) -> None:
         totals = RunTotals(
@@ -322,6 +353,7 @@ class Coordinator:
         return RunContext(
             config=config,
             recipe=self._recipe,
+            assignments=self._assignments,
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import socket
@@ -11,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from fourfold import config as configuration
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
+from fourfold.service.lifecycle import ServeOptions
+from fourfold_coordinator import serve
 from fourfold_coordinator.launch.run_folder import is_locked, locked
 from fourfold_coordinator.reporting.run_totals import MemoryMeter, pss_bytes
 from fourfold_coordinator.routing.registry import Member
+from tests.fakes.toy import make_config
 
 
 def test_one_run_folder_has_one_coordinator(tmp_path: Path) -> None:
@@ -41,6 +46,20 @@ def test_the_process_that_holds_a_folder_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another `fourfold run` uses this folder"):
             with locked(file, "`fourfold run`"):
                 pass
+def test_the_folder_of_a_run_has_the_recipe_that_runs(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    recipe, file = tmp_path / "recipe.toml", tmp_path / "config.toml"
+    recipe.write_text(configuration.dump(config))
+    options = ServeOptions(role="coordinator", recipe=recipe, config=config, member_id="coordinator-0")
+    file.write_text("# of an earlier start, with other steps")
+    serve._write_config(options, file)
+    assert configuration.load(file) == config
+    file.write_text(text := configuration.dump(config) + "# of the user\n")
+    serve._write_config(dataclasses.replace(options, recipe=file), file)
+    assert file.read_text() == text, "it was read from there"
+    longer = config.model_copy(update={"steps": config.steps + 1})
+    serve._write_config(dataclasses.replace(options, recipe=file, config=longer, assignments=("steps=5",)), file)
+    assert configuration.load(file) == longer
 
 
 def test_memory_is_the_sum_over_the_processes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ from .state.experiences import ExperienceStore
 from .state.faults import FaultLog
 from .state.files import DiskWriter, replace_file
 from .state.ledger import Ledger
+from .state.recipe_history import RecipeHistory
 from .state.run_board import RunBoard
 from .state.sample_traces import SampleTraces
 from .state.segments import SegmentFiles
@@ -300,6 +301,9 @@ class Coordinator:
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer, train=not self._evaluate)
         self._scoring.check_prompts((*prompts.train, *prompts.held_out_prompts))
         await self._disk.write(check_same_data, prompts, ledger)
+        history = RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe)
+        if not self._evaluate:
+            await history.record(config)
         router = self._router
         session = TrainerSession(router, config, self._board)
         self._router.faults.load(ledger)
@@ -322,6 +326,7 @@ class Coordinator:
         return RunContext(
             config=config,
             recipe=self._recipe,
+            history=history,
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,

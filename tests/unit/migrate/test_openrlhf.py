@@ -351,6 +351,7 @@ def test_each_line_names_its_flag_and_the_rest_is_listed() -> None:
 def test_an_unknown_flag_is_named_with_the_nearest() -> None:
     draft = draft_of(GROUP + " --actor.adam.lrr 5e-7")
     assert "--actor.adam.lrr is unknown, and not converted; did you mean --actor.adam.lr?" in draft.checks
+    assert "not converted (1 of them unknown, see below)" in draft.report("run.sh")
 
 
 @pytest.mark.parametrize(

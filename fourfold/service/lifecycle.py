@@ -137,12 +137,16 @@ class ServiceHost:
         if options.coordinator:
             check_target(options.coordinator, self.security)
 
-    def public_server(self, listen: str) -> Server:
-        """Add a server for agents. `run` starts and stops it, and sets its health, with the internal server."""
+    def public_server(self, listen: str, key: str) -> Server:
+        """Add a server for agents, at the address that the recipe has under `key`.
+
+        `run` starts and stops it, and sets its health, with the internal server.
+        """
         server = Server(
             listen=listen,
             security=self.security,
             public=True,
+            key=key,
             max_concurrent_rpcs=_PUBLIC_CALLS,
             quotas=self.quotas,
             stats=self._stats,

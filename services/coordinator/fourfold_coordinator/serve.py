@@ -189,7 +189,7 @@ class Coordinator:
         rendezvous = RendezvousServicer(self._host.security)
         servers = [self._host.server]
         if listen := self._config.view.public_listen:
-            servers.append(self._host.public_server(listen))
+            servers.append(self._host.public_server(listen, "view.public_listen"))
         for server in servers:
             server.add(_service(run_service_pb2), add_RunServiceServicer_to_server, run)
             server.add(_service(run_file_service_pb2), add_RunFileServiceServicer_to_server, files)

@@ -99,7 +99,7 @@ class ServiceHost:
         """
         die_with_parent()
         raise_file_limit()
-        logs.setup(options.member_id, run_dir=options.run_dir)
+        logs.setup(options.member_id, run_dir=options.run_dir, terse=role is None)
         self.options = options
         self.role = role
         self.tokenizer_sha256 = b""  # 32 bytes or none; `start` may set it

@@ -51,6 +51,8 @@ from fourfold.rpc.channel import open_channel
 from fourfold.security.principal import Principal
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 
+from .cli.console import RunConsole
+from .cli.summary import report_lines
 from .data.prompts import PromptSet, load_prompts
 from .launch.run_folder import (
     ADDRESS_FILE,
@@ -130,7 +132,12 @@ def main(options: ServeOptions) -> int:
             log.warning("%s", warning)
         if not (folder / CONFIG_FILE).exists():  # started by hand, not by the launcher
             replace_file(folder / CONFIG_FILE, [dump(options.config)])
-        return asyncio.run(Coordinator(options, folder).run())
+        if sys.stdout.isatty():  # started by hand
+            sys.stdout.write(f"Run folder: {folder} (log: {folder / 'logs' / options.member_id}.log)\n")
+        code = asyncio.run(Coordinator(options, folder).run())
+        if sys.stdout.isatty() and not options.evaluate and is_finished(folder, options.config):
+            sys.stdout.write("\n".join(report_lines(folder)) + "\n")
+        return code
 
 
 class Coordinator:
@@ -215,7 +222,13 @@ class Coordinator:
 
     async def run(self) -> int:
         """Serve until the run is over; return the exit code."""
-        return await self._host.run(start=self._announce, until=self._drive())
+        console = [asyncio.create_task(RunConsole(self._board).run())] if sys.stdout.isatty() else []
+        try:
+            return await self._host.run(start=self._announce, until=self._drive())
+        finally:
+            for task in console:
+                task.cancel()
+            await asyncio.gather(*console, return_exceptions=True)  # a fault of the display does not end the run
 
     async def _announce(self) -> None:
         await self._disk.write(replace_file, self._folder / ADDRESS_FILE, [self._host.target + "\n"])

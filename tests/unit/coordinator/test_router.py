@@ -418,9 +418,7 @@ async def test_a_service_that_was_there_is_named_with_the_time_and_the_way_it_le
     assert bench.router.explain(Role.ROLE_TRAINER) == "none has registered"
     bench.registry.ttl = 60
     bench.join("a")
-    assert re.fullmatch(r"a: ready; b left at .*: lease expired", bench.router.explain(ROLE)), (
-        "it is back"
-    )
+    assert re.fullmatch(r"a: ready; b left at .*: lease expired", bench.router.explain(ROLE)), "it is back"
     for index in range(20):
         bench.join(f"c{index}")
         bench.registry.deregister(bench.tokens[f"c{index}"])

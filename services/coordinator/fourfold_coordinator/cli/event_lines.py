@@ -94,7 +94,7 @@ class EventLines:
                 overdue = self._overdue.setdefault(name, _OpenEvent(began=now))
                 if not overdue.printed:
                     overdue.printed = True
-                    yield f"{name} did not renew its lease: it hangs, is stopped, or cannot reach the coordinator"
+                    yield f"{name} did not renew its lease: it was killed, hangs, or cannot reach the coordinator"
             elif name in self._overdue:
                 yield f"{name} answered again after {format_duration(now - self._overdue.pop(name).began)}"
         for name, overdue in self._overdue.items():

@@ -183,6 +183,7 @@ class Router:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     began = time.perf_counter()
+                    self._registry.beat()
                     self._registry.expire()
                     await self._watch_members(tasks)
                     await self._close_channels()

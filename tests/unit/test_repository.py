@@ -220,7 +220,7 @@ def _commands(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def test_make_help_lists_every_command() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    words = ["make", "-C", ROOT, "--no-print-directory", "help"]
+    words = ["make", "-C", str(ROOT), "--no-print-directory", "help"]
     listed = subprocess.run(words, capture_output=True, text=True, check=True)
     assert [line.split()[1] for line in listed.stdout.splitlines()] == targets
 

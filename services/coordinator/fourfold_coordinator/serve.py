@@ -286,6 +286,7 @@ class Coordinator:
                 background.append(asyncio.create_task(LoadedModel(context.router).run()))
                 work = StandaloneEvaluation(context, self._tokenizer).run()
             else:
+                await context.history.record(self._config)
                 background.append(asyncio.create_task(context.broker.run()))
                 work = TrainingLoop(context).run()
             await first_of(work, background)
@@ -314,9 +315,6 @@ class Coordinator:
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer, train=not self._evaluate)
         self._scoring.check_prompts((*prompts.train, *prompts.held_out_prompts))
         await self._disk.write(check_same_data, prompts, ledger)
-        history = RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe)
-        if not self._evaluate:
-            await history.record(config)
         router = self._router
         session = TrainerSession(router, config, self._board)
         self._router.faults.load(ledger)
@@ -339,7 +337,7 @@ class Coordinator:
         return RunContext(
             config=config,
             recipe=self._recipe,
-            history=history,
+            history=RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe),
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,

@@ -47,6 +47,10 @@ fmt: setup  ## format sources and protos, and apply the fixes of the linter
 	$(bin)/ruff check --fix .
 	$(bin)/buf format -w proto
 
+.PHONY: help
+help:  ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
 constraints: setup  ## resolve the pinned versions again
 	scripts/constraints
 

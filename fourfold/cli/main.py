@@ -47,6 +47,14 @@ _SERVICES: Final = {
 }
 """Distributions of services."""
 _STDOUT: Final = 1
+# Of a service and its processes, unless the user has set them. Both are read when torch is loaded.
+_ENVIRONMENT: Final = {
+    # The services of a machine use its cores in turn: threads that spin while they wait gain nothing, and cost several
+    # times the work when another process needs a core.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Healthy processes warn of addresses without a host name (c10d) and of memory policies (vLLM).
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 _HELP: Final = {
     "new": "write a recipe for your data, model and GPUs",
     "run": "start every service of a recipe and train",
@@ -283,9 +291,8 @@ class _Serve:
         from fourfold import config
 
         settings = config.load(args.recipe, args.set)
-        # OpenMP reads this when torch is loaded. The services of a machine use its cores in turn: threads that spin
-        # while they wait gain nothing, and cost several times the work when another process needs a core.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         if settings.security.directory and os.environ.get("GRPC_VERBOSITY") == "ERROR":
             # A refused TLS handshake reaches no servicer. Only gRPC's core logs the reason, unless it is silenced.
             os.environ["GRPC_VERBOSITY"] = ""

@@ -31,7 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take variables that the script does not set, such as HOME, from the environment",
     )
-    parser.add_argument("--rows", type=int, default=0, metavar="N", help="rows of the training data, for `steps`")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rows of the training data, for `steps`; default: those of a JSONL file that is on this machine",
+    )
     parser.add_argument(
         "--gpus", type=int, default=0, metavar="N", help="trl: processes of the trainer, if no launcher names them"
     )

@@ -1,6 +1,7 @@
 """Formats the logs of a process as JSON lines or as short lines, hides secrets, and bounds log files.
 
     stderr is a terminal    short lines on stderr, and JSON lines in the run folder's `logs/MEMBER.log`
+                            with `terse`, warnings alone on stderr: the process prints what happens by itself
     stderr is redirected    JSON lines on stderr; launchers redirect it to the same file
 
 A JSON line has `time`, `level`, `member`, `logger`, `message`, perhaps `traceback`, and the fields of `extra={...}`.
@@ -34,7 +35,7 @@ _BEARER: Final = re.compile(r"(?i)\b(bearer)\s+(?!token\b)\S+")
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
-def setup(member_id: str, *, run_dir: Path | None = None) -> None:
+def setup(member_id: str, *, run_dir: Path | None = None, terse: bool = False) -> None:
     """Send this process's logs to stderr, and to the run folder's log file if stderr is a terminal.
 
     A second call replaces the first one's settings.
@@ -48,6 +49,7 @@ def setup(member_id: str, *, run_dir: Path | None = None) -> None:
     if sys.stderr.isatty():
         stream.setFormatter(TerminalFormatter())
         if run_dir is not None:
+            stream.setLevel(logging.WARNING if terse else logging.NOTSET)
             path = run_dir / "logs" / f"{member_id}.log"
             path.parent.mkdir(parents=True, exist_ok=True)
             file = _FileHandler(path, encoding="utf-8", maxBytes=MAX_BYTES, backupCount=1)

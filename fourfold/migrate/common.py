@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, get_args
 
 from fourfold.config import DataSourceConfig, parse_template
@@ -15,6 +15,8 @@ from fourfold.errors import ConfigError
 from fourfold.migrate.draft import Draft
 
 ASSUMED_ROWS: Final = 10_000
+_MOST_COUNTED_BYTES: Final = 4 << 30  # some seconds of reading
+_DATA_FLAGS: Final = ("data.prompt_dataset", "dataset_name", "data.train_files")  # of the training data, in each system
 KV_CACHE_GIB: Final = 8
 MIN_REFERENCE_TOKENS: Final = 8192
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w.-][\w./-]*)?")
@@ -134,17 +136,32 @@ def steps(
     if fixed:
         draft.set("steps", fixed, *names)
         return fixed
-    rows = min(options.rows, limit) if options.rows and limit else options.rows or limit or ASSUMED_ROWS
+    known_rows = options.rows or _count_rows(draft)
+    rows = min(known_rows, limit) if known_rows and limit else known_rows or limit or ASSUMED_ROWS
     count = max(int(rows * passes / prompts), 1)
     text = f"{rows:,} rows x {passes:g} / {prompts:,} prompts"
-    draft.set("steps", count, *names, note=text if options.rows else f"CHECK: {text}")
-    if not options.rows:
+    draft.set("steps", count, *names, note=text if known_rows else f"CHECK: {text}")
+    if not known_rows:
         known = f"at most {limit:,} are used" if limit else f"{ASSUMED_ROWS:,} are assumed"
         draft.check(
             f"steps = {count}: the configuration does not have the number of rows of the data; {known}. Import again "
             f"with --rows N, or correct steps, and warmup_steps with it"
         )
     return count
+
+
+def _count_rows(draft: Draft) -> int:
+    """Return the rows of the training data, if it is one JSONL file on this machine; else 0."""
+    value = next((draft.flags[name] for name in _DATA_FLAGS if name in draft.flags.table), None)
+    names = value.split(",") if isinstance(value, str) else list(value or ())
+    path = Path(names[0].strip()).expanduser() if len(names) == 1 else Path()
+    try:
+        if path.suffix != ".jsonl" or not path.is_file() or path.stat().st_size > _MOST_COUNTED_BYTES:
+            return 0
+        with path.open("rb") as lines:
+            return sum(not line.isspace() for line in lines)
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: ~ without a home
+        return 0
 
 
 def schedule(

@@ -160,8 +160,11 @@ class Draft:
     def report(self, source: str) -> str:
         """Return what a user reads beside the recipe: counts, flags that were not converted, and points to check."""
         found = self.reasons()
-        given = len(self.flags.values)
-        lines = [f"{source}: {given} flags, {given - len(found)} converted, {len(found)} not converted"]
+        given, strange = len(self.flags.values), self.flags.unknown_count
+        converted, other = given - len(found), f" ({strange} of them unknown, see below)" if strange else ""
+        lines = [
+            f"{source}: {given + strange} flags, {converted} converted, {len(found) + strange} not converted{other}"
+        ]
         width = min(max((len(name) for name, _ in found), default=0), 48)
         lines += [f"  {name:{width}}  {clean(reason, 300)}" for name, reason in found]
         if self.checks:

@@ -56,6 +56,8 @@ class Flags:
     values: dict[str, Any] = field(default_factory=dict)
     spellings: dict[str, str] = field(default_factory=dict)
     """The name that the configuration uses, by the name in the table."""
+    unknown_count: int = 0
+    """Names of the configuration that are not in the table; `problems` has a sentence about each."""
     problems: list[str] = field(default_factory=list)
     """Sentences about words of the configuration that are no flag of the table."""
 
@@ -79,6 +81,13 @@ class Flags:
         self.values[name] = read_value(flag, raw, self.prefix + spelling)
         self.spellings[name] = spelling
 
+    def add_unknown(self, name: str) -> None:
+        """Count a name that is not in the table, and say which one is nearest."""
+        near = nearest_flag(name, names_of(self.table))
+        hint = f"; did you mean {self.prefix}{near}?" if near else ""
+        self.unknown_count += 1
+        self.problems.append(f"{clean(self.prefix + name, _SHOWN)} is unknown, and not converted{hint}")
+
 
 def row(
     name: str, kind: Kind, default: Any, to: str = "", how: str = "", *, older: str = "", values: tuple[str, ...] = ()
@@ -97,11 +106,20 @@ def names_of(table: Mapping[str, Flag]) -> dict[str, str]:
     return {name: flag.name for flag in table.values() for name in (flag.name, *flag.older.split())}
 
 
-def unknown(title: str, name: str, known: Iterable[str], prefix: str) -> str:
-    """Return the sentence about a flag that is not in the table."""
-    near = nearest_name(name, known) or nearest_name(name.rpartition(".")[2], known)
-    hint = f"; did you mean {prefix}{near}?" if near else ""
-    return f"{clean(title, _SHOWN)} is unknown, and not converted{hint}"
+def nearest_flag(name: str, known: Iterable[str]) -> str:
+    """Return the known flag that is meant by an unknown one; empty if none is similar.
+
+    A dotted name is compared with those of its own table, also in part (`decay`) and by its initials (`learning_rate`
+    is `lr`): the long names of a table resemble each other whatever their last word is.
+    """
+    names, (table, dot, last) = list(known), name.rpartition(".")
+    siblings = {one.rpartition(".")[2]: one for one in names if dot and one.rpartition(".")[0] == table}
+    if siblings:
+        initials = "".join(word[:1] for word in last.split("_"))
+        near = initials if initials in siblings else nearest_name(last, siblings)
+        return siblings.get(near) or next((one for key, one in siblings.items() if last in key.split("_")), "")
+    without_table = next((one for one in names if one.endswith(f".{name}")), "")
+    return without_table or nearest_name(name, names) or nearest_name(last, names)
 
 
 def parse_arguments(table: Mapping[str, Flag], words: Sequence[str]) -> Flags:
@@ -123,7 +141,7 @@ def parse_arguments(table: Mapping[str, Flag], words: Sequence[str]) -> Flags:
             values.append(rest.pop(0))
         name = known.get(spelling) or known.get(spelling.replace("-", "_"))
         if name is None:
-            flags.problems.append(unknown(f"--{spelling}", spelling, known, "--"))
+            flags.add_unknown(spelling)
             continue
         flag, extra = table[name], []
         if flag.kind == "bool" and values and values[0].lower() not in (*_TRUE, *_FALSE):

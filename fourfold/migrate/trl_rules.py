@@ -12,7 +12,7 @@ from fourfold.migrate import common
 from fourfold.migrate.common import Options
 from fourfold.migrate.documents import read_keywords, read_yaml
 from fourfold.migrate.draft import Draft
-from fourfold.migrate.flags import Flags, names_of, parse_arguments, unknown
+from fourfold.migrate.flags import Flags, names_of, parse_arguments
 from fourfold.migrate.shell import Script, read_command
 from fourfold.migrate.trl import TABLE
 
@@ -84,7 +84,7 @@ def _from_values(values: Mapping[str, Any]) -> Flags:
             if value is not None or TABLE[known[name]].kind in ("any", "float", "int", "text"):
                 flags.add(name, known[name], value)
         else:
-            flags.problems.append(unknown(name, name, known, ""))
+            flags.add_unknown(name)
     return flags
 
 

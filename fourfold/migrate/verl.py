@@ -211,28 +211,39 @@ PATTERNS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"(tokenizer_path|hf_config_path|input_tokenizer|tokenizer)$", "not needed: the tokenizer is the model's"),
         (r"override_config|custom_chat_template|torch_dtype$",
          "no equivalent: change config.json of the model's folder"),
-        (r"exclude_modules$|lora_adapter_path$|model\.lora\.",
+        (r"exclude_modules$|lora_adapter_path$|model\.lora\.(a2a_experimental|adapter_path|dropout(_position)?|dtype|"
+         r"freeze_\w+|lora_[AB]_init_method|merge|target_modules|type)$",
          "no equivalent: LoRA begins anew, without dropout, on linear layers by their names in transformers"),
         (r"\.mtp(\.|$)|router_replay|routing_replay", "no equivalent: multi-token prediction and router replay"),
         (r"calculate_(log_probs|entropy)$", "not needed: every token has its log-probability, every step its entropy"),
-        (r"policy_loss\.|prefix_grouper|^algorithm\.(pf_ppo|use_pf_ppo)",
+        (r"policy_loss\.(_target_|clip_cov_\w+|kl_cov_ratio|ppo_kl_coef)$|prefix_grouper|^algorithm\.(pf_ppo|use_pf_ppo)",
          "no equivalent: this loss is not part of Fourfold"),
-        (r"rollout_correction\.", "no equivalent: see algorithm.correction"),
-        (r"\.optim\.(betas|clip_grad|lr_\w+|min_lr|num_cycles|optimizer(_impl)?|override_optimizer_config|"
-         r"total_training_steps|use_checkpoint_opt_param_scheduler|weight_decay_incr_style)$",
+        (r"rollout_correction\.(bypass_mode|loss_type|rollout_is_batch_normalize)$",
+         "no equivalent: see algorithm.correction"),
+        (r"\.optim\.(_target_|betas|clip_grad|lr_decay_(steps|style)|lr_warmup_init|lr_wsd_decay_(steps|style)|min_lr|"
+         r"num_cycles|optimizer(_impl)?|override_optimizer_config(\..+)?|total_training_steps|"
+         r"use_checkpoint_opt_param_scheduler|weight_decay_incr_style)$",
          "no equivalent: AdamW, or Muon with trainer.optimizer; schedules are constant, linear and cosine"),
         (r"rollout\.multi_turn\.|rollout\.agent\.|tool_config_path",
          "no equivalent: write the tools as an environment (docs/agents.md)"),
         (r"rollout\.engine_kwargs", "no equivalent: write options of vLLM to [rollout.vllm]"),
-        (r"val_kwargs\.", "no equivalent: data.eval has temperature and max_new_tokens alone"),
-        (r"^reward_model\.|^reward_manager\.|^reward\.",
+        (r"val_kwargs\.(_target_|do_sample|top_k|top_p)$",
+         "no equivalent: data.eval has temperature and max_new_tokens alone"),
+        (r"^reward_manager\.|^reward\.reward_manager|^reward_model\.(rollout\.|sandbox_fusion\.|reward_loop|"
+         r"reward_kwargs\.(?!overlong_buffer_cfg\.)|(enable_resource_pool|launch_reward_fn_async|max_length|n_gpus_per_node|"
+         r"nnodes|num_workers|use_reward_loop)$)",
          "not needed: a reward service has its own options (docs/rewards.md)"),
-        (r"^actor_rollout_ref\.rollout\.", "not needed: an engine's option that Fourfold sets itself"),
+        (r"^actor_rollout_ref\.rollout\.((checkpoint_engine|layer_name_map|prometheus|trace)\.|(_target_|"
+         r"cudagraph_capture_sizes|data_parallel_size|disable_log_stats|do_sample|dtype|enable_chunked_prefill|"
+         r"enable_prefix_caching|expert_parallel_size|ignore_eos|logprobs_mode|max_model_len|mode|multi_stage_wake_up|"
+         r"over_sample_rate|pipeline_model_parallel_size|prompt_length|quantization(_config_file)?|response_length|"
+         r"scheduling_policy|skip_(dump_dir|rollout|tokenizer_init))$)",
+         "not needed: an engine's option that Fourfold sets itself"),
         (r"checkpoint\.|^trainer\.(resume|default_local_dir|default_hdfs_dir|del_local|max_critic|esi_)",
          "not needed: runs/NAME/checkpoints has all that a run needs; fourfold run --resume runs/NAME"),
         (r"^trainer\.(use_legacy|val_before|val_only|balance_batch|device|ray_wait)|^ray_kwargs|^transfer_queue",
          "not needed: every step is in metrics.jsonl, and evaluations come before the first step, too"),
-        (r"^data\.(dataloader|filter_overlong|truncation|return_|reward_fn_key|val_|validation|sampler|datagen|"
+        (r"^data\.(dataloader|filter_overlong|truncation|return_|reward_fn_key|val_batch_size|val_max_samples|validation_shuffle|sampler|datagen|"
          r"custom_cls|gen_batch_size)", "not needed: all prompts are tokenized first, and those without room left out"),
         (r"^data\.apply_chat_template_kwargs", "no equivalent: change the chat template of the model's folder"),
         (r"data_loader_seed$|\.shuffle$|full_determinism$|rollout_n$",

@@ -12,7 +12,7 @@ from fourfold.migrate import common
 from fourfold.migrate.common import Options
 from fourfold.migrate.documents import flatten, read_yaml
 from fourfold.migrate.draft import Draft
-from fourfold.migrate.flags import Flag, Flags, names_of, unknown
+from fourfold.migrate.flags import Flag, Flags, names_of
 from fourfold.migrate.shell import read_command
 from fourfold.migrate.verl import PATTERNS, TABLE
 
@@ -158,7 +158,7 @@ def _flags(values: Mapping[str, Any], source: str) -> Flags:
             table[name] = Flag(name=name, kind="any", default=None, how=reason)
             flags.add(name, name, value)
         else:
-            flags.problems.append(unknown(name, name, known, ""))
+            flags.add_unknown(name)
     return flags
 
 

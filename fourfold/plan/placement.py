@@ -23,30 +23,34 @@ _MOST_RANKS: Final = 4096
 _ENGINE_REST: Final = 1 * GIB
 
 
-def gpu_plan(config: Config, rows: Sequence[MemoryRow], gpu_bytes: int | None = None) -> list[str]:
+def gpu_plan(
+    config: Config, rows: Sequence[MemoryRow], gpu_bytes: int | None = None, *, here: int | None = None
+) -> list[str]:
     """Return the services on each GPU and, if they share GPUs, their memory, as sentences; [] without GPUs.
 
-    `gpu_bytes` is the memory of the smallest GPU of this machine, None if unknown.
+    `gpu_bytes` is the memory of the smallest GPU of this machine, and `here` their number; None: unknown.
     """
     count = gpu_count(config)
     if not count:
         return []
     places = gpu_places(config)
     names = [", ".join(name for name, place in places.items() if gpu in place) for gpu in range(count)]
-    listed = "; ".join(f"GPU {gpu}: {services}" for gpu, services in enumerate(names))
+    listed = "; ".join(f"GPU {gpu}: {services}" for gpu, services in enumerate(names)) + "."
+    if here is not None and here < count:
+        listed += f" This machine has {here or 'none'}."
     many = f"{count} GPU{'s' if count > 1 else ''}"
     if config.placement.colocated:
         sampling, training = (max(sizes) for sizes in zip(*_bytes_by_gpu(config, rows), strict=True))
         if config.asynchrony.max_policy_lag:
-            return [f"{many}, shared: {listed}.", _overlap(config, rows, training, gpu_bytes)]
+            return [f"{many}, shared: {listed}", _overlap(config, rows, training, gpu_bytes)]
         engine = "asleep" if config.rollout.sleep_mode else "awake"
         return [
-            f"{many}, shared: {listed}.",
+            f"{many}, shared: {listed}",
             f"The fullest GPU holds about {sampling / GIB:.1f} GiB while it samples and {training / GIB:.1f} GiB while "
             f"it trains, with the engine {engine}.",
         ]
     fewer = " On a machine with fewer GPUs they share." if config.placement.colocated is None and count > 1 else ""
-    return [f"{many}, one service on each: {listed}.{fewer}"]
+    return [f"{many}, one service on each: {listed}{fewer}"]
 
 
 def node_plan(config: Config, sizes: ModelSizes) -> list[str]:

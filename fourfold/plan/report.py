@@ -96,7 +96,7 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
     rows = memory_plan(config, sizes)
     gpus = visible_gpus()
     gpu_bytes = smallest_memory(gpus)
-    on_gpus, on_nodes = gpu_plan(config, rows, gpu_bytes), node_plan(config, sizes)
+    on_gpus, on_nodes = gpu_plan(config, rows, gpu_bytes, here=len(gpus)), node_plan(config, sizes)
     host_bytes = None if gpu_bytes is None else available_memory()  # a plan may be made on another machine
     warnings = memory_warnings(config, sizes, gpu_count=len(gpus), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     warnings = [*warnings, *noise_warnings(config), *found.warnings]

@@ -47,6 +47,7 @@ class Server:
         listen: str,
         security: Security | None,
         public: bool = False,
+        key: str = "listen",
         max_concurrent_rpcs: int = 1024,
         quotas: Quotas | None = None,
         stats: CallStats | None = None,
@@ -58,6 +59,7 @@ class Server:
             listen: "host:port"; port 0 selects a free port.
             security: TLS material; None for plain text on loopback.
             public: for agents: bearer tokens instead of certificates, no reflection.
+            key: what the user set the address with, for messages.
             max_concurrent_rpcs: calls of one service in flight; more are refused at once with RESOURCE_EXHAUSTED.
                 Watches and probes have limits of their own (`CallSlots`).
             quotas: limits of each caller; None: no limits.
@@ -69,6 +71,7 @@ class Server:
             ConfigError: the address is malformed, or needs TLS or tokens.
         """
         self._host, self._port = split_target(listen)
+        self._key = key
         self._security, self._public = security, public
         self._slots = CallSlots(calls_per_service=max_concurrent_rpcs, public=public)
         self._quotas = quotas or Quotas(lambda _principal: UNLIMITED)
@@ -83,12 +86,12 @@ class Server:
         self._connection_limit: asyncio.Task[None] | None = None
         if security is None and not is_loopback(self._host):
             raise ConfigError(
-                f"listen = {listen!r}: without TLS a service listens on loopback only; use 127.0.0.1, or make "
+                f"{key} = {listen!r}: without TLS a service listens on loopback only; use 127.0.0.1, or make "
                 f"certificates with `fourfold certs DIR` and set security.directory"
             )
         if public and security is not None and not security.tokens:
             raise ConfigError(
-                f"public listen = {listen!r}: a public port needs bearer tokens; set security.tokens_file to the "
+                f"{key} = {listen!r}: a public port needs bearer tokens; set security.tokens_file to the "
                 f"tokens.txt that `fourfold certs` made"
             )
 
@@ -109,7 +112,7 @@ class Server:
         address = join_target(self._host, self._port)
         # gRPC's own exception has no cause, and gRPC prints the cause on stderr.
         if reason := _bind_error(self._host, self._port):
-            raise ConfigError(f"listen = {address!r}: {reason}")
+            raise ConfigError(f"{self._key} = {address!r}: {reason}")
         port = self._port
         for server in servers:
             port = self._bind(server, port)
@@ -178,7 +181,7 @@ class Server:
             return server.add_secure_port(address, self._security.server_credentials(public=self._public))
         except RuntimeError:
             hint = "is the certificate or its key damaged, or was the port taken just now?"
-            raise ConfigError(f"listen = {address!r}: the port could not be opened; {hint}") from None
+            raise ConfigError(f"{self._key} = {address!r}: the port could not be opened; {hint}") from None
 
 
 def _bind_error(host: str, port: int) -> str:

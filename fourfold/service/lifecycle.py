@@ -100,7 +100,7 @@ class ServiceHost:
         """
         die_with_parent()
         raise_file_limit()
-        logs.setup(options.member_id, run_dir=options.run_dir)
+        logs.setup(options.member_id, run_dir=options.run_dir, terse=role is None)
         self.options = options
         self.role = role
         self.tokenizer_sha256 = b""  # 32 bytes or none; `start` may set it
@@ -138,12 +138,16 @@ class ServiceHost:
         if options.coordinator:
             check_target(options.coordinator, self.security)
 
-    def public_server(self, listen: str) -> Server:
-        """Add a server for agents. `run` starts and stops it, and sets its health, with the internal server."""
+    def public_server(self, listen: str, key: str) -> Server:
+        """Add a server for agents, at the address that the recipe has under `key`.
+
+        `run` starts and stops it, and sets its health, with the internal server.
+        """
         server = Server(
             listen=listen,
             security=self.security,
             public=True,
+            key=key,
             max_concurrent_rpcs=_PUBLIC_CALLS,
             quotas=self.quotas,
             stats=self._stats,

@@ -284,6 +284,8 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
     target = await first.start()
     with pytest.raises(errors.ConfigError, match=rf"listen = '{target}': port \d+ is in use by another process"):
         await Server(listen=target, security=None).start()
+    with pytest.raises(errors.ConfigError, match=rf"^view\.public_listen = '{target}': port \d+ is in use"):
+        await Server(listen=target, security=None, public=True, key="view.public_listen").start()
     await first.stop(0)
 
 

@@ -18,8 +18,11 @@ from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_scorers import FakeReference, FakeReward
 
 
-async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Callable[..., Stage]) -> None:
+async def test_a_run_goes_to_its_end_and_leaves_everything_behind(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage = make_stage()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     await stage.start()
     async with asyncio.timeout(10):
         states = [
@@ -27,6 +30,9 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Ca
         ]
     assert await stage.finish() == 0
     assert states[-1].phase == run_pb.RUN_PHASE_DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines if "held-out" in line] == ["step 0", "step 2", "step 4"]
+    assert any(line.startswith("trainer-0 is ready") for line in lines) and "step 4/4" in "\n".join(lines)
     assert [row.step for row in states[-1].steps] == [1, 2, 3, 4]
     assert [row.step for row in states[-1].evals] == [0, 2, 4]
     assert {m.member_id for m in states[-1].members} == {"rollout-0", "trainer-0", "reward-0"}

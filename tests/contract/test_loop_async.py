@@ -447,6 +447,9 @@ async def test_the_lag_can_be_changed_while_the_run_goes_on(
         2: "the recipe changed: asynchrony.max_policy_lag 0 -> 3",
         8: "the recipe changed: asynchrony.max_policy_lag 3 -> 0",
     }
+    key = "asynchrony.max_policy_lag"
+    recorded = [(line["step"], line["changes"]) for line in stage.lines("recipe-changes.jsonl")]
+    assert recorded == [(2, {key: [0, 3]}), (8, {key: [3, 0]})]
     assert "recipe changed and is ignored" in caplog.text and "config.toml: not valid TOML" in caplog.text
     assert "only [asynchrony] can change during a run" in caplog.text
     report = stage.report()

@@ -218,6 +218,13 @@ def _commands(path: Path) -> Iterator[tuple[int, list[str]]]:
                 yield number, [w for w in words if w != "&"]
 
 
+def test_make_help_lists_every_command() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    words = ["make", "-C", str(ROOT), "--no-print-directory", "help"]
+    listed = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert [line.split()[1] for line in listed.stdout.splitlines()] == targets
+
+
 def _check_command(words: list[str]) -> None:
     """Raise when a command would be refused for the way it is written."""
     match words:

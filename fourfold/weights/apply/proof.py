@@ -11,6 +11,7 @@ memory but that of the tensors on their way.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import FunctionType
@@ -149,6 +150,8 @@ def kept_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Objects that free something themselves when they are deleted are left out: their tensors may be addresses.
     """
+    # Any look at this object of torch warns, and layers refer to the module that has it.
+    warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated", category=FutureWarning)
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for path, layer in model.named_modules():

@@ -53,6 +53,8 @@ from fourfold.rpc.channel import open_channel
 from fourfold.security.principal import Principal
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 
+from .cli.console import RunConsole
+from .cli.summary import report_lines
 from .data.prompts import PromptSet, load_prompts
 from .launch.run_folder import (
     ADDRESS_FILE,
@@ -86,6 +88,7 @@ from .state.experiences import ExperienceStore
 from .state.faults import FaultLog
 from .state.files import DiskWriter, replace_file
 from .state.ledger import Ledger
+from .state.recipe_history import RecipeHistory
 from .state.run_board import RunBoard
 from .state.sample_traces import SampleTraces
 from .state.segments import SegmentFiles
@@ -131,22 +134,26 @@ def main(options: ServeOptions) -> int:
         check_sinks(options.config.logging.sinks)
         if warning := check_room(folder):
             log.warning("%s", warning)
-        _write_config(options, folder / CONFIG_FILE)
-        host, _ = split_target(options.listen)
-        if options.config.security.directory and is_loopback(host) and PARENT_PID_VARIABLE not in os.environ:
-            log.warning(
-                "the coordinator listens on %s, where services of other machines cannot reach it; pass --listen "
-                "ADDRESS:PORT if the run has any",
-                host,
-            )
-        return asyncio.run(Coordinator(options, folder).run())
+        if not (folder / CONFIG_FILE).exists():  # started by hand, not by the launcher
+            replace_file(folder / CONFIG_FILE, [dump(options.config)])
+        _warn_of_loopback(options)
+        if sys.stdout.isatty():  # started by hand
+            sys.stdout.write(f"Run folder: {folder} (log: {folder / 'logs' / options.member_id}.log)\n")
+        code = asyncio.run(Coordinator(options, folder).run())
+        if sys.stdout.isatty() and not options.evaluate and is_finished(folder, options.config):
+            sys.stdout.write("\n".join(report_lines(folder)) + "\n")
+        return code
 
 
-def _write_config(options: ServeOptions, file: Path) -> None:
-    """Write the recipe that runs to the folder of the run, unless it was read from there, as under the launcher."""
-    own = file.exists() and options.recipe.exists() and file.samefile(options.recipe)
-    if not own or options.assignments:
-        replace_file(file, [dump(options.config)])
+def _warn_of_loopback(options: ServeOptions) -> None:
+    """Warn that other machines cannot reach a coordinator with certificates that was started by hand."""
+    host, _ = split_target(options.listen)
+    if options.config.security.directory and is_loopback(host) and PARENT_PID_VARIABLE not in os.environ:
+        log.warning(
+            "the coordinator listens on %s, where services of other machines cannot reach it; pass --listen "
+            "ADDRESS:PORT if the run has any",
+            host,
+        )
 
 
 class Coordinator:
@@ -207,7 +214,7 @@ class Coordinator:
         rendezvous = RendezvousServicer(self._host.security)
         servers = [self._host.server]
         if listen := self._config.view.public_listen:
-            servers.append(self._host.public_server(listen))
+            servers.append(self._host.public_server(listen, "view.public_listen"))
         for server in servers:
             server.add(_service(run_service_pb2), add_RunServiceServicer_to_server, run)
             server.add(_service(run_file_service_pb2), add_RunFileServiceServicer_to_server, files)
@@ -233,7 +240,13 @@ class Coordinator:
 
     async def run(self) -> int:
         """Serve until the run is over; return the exit code."""
-        return await self._host.run(start=self._announce, until=self._drive())
+        console = [asyncio.create_task(RunConsole(self._board).run())] if sys.stdout.isatty() else []
+        try:
+            return await self._host.run(start=self._announce, until=self._drive())
+        finally:
+            for task in console:
+                task.cancel()
+            await asyncio.gather(*console, return_exceptions=True)  # a fault of the display does not end the run
 
     async def _announce(self) -> None:
         await self._disk.write(replace_file, self._folder / ADDRESS_FILE, [self._host.target + "\n"])
@@ -303,6 +316,7 @@ class Coordinator:
                 background.append(asyncio.create_task(LoadedModel(context.router).run()))
                 work = StandaloneEvaluation(context, self._tokenizer).run()
             else:
+                await context.history.record(self._config)
                 background.append(asyncio.create_task(context.broker.run()))
                 work = TrainingLoop(context).run()
             await first_of(work, background)
@@ -326,6 +340,21 @@ class Coordinator:
         except ConfigError as error:
             raise ConfigError(f"reward.target: {error}") from None
 
+    def _open_tasks(self, ledger: Ledger, experiences: ExperienceStore, run_id: str) -> None:
+        """Accept the experiences of agents from now on."""
+        router = self._router
+        self._experience_servicer.open(
+            TaskSource(
+                config=self._config,
+                run_id=run_id,
+                board=self._tasks,
+                experiences=experiences,
+                faults=router.faults,
+                vocabulary_size=lambda: max((r.vocabulary_size for r in router.replicas(Role.ROLE_ROLLOUT)), default=0),
+                newest_version=ledger.highest_version,
+            )
+        )
+
     async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer, train=not self._evaluate)
@@ -337,23 +366,16 @@ class Coordinator:
         run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
         await self._disk.write(ledger.put, {_RUN_ID_KEY: run_id})
         router.traces.follow(ledger, run_id)
-        self._experience_servicer.open(
-            TaskSource(
-                config=config,
-                run_id=run_id,
-                board=self._tasks,
-                experiences=experiences,
-                faults=self._router.faults,
-                vocabulary_size=lambda: max((r.vocabulary_size for r in router.replicas(Role.ROLE_ROLLOUT)), default=0),
-                newest_version=ledger.highest_version,
-            )
-        )
+        self._open_tasks(ledger, experiences, run_id)
         shadows = Shadows(self._scorers, self._scoring)
         self._scorer_servicer.open(self._scoring, shadows)
         return RunContext(
             config=config,
             recipe=self._recipe,
             assignments=self._assignments,
+            history=RecipeHistory(
+                ledger, self._disk, self._folder / CONFIG_FILE, None if self._assignments else self._recipe
+            ),
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,

@@ -165,7 +165,7 @@ async def _serve(
     host.server.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
     host.server.add(_CONTROL_SERVICE, add_RolloutControlServiceServicer_to_server, control)
     if config.rollout.public_listen:
-        public = host.public_server(config.rollout.public_listen)
+        public = host.public_server(config.rollout.public_listen, "rollout.public_listen")
         public.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
     host.exporter.add(rollout_source(servicer, weights, kv_cache_tokens=description.kv_cache_tokens))
     host.on_drain += [servicer.drain, weights.close, text.close, engine.close]

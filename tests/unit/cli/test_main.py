@@ -101,10 +101,16 @@ def test_serve_hands_its_arguments_to_the_service(monkeypatch: pytest.MonkeyPatc
             return service
 
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (Entry(),))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "")
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
     words = ["--listen", "127.0.0.1:7001", "--coordinator", "127.0.0.1:7000", "--member-id", "reward-3"]
     assert cli_main.main(["serve", "reward", str(QUICKSTART), *words, "--advertise", "localhost"]) == 7
     assert cli_main.main(["serve", "trainer", str(QUICKSTART), "--run-dir", "/tmp/x"]) == 7
     assert cli_main.main(["serve", "coordinator", str(QUICKSTART)]) == 7
+    assert (os.environ["TORCH_CPP_LOG_LEVEL"], os.environ["OMP_WAIT_POLICY"]) == ("ERROR", "ACTIVE"), (
+        "the user's counts"
+    )
     reward, trainer, coordinator = seen
     assert (reward.role, reward.member_id, reward.listen) == ("reward", "reward-3", "127.0.0.1:7001")
     assert (reward.coordinator, reward.advertise, reward.run_dir) == ("127.0.0.1:7000", "localhost", None)

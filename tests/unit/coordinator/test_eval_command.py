@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fourfold.config import dump
 from fourfold.errors import ConfigError
 from fourfold_coordinator.cli import evaluate
 from fourfold_coordinator.cli.evaluate import result_lines
@@ -67,6 +68,21 @@ def test_options_without_effect_are_refused_before_anything_starts(words: list[s
     evaluate.add_arguments(parser)
     with pytest.raises(ConfigError, match=text):
         evaluate.main(parser.parse_args(["runs/nothing", *words]))
+
+
+def test_an_evaluation_opens_no_public_port_of_its_run(tmp_path: Path) -> None:
+    recipe, ports = tmp_path / "run.toml", {"public_listen": "127.0.0.1:8441"}
+    tables: dict[str, Any] = {"view": ports, "rollout": ports, "gateway": ports}
+    recipe.write_text(dump(make_config(tmp_path, **tables)))
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    words = ["--model", "MODEL", "--recipe", str(recipe), "--data", "held_out.jsonl"]
+    config = evaluate._evaluation_config(parser.parse_args(words), "MODEL")
+    assert (config.view.public_listen, config.rollout.public_listen) == ("", "")
+    assert config.gateway.public_listen, "agents of others may make the attempts"
+    guessing = str(Path(__file__).parents[3] / "recipes" / "agents_guessing.toml")
+    words = [*words[:3], guessing, "--data", "held_out.jsonl", "--set", "gateway.public_listen=127.0.0.1:8441"]
+    assert not evaluate._evaluation_config(parser.parse_args(words), "MODEL").gateway.public_listen
 
 
 def test_weights_are_found_by_step_score_and_age(tmp_path: Path) -> None:

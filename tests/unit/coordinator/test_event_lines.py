@@ -92,7 +92,7 @@ def test_a_frozen_service_is_told_and_so_is_its_lease() -> None:
     console.after(1)
     member.state = pb.MEMBER_STATE_SILENT
     assert console.after(5) == [
-        "rollout-0 did not renew its lease: it hangs, is stopped, or cannot reach the coordinator"
+        "rollout-0 did not renew its lease: it was killed, hangs, or cannot reach the coordinator"
     ]
     del console.status.members[:]
     assert console.after(5) == ["rollout-0 lost its lease; the run continues without it until it registers again"]

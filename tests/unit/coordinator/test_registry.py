@@ -52,6 +52,38 @@ async def test_a_lease_lives_as_long_as_it_is_kept_alive(
     assert changes == [("a", MemberChange.JOINED), ("a", MemberChange.EXPIRED)]
 
 
+async def test_a_coordinator_that_was_stalled_gives_every_live_lease_one_more_period(
+    registry: Registry, clock: FakeClock, changes: list[tuple[str, MemberChange]], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run(seconds: float) -> None:
+        for _ in range(round(seconds)):
+            await clock.advance(1.0)
+            registry.beat()
+            registry.expire()
+
+    tokens = [registry.register(member(name)) for name in ("rollout-0", "rollout-1")]
+    await run(10)
+    registry.keep_alive(tokens[0])
+    assert "stalled" not in caplog.text
+    await clock.advance(TTL_SECONDS + 5)  # nothing of this process runs
+    registry.keep_alive(tokens[1])  # a call that waited may come before the next beat
+    assert registry.overdue("rollout-0")[0] is False
+    assert "coordinator was stalled: seconds=20.0; each lease gets 15 s more" in caplog.text
+    await run(TTL_SECONDS - 1)
+    assert len(registry.members()) == 2 and caplog.text.count("stalled") == 1
+    await run(1)
+    assert changes[-1] == ("a", MemberChange.EXPIRED) and registry.members() == [], "one period, and no more"
+
+
+async def test_a_lease_that_had_ended_before_a_stall_stays_so(registry: Registry, clock: FakeClock) -> None:
+    token = registry.register(member())
+    await clock.advance(TTL_SECONDS)
+    registry.beat()
+    await clock.advance(TTL_SECONDS)
+    with pytest.raises(NotFound, match="register again"):
+        registry.keep_alive(token)
+
+
 async def test_an_expired_lease_is_never_revived(registry: Registry, clock: FakeClock) -> None:
     token = registry.register(member())
     await clock.advance(TTL_SECONDS)

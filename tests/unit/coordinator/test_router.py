@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -400,6 +401,28 @@ async def test_waiting_for_services_says_what_is_missing(bench: Bench) -> None:
     with pytest.raises(ServiceMissing, match=r"no usable trainer service for 0.05 s"):
         await bench.router.wait_for({ROLE: 1, Role.ROLE_TRAINER: 1}, seconds=0.05)
     assert "trainer 0 of 1 (none has registered)" in bench.waits
+
+
+async def test_a_service_that_was_there_is_named_with_the_time_and_the_way_it_left(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        bench.join(name)
+    bench.registry.deregister(bench.tokens["a"])
+    bench.registry.ttl = 0.0
+    bench.registry.expire()
+    assert re.fullmatch(
+        r"a left at \d\d:\d\d:\d\d; b left at \d\d:\d\d:\d\d: lease expired", bench.router.explain(ROLE)
+    )
+    assert "connection to b lost: lease expired; its process was killed, hangs, or cannot reach" in caplog.text
+    assert bench.router.explain(Role.ROLE_TRAINER) == "none has registered"
+    bench.registry.ttl = 60
+    bench.join("a")
+    assert re.fullmatch(r"a: ready; b left at .*: lease expired", bench.router.explain(ROLE)), "it is back"
+    for index in range(20):
+        bench.join(f"c{index}")
+        bench.registry.deregister(bench.tokens[f"c{index}"])
+    assert "b left" not in bench.router.explain(ROLE) and "c4 left" in bench.router.explain(ROLE), "the last 16"
 
 
 async def test_what_was_refused_beside_other_work_is_asked_again_when_that_work_has_failed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import os
 import re
 import socket
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from fourfold import config as configuration
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
 from fourfold.service.lifecycle import ServeOptions
@@ -20,6 +19,7 @@ from fourfold_coordinator import serve
 from fourfold_coordinator.launch.run_folder import is_locked, locked
 from fourfold_coordinator.reporting.run_totals import MemoryMeter, pss_bytes
 from fourfold_coordinator.routing.registry import Member
+from fourfold_coordinator.state.files import replace_file
 from tests.fakes.toy import make_config
 
 
@@ -46,20 +46,34 @@ def test_the_process_that_holds_a_folder_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another `fourfold run` uses this folder"):
             with locked(file, "`fourfold run`"):
                 pass
-def test_the_folder_of_a_run_has_the_recipe_that_runs(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    recipe, file = tmp_path / "recipe.toml", tmp_path / "config.toml"
-    recipe.write_text(configuration.dump(config))
-    options = ServeOptions(role="coordinator", recipe=recipe, config=config, member_id="coordinator-0")
-    file.write_text("# of an earlier start, with other steps")
-    serve._write_config(options, file)
-    assert configuration.load(file) == config
-    file.write_text(text := configuration.dump(config) + "# of the user\n")
-    serve._write_config(dataclasses.replace(options, recipe=file), file)
-    assert file.read_text() == text, "it was read from there"
-    longer = config.model_copy(update={"steps": config.steps + 1})
-    serve._write_config(dataclasses.replace(options, recipe=file, config=longer, assignments=("steps=5",)), file)
-    assert configuration.load(file) == longer
+
+
+def test_on_a_terminal_the_folder_comes_first_and_the_result_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = make_config(tmp_path), tmp_path / "run"
+    options = ServeOptions(
+        role="coordinator", recipe=tmp_path, config=config, member_id="coordinator-0", run_dir=folder
+    )
+    scores = {name: {"score": score, "n": 8} for name, score in (("eval_before", 0.25), ("eval_after", 0.75))}
+    report = {"name": "toy", "steps": 4, "seconds": 9.0, "seed": 3, "peak_memory_bytes": 1e9, **scores}
+
+    class Coordinator:
+        def __init__(self, *_arguments: object) -> None:
+            pass
+
+        async def run(self) -> int:
+            replace_file(folder / "report.json", [json.dumps(report)])
+            return 0
+
+    monkeypatch.setattr(serve, "Coordinator", Coordinator)
+    assert serve.main(options) == 0 and capsys.readouterr().out == "", "a service manager has the log"
+    (folder / "report.json").unlink()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert serve.main(options) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Run folder: {folder} (log: {folder}/logs/coordinator-0.log)\n\ntoy is done: 4 steps")
+    assert "Held-out accuracy: 0.25 (8 answers) before, 0.75 (8 answers) after" in out
 
 
 def test_memory_is_the_sum_over_the_processes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

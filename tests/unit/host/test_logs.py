@@ -67,6 +67,21 @@ def test_on_a_terminal_lines_are_short_and_the_file_gets_the_json(
     assert (record["message"], record["seconds"]) == ("slow", 4)
 
 
+def test_a_process_that_prints_what_happens_keeps_its_terminal_for_warnings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stderr", err := Terminal())
+    logs.setup("coordinator-0", run_dir=tmp_path, terse=True)
+    logging.getLogger("fourfold.x").info("joined")
+    logging.getLogger("fourfold.x").warning("slow")
+    assert [line[9:] for line in err.getvalue().splitlines()] == ["warning: slow"]
+    written = records((tmp_path / "logs" / "coordinator-0.log").read_text())
+    assert [record["message"] for record in written] == ["joined", "slow"]
+    logs.setup("coordinator-0", terse=True)
+    logging.getLogger("fourfold.x").info("nowhere else")
+    assert "nowhere else" in err.getvalue()
+
+
 def test_a_traceback_stays_in_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", err := io.StringIO())
     logs.setup("m")

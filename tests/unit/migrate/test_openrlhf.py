@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import struct
@@ -335,6 +336,19 @@ def test_several_sources_become_tables_with_their_shares() -> None:
     assert "[[data.train]]" in draft.text("t") and "weight = 0.75  # --data.prompt_probs" in draft.text("t")
 
 
+def test_the_rows_of_a_file_on_this_machine_are_counted(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"a": 1}\n' * 64 + "\n")
+    command = GROUP.replace("d.jsonl", str(data)) + " --rollout.batch_size 8 --train.batch_size 64"
+    draft = draft_of(command)
+    assert "steps = 8  # " in draft.text("t") and not any(check.startswith("steps = ") for check in draft.checks)
+    assert "steps = 4  # " in draft_of(command, rows=32).text("t"), "the user knows better"
+    assert "steps = 2  # " in draft_of(command + " --data.max_samples 16").text("t")
+    data.unlink()
+    os.mkfifo(data)  # reading it would wait for a writer
+    assert any("10,000 are assumed" in check for check in draft_of(command).checks)
+
+
 def test_a_template_that_computes_is_left_to_the_user() -> None:
     draft = draft_of(GROUP + " --data.input_template " + shlex.quote("{0.__class__}"))
     assert any("is not converted (it has no {})" in check for check in draft.checks)
@@ -361,6 +375,7 @@ def test_a_micro_batch_of_short_samples_keeps_its_size() -> None:
 def test_an_unknown_flag_is_named_with_the_nearest() -> None:
     draft = draft_of(GROUP + " --actor.adam.lrr 5e-7")
     assert "--actor.adam.lrr is unknown, and not converted; did you mean --actor.adam.lr?" in draft.checks
+    assert "not converted (1 of them unknown, see below)" in draft.report("run.sh")
 
 
 @pytest.mark.parametrize(

@@ -328,7 +328,6 @@ def test_a_wrong_configuration_gives_value_rule_and_fix(text: str, error: str) -
 
 
 def test_an_unknown_option_is_named_with_the_nearest() -> None:
-    assert (
-        "temprature is unknown, and not converted; did you mean temperature?"
-        in draft_of(LEAST + "temprature: 1").checks
-    )
+    draft = draft_of(LEAST + "temprature: 1")
+    assert "temprature is unknown, and not converted; did you mean temperature?" in draft.checks
+    assert "1 not converted (1 of them unknown, see below)" in draft.report("grpo.yaml")

@@ -324,3 +324,30 @@ def test_an_unknown_option_is_named_with_the_nearest() -> None:
     draft = draft_of(GRPO + "--config-name=x foo")
     assert any("--config-name=x: its file has further options" in text for text in draft.checks)
     assert any("'foo' is no KEY=VALUE" in text for text in draft.checks)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        (f"{ACTOR}.optim.learning_rate", f"{ACTOR}.optim.lr"),
+        ("critic.optim.learning_rate", "critic.optim.lr"),
+        (f"{ACTOR}.optim.decay", f"{ACTOR}.optim.weight_decay"),
+        ("actor.optim.lr", f"{ACTOR}.optim.lr"),
+        ("data.val_file", "data.val_files"),
+        (f"{ROLLOUT}.temprature", f"{ROLLOUT}.temperature"),
+        (f"{ROLLOUT}.num_generations", ""),
+        (f"{ROLLOUT}.val_kwargs.temprature", f"{ROLLOUT}.val_kwargs.temperature"),
+        (f"{ACTOR}.policy_loss.loss_mod", f"{ACTOR}.policy_loss.loss_mode"),
+        (RS + "s", RS),
+        ("reward_model.enabled", "reward_model.enable"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.length", "reward_model.reward_kwargs.overlong_buffer_cfg.len"),
+        ("actor_rollout_ref.model.lora.rnk", "actor_rollout_ref.model.lora.rank"),
+    ],
+)
+def test_a_wrong_name_beside_converted_options_is_unknown_and_counted(name: str, meant: str) -> None:
+    """No pattern may count a name that verl does not have as one that Fourfold knows."""
+    draft = draft_of(f"{GRPO} {name}=1")
+    assert f"{name} is unknown, and not converted{f'; did you mean {meant}?' if meant else ''}" in draft.checks
+    assert draft.report("run.sh").startswith(
+        "run.sh: 4 flags, 3 converted, 1 not converted (1 of them unknown, see below)\n"
+    )

@@ -14,6 +14,7 @@ from fourfold import config as configuration
 from fourfold.cli.main import main
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.host.hardware import Gpu
 from fourfold.model import folder
 from fourfold.plan import report
 from fourfold.plan.memory import memory_plan
@@ -191,6 +192,15 @@ def test_plan_lists_the_services_on_each_gpu() -> None:
     assert "On a machine with fewer GPUs they share." in unset
     assert "fewer GPUs" not in changed(**_SHARED, placement={"colocated": False})
     assert "placement" not in changed()
+
+
+def test_plan_says_how_many_of_the_gpus_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for have, says in ((0, "This machine has none."), (4, "This machine has 4."), (5, "")):
+        gpus = [Gpu(id=str(number), name="", memory_bytes=80 << 30) for number in range(have)]
+        monkeypatch.setattr(report, "visible_gpus", lambda found=gpus: found)
+        for changes in ({}, {"placement": {"colocated": False}}):
+            text = changed(**_SHARED, **changes)
+            assert says in text and ("This machine has" in text) == bool(says)
 
 
 def test_what_shares_a_gpu_must_fit_on_it_in_each_phase() -> None:

@@ -45,6 +45,7 @@ def test_seconds_of_the_start_are_logged_and_small_talk_is_not(caplog: pytest.Lo
     runner.warning("a warning")
     logging.getLogger("vllm.v1.engine.core").info("init engine (profile, create kv cache, warmup model) took %.2f s", 3)
     logging.getLogger("vllm.elsewhere").info("hello")
+    logging.getLogger("torch._library.triton").warning("Triton not available")
     said = [record.getMessage().split(" took")[0] for record in caplog.records]
     assert said == ["Model loading", "a warning", "init engine (profile, create kv cache, warmup model)"]
 

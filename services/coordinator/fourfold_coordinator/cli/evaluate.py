@@ -146,6 +146,8 @@ def _evaluation_config(args: argparse.Namespace, model: str) -> Config:
     tables["logging"]["sinks"] = []
     tables["view"]["public_listen"] = ""  # the run itself may listen there
     tables["placement"].pop("colocated", None)  # with the trainer, which an evaluation does not have
+    for name in ("view", "rollout", *(["gateway"] if tables["environment"]["replicas"] else [])):
+        tables[name]["public_listen"] = ""  # the run itself may listen there; agents of others may need the gateway's
     tables["data"]["eval"] = [*tables["data"]["eval"], *({"path": path} for path in args.data)]
     config = configuration.from_tables(tables, source="fourfold eval")
     if not config.data.held_out and not args.lm_eval:

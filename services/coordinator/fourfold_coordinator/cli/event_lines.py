@@ -7,6 +7,7 @@ end within 3 seconds are only in the log.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,15 +45,19 @@ class _OpenEvent:
     began: float
     ended: float | None = None
     printed: bool = False
+    printed_at: float = 0.0
     subject: str = ""
 
 
 class EventLines:
     """Compares each snapshot with the earlier ones, and returns the lines of new events."""
 
-    def __init__(self, began: float) -> None:
-        """Start without events; `began` and later times are seconds of one monotonic clock."""
-        self._began = began
+    def __init__(self, began: float, *, remind_seconds: float = math.inf) -> None:
+        """Start without events; `began` and later times are seconds of one monotonic clock.
+
+        A wait that goes on is told again every `remind_seconds`.
+        """
+        self._began, self._remind_seconds = began, remind_seconds
         self._printed: set[tuple[str, int]] = set()  # kind and step
         self._ready: set[str] = set()
         self._note_count = 0
@@ -89,7 +94,7 @@ class EventLines:
                 overdue = self._overdue.setdefault(name, _OpenEvent(began=now))
                 if not overdue.printed:
                     overdue.printed = True
-                    yield f"{name} did not renew its lease: it hangs, is stopped, or cannot reach the coordinator"
+                    yield f"{name} did not renew its lease: it was killed, hangs, or cannot reach the coordinator"
             elif name in self._overdue:
                 yield f"{name} answered again after {format_duration(now - self._overdue.pop(name).began)}"
         for name, overdue in self._overdue.items():
@@ -124,8 +129,11 @@ class EventLines:
             self._wait = wait = self._wait or _OpenEvent(began=now, subject=subject)
             wait.ended = None
             if not wait.printed and now - wait.began >= _MIN_SECONDS:
-                wait.printed = True
+                wait.printed, wait.printed_at = True, now
                 yield f"waiting for {status.waiting_for}"
+            elif wait.printed and now - wait.printed_at >= self._remind_seconds:
+                wait.printed_at = now
+                yield f"still waiting for {status.waiting_for}, since {format_duration(now - wait.began)}"
 
     def _checkpoint_restores(self, status: pb.RunStatus) -> Iterator[str]:
         """Yield restores. Steps up to the checkpoint are not printed again; later ones are, when they are repeated."""
@@ -134,7 +142,7 @@ class EventLines:
             if key in self._recoveries:
                 continue
             self._recoveries.add(key)
-            if not recovery.trainer_kept:
+            if not (recovery.trainer_kept and self._printed):  # with none printed, this display is as new as the run
                 self._printed = {printed for printed in self._printed if printed[1] <= recovery.step}
                 self._printed |= {key for key, _ in _records(status) if key[1] <= recovery.step}
             yield recovery_line(recovery)

@@ -8,6 +8,10 @@ on, so that a process that was only slow cannot come back next to its successor.
                   |--Deregister--> LEFT (its calls in flight may finish)
                   '--Register of a new incarnation--> REPLACED
 
+While this process itself is stalled (a loaded machine, a disk that hangs), it takes no renewals. `beat` shows that the
+event loop runs; after a longer gap than members have between renewals, every lease that was live before it gets a whole
+period more.
+
 A refused call changes nothing: every field is checked before anything is stored. With certificates, a member id
 belongs to the principal of that name, and a lease to the principal that registered.
 """
@@ -36,8 +40,8 @@ PERMANENT: Final = "0" * 32
 """Incarnation of members without a registration; their processes cannot be told apart."""
 MAX_MEMBERS: Final = 1024  # live ones; each costs the coordinator a channel
 MAX_FENCED: Final = 16 * MAX_MEMBERS  # replaced incarnations that are remembered; the oldest is forgotten first
-# A member renews its lease every third of the ttl; the tenth is for the call itself.
-_OVERDUE_SHARE: Final = 1 / 3 + 1 / 10
+_RENEWAL_SHARE: Final = 1 / 3  # of the ttl, after which a member renews its lease
+_OVERDUE_SHARE: Final = _RENEWAL_SHARE + 1 / 10  # the tenth is for the call itself
 ROLE_NAMES: Final[dict[int, str]] = {
     Role.ROLE_ROLLOUT: "rollout",
     Role.ROLE_TRAINER: "trainer",
@@ -117,6 +121,12 @@ class Registry:
         self._by_token: dict[bytes, _Lease] = {}
         self._fenced: dict[tuple[str, str], None] = {}  # (member_id, incarnation), the oldest first
         self._listeners: list[Listener] = []
+        self._beat: float | None = None  # last sign of a running event loop, on the monotonic clock; None: none yet
+
+    def beat(self) -> None:
+        """Note that the event loop runs; call it several times a second, or never."""
+        self._forgive_stall()
+        self._beat = self.clock.monotonic()
 
     def add_listener(self, listener: Listener) -> None:
         """Call `listener` on every change from now on; its errors are logged and change nothing here."""
@@ -136,6 +146,7 @@ class Registry:
             WrongState: Another tokenizer, an unknown scorer, an incarnation that was replaced, or a second trainer.
             Overloaded: There are too many members.
         """
+        self._forgive_stall()
         member = self._with_pool(member)
         self._check(member, owner)
         held = self._leases.get(member.member_id)
@@ -225,6 +236,7 @@ class Registry:
 
     def keep_alive(self, token: bytes, owner: Principal = LOCAL) -> None:
         """Renew a lease; raise NotFound when it ended, or belongs to another principal."""
+        self._forgive_stall()
         lease = self._find(token, owner)
         if lease is None:
             raise NotFound("this lease is gone: it expired or was replaced; stop work and register again")
@@ -235,6 +247,7 @@ class Registry:
 
         That is the time of the last renewal when it is overdue, else the first of the unbroken series of renewals.
         """
+        self._forgive_stall()
         lease = self._leases.get(member_id)
         if lease is None:  # the lease ended after the caller had listed the members
             return True, self.clock.now()
@@ -249,10 +262,22 @@ class Registry:
 
     def expire(self) -> list[Member]:
         """Remove and return the members whose leases have run out."""
+        self._forgive_stall()
         expired = [lease for lease in self._leases.values() if self._age(lease) >= self.ttl]
         for lease in expired:
             self._remove(lease, MemberChange.EXPIRED)
         return [lease.member for lease in expired]
+
+    def _forgive_stall(self) -> None:
+        """Give every lease that was live before a stall of this process a whole period from now."""
+        beat, now = self._beat, self.clock.monotonic()
+        if beat is None or now - beat <= self.ttl * _RENEWAL_SHARE:
+            return
+        log.warning("coordinator was stalled: seconds=%.1f; each lease gets %g s more", now - beat, self.ttl)
+        self._beat = now
+        for lease in self._leases.values():
+            if beat - lease.renewed < self.ttl:
+                lease.renewed = now
 
     def _age(self, lease: _Lease) -> float:
         return 0.0 if lease.member.permanent else self.clock.monotonic() - lease.renewed

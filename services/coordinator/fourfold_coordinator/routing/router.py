@@ -44,6 +44,7 @@ from ..state.faults import FaultLog
 from ..state.files import DiskFull
 from ..state.sample_traces import SampleTraces
 from ..state.timeline import Timeline
+from .departures import Departures
 from .inspection import inspect_replica
 from .ranking import ReplicaRanking
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
@@ -163,6 +164,7 @@ class Router:
         self._noticed_at = -math.inf  # on the event loop's clock
         self._notice: asyncio.TimerHandle | None = None
         self._leaving: list[Replica] = []  # departed members whose channels are not closed yet
+        self._departures = Departures(self.clock)
         self._watches: dict[Replica, asyncio.Task[None]] = {}
         self._inspections: dict[tuple[str, str], asyncio.Task[None]] = {}  # in progress, by replica key
         self._prefixes = PrefixHolders()
@@ -181,6 +183,7 @@ class Router:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     began = time.perf_counter()
+                    self._registry.beat()
                     self._registry.expire()
                     await self._watch_members(tasks)
                     await self._close_channels()
@@ -398,7 +401,7 @@ class Router:
         ]
         if more := len(replicas) - len(texts):
             texts.append(f"{more} more")
-        return "; ".join(texts) or "none has registered"
+        return "; ".join(texts + self._departures.texts(role, pool)) or "none has registered"
 
     def room(self, role: int, demand: Demand, *, version: int | None = None) -> float:
         """Return the number of such calls that the replicas would begin at once; infinite if they have no limit."""
@@ -539,6 +542,7 @@ class Router:
                 on_change=self._on_replica,
                 timeline=self.timeline,
             )
+            self._departures.forget(member)
             self._replicas[member.member_id] = replica
             bisect.insort(self._by_role[member.role], replica, key=lambda r: r.member.member_id)
             log.info("%s joined", member.member_id, extra={"target": member.target})
@@ -551,7 +555,7 @@ class Router:
             replica.leave(change.value, cut=change is not MemberChange.LEFT)
             self.faults.forget(member.member_id)
             self._leaving.append(replica)
-            log.info("%s left: %s", member.member_id, change.value)
+            self._departures.add(member, change)
         self.notify()
 
     async def _close_channels(self) -> None:

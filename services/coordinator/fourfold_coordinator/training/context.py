@@ -21,6 +21,7 @@ from ..routing.trainer_session import TrainerSession
 from ..state.experiences import ExperienceStore
 from ..state.files import DiskWriter
 from ..state.ledger import Ledger
+from ..state.recipe_history import RecipeHistory
 from ..state.run_board import RunBoard
 from ..tasks.board import TaskBoard
 from ..weights.broker import WeightBroker
@@ -35,6 +36,7 @@ class RunContext:
     config: Config
     recipe: Path  # the file that `config` was read from
     assignments: Sequence[str]  # KEY=VALUE each, which replaced keys of that file
+    history: RecipeHistory
     folder: Path  # runs/<name>
     prompts: PromptSet
     ledger: Ledger

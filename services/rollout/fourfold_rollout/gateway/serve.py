@@ -100,7 +100,8 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
     servicer = AgentServicer(core)
     host.server.add(_SERVICE, add_AgentServiceServicer_to_server, servicer)
     if config.gateway.public_listen:
-        host.public_server(config.gateway.public_listen).add(_SERVICE, add_AgentServiceServicer_to_server, servicer)
+        public = host.public_server(config.gateway.public_listen, "gateway.public_listen")
+        public.add(_SERVICE, add_AgentServiceServicer_to_server, servicer)
     host.exporter.add(gateway_source(core, engines))
     try:
         return await host.run(start=start)

@@ -30,8 +30,9 @@ _DEFAULTS: Final = {
     "HF_HUB_OFFLINE": "1",  # models are folders
     "TOKENIZERS_PARALLELISM": "false",
 }
-# These loggers warn about deliberate settings: no tokenizer, eager execution, our own number of threads.
+# These loggers warn about deliberate settings: no tokenizer, eager execution, our own number of threads, no Triton.
 _NOISY_LOGGERS: Final = (
+    "torch._library.triton",
     "vllm.config.vllm",
     "vllm.engine.arg_utils",
     # It lists every module without weights of its own; `fourfold.weights.apply` checks the loaded tensors.

@@ -135,7 +135,9 @@ class RankHolder:
                 self._said = error.message
                 _log.warning("%s", error)
         except FourfoldError as error:
-            _log.warning("%s", error)
+            # A process that was killed says nothing, and gRPC's own text does not name that cause.
+            lost = f"connection to {peer} lost (was it killed?), waiting for a new one: " if self._attached else ""
+            _log.warning("%s%s", lost, error)
         finally:
             self._attached = False
             await channel.close()

@@ -1,0 +1,47 @@
+"""Prints the events of a run on the terminal of a coordinator that was started by hand, as `fourfold run` prints them.
+
+The log lines of this terminal are warnings only: the log file in the folder of the run has all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Final, TextIO
+
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
+from fourfold.text import printable
+
+from ..state.run_board import RunBoard
+from .event_lines import EventLines
+
+_PERIOD_SECONDS: Final = 0.5
+_REMINDER_SECONDS: Final = 30.0
+
+
+class RunConsole:
+    """Prints the lines of one run."""
+
+    def __init__(self, board: RunBoard, *, out: TextIO | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Print what changes on `board` to `out` (default: stdout)."""
+        self._board, self._out, self._clock = board, out or sys.stdout, clock
+        self._events = EventLines(clock.monotonic(), remind_seconds=_REMINDER_SECONDS)
+
+    async def run(self) -> None:
+        """Print new lines until cancelled, the last ones then."""
+        try:
+            while True:
+                self.show()
+                await self._clock.sleep(_PERIOD_SECONDS)
+        finally:
+            self.show()
+
+    def show(self) -> None:
+        """Print the lines of what changed since the last call."""
+        status = self._board.status
+        services = [(member.member_id, "ready") for member in status.members]
+        lines = self._events.new(status, services, (), self._clock.monotonic())
+        with suppress(OSError, ValueError):  # the terminal is gone, and the run goes on
+            for line in "\n".join(lines).splitlines():
+                self._out.write(printable(line) + "\n")
+            self._out.flush()

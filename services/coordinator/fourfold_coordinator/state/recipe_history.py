@@ -1,0 +1,75 @@
+"""Keeps config.toml in the folder of a run equal to the recipe that runs; recipe-changes.jsonl has each change of it.
+
+    {"time": "2026-11-26T13:40:06.000Z", "step": 1, "changes": {"steps": [6, 4], "retry.restarts": [3, 5]}}
+
+`step` is the last one that was done with the old values. A value is null where the key was unset. The ledger has the
+recipe of the last start, so that the edits of config.toml itself are found, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fourfold import config as configuration
+from fourfold.config import Config
+from fourfold.host.clock import SYSTEM_CLOCK, utc_text
+from fourfold.host.disk import append_lines
+
+from .files import DiskWriter, replace_file
+from .ledger import Ledger
+
+log = logging.getLogger("fourfold.coordinator")
+
+CHANGES_FILE: Final = "recipe-changes.jsonl"
+_RECIPE_KEY: Final = "recipe"  # in the ledger
+
+
+class RecipeHistory:
+    """Records the recipe of one coordinator process."""
+
+    def __init__(self, ledger: Ledger, disk: DiskWriter, file: Path, recipe: Path | None) -> None:
+        """Keep `file`, the run's config.toml; `recipe` is the one that this process runs as it is; None: it has changes."""
+        self._ledger, self._disk, self._file = ledger, disk, file
+        self._is_own = (
+            recipe is not None and recipe.absolute() == file.absolute()
+        )  # its user edits it: a file with the new values already
+
+    async def record(self, config: Config) -> None:
+        """Record `config`, with which the next step runs; log the keys that differ from the recipe before."""
+        new, old = configuration.dump(config), self._ledger.get(_RECIPE_KEY) or self._read()
+        changes = changed_keys(tomllib.loads(old), tomllib.loads(new)) if old else {}
+        if changes:
+            step = self._ledger.last_step()
+            words = ", ".join(f"{key} {_text(before)} -> {_text(after)}" for key, (before, after) in changes.items())
+            log.warning("recipe changed: after_step=%d file=%s changes: %s", step, self._file, words)
+            entry = {"time": utc_text(SYSTEM_CLOCK.now()), "step": step, "changes": changes}
+            line = json.dumps(entry, default=str) + "\n"  # TOML also has dates
+            await self._disk.write(append_lines, self._file.with_name(CHANGES_FILE), line.encode())
+        if not self._is_own and new != self._read():
+            await self._disk.write(replace_file, self._file, [new])
+        if new != self._ledger.get(_RECIPE_KEY):
+            await self._disk.write(self._ledger.put, {_RECIPE_KEY: new})
+
+    def _read(self) -> str:
+        """Return the text of the run's config.toml; empty if there is none, or a broken one."""
+        try:
+            text = self._file.read_text(encoding="utf-8")
+            tomllib.loads(text)
+        except (OSError, ValueError):
+            return ""
+        return text
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return old and new value of each key of a recipe that differs; None for one that is unset."""
+    before, after = configuration.flatten(old), configuration.flatten(new)
+    return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
+
+
+def _text(value: Any) -> str:
+    return "unset" if value is None else configuration.toml_value(value)

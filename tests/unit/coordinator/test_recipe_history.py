@@ -1,0 +1,91 @@
+"""The folder of a run has the recipe that runs, and each change of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import config as configuration
+from fourfold.config import Config
+from fourfold_coordinator.state.files import DiskWriter
+from fourfold_coordinator.state.ledger import Ledger, SampleState
+from fourfold_coordinator.state.recipe_history import CHANGES_FILE, RecipeHistory
+from fourfold_coordinator.state.run_board import RunBoard
+from tests.fakes.toy import make_config
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    (tmp_path / "run").mkdir()
+    ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
+    yield ledger
+    ledger.close()
+
+
+class Run:
+    """Coordinators of one run that are started one after the other, each with its recipe."""
+
+    def __init__(self, root: Path, ledger: Ledger) -> None:
+        self.file, self.ledger = root / "run" / "config.toml", ledger
+        self.disk = DiskWriter(root, RunBoard(name="toy", step_count=1), wait_seconds=1.0)
+
+    async def start(self, recipe: Path, **changes: Any) -> None:
+        config = write(recipe, **changes)
+        await RecipeHistory(self.ledger, self.disk, self.file, recipe).record(config)
+
+    def changes(self) -> list[tuple[int, dict[str, Any]]]:
+        path = self.file.with_name(CHANGES_FILE)
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(entry["step"], entry["changes"]) for entry in map(json.loads, lines)]
+
+
+def write(recipe: Path, **changes: Any) -> Config:
+    config = make_config(recipe.parent, **changes)
+    recipe.write_text(configuration.dump(config))
+    return config
+
+
+def do_step(ledger: Ledger) -> None:
+    ids = ledger.issue(step=1, position=0, count=1).sample_ids
+    for state in (SampleState.RUNNING, SampleState.ROLLED, SampleState.READY):
+        ledger.move(ids, state)
+    ledger.lease(1, ids)
+    ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=1)
+
+
+async def test_a_coordinator_that_is_restarted_with_an_edited_recipe_records_it(
+    tmp_path: Path, ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, recipe = Run(tmp_path, ledger), tmp_path / "mine.toml"
+    await run.start(recipe, steps=6)
+    await run.start(recipe, steps=6)
+    assert configuration.load(run.file).steps == 6 and run.changes() == [] and not caplog.text
+    do_step(ledger)
+    await run.start(recipe, steps=2, sampling={"max_new_tokens": 7})
+    assert configuration.load(run.file) == configuration.load(recipe), "what runs"
+    ((step, changes),) = run.changes()
+    assert step == 1 and changes.keys() == {"steps", "sampling.max_new_tokens"} and changes["steps"] == [6, 2]
+    assert f"recipe changed: after_step=1 file={run.file} changes: steps 6 -> 2, sampling.max_" in caplog.text
+
+
+async def test_an_edit_of_the_file_of_the_run_is_recorded_and_the_file_kept(tmp_path: Path, ledger: Ledger) -> None:
+    run = Run(tmp_path, ledger)
+    await run.start(run.file, steps=6)
+    run.file.write_text("# mine\n" + run.file.read_text())
+    config = make_config(run.file.parent, steps=9)
+    await RecipeHistory(ledger, run.disk, run.file, run.file).record(config)
+    assert run.changes() == [(0, {"steps": [6, 9]})] and run.file.read_text().startswith("# mine\n")
+
+
+async def test_a_run_of_an_earlier_release_is_compared_with_its_file(tmp_path: Path, ledger: Ledger) -> None:
+    run = Run(tmp_path, ledger)
+    run.file.write_text(configuration.dump(make_config(tmp_path, steps=4)))
+    await run.start(tmp_path / "mine.toml", steps=5)
+    assert run.changes() == [(0, {"steps": [4, 5]})]
+    run.file.write_text("steps = ")
+    await run.start(tmp_path / "mine.toml", steps=5)
+    assert configuration.load(run.file).steps == 5 and len(run.changes()) == 1, "a broken file is repaired"

@@ -1,6 +1,10 @@
-# Commands for users and developers. `make quickstart` needs only Python 3.11 or 3.12 and g++.
-.PHONY: quickstart setup test test-slow soak mutants check docs reference proto fmt constraints clean
+# Commands for users and developers. `make install` needs only Python 3.11 or 3.12 and g++.
+.PHONY: install quickstart setup test test-slow soak mutants check docs reference proto fmt constraints clean
 bin := .venv/bin
+
+install:  ## set up the environment for runs on a CPU
+	@scripts/setup quickstart
+	@echo "install: next: source .venv/bin/activate && fourfold doctor"
 
 quickstart:  ## set up the environment, then train the recipe of the README
 	@scripts/setup quickstart

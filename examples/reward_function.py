@@ -2,9 +2,10 @@
 
     python examples/reward_function.py 127.0.0.1:50053
 
-It needs `fourfold-reward`. A run uses the service when its recipe has `reward.replicas = 0` and the service registers:
-pass the coordinator's address as the second argument. To use a function in a recipe instead, copy
-examples/rewards/final_answer.py; for a service in another language, copy the calls of examples/reward_service.py.
+It needs `fourfold-reward`. A run uses the service when its recipe has `reward.target = "127.0.0.1:50053"`, or when it
+has `reward.replicas = 0` and the service registers: pass the coordinator's address as the second argument. To use a
+function in a recipe instead, copy examples/rewards/final_answer.py; for a service in another language, copy the calls
+of examples/reward_service.py.
 """
 
 from __future__ import annotations

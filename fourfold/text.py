@@ -8,6 +8,7 @@ Strings that programs compare (reasons, metric names) must match a pattern inste
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -76,6 +77,26 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+def format_score(score: float, half_width: float | None, scored: int, missing: int = 0) -> str:
+    """Return a held-out score with its interval and its answers, e.g. "0.45 +- 0.13 (160 answers)".
+
+    Args:
+        score: Mean over the scored answers.
+        half_width: Of the 95 % interval; None or NaN if unknown.
+        scored: Answers with a score.
+        missing: Answers without one; with any, the text is e.g. "1.00 (1 of 240 answers; 239 without a score)".
+    """
+    spread = "" if half_width is None or math.isnan(half_width) else f" +- {half_width:.2f}"
+    return f"{score:.2f}{spread} ({format_answers(scored, missing)})"
+
+
+def format_answers(scored: int, missing: int) -> str:
+    """Return of how many answers a score is, and how many have none."""
+    if missing:
+        return f"{scored} of {scored + missing} answers; {missing} without a score"
+    return f"{scored} answer{'s' * (scored != 1)}"
 
 
 def format_bytes(count: int) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
 from fourfold.security.access import REVOKED_FILE, WARN_DAYS, read_revoked
 from fourfold.security.principal import Principal
-from fourfold.security.tokens import LIMITS, SCOPES, read_tokens
+from fourfold.security.tokens import DEFAULT_SCOPES, LIMITS, SCOPES, read_tokens
 from fourfold.text import nearest_name
 
 _MAX_DAYS: Final = 36_500
@@ -141,12 +142,24 @@ def _token(args: argparse.Namespace) -> None:
     if not args.name:
         raise ConfigError(f"`fourfold certs token {args.change} DIR NAME`: NAME is missing; give the token's name")
     if args.change == "remove":
+        known = read_tokens(path).get(args.name)
+        scopes = known.scopes if known is not None else ()
         certs.remove_token(path, args.name)
-        print(f"{path}: {args.name} is refused from the next call on; copy the file to every rollout service.")
+        print(f"{path}: {args.name} is refused from the next call on; copy the file to {_checkers(scopes)}.")
         return
     limits = {key: getattr(args, key) for key in LIMITS if getattr(args, key) is not None}
     token = certs.add_token(path, args.name, scopes=args.scope, days=args.days, limits=limits)
-    print(f"{path}: added {args.name}; copy the file to every rollout service. Token (not shown again):\n\n  {token}\n")
+    # The token alone is on stdout, so that `> token.txt` gives a file for --token-file.
+    text = f"{path}: added {args.name}; copy the file to {_checkers(args.scope)}. The token is not shown again:"
+    print(text, file=sys.stderr, flush=True)
+    print(token)
+
+
+def _checkers(scopes: Collection[str]) -> str:
+    """Return the services that check a token with these scopes; none are the default ones."""
+    viewed, sampled = "view" in scopes, set(scopes or DEFAULT_SCOPES) - {"view"}
+    found = ["the machine of the coordinator"] if viewed else []
+    return " and ".join(found + (["every rollout service and gateway"] if sampled else []))
 
 
 def _tokens(path: Path) -> list[str]:

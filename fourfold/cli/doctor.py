@@ -24,6 +24,7 @@ from typing import Final, Literal
 from fourfold import sandbox
 from fourfold.host.disk import RUN_GIB, free_gib
 from fourfold.host.hardware import available_memory, has_fast_bfloat16, machine_gpus, visible_gpus
+from fourfold.host.program import program
 from fourfold.model import folder as model_folder
 
 _GIB: Final = 1 << 30
@@ -101,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
     if missing:
         print(f"{missing} missing: the lines above marked > show how to fix this.")
         return 1
-    print("This machine runs every service. Next: fourfold run recipes/quickstart.toml")
+    print(f"This machine runs every service. Next: {program()} run recipes/quickstart.toml")
     return 0
 
 

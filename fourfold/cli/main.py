@@ -217,6 +217,9 @@ class _Serve:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("role", choices=list(_SERVICES), help="the service to start")
         parser.add_argument("recipe", type=Path, nargs="?", help="TOML file, the same for all services of the run")
+        from fourfold import config
+
+        config.add_set_option(parser, "trainer.learning_rate=1e-5")
         parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free port")
         parser.add_argument("--coordinator", default="", metavar="HOST:PORT", help="coordinator to register with")
         parser.add_argument("--member-id", default="", help="id of this service in the run; default: ROLE-0")
@@ -287,7 +290,7 @@ class _Serve:
             return 2
         from fourfold import config
 
-        settings = config.load(args.recipe)
+        settings = config.load(args.recipe, args.set)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if settings.security.directory and os.environ.get("GRPC_VERBOSITY") == "ERROR":
@@ -303,6 +306,7 @@ class _Serve:
             role=args.role,
             recipe=args.recipe,
             config=settings,
+            assignments=tuple(args.set),
             member_id=args.member_id or f"{args.role}-0",
             listen=args.listen,
             coordinator=args.coordinator,

@@ -29,6 +29,11 @@ class _Line:
     """True if the configuration sets none of its flags."""
 
 
+# Keys whose default depends on the device. A default of another system, which runs on GPUs alone, is that of Fourfold
+# there; on CPUs `enforce_eager = false` would compile for minutes.
+_BY_DEVICE: Final = (("rollout", "enforce_eager"),)
+
+
 @dataclass(slots=True)
 class Draft:
     """A recipe that is being converted."""
@@ -121,6 +126,8 @@ class Draft:
         for key in sorted(lines, key=lambda key: order.index(key) if key in order else len(order)):
             line = lines[key]
             if line.default and key in fields and table[:1] != ("algorithm",) and line.value == fields[key].default:
+                continue
+            if line.default and (*table, key) in _BY_DEVICE:
                 continue
             entry = f"{key} = {toml_value(line.value)}"
             short = len(entry) + len(line.comment) + 4 <= _WIDTH

@@ -125,7 +125,7 @@ def _micro_batches(draft: Draft, context: int) -> None:
             draft,
             "batch.tokens_per_micro_batch",
             flags["train.micro_batch_size"] * context * ring,
-            max(context, 1024),
+            context,
             "train.micro_batch_size",
             "data.max_len",
         )

@@ -135,18 +135,19 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
     if config.needs_reference:
         rows.append(_reference(config, shape))
     tables = config.reward if config.needs_scorer else ()
-    workers = sum(
-        max(table.replicas, 1) * (1 + table.processes) for table in tables if not (table.target or table.model)
-    )
-    if workers:
-        rows.append(MemoryRow(role="reward", count=workers, on_gpu=False, programs=_REWARD_PROGRAM))
+    started = [table for table in tables if not (table.target or table.model)]
+    for table in started:
+        role = "reward" if len(started) == 1 else f"reward {table.name}"
+        programs = (1 + table.processes) * _REWARD_PROGRAM  # the service and its workers
+        rows.append(MemoryRow(role=role, count=max(table.replicas, 1), on_gpu=False, programs=programs))
     rows += [_reward_model(table, table.model) for table in tables if table.model is not None]
     if config.agents.source != "none":
         gateways = max(config.gateway.replicas, 1)
         rows.append(MemoryRow(role="gateway", count=gateways, on_gpu=False, programs=_GATEWAY_PROGRAM))
     if config.environment.replicas:
-        count = config.environment.replicas * (1 + config.environment.processes)
-        rows.append(MemoryRow(role="environment", count=count, on_gpu=False, programs=_ENVIRONMENT_PROGRAM))
+        programs = (1 + config.environment.processes) * _ENVIRONMENT_PROGRAM
+        count = config.environment.replicas
+        rows.append(MemoryRow(role="environment", count=count, on_gpu=False, programs=programs))
     rows.append(MemoryRow(role="coordinator", count=1, on_gpu=False, programs=_COORDINATOR_PROGRAM))
     return rows
 

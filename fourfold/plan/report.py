@@ -190,7 +190,8 @@ def _held_out(config: Config, plan: BatchPlan) -> str:
     sets = " ".join(_held_out_set(config, held_out) for held_out in config.eval_sets)
     steps = ", ".join(str(step) for step in plan.evaluations[1:7])
     more = f", ... {plan.evaluations[-1]}" if len(plan.evaluations) > 7 else ""
-    return f"{sets} before step 1 and after steps {steps}{more}."
+    after = "steps" if len(plan.evaluations) > 2 else "step"
+    return f"{sets} before step 1 and after {after} {steps}{more}."
 
 
 def _held_out_set(config: Config, held_out: EvalSet) -> str:

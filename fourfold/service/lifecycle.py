@@ -74,6 +74,7 @@ class ServeOptions:
     ranks: range | None = None  # ranks of the trainer that this process holds; None: all of them
     interface: str = ""  # network interface of the ranks' collectives; empty: the one on the way to rank 0
     evaluate: bool = False  # the coordinator evaluates the model of the recipe, and trains nothing
+    assignments: tuple[str, ...] = ()  # KEY=VALUE each, which replaced keys of the recipe's file in `config`
 
     @property
     def host(self) -> str:
@@ -198,6 +199,11 @@ class ServiceHost:
             if work is None and inspect.iscoroutine(until):
                 until.close()
             self._print_fatal()
+
+    @property
+    def signal_name(self) -> str:
+        """Return the name of the signal that ended the service, such as SIGTERM; empty if none did."""
+        return "" if self._signal is None else signal.Signals(self._signal).name
 
     @property
     def signalled(self) -> bool:

@@ -31,6 +31,7 @@ def _command(name: str, parser: argparse.ArgumentParser, text: str, level: str) 
         f"{level} {name}",
         escape(f"{text[:1].upper()}{text[1:]}".rstrip(".") + "." if text else ""),
         f"```\n{usage}\n```",
+        escape(parser.epilog or ""),
         table(["argument", "default", "meaning"], rows),
     ]
     yield "\n\n".join(block for block in blocks if block)
@@ -70,9 +71,8 @@ def _names(action: argparse.Action) -> str:
 
 def _default(action: argparse.Action) -> str:
     value: Any = action.default
-    if action.required and not action.option_strings and action.nargs not in ("?", "*"):
-        return "*required*"
-    if action.required:
+    # argparse calls a positional argument with nargs = "*" required, unless it has a default.
+    if action.required and action.nargs not in ("?", "*"):
         return "*required*"
     if value is None or value is argparse.SUPPRESS or value == [] or value == "" or action.nargs == 0:
         return ""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fourfold import metrics as m
-from fourfold.config import from_tables
+from fourfold.config import RewardConfig, from_tables
 from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc import circuit_breaker
+from fourfold_coordinator.launch.fleet import serve_arguments
+from fourfold_coordinator.launch.launcher import ServiceSpec
+from fourfold_coordinator.launch.run_folder import read_stop_reason
 from fourfold_coordinator.rewards import deployment_calls
 from fourfold_coordinator.rewards.scorers import Deployment
 from fourfold_coordinator.routing import router
@@ -135,6 +139,7 @@ async def test_dropped_groups_end_the_run_when_every_round_of_a_step_loses_all(
     assert 2 * 3 < groups <= 2 * 3 + 3, "two rounds of three prompts, and those that were under way"
     assert f"step 1: no group is left to train on; dropped samples: {4 * groups} RAISED" in last
     assert "the first RAISED came from reward-0: " in last and TEXT in last
+    assert last.endswith("; correct `exact_match`")
 
 
 def stage_ledger_groups(stage: Stage) -> int:
@@ -300,10 +305,23 @@ async def test_faults_are_counted_over_the_lives_of_a_run(make_stage: Callable[.
     await stage.start()
     await until(lambda: len(stage.trainer.batches) == 3)
     await stage.kill()
+    assert read_stop_reason(stage.folder)
     stage.reward.outcome = lambda item: None
     await stage.start()
     assert await stage.finish() == 0
+    assert read_stop_reason(stage.folder) == "", "the run goes on"
     assert [(row["kind"], row["count"]) for row in stage.report()["faults"]] == [("FIRST", 1), ("SECOND", 1)]
+
+
+def test_a_program_of_the_user_names_the_process_to_end_after_a_correction() -> None:
+    advice = deployment_calls.restart_advice(RewardConfig(function="mine.py:score"), "demo", "reward-0")
+    assert "correct `mine.py:score`" in advice
+    # The pattern must be part of the command line of the service.
+    service = ServiceSpec(role="reward", name="reward-0")
+    argv = " ".join(serve_arguments(service, run_dir=Path("runs/demo"), coordinator="127.0.0.1:1"))
+    assert advice.split("pkill -f ")[1].strip("'") in argv
+    for table in (RewardConfig(), RewardConfig(target=("h:1",)), RewardConfig(function="m.py:f", replicas=0)):
+        assert deployment_calls.restart_advice(table, "demo", "reward-0") == ""
 
 
 async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tries() -> None:

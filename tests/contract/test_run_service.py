@@ -14,7 +14,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.state import run_board
-from fourfold_coordinator.state.ledger import EvalRow
+from fourfold_coordinator.state.ledger import CheckpointRow, EvalRow
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.conftest import Serve
 from tests.fakes.clock import FakeClock
@@ -184,6 +184,24 @@ async def test_a_failed_run_tells_its_watchers_why(client: AsyncCoordinatorClien
     board.close(failure="no usable rollout service")
     states = [status async for status in watch]
     assert (states[-1].phase, states[-1].failure) == (pb.RUN_PHASE_FAILED, "no usable rollout service")
+
+
+def test_a_run_that_was_stopped_did_not_fail(board: RunBoard) -> None:
+    board.close(stopped="stopped by SIGTERM after step 3")
+    assert (board.status.phase, board.status.failure) == (pb.RUN_PHASE_STOPPED, "stopped by SIGTERM after step 3")
+
+
+def test_a_run_that_continues_shows_the_step_of_its_checkpoint(board: RunBoard) -> None:
+    board.set_recovering(CheckpointRow(step=3, data_position=24, policy_version=5, eval_count=1))
+    assert (board.status.phase, board.status.step) == (pb.RUN_PHASE_RECOVERING, 3)
+
+
+def test_the_answers_of_an_evaluation_belong_to_its_phase(board: RunBoard) -> None:
+    board.set_phase(pb.RUN_PHASE_EVALUATING)
+    board.set_answers(30, 120)
+    assert (board.status.answers_done, board.status.answer_count, board.status.phase_progress) == (30, 120, 0.25)
+    board.set_phase(pb.RUN_PHASE_GENERATING)
+    assert board.status.answer_count == 0
 
 
 async def test_a_watcher_that_comes_after_the_end_gets_the_end(client: AsyncCoordinatorClient, board: RunBoard) -> None:

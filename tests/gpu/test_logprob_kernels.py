@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,7 +29,12 @@ def test_kernels_equal_the_other_form(
     targets = torch.randint(0, VOCABULARY, (ROWS,), device="cuda")
     temperatures = torch.rand(ROWS, device="cuda") + 0.5
     upstream = torch.randn(2, ROWS, device="cuda")
-    options = {"softcap": softcap, "entropy": True, "chunk_rows": chunk_rows, "float32_logits": float32_logits}
+    options: dict[str, Any] = {
+        "softcap": softcap,
+        "entropy": True,
+        "chunk_rows": chunk_rows,
+        "float32_logits": float32_logits,
+    }
     results = []
     for has_kernels in (True, False):
         with mock.patch.object(logprobs, "_has_kernels", return_value=has_kernels):

@@ -74,7 +74,7 @@ def _engine(pipe: multiprocessing.connection.Connection, folder: Path) -> None:
         folder=folder, dtype="bfloat16", max_context_tokens=512, max_concurrent_samples=SAMPLES, max_batched_tokens=512,
         enforce_eager=True, kv_cache_gib=1, gpus=0, gpu_memory_utilization=0.5, seed=0,
     )  # fmt: skip
-    environment.prepare(settings)
+    environment.prepare(settings, "127.0.0.1")
     from fourfold_rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine.start(settings, fork=True)

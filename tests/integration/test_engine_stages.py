@@ -76,7 +76,7 @@ def _engine(pipe: multiprocessing.connection.Connection, folder: Path) -> None:
         enforce_eager=True, kv_cache_gib=1, gpus=0, gpu_memory_utilization=0.5, seed=0,
         options={"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
     )  # fmt: skip
-    environment.prepare(settings)
+    environment.prepare(settings, "127.0.0.1")
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default each worker needs a NUMA node of its own
     from fourfold_rollout.vllm import engine_args
     from fourfold_rollout.vllm.engine import VllmEngine

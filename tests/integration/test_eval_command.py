@@ -120,7 +120,7 @@ def test_ctrl_c_ends_every_process(make_stage: Callable[..., Stage], when: str) 
     assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130 and "Stopped by SIGINT. Nothing was measured" in errors
+    assert process.returncode == 130 and "Stopped by SIGINT (Ctrl-C). Nothing was measured" in errors
     until(lambda: stage.descendants() == {}, 5)
     assert not (folder / "evaluation.json").exists()
 

@@ -39,6 +39,7 @@ directory = "certs"
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
+    pytest.mark.soak,  # to build two small images takes seven minutes; CI checks deploy/ with tests/unit/test_deploy.py
     pytest.mark.skipif(os.geteuid() != 0 or bool(MISSING), reason=f"needs root, and podman and mmdebstrap: {MISSING}"),
 ]
 
@@ -174,7 +175,6 @@ def test_small_images_start_become_ready_and_end(podman: Podman, volume: Path) -
     assert podman.end("coordinator") == 143, podman.logs("coordinator")
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_the_images_of_all_services_train(podman: Podman, volume: Path) -> None:
     for target in ("coordinator", "reward", "trainer", "rollout", "reference", "gateway", "ray"):

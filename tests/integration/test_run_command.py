@@ -182,7 +182,8 @@ def test_interrupt_ends_everything_soon_and_resume_goes_on(make_stage: Callable[
     assert time.monotonic() - began < 20
     assert process.returncode == 130
     assert stage.descendants() == {}
-    assert "Stopped by SIGINT. To resume from the last checkpoint: fourfold run --resume runs/toy" in errors
+    assert "Stopped by SIGINT (Ctrl-C). To resume from the last checkpoint: " in errors
+    assert "fourfold run --resume runs/toy\n" in errors
     assert "Traceback" not in errors
 
     resumed = stage.start("--resume", "runs/toy")
@@ -229,7 +230,7 @@ def test_service_dead_at_start_is_one_clear_error(make_stage: Callable[..., Stag
     assert stage.descendants() == {}
     assert "The run failed. reward-0 died before it was ready: ended with exit code 1." in errors
     assert "no_such_model" in errors and str(Path("runs/toy.failed/logs/reward-0.log")) in errors
-    assert "No step was done. Its logs are in runs/toy.failed; start it again with the corrected recipe." in errors
+    assert "No step was done. Its logs are in runs/toy.failed; correct the cause, and start it again." in errors
     assert not (stage.root / "runs" / "toy").exists() and (stage.root / "runs" / "toy.failed" / "logs").is_dir()
     assert (stage.root / "runs" / "latest").readlink() == Path("toy.failed")
     assert "Traceback" not in errors

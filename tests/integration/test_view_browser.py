@@ -116,11 +116,12 @@ def check(driver: WebDriver) -> None:
 
 
 def test_every_page_of_a_finished_run(driver: WebDriver, finished: str) -> None:
-    driver.get(f"{finished}/run/one/samples")
-    wait_for_texts(driver, ["10 trajectories"])
     for path, texts in (
-        ("/", ["one", "two", "finished", "4 of 9"]),
-        ("/run/one", ["Alarms", "raise sampling.temperature", "reward/mean", "Findings of the whole run"]),
+        ("/", ["one", "two", "finished", "4 of 9", " days ago"]),
+        (
+            "/run/one",
+            ["Alarms", "raise sampling.temperature", "reward/mean", "2026", " days ago)", "Findings of the whole run"],
+        ),
         ("/run/one/samples", ["10 trajectories", "<script>", "STALE", "apples"]),
         ("/run/one/samples?text=apples&score_to=0", ["3 trajectories"]),
         ("/run/one/sample/p2-0-0", ["turn 1, sampled", "Before and after", "The group: 2 trajectories"]),
@@ -175,7 +176,7 @@ def test_a_user_searches_opens_a_trajectory_and_colors_its_tokens(driver: WebDri
     field = driver.find_element("name", "text")
     field.send_keys("apples 2")
     field.submit()
-    wait(driver, lambda: "1 trajectories" in text_of(driver))
+    wait(driver, lambda: "1 trajectory" in text_of(driver))
     driver.find_element("css selector", ".samples a").click()
     wait(driver, lambda: "p2-0-1" in driver.title)
     color = "return getComputedStyle(document.querySelector('.sampled pre span')).backgroundColor"

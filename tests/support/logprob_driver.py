@@ -256,7 +256,7 @@ def main() -> None:
         gpu_memory_utilization=0.1,
         seed=0,
     )
-    environment.prepare(settings)
+    environment.prepare(settings, "127.0.0.1")
     from fourfold_rollout.vllm import engine, launch
     from fourfold_rollout.vllm import engine_args as engine_args_module
 

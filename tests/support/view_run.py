@@ -91,6 +91,7 @@ def append_step(folder: Path, step: int, trajectories: Sequence[Trajectory], **m
         "time/generate": 2.0,
         "time/train": 1.0,
         "time/step": 3.5,
+        "end_time": "2026-01-02T03:04:05.678Z",
         **metrics,
     }
     append_lines(folder / "metrics.jsonl", json.dumps(row).encode() + b"\n")

@@ -144,5 +144,7 @@ def _check_command(page: str, name: str, parser: argparse.ArgumentParser) -> Non
         if isinstance(action, argparse._SubParsersAction):
             for choice, inner in action.choices.items():
                 _check_command(page, f"{name} {choice}", inner)
+        if action.nargs == "*":
+            assert f"`{action.metavar or action.dest.upper()}`".replace("|", "\\|") + " | *required*" not in own
         for option in action.option_strings:
             assert f"{option}" in own or option in ("-h", "--help"), f"{name} {option}"

@@ -46,6 +46,8 @@ class _RunPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunPhase.Val
     """Finished; the report is written."""
     RUN_PHASE_FAILED: _RunPhase.ValueType  # 9
     """Ended by an error, which `failure` describes."""
+    RUN_PHASE_STOPPED: _RunPhase.ValueType  # 10
+    """Ended by a signal to the coordinator, such as Ctrl-C; `failure` names it. The run can be resumed."""
 
 class RunPhase(_RunPhase, metaclass=_RunPhaseEnumTypeWrapper):
     """Phase of a run. May gain values."""
@@ -70,6 +72,8 @@ RUN_PHASE_DONE: RunPhase.ValueType  # 8
 """Finished; the report is written."""
 RUN_PHASE_FAILED: RunPhase.ValueType  # 9
 """Ended by an error, which `failure` describes."""
+RUN_PHASE_STOPPED: RunPhase.ValueType  # 10
+"""Ended by a signal to the coordinator, such as Ctrl-C; `failure` names it. The run can be resumed."""
 Global___RunPhase: _TypeAlias = RunPhase  # noqa: Y015
 
 class _MemberState:
@@ -119,6 +123,8 @@ class RunStatus(_message.Message):
     RECOVERIES_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
     EVALUATION_PROGRESS_FIELD_NUMBER: _builtins.int
+    ANSWERS_DONE_FIELD_NUMBER: _builtins.int
+    ANSWER_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the run; never empty."""
     phase: Global___RunPhase.ValueType
@@ -132,13 +138,17 @@ class RunStatus(_message.Message):
     phase_progress: _builtins.float
     """Finished fraction of the present phase, in [0, 1]; 0 also where it is unknown."""
     failure: _builtins.str
-    """Reason of a failure, as text; empty unless the run failed."""
+    """Reason of a failure or of a stop, as text; empty unless the run failed or was stopped."""
     waiting_for: _builtins.str
     """What the run waits for, as text; empty while it waits for nothing."""
     evaluation_progress: _builtins.float
     """Finished fraction of a held-out evaluation that runs beside the present phase, in [0, 1]; unset:
     none does.
     """
+    answers_done: _builtins.int
+    """Finished completions of the held-out evaluation that is the present phase; 0: none yet, or unknown."""
+    answer_count: _builtins.int
+    """Number of its completions; 0: unknown."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the first step began; unset before that."""
@@ -193,10 +203,12 @@ class RunStatus(_message.Message):
         recoveries: _abc.Iterable[Global___Recovery] | None = ...,
         queue: Global___SampleQueue | None = ...,
         evaluation_progress: _builtins.float | None = ...,
+        answers_done: _builtins.int = ...,
+        answer_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation_progress", b"_evaluation_progress", "evaluation_progress", b"evaluation_progress", "queue", b"queue", "start_time", b"start_time", "waiting_since", b"waiting_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_progress", b"_evaluation_progress", "conditions", b"conditions", "evals", b"evals", "evaluation_progress", b"evaluation_progress", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "queue", b"queue", "recoveries", b"recoveries", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_progress", b"_evaluation_progress", "answer_count", b"answer_count", "answers_done", b"answers_done", "conditions", b"conditions", "evals", b"evals", "evaluation_progress", b"evaluation_progress", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "queue", b"queue", "recoveries", b"recoveries", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evaluation_progress: _TypeAlias = _typing.Literal["evaluation_progress"]  # noqa: Y015
     _WhichOneofArgType__evaluation_progress: _TypeAlias = _typing.Literal["_evaluation_progress", b"_evaluation_progress"]  # noqa: Y015
@@ -389,6 +401,8 @@ class EvalRecord(_message.Message):
     HALF_WIDTH_FIELD_NUMBER: _builtins.int
     ANSWER_COUNT_FIELD_NUMBER: _builtins.int
     SETS_FIELD_NUMBER: _builtins.int
+    MISSING_COUNT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of steps done when it ran; 0: before the first."""
     mean_score: _builtins.float
@@ -399,6 +413,10 @@ class EvalRecord(_message.Message):
     """Half width of the 95 % confidence interval, clustered by task group; NaN where it is unknown."""
     answer_count: _builtins.int
     """Number of scored completions, at least 1; those without a score are left out."""
+    missing_count: _builtins.int
+    """Number of completions without a score. 0 also where the coordinator is older than this field."""
+    seconds: _builtins.float
+    """Seconds from its start to the last score; 0: unknown."""
     @_builtins.property
     def sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalSetRecord]:
         """Each held-out set, in the order of the recipe. Empty: the coordinator is older than this field."""
@@ -411,10 +429,12 @@ class EvalRecord(_message.Message):
         half_width: _builtins.float = ...,
         answer_count: _builtins.int = ...,
         sets: _abc.Iterable[Global___EvalSetRecord] | None = ...,
+        missing_count: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_count", b"answer_count", "half_width", b"half_width", "mean_score", b"mean_score", "sets", b"sets", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_count", b"answer_count", "half_width", b"half_width", "mean_score", b"mean_score", "missing_count", b"missing_count", "seconds", b"seconds", "sets", b"sets", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -430,6 +450,7 @@ class EvalSetRecord(_message.Message):
     MEAN_SCORE_FIELD_NUMBER: _builtins.int
     HALF_WIDTH_FIELD_NUMBER: _builtins.int
     ANSWER_COUNT_FIELD_NUMBER: _builtins.int
+    MISSING_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the set, [A-Za-z0-9_-]{1,64}."""
     mean_score: _builtins.float
@@ -438,6 +459,8 @@ class EvalSetRecord(_message.Message):
     """Half width of the 95 % confidence interval, clustered by task group; NaN where it is unknown."""
     answer_count: _builtins.int
     """Number of scored completions, at least 1; those without a score are left out."""
+    missing_count: _builtins.int
+    """Number of completions without a score. 0 also where the coordinator is older than this field."""
     def __init__(
         self,
         *,
@@ -445,10 +468,11 @@ class EvalSetRecord(_message.Message):
         mean_score: _builtins.float = ...,
         half_width: _builtins.float = ...,
         answer_count: _builtins.int = ...,
+        missing_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_count", b"answer_count", "half_width", b"half_width", "mean_score", b"mean_score", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_count", b"answer_count", "half_width", b"half_width", "mean_score", b"mean_score", "missing_count", b"missing_count", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

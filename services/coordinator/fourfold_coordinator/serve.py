@@ -25,6 +25,7 @@ import grpc
 import numpy as np
 from google.protobuf.descriptor import ServiceDescriptor
 
+from fourfold.address import is_loopback, split_target
 from fourfold.arrays import Int32Array
 from fourfold.config import dump
 from fourfold.coordinator.v1 import (
@@ -45,6 +46,7 @@ from fourfold.coordinator.v1.scorer_service_pb2_grpc import add_ScorerServiceSer
 from fourfold.errors import ConfigError, FourfoldError, Internal
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.host.disk import check_room
+from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
@@ -63,6 +65,8 @@ from .launch.run_folder import (
     REPORT_FILE,
     is_finished,
     locked,
+    read_stop_reason,
+    write_stop_reason,
 )
 from .reporting.exported import RunSource
 from .reporting.run_files import RunFileServicer
@@ -132,6 +136,13 @@ def main(options: ServeOptions) -> int:
             log.warning("%s", warning)
         if not (folder / CONFIG_FILE).exists():  # started by hand, not by the launcher
             replace_file(folder / CONFIG_FILE, [dump(options.config)])
+        host, _ = split_target(options.listen)
+        if options.config.security.directory and is_loopback(host) and PARENT_PID_VARIABLE not in os.environ:
+            log.warning(
+                "the coordinator listens on %s, where services of other machines cannot reach it; pass --listen "
+                "ADDRESS:PORT if the run has any",
+                host,
+            )
         if sys.stdout.isatty():  # started by hand
             sys.stdout.write(f"Run folder: {folder} (log: {folder / 'logs' / options.member_id}.log)\n")
         code = asyncio.run(Coordinator(options, folder).run())
@@ -151,8 +162,10 @@ class Coordinator:
         config = options.config
         self._config, self._folder, self._member_id = config, folder, options.member_id
         self._recipe, self._evaluate = options.recipe, options.evaluate
+        self._assignments = options.assignments
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
+        log.info("coordinator started: folder=%s recipe=%s", folder, options.recipe)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
         self._board = RunBoard(
             name=config.name, step_count=config.steps, max_policy_lag=config.asynchrony.max_policy_lag
@@ -239,6 +252,9 @@ class Coordinator:
         try:
             ledger = await self._disk.write(Ledger, self._folder / LEDGER_FILE)
             segments = await self._disk.write_in_thread(SegmentFiles, self._folder / EXPERIENCES_FOLDER)
+            if ledger.counts():
+                self._board.set_recovering(ledger.last_checkpoint())
+            write_stop_reason(self._folder, "")
             await self._loop(ledger, ExperienceStore(segments, ledger, self._disk))
         except FourfoldError as error:
             self._board.close(failure=error.message)
@@ -248,13 +264,22 @@ class Coordinator:
             self._board.close(failure=f"internal error: {error!r}")
             raise Internal(f"internal error: {error!r}; the log has the traceback") from error
         except asyncio.CancelledError:  # a signal: the watchers' streams end with this status
-            self._board.close(failure="the coordinator was stopped")
+            self._board.close(stopped=self._stopped())
             raise
         finally:
             if ledger is not None:
                 ledger.close()
         self._board.close()
         return 0
+
+    def _stopped(self) -> str:
+        """Return what stopped this process, after which step; log it, and store it for `fourfold watch`."""
+        if not (reason := read_stop_reason(self._folder)):
+            reason = self._host.signal_name or "a call to drain"
+            write_stop_reason(self._folder, reason)
+        text = f"stopped by {reason} after step {self._board.status.step}"
+        log.warning("%s", text)
+        return text
 
     async def _loop(self, ledger: Ledger, experiences: ExperienceStore) -> None:
         totals = RunTotals(
@@ -277,6 +302,7 @@ class Coordinator:
             asyncio.create_task(self._tasks.run()),
             asyncio.create_task(sinks.run()),
         ]
+        self._router.faults.load(ledger)
         try:
             context = await self._assemble(ledger, experiences, totals)
             gc.collect()
@@ -317,7 +343,6 @@ class Coordinator:
         await self._disk.write(check_same_data, prompts, ledger)
         router = self._router
         session = TrainerSession(router, config, self._board)
-        self._router.faults.load(ledger)
         run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
         await self._disk.write(ledger.put, {_RUN_ID_KEY: run_id})
         router.traces.follow(ledger, run_id)
@@ -337,7 +362,8 @@ class Coordinator:
         return RunContext(
             config=config,
             recipe=self._recipe,
-            history=RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe),
+            assignments=self._assignments,
+            history=RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe, self._assignments),
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,

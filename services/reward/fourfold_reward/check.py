@@ -28,16 +28,23 @@ _START_SECONDS: Final = 30.0
 
 
 def check_rewards(preflight: Preflight) -> None:
-    """Load and try the functions and programs that the launcher would start.
+    """Load and try the functions and programs of the recipe.
 
-    Raises ConfigError: one cannot be loaded, or raises for every reference answer.
+    Raises ConfigError: the launcher would start one that cannot be loaded, or raises for every reference answer.
     """
     config = preflight.config
     if not config.needs_scorer:
         return
     for table in config.reward:
-        if table.kind in _KINDS and table.replicas:
+        if table.kind not in _KINDS:
+            continue
+        try:
             _check(table, preflight)
+        except ConfigError as error:
+            if table.replicas:
+                raise
+            # A service that the user starts may have its code on another machine.
+            preflight.note("reward", f"{table.title} could not be tried on this machine: {error.message}")
 
 
 def _check(table: RewardConfig, preflight: Preflight) -> None:

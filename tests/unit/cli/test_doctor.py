@@ -14,6 +14,7 @@ from fourfold import sandbox
 from fourfold.cli import doctor
 from fourfold.cli.doctor import Check
 from fourfold.host import hardware
+from fourfold.host.program import program
 from fourfold.sandbox import SandboxSupport
 
 READ_MEMORY = hardware.available_memory
@@ -37,7 +38,7 @@ def test_development_machine_runs_every_service(capsys: pytest.CaptureFixture[st
     output = capsys.readouterr().out
     for role in ("rollout", "trainer", "reward", "reference", "coordinator"):
         assert f"  ok       {role}: fourfold-" in output
-    assert "Next: fourfold run recipes/quickstart.toml" in output
+    assert f"Next: {program()} run recipes/quickstart.toml" in output
 
 
 def test_missing_package_gives_the_exact_command(

@@ -389,6 +389,11 @@ def test_values_never_change(tmp_path: Path) -> None:
             "clip_low = -2.0 is the lower bound of clip = 0, which is no limit; set clip",
         ),
         ("[sampling]", "[reward]\ntarget = []\n[sampling]", "reward: target = [] is empty"),
+        (
+            "[sampling]",
+            '[reward]\nfunction = ""\ntargt = "h:1"\n[sampling]',
+            "reward.targt: no such key. Did you mean `target`?",
+        ),
         ("[sampling]", '[reward]\nhttp = ""\n[sampling]', "reward: http = '' is empty"),
         (
             "[sampling]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def test_words_come_whole(tokenizer: Tokenizer) -> None:
     assert pieces[2] == "" and pieces[3] == "\u00e9"  # two bytes, one character
 
 
+def test_a_chat_says_on_what_the_model_was_trained(tmp_path: Path) -> None:
+    assert chat.run_notes("", tmp_path) == []
+    prompt = "<|im_start|>system\nReply.<|im_end|>\n<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n<|im_start|>assistant\n"
+    (tmp_path / "report.json").write_text(json.dumps({"answers_after": [{"prompt": prompt}]}))
+    form = "The model was trained on prompts of this form: What is 3 * 4?"
+    assert chat.run_notes("Reply.", tmp_path) == ["System message: Reply.", form]
+    (tmp_path / "report.json").write_text(json.dumps({"answers_after": []}))
+    assert chat.run_notes("Reply.", tmp_path) == ["System message: Reply."]
+
+
 def settings(folder: str, *words: str) -> tuple[str, str | None, float]:
     """Return model, system message and temperature of a chat."""
     parser = argparse.ArgumentParser()
@@ -87,5 +98,11 @@ def test_a_run_gives_its_model_system_message_and_temperature(tmp_path: Path) ->
     (tmp_path / "model-step-20").mkdir()
     system = "Reply with only the final answer."
     assert settings(str(tmp_path / "model-step-20")) == (f"{tmp_path}/model-step-20", system, 0.7)
+    parser = argparse.ArgumentParser()
+    chat.add_arguments(parser)
+    for words, longest in (((), config.sampling.max_new_tokens), (("--max-tokens", "9"), 9)):
+        args = parser.parse_args([str(tmp_path), *words])
+        chat.use_run(args, tmp_path)
+        assert args.max_tokens == longest
     (tmp_path / "config.toml").unlink()
     assert settings(str(tmp_path / "model")) == ("", None, 1.0)

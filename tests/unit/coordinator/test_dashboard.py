@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fourfold import config as configuration
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.metrics import METRICS
 from fourfold.rpc.responses import clean_strings
 from fourfold.text import format_duration
-from fourfold_coordinator.cli.dashboard import Dashboard, TimeLeft, panel_rows, sparkline
+from fourfold_coordinator.cli.dashboard import Dashboard, Schedule, panel_rows, sparkline
+
+SCHEDULE = ["steps=24", "evaluation.every_steps=10", "checkpoint.every_steps=12"]
+CONFIG = configuration.load("recipes/quickstart.toml", SCHEDULE)
 
 
 def snapshot(steps: int) -> pb.RunStatus:
@@ -44,8 +48,12 @@ def snapshot(steps: int) -> pb.RunStatus:
 
 
 def dashboard(output: io.StringIO, *, live: bool, width: int = 100, height: int = 60) -> Dashboard:
-    console = Console(file=output, width=width, height=height, force_terminal=live, color_system=None, highlight=False)
-    return Dashboard(name="demo", run_dir=Path("runs/demo"), console=console, live=live)
+    console = _console(output, live=live, width=width, height=height)
+    return Dashboard(name="demo", run_dir=Path("runs/demo"), schedule=Schedule(), console=console, live=live)
+
+
+def _console(output: io.StringIO, *, live: bool = True, width: int = 100, height: int = 60) -> Console:
+    return Console(file=output, width=width, height=height, force_terminal=live, color_system=None, highlight=False)
 
 
 def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
@@ -76,13 +84,26 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
 def test_several_held_out_sets_are_told_one_by_one() -> None:
     output, status = io.StringIO(), snapshot(0)
     for name, score, half_width in (("math", 0.2, 0.05), ("code", 0.02, math.nan)):
-        status.evals[0].sets.add(name=name, mean_score=score, half_width=half_width)
+        status.evals[0].sets.add(name=name, mean_score=score, half_width=half_width, answer_count=80)
     with dashboard(output, live=False) as display:
         display.update(status)
         display.refresh()
-    line = "step 0: held-out accuracy 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05, code 0.02"
+    line = (
+        "step 0: held-out accuracy 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05 (80 answers), code 0.02 (80 answers)"
+    )
     assert line in output.getvalue().splitlines()
     assert ("held-out sets", "math 0.20, code 0.02") in panel_rows(status)
+
+
+def test_a_score_says_how_many_answers_have_none() -> None:
+    output, status = io.StringIO(), snapshot(0)
+    held_out = {"mean_score": 1.0, "half_width": math.nan, "answer_count": 1, "missing_count": 239}
+    status.evals[0].MergeFrom(pb.EvalRecord(**held_out))  # type: ignore[arg-type]
+    with dashboard(output, live=False) as display:
+        display.update(status)
+        display.refresh()
+    assert "step 0: held-out accuracy 1.00 (1 of 240 answers; 239 without a score)\n" in output.getvalue()
+    assert ("held-out accuracy", "1.00 (step 0; 1 of 240 answers; 239 without a score)") in panel_rows(status)
 
 
 def test_evaluation_after_a_step_comes_after_it() -> None:
@@ -111,6 +132,8 @@ def test_live_panel_shows_what_matters() -> None:
         display.note("something happened")
         display.refresh()
     text = output.getvalue().replace("\u2502", "|")
+    status.steps[-1].metrics["train/samples_per_step"] = 16.0
+    assert dict(panel_rows(status, samples_per_step=96))["trained samples"].startswith("16 of 96  ")
     for words in (
         "demo: step 8 of 24",
         "\n| now                training 50%",
@@ -190,17 +213,49 @@ def test_display_that_breaks_is_switched_off_and_raises_nothing(caplog: pytest.L
     ]
 
 
-def test_time_left_follows_the_steps_that_were_seen() -> None:
-    time_left = TimeLeft()
-    assert time_left.estimate(pb.RunStatus(step_count=24)) is None
-    time_left.add_step(2, 100.0)
-    assert time_left.estimate(snapshot(2)) == pytest.approx(22 * 9.8)  # from the metrics: one observation
-    time_left.add_step(3, 110.0)
-    time_left.add_step(4, 130.0)
-    assert time_left.estimate(snapshot(4)) == pytest.approx(20 * 15)
-    time_left.add_step(2, 140.0)  # back to a checkpoint
-    assert time_left.estimate(snapshot(2)) == pytest.approx(22 * 9.8)
-    assert time_left.estimate(snapshot(24)) is None
+def test_time_left_counts_steps_evaluations_and_checkpoints_that_are_due() -> None:
+    schedule = Schedule(evaluations=(0, 10, 20, 24), checkpoints=(12, 24))
+    status = snapshot(0)
+    status.evals[0].seconds = 30.0
+    assert schedule.time_left(status) is None, "the start is no step"
+    status = snapshot(3)
+    status.evals[0].seconds = 30.0
+    status.steps[0].metrics["time/step"] = 100.0  # the first step compiles
+    assert schedule.time_left(status) == pytest.approx(21 * 9.8 + 3 * 30)
+    status = snapshot(12)
+    status.evals[0].seconds = 30.0
+    status.steps[-1].metrics.update({"time/step": 19.8, "time/evaluate": 8.0, "time/checkpoint": 2.0})
+    assert schedule.time_left(status) == pytest.approx(12 * 9.8 + 2 * 30 + 2)
+    assert schedule.time_left(snapshot(24)) is None
+
+
+def test_an_asynchronous_run_waits_for_its_last_evaluation_alone() -> None:
+    assert Schedule.from_config(CONFIG).evaluations == (0, 10, 20, 24)
+    beside = configuration.load("recipes/quickstart.toml", [*SCHEDULE, "asynchrony.max_policy_lag=2"])
+    assert Schedule.from_config(beside).evaluations == (24,)
+
+
+def test_a_run_that_restores_a_checkpoint_names_its_step() -> None:
+    output, status = io.StringIO(), snapshot(3)
+    status.phase = pb.RUN_PHASE_RECOVERING
+    with dashboard(output, live=True) as display:
+        display.update(status)
+    assert "demo: resuming at step 3 of 24" in output.getvalue()
+
+
+def test_an_evaluation_without_a_trainer_shows_its_answers_and_no_steps() -> None:
+    output = io.StringIO()
+    display = Dashboard(name="demo", run_dir=Path("runs/demo"), schedule=None, console=_console(output), live=True)
+    status = pb.RunStatus(name="demo", step_count=5, phase=pb.RUN_PHASE_EVALUATING, answers_done=40, answer_count=120)
+    with display:
+        display.update(status)
+    text = output.getvalue()
+    assert "demo: evaluation" in text and "evaluating: 40 of 120 answers" in text and "step 0" not in text
+
+
+def test_a_run_that_was_stopped_did_not_fail() -> None:
+    status = pb.RunStatus(phase=pb.RUN_PHASE_STOPPED, failure="stopped by SIGINT (Ctrl-C) after step 3")
+    assert panel_rows(status) == [("now", "stopped"), ("why", "stopped by SIGINT (Ctrl-C) after step 3")]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +395,9 @@ def test_text_of_other_processes_is_drawn_as_text(live: bool) -> None:
     clean_strings(status)  # as the client does with every response
     output = io.StringIO()
     console = Console(file=output, width=400, force_terminal=live, color_system=None, highlight=False)
-    with Dashboard(name="[b]demo[/b]", run_dir=Path("runs/[b]"), console=console, live=live) as display:
+    with Dashboard(
+        name="[b]demo[/b]", run_dir=Path("runs/[b]"), schedule=Schedule(), console=console, live=live
+    ) as display:
         display.refresh()
         display.update(status)
         display.refresh()

@@ -56,6 +56,12 @@ def test_what_is_wrong_with_a_step_is_said_in_words(
     [
         ("NO_ADVANTAGE", [(0, 0), (0, 0)], {}, "nothing was learned: every sample scored 0; .* too hard: choose other"),
         ("NO_ADVANTAGE", [(1, 1), (0, 0)], {}, r"each prompt is too easy or too hard; raise sampling.temperature"),
+        (
+            "NO_ADVANTAGE",
+            [(1, 1), (0, 0)],
+            {"policy/entropy": 3.3},
+            r"raise batch.group_size, .*\(not sampling.temperature: the entropy is 3.3 nats per token already\)",
+        ),
         ("NO_ADVANTAGE", [(1, 0)], {}, r"no token has an advantage, though scores differ \(mean 0.5\).*shaping"),
         ("NO_ACTION_TOKENS", [(1, 0)], {"length/truncation_rate": 1.0}, "100% were cut off.; raise sampling.max_new"),
         ("NO_ACTION_TOKENS", [(1, 1)], {}, "no token was left to train on: every sample scored 1"),

@@ -25,7 +25,7 @@ from tests.support.eval_results import make_result
 def test_the_table_has_a_row_for_each_set_and_the_results_of_the_harness() -> None:
     sets = [asdict(make_result(name)) for name in ("math", "code")]
     harness = {"arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.125, "sample_len": 4}}
-    lines = result_lines({"sets": sets, "score": 0.5, "half_width": None, "lm_eval": harness})
+    lines = result_lines({"sets": sets, "score": 0.5, "half_width": None, "lm_eval": harness}, width=200)
     header = "set score pass@1 pass@2 maj@2 answers missing tokens per answer time"
     assert " ".join(lines[1].split()) == header
     row = "math 0.500 +- 0.250 0.500 +- 0.100 0.750 +- 0.100 - 8 0 4 1.2 s"
@@ -34,10 +34,24 @@ def test_the_table_has_a_row_for_each_set_and_the_results_of_the_harness() -> No
     assert " ".join(lines[-1].split()) == "arc acc,none 0.500 +- 0.125"
 
 
+def test_a_narrow_terminal_gets_a_table_for_each_set() -> None:
+    sets = [asdict(make_result(name)) for name in ("math", "code")]
+    lines = result_lines({"sets": sets, "score": 0.5, "half_width": None, "lm_eval": {}}, width=80)
+    assert max(map(len, lines)) <= 80
+    assert [line.split() for line in lines[1:3]] == [["set", "math"], ["score", "0.500", "+-", "0.250"]]
+    assert "tokens per answer" in lines[8] and lines[-3].split() == ["score", "0.500"]
+
+
+def test_an_evaluation_leaves_the_public_port_of_the_run_free() -> None:
+    keys = ["view.public_listen=127.0.0.1:8441", "security.directory=certs", "security.tokens_file=certs/tokens.txt"]
+    args = argparse.Namespace(recipe=Path("recipes/quickstart.toml"), set=keys, data=[], lm_eval="")
+    assert evaluate._evaluation_config(args, "model").view.public_listen == ""
+
+
 def test_a_table_of_many_k_has_the_smallest_and_the_largest() -> None:
     result = asdict(make_result("math"))
     result["pass_at"] = [{**result["pass_at"][0], "k": k} for k in (1, 2, 4, 8, 9)]
-    lines = result_lines({"sets": [result], "score": 0.5, "half_width": None, "lm_eval": {}})
+    lines = result_lines({"sets": [result], "score": 0.5, "half_width": None, "lm_eval": {}}, width=200)
     assert lines[1].split()[:5] == ["set", "score", "pass@1", "pass@9", "maj@9"]
 
 

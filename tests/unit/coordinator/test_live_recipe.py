@@ -14,6 +14,14 @@ from tests.fakes.toy import make_config
 SLEEPS: dict[str, Any] = {"rollout": {"gpus_per_replica": 1, "sleep_mode": True}}
 
 
+async def test_a_key_of_the_command_line_stays(tmp_path: Path) -> None:
+    path, before = tmp_path / "config.toml", make_config(tmp_path, asynchrony={"stale": "train"})
+    path.write_text(configuration.dump(make_config(tmp_path)))
+    recipe = LiveRecipe(path, before, ["asynchrony.stale=train"])
+    path.write_text(path.read_text() + "# another text\n")
+    assert not await recipe.update() and recipe.config.asynchrony.stale == "train"
+
+
 async def test_a_lag_that_the_running_engines_cannot_have_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

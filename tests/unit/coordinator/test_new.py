@@ -13,6 +13,7 @@ import pytest
 from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.host.program import program
 from fourfold.plan.preflight import check_recipe
 from fourfold.plan.report import describe
 from fourfold_coordinator.cli import new
@@ -46,7 +47,7 @@ def test_columns_reward_and_lengths_come_from_the_data(capsys: pytest.CaptureFix
     assert (config.name, config.data.prompt_field, config.data.answer_field) == ("mine", "problem", "solution")
     assert config.reward[0].function == "last_number"
     assert config.model.dtype == "float32" and config.model.max_context_tokens == 128
-    assert "Next: fourfold plan mine.toml; fourfold run mine.toml" in capsys.readouterr().out
+    assert f"Next: {program()} plan mine.toml; {program()} run mine.toml" in capsys.readouterr().out
     found = check_recipe(config, Path("mine.toml"))
     assert found.warnings == []
     assert found.notes["reward"] == ["last_number: the reference answers of 4 rows score 1, 1, 1, 1."]
@@ -59,7 +60,9 @@ def test_several_files_become_sources() -> None:
     assert [source.path for source in config.data.train] == ["sums.jsonl", "more.jsonl"]
     assert config.model.max_context_tokens > 128, "the longest prompt is in the second file"
     write("other.jsonl", [{"problem": "x"}])
-    with pytest.raises(ConfigError, match=r"--answer-field solution: no such column in other.jsonl; it has problem"):
+    with pytest.raises(
+        ConfigError, match=r"--answer-field solution: no such column in other.jsonl; choose one of problem"
+    ):
         new.main(_parsed("other.toml", "--data", "sums.jsonl", "--data", "other.jsonl"))
 
 
@@ -129,8 +132,12 @@ def test_open_options_are_asked_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         (["--data", "nowhere.jsonl"], "does not exist"),
         (["--data", "empty.jsonl"], "has no rows"),
         (["--data", "other.jsonl"], "no column is the prompt by its name, of a, b; give --prompt-field COLUMN"),
-        (["--data", "sums.jsonl", "--prompt-field", "x"], "no such column in sums.jsonl; it has problem, solution"),
-        (["--data", "sums.jsonl", "--steps", "-1"], "steps = -1"),
+        (
+            ["--data", "sums.jsonl", "--prompt-field", "x"],
+            "no such column in sums.jsonl; choose one of problem, solution",
+        ),
+        (["--data", "sums.jsonl", "--reward", "exact_mach"], "--reward 'exact_mach' is not a verifier.*exact_match"),
+        (["--data", "sums.jsonl", "--steps", "-1"], "^fourfold new  steps = -1"),
         (["--data", "sums.jsonl", "--steps", "0"], "steps = 0"),
         (["--data", "sums.jsonl", "--max-new-tokens", "0"], "sampling.max_new_tokens = 0"),
         (["--data", "sums.jsonl", "--split", "train"], "is one file or one split; remove split and config"),
@@ -146,11 +153,61 @@ def test_mistakes_write_nothing(words: list[str], message: str) -> None:
     assert not Path("mine.toml").exists()
 
 
-def test_an_answer_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_is_asked_for_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {
+        "Training data": "nowhere.jsonl",
+        "Column with the prompt": "problm",
+        "Column with the answer": "x",
+        "Model folder": "nowhere",
+        "Reward": "mine.py:scor",
+        "Algorithm": "rlo",
+        "Longest": "0",
+        "Training steps": "many",
+    }
+    right = {"Training data": "sums.jsonl"}
+    asked: list[str] = []
+
+    def answer(question: str) -> str:
+        asked.append(question)
+        start = next((start for start in wrong if question.startswith(start)), "")
+        return wrong.pop(start, "") or next((text for key, text in right.items() if question.startswith(key)), "")
+
+    Path("mine.py").write_text("def score(sample):\n    return 1.0\n")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda question: "many" if question.startswith("Training steps") else "")
-    with pytest.raises(ConfigError, match="'many' is no number"):
-        call("--data", "sums.jsonl")
+    monkeypatch.setattr("builtins.input", answer)
+    assert call().steps == 100
+    assert not wrong and len(asked) == 9 + 8
+    output = capsys.readouterr().out
+    for words in (
+        "'nowhere.jsonl' does not exist",
+        "--prompt-field problm: no such column in sums.jsonl; did you mean `problem`?",
+        "has no scor; name a function of that file",
+        "--preset rlo is unknown; did you mean `rloo`?",
+        "'many' is no number of at least 1",
+    ):
+        assert words in output, words
+
+
+def test_nothing_is_asked_with_every_option_or_with_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(question: str) -> str:
+        raise AssertionError(question)
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", fail)
+    options = {
+        "data": "sums.jsonl", "prompt-field": "problem", "answer-field": "", "model": "builtin:smollm2-135m-instruct",
+        "system-prompt": "", "reward": "exact_match", "preset": "rloo", "max-new-tokens": "16", "steps": "8",
+    }  # fmt: skip
+    config = call(*(word for key, value in options.items() for word in (f"--{key}", value)))
+    assert (config.evaluation.every_steps, config.checkpoint.every_steps) == (4, 2), "a run of 8 steps"
+    assert config.batch.group_size == 8
+    Path("mine.toml").unlink()
+    assert call("--data", "sums.jsonl", "--yes").checkpoint.every_steps == 20
+    parser = argparse.ArgumentParser()
+    new.add_arguments(parser)
+    assert parser.epilog is not None and all(f"--{key}" in parser.epilog for key in options)
 
 
 def test_the_end_of_the_input_stops_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,18 @@ def test_latest_is_the_run_that_was_started_last(tmp_path: Path, config: Config)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == ["latest"]
 
 
+@pytest.mark.parametrize("wrong", ["runs/quikstart", "quickstart", "Quickstar"])
+def test_a_wrong_name_names_the_nearest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config, wrong: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run_dir(config, "quickstart")
+    with pytest.raises(ConfigError, match=f"{wrong} does not exist; did you mean runs/quickstart"):
+        find_run(Path(wrong))
+    for other in ("runs/math", "hf:owner/quickstart", "builtin:quickstart"):
+        assert find_run(Path(other)) == Path(other)
+
+
 def test_a_folder_called_latest_is_left_alone(tmp_path: Path, config: Config) -> None:
     (tmp_path / "latest" / "precious").mkdir(parents=True)
     link_latest(make_run_dir(config, "demo", tmp_path)[0])

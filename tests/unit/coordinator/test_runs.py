@@ -51,6 +51,17 @@ def test_the_list_has_state_score_and_size(root: Path, capsys: pytest.CaptureFix
     assert "failed" in lines["runs/start.failed"]
 
 
+def test_the_list_has_the_last_score_with_its_step_and_its_answers(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(root / "old" / LEDGER_FILE)
+    ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=8)
+    ledger.add_eval(EvalRow(0, 1.0, None, 1, 239, []))
+    ledger.close()
+    assert call() == 0
+    assert "1.00 (step 0, 1 of 240 answers)" in capsys.readouterr().out
+
+
 def test_a_file_that_a_run_replaces_meanwhile_is_no_obstacle(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda path: [*listed(path), path / "report.json.new"])

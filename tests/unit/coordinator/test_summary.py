@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fourfold.host.program import program
 from fourfold_coordinator.cli.summary import answer_table, summary_lines
 
 PROMPT = "<|im_start|>system\nReply.<|im_end|>\n<|im_start|>user\nWhat is {}?<|im_end|>\n<|im_start|>assistant\n"
@@ -31,6 +32,9 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     away = {**report, "peak_memory_without": ["trainer-0"]}
     assert "8.3 GB of memory (without trainer-0: not on the coord" in "\n".join(summary_lines(away, tmp_path))
     assert "Held-out accuracy: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
+    few = {"step": 0, "score": 1.0, "half_width": None, "n": 1, "missing": 239}
+    line = "Held-out accuracy: 1.00 (1 of 240 answers; 239 without a score) before, 0.63 (160 answers) after training"
+    assert f"{line} (95 %)." in summary_lines({**report, "eval_before": few}, tmp_path)
     sets = [{"name": name, "score": 0.25, "half_width": 0.05, "answer_count": 80} for name in ("math", "code")]
     before = {"score": 0.1, "half_width": 0.1, "n": 160, "sets": sets}
     several = {**report, "eval_before": before, "eval_after": {**before, "sets": [{**s, "score": 0.5} for s in sets]}}
@@ -52,7 +56,7 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "Compared with demo-1, which has the same recipe: the same first step, accuracy -0.02." in text
     assert "What is 3 * 4?" in text and "I think it is 34," in text and "12 *" in text
     assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text
-    assert text.endswith(f"Chat with the model: fourfold chat {tmp_path}")
+    assert text.endswith(f"Chat with the model: {program()} chat {tmp_path}")
 
 
 def test_summary_of_a_run_with_a_lag_tells_lag_waits_and_what_was_stale(tmp_path: Path) -> None:

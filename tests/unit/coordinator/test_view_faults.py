@@ -89,7 +89,6 @@ def test_a_malformed_file_is_named_and_the_other_parts_stay(
     path = folder / name
     path.write_bytes(edit(path.read_bytes() if path.exists() else b""))
     with TestClient(make_app(RunFolders([folder], cache=tmp_path / "cache")), base_url=LOCAL) as client:
-        _wait_for_index(client)
         pages = {page: client.get(page) for page in PAGES}
         assert {name: page.status_code for name, page in pages.items()} == dict.fromkeys(PAGES, 200)
         assert any(fault in page.text for page in pages.values()), [
@@ -111,14 +110,6 @@ def _repair(path: Path, fresh: Path) -> None:
     new = path.with_name("new")
     new.write_bytes(found.read_bytes())
     new.replace(path)
-
-
-def _wait_for_index(client: TestClient) -> None:
-    def is_whole() -> bool:
-        page = client.get("/run/one/samples").text
-        return "not indexed yet" not in page and "0 trajectories" not in page
-
-    _until(is_whole)
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -146,7 +137,6 @@ def test_a_trajectory_whose_tokens_are_damaged_is_shown_as_text(tmp_path: Path) 
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     path.write_text("".join(json.dumps(line | {"tokens": "AAAA"}) + "\n" for line in lines))
     with TestClient(make_app(RunFolders([folder], cache=tmp_path / "cache")), base_url=LOCAL) as client:
-        _wait_for_index(client)
         page = client.get("/run/one/sample/p2-0-1").text
         assert "its line of tokens.jsonl has damaged tokens: " in page and 'id="text">apples 2' in page
 
@@ -157,7 +147,6 @@ def test_a_line_of_an_earlier_release_has_no_source(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "source"}) + "\n" for row in rows))
     with TestClient(make_app(RunFolders([folder], cache=tmp_path / "cache")), base_url=LOCAL) as client:
-        _wait_for_index(client)
         page = client.get("/run/one/sample/p2-0-1")
         assert page.status_code == 200 and "<dt>source" not in page.text and 'class="fault"' not in page.text
 

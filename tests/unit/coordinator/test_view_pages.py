@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,16 @@ import pytest
 from starlette.testclient import TestClient
 
 from fourfold.errors import ConfigError
+from fourfold.host.disk import append_lines
 from fourfold_coordinator.cli import view
+from fourfold_coordinator.reporting.run_totals import RunTotals
+from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.state.trajectory_index import TrajectoryIndex
 from fourfold_coordinator.view.app import COOKIE, make_app
-from fourfold_coordinator.view.charts import Line, gantt, line_chart, thin_out
+from fourfold_coordinator.view.charts import Line, gantt, line_chart, short_number, thin_out
 from fourfold_coordinator.view.pages import recipe_differences, step_parts
-from fourfold_coordinator.view.reader import RunFolders
+from fourfold_coordinator.view.reader import LocalCoordinator, RunFolders
+from fourfold_coordinator.view.templates import moment
 from tests.support.view_run import append_step, trajectory, write_run
 
 LOCAL = "http://127.0.0.1:8440"
@@ -31,15 +38,7 @@ def folders(tmp_path: Path) -> list[Path]:
 @pytest.fixture
 def client(folders: list[Path], tmp_path: Path) -> Iterator[TestClient]:
     with TestClient(make_app(RunFolders(folders, cache=tmp_path / "cache")), base_url=LOCAL) as client:
-        _wait_for_index(client)
         yield client
-
-
-def _wait_for_index(client: TestClient) -> None:
-    end = time.monotonic() + 20
-    while "9 trajectories" not in client.get("/run/one/samples").text:
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 PAGES = (
@@ -70,9 +69,17 @@ def test_the_pages_show_what_the_run_has(client: TestClient) -> None:
     assert "-0.5 nats, 60.7%; version 1" in sample and "turn 1, sampled" in sample
     assert "the same prompt at step 1 and at step 3" in sample and "apples 2" in sample
     answers = client.get("/run/one/answers").text
+    assert '<td>eval/math/pass_at_2</td><td class="n">0.75</td><td class="n">0.75</td>' in answers
     assert "&lt;script&gt;" in answers and "step 3, mean 0.5" in answers
     timeline = client.get("/run/one/timeline").text
-    assert "rollout-0&lt;b&gt;: generate, 0.00 to 2.00 s" in timeline and "training loop: train" in timeline
+    assert "rollout-0&lt;b&gt;: generate, 0.00 to 2.00 s" in timeline and "The step began at 0.5 s." in timeline
+    assert (
+        ">2.0000<" in timeline
+        and ">67 %<" in timeline
+        and 'class="key p-generate"' in timeline
+        and "p-evaluate" not in timeline
+    )
+    assert "training loop: train" in timeline
     assert "no timeline.jsonl" in client.get("/run/one/timeline?step=1").text
     for page in (client.get("/run/one/recipe?other=two").text, client.get("/compare?run=one&run=two").text):
         assert (
@@ -97,6 +104,8 @@ def test_wrong_addresses_are_errors_with_the_value_and_a_fix(client: TestClient)
         ("/run/one/samples?score_from=high", 400, "score_from = &#39;high&#39; is no number"),
         ("/run/one/samples?step_from=99999999999999999999999", 400, "too large"),
         ("/run/one/samples?score_from=nan", 400, "too large"),
+        ("/run/one/samples?q=apples", 400, "a search has no key &#39;q&#39;; it has text, page, and step_from"),
+        ("/run/one/curves", 404, "there is no page &#39;/run/one/curves&#39;"),
         ("/run/one/samples?order=random", 400, "choose one of newest"),
         ("/run/one/samples?page=-1", 400, "no whole number"),
         ("/run/one/timeline?step=x", 400, "no whole number"),
@@ -112,14 +121,122 @@ def test_a_huge_text_is_cut_and_the_rest_is_a_page_further(folders: list[Path], 
     words = "".join(f"w{index:05d} " for index in range(30_000))
     append_step(folders[0], 4, [trajectory("h4-0-0", words, step=4)])
     with TestClient(make_app(RunFolders(folders[:1], cache=tmp_path / "cache")), base_url=LOCAL) as client:
-        end = time.monotonic() + 20
-        while (page := client.get("/run/one/sample/h4-0-0")).status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        page = client.get("/run/one/sample/h4-0-0")
         assert len(page.text) < 400_000 and 'href="?from=2000"' in page.text and "of 210,014" in page.text
         later = client.get("/run/one/sample/h4-0-0?from=209000").text
         assert later.count('class="p1 v3"') == 1014 and "earlier" in later and "more &rarr;" not in later
         assert len(client.get("/run/one/samples").text) < 30_000
+
+
+def test_prompts_are_shown_without_marks_and_found_by_all_of_their_words(folders: list[Path], tmp_path: Path) -> None:
+    chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n7 * 8?<|im_end|>\n<|im_start|>assistant\n"
+    append_step(folders[0], 4, [trajectory("c4-0-0", "56", step=4, prompt=chat)])
+    path = folders[0] / "report.json"
+    report = json.loads(path.read_text())
+    for key in ("answers_before", "answers_after"):
+        report[key] = [{**each, "prompt": chat} for each in report[key]]
+    path.write_text(json.dumps(report))
+    with TestClient(make_app(RunFolders(folders[:1], cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        found = client.get("/run/one/samples?text=brief").text
+        assert "1 trajectory<" in found and "<bdi>7 * 8?</bdi>" in found and "im_start" not in found
+        assert '<pre dir="auto">7 * 8?</pre>' in client.get("/run/one/answers").text
+        assert f"prompt: {len(chat)} tokens" in client.get("/run/one/sample/c4-0-0").text, "the whole prompt"
+
+
+def test_a_page_waits_for_a_small_index_and_follows_a_large_one(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, update = threading.Event(), TrajectoryIndex.update
+
+    def slow(index: TrajectoryIndex) -> int:
+        ready.wait(20)
+        return update(index)
+
+    with TestClient(make_app(RunFolders(folders, cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        whole = client.get("/run/one/samples").text
+        assert "9 trajectories<" in whole and "data-live" not in whole
+        assert "No trajectory fits this search." in client.get("/run/one/samples?text=grapes").text
+        monkeypatch.setattr(TrajectoryIndex, "update", slow)
+        monkeypatch.setattr("fourfold_coordinator.view.reader._INDEX_SECONDS", 0.01)
+        empty = client.get("/run/two/samples").text
+        assert "0 trajectories; the index is being built: 0.0 MB are missing" in empty and "data-live" in empty
+        assert "None so far." in empty and "fits" not in empty
+        assert "the index is being built" in client.get("/run/two/sample/p2-0-0").text
+        ready.set()
+
+
+def test_a_held_out_score_names_the_answers_without_a_score(folders: list[Path], tmp_path: Path) -> None:
+    path = folders[0] / "report.json"
+    report = json.loads(path.read_text())
+    report["evals"] = [report["evals"][0] | {"n": 1, "missing": 239}]
+    path.write_text(json.dumps(report))
+    with TestClient(make_app(RunFolders(folders, cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        text = "1 of 240 answers; 239 without a score"
+        curves, answers = client.get("/run/one").text, client.get("/run/one/answers").text
+        assert curves.count("held-out score, step 0") == 1 and "held-out score, step 3" not in curves
+        assert text in curves and "step 0: 239 of 240 answers without a score" in curves
+        listed = client.get("/").text
+        assert text in answers and text in listed and listed.count("(8 answers)") == 2, "of the other run"
+        whole = client.get("/run/two").text
+        assert "0.5 &plusmn; 0.1 <small>(8 answers)</small>" in whole and "without a score" not in whole
+        assert "one: step 0: 239 of 240" in client.get("/compare?run=one&run=two").text
+
+
+def test_every_page_of_an_interrupted_run_says_how_to_continue(folders: list[Path], tmp_path: Path) -> None:
+    stopped, failed = folders[0], folders[1].rename(folders[1].with_name("two.failed"))
+    for folder in (stopped, failed):
+        (folder / "report.json").unlink()
+    (failed / "metrics.jsonl").unlink()
+
+    def says(client: TestClient, run: str, *texts: str) -> None:
+        for page in ("", "/samples", "/sample/p2-0-0", "/answers", "/timeline", "/weights", "/recipe"):
+            shown = client.get(f"/run/{run}{page}").text
+            assert not [text for text in texts if text not in shown], f"{page}: {shown}"
+
+    with TestClient(make_app(RunFolders([stopped, failed], cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        says(client, "one", "stopped after step 3 of 9. It has no checkpoint", f"fourfold run --resume {stopped}<")
+        says(client, "one", f"{stopped}/logs/coordinator-0.log")
+        says(client, "two.failed", 'class="state failed"', "failed before its first step", "coordinator-0.log")
+        ledger = Ledger(stopped / "ledger.sqlite")
+        totals = RunTotals(ledger)
+        for _ in range(2):
+            totals.add_recovery(0, "", trainer_kept=False)
+        totals.save()
+        ledger.commit_checkpoint(step=0, data_position=0, policy_version=0)
+        ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=1)
+        ledger.close()
+        says(client, "one", "It continues from the checkpoint of step 0 and repeats 1 step:")
+    (stopped / "report.json").write_text("{}")
+    with TestClient(make_app(RunFolders([stopped], cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        says(client, "one", "This run was resumed 2 times.")
+
+
+def test_a_timeline_begins_with_the_first_work(folders: list[Path], tmp_path: Path) -> None:
+    line = {"step": 2, "start": 1e9, "end": 1e9 + 104, "members": {"rollout-0": {"generate": [[99.0, 102.0]]}}}
+    append_lines(folders[0] / "timeline.jsonl", json.dumps(line).encode() + b"\n")
+    with TestClient(make_app(RunFolders(folders[:1], cache=tmp_path)), base_url=LOCAL) as client:
+        page = client.get("/run/one/timeline?step=2").text
+    assert "rollout-0: generate, 0.00 to 3.00 s" in page and "training loop: train, 3.50 to 4.50 s" in page
+    assert "The step began at 1.5 s." in page and ">4 s<" in page and ">6 s<" not in page
+
+
+def test_a_run_of_a_shared_folder_is_in_progress_while_its_ledger_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("unreachable")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    for address, age, state in (
+        ("10.0.0.1:50050", 5.0, "running"),
+        ("10.0.0.1:50050", 60.0, "stopped"),
+        ("127.0.0.1:50050", 5.0, "stopped"),
+    ):
+        (tmp_path / "coordinator.address").write_text(address)
+        for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+            (tmp_path / name).touch()
+            os.utime(tmp_path / name, (time.time() - age,) * 2)
+        assert LocalCoordinator(tmp_path).state() == state, f"{address} {age}"
 
 
 def test_no_page_writes_to_a_run(folders: list[Path], tmp_path: Path, client: TestClient) -> None:
@@ -135,8 +252,6 @@ def test_no_page_writes_to_a_run(folders: list[Path], tmp_path: Path, client: Te
 
 
 def test_the_index_that_a_run_keeps_is_used(folders: list[Path], tmp_path: Path) -> None:
-    from fourfold_coordinator.state.trajectory_index import TrajectoryIndex
-
     TrajectoryIndex(folders[0]).update()
     cache = tmp_path / "other-cache"
     with TestClient(make_app(RunFolders(folders, cache=cache)), base_url=LOCAL) as client:
@@ -205,7 +320,28 @@ def test_charts_draw_the_extremes_of_long_lines_and_skip_empty_ones() -> None:
     assert line_chart([Line(name="a", points=[])]) == ""
     one = line_chart([Line(name='"><script>', points=[(1.0, 2.0)], bars=[0.5])])
     assert "<script>" not in one and "<circle" in one
+    ticks = re.findall(r"middle\">([^<]*)<", line_chart([Line(name="a", points=[(1.0, 0.1), (2.0, 0.2)])]))
+    assert ticks == ["1", "2"], "no parts of steps"
     assert "NaN" not in one and gantt([("a<b", {"train": [(0.0, 1.0)], "x": [(3.0, 2.0)]})], 2.0).count("<rect") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (-0.25, "-0.25"), (4.4829e-6, "4.483e-06"), (9999, "9999"), (9999.96, "10k"), (-269_060_000, "-269.1M"),
+     (2e12, "2000G"), (1e14, "1e+14")],
+)  # fmt: skip
+def test_numbers_have_four_digits(value: float, text: str) -> None:
+    assert short_number(value) == text
+
+
+def test_times_are_marked_for_the_browser_and_other_texts_escaped() -> None:
+    found = moment("2026-11-26T14:01:54.744+01:00")
+    assert found == '<time datetime="2026-11-26T13:01:54Z">2026-11-26 13:01 UTC</time>'
+    assert [moment(text) for text in ("", "<b>", "0001-01-01T00:00+23:59")] == [
+        "",
+        "&lt;b&gt;",
+        "0001-01-01T00:00+23:59",
+    ]
 
 
 def test_parts_of_a_step_follow_each_other_and_equal_recipes_have_no_differences() -> None:

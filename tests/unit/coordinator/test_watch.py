@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import fcntl
 import threading
@@ -11,8 +12,11 @@ from typing import IO, Any
 import pytest
 
 from fourfold import config as configuration
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.host.program import program
+from fourfold_coordinator.cli import watch
 from fourfold_coordinator.cli.watch import stopped_lines
-from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, is_locked, locked
+from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, is_locked, locked, write_stop_reason
 from fourfold_coordinator.state.ledger import Ledger
 
 CONFIG: Any = configuration.load("recipes/quickstart.toml", ["steps=30"])
@@ -35,14 +39,36 @@ def test_a_run_that_has_stopped_says_what_is_repeated(tmp_path: Path) -> None:
     first, second, third, last = stopped_lines(tmp_path, CONFIG)
     assert first == f"{tmp_path} does not run: it stopped after step 12 of 30."
     assert second == "It continues from the checkpoint of step 10, and repeats 2 steps:"
-    assert third == f"  fourfold run --resume {tmp_path}"
+    assert third == f"  {program()} run --resume {tmp_path}"
     assert last.endswith("/logs/coordinator-0.log")
+
+
+def test_a_run_that_a_signal_stopped_names_the_signal(tmp_path: Path) -> None:
+    write_stop_reason(tmp_path, "SIGINT (Ctrl-C)")
+    first, *_, last = stopped_lines(tmp_path, CONFIG)
+    assert first == f"{tmp_path} does not run: it was stopped by SIGINT (Ctrl-C) after step 0 of 30."
+    assert "log" not in last
+    write_stop_reason(tmp_path, "")
+    assert stopped_lines(tmp_path, CONFIG)[0].endswith("it stopped after step 0 of 30.")
+
+
+def test_a_watcher_of_a_run_that_is_stopped_sees_how_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def show(_address: str, _security: Any, dashboard: Any) -> None:
+        dashboard.update(pb.RunStatus(phase=pb.RUN_PHASE_STOPPED))
+
+    monkeypatch.setattr(watch, "_show", show)
+    (tmp_path / "config.toml").write_text(configuration.dump(CONFIG))
+    (tmp_path / "coordinator.address").write_text("127.0.0.1:1")
+    assert watch.main(argparse.Namespace(run_dir=tmp_path)) == 0
+    assert f"run --resume {tmp_path}" in capsys.readouterr().out
 
 
 def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
     first, second, _ = stopped_lines(tmp_path, CONFIG)
     assert first.endswith("it stopped after step 0 of 30.")
-    assert second == f"It has no checkpoint. To start again: fourfold run --resume {tmp_path}"
+    assert second == f"It has no checkpoint. To start again: {program()} run --resume {tmp_path}"
 
 
 def test_a_coordinator_that_lives_holds_its_lock(tmp_path: Path) -> None:

@@ -362,6 +362,16 @@ def test_each_line_names_its_flag_and_the_rest_is_listed() -> None:
     assert "#   --ds.packing_samples: not needed" in text
 
 
+def test_a_default_that_depends_on_the_device_is_left_to_fourfold() -> None:
+    assert recipe_of(GROUP).rollout.enforce_eager is None
+    assert recipe_of(GROUP + " --vllm.enforce_eager").rollout.enforce_eager is True
+
+
+def test_a_micro_batch_of_short_samples_keeps_its_size() -> None:
+    text = draft_of(GROUP + " --data.max_len 128 --train.micro_batch_size 4").text("title")
+    assert "tokens_per_micro_batch = 512  # --train.micro_batch_size 4, --data.max_len 128\n" in text
+
+
 def test_an_unknown_flag_is_named_with_the_nearest() -> None:
     draft = draft_of(GROUP + " --actor.adam.lrr 5e-7")
     assert "--actor.adam.lrr is unknown, and not converted; did you mean --actor.adam.lr?" in draft.checks

@@ -319,6 +319,9 @@ def test_a_wrong_configuration_gives_value_rule_and_fix(text: str, error: str) -
 def test_an_unknown_option_is_named_with_the_nearest() -> None:
     draft = draft_of(GRPO + "data.train_batchsize=2 --config-name=x foo")
     assert "data.train_batchsize is unknown, and not converted; did you mean data.train_batch_size?" in draft.checks
+    draft = draft_of(GRPO + "actor_rollout_ref.actor.optim.learning_rate=1e-5")
+    assert any("optim.learning_rate is unknown, and not converted" in text for text in draft.checks)
+    draft = draft_of(GRPO + "--config-name=x foo")
     assert any("--config-name=x: its file has further options" in text for text in draft.checks)
     assert any("'foo' is no KEY=VALUE" in text for text in draft.checks)
 

@@ -145,9 +145,20 @@ def test_data_without_answers_try_no_reward(folder: Path) -> None:
     assert "reward" not in check(folder).notes
 
 
-def test_a_function_by_hand_is_not_loaded(folder: Path) -> None:
+def test_a_function_of_a_service_by_hand_is_tried_if_its_file_is_here(folder: Path) -> None:
+    assert "score 1, 1, 1, 1." in check(folder, "reward.replicas=0").notes["reward"][0]
     (folder / "mine.py").unlink()
-    assert check(folder, "reward.replicas=0").warnings == []
+    found = check(folder, "reward.replicas=0")
+    assert found.warnings == []
+    assert found.notes["reward"][0].startswith("mine.py:reward could not be tried on this machine: ")
+
+
+def test_held_out_prompts_that_are_trained_and_evaluations_that_never_come_are_warnings(folder: Path) -> None:
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS[:2], {"question": "new"}]))
+    interval, trained = check(folder, 'data.eval=[{path="test.jsonl"}]').warnings
+    assert interval.startswith("evaluation.every_steps = 10 is above steps = 3, so that only the first and the last")
+    assert trained.startswith("2 of 3 prompts of the held-out set test are training prompts, too")
+    assert len(check(folder, 'data.eval=[{path="test.jsonl"}]', "evaluation.every_steps=3").warnings) == 1
 
 
 def test_a_context_longer_than_the_model_is_refused(folder: Path) -> None:

@@ -171,7 +171,13 @@ def test_tokens_are_added_listed_and_removed(folder: Path, capsys: pytest.Captur
     words = ["--scope", "info", "--days", "3", "--concurrent-calls", "4", "--calls-per-second", "0.5"]
     capsys.readouterr()
     assert cli_main.main(["certs", "token", "add", str(folder), "alice", *words]) == 0
-    assert capsys.readouterr().out.split()[-1].startswith("ff_")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("ff_") and len(printed.out.split()) == 1, "stdout is a token file"
+    assert "copy the file to every rollout service and gateway. The token is not shown again" in printed.err
+    assert cli_main.main(["certs", "token", "add", str(folder), "laptop", "--scope", "view"]) == 0
+    assert "copy the file to the machine of the coordinator. The token" in capsys.readouterr().err
+    assert cli_main.main(["certs", "token", "remove", str(folder), "laptop"]) == 0
+    assert "copy the file to the machine of the coordinator." in capsys.readouterr().out
     grant = read_tokens(folder / "tokens.txt")["alice"]
     assert (set(grant.scopes), dict(grant.limits)) == ({"info"}, {"concurrent_calls": 4.0, "calls_per_second": 0.5})
     assert grant.expires is not None

@@ -24,19 +24,23 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError, WrongState
 from fourfold.host.process import Command, Supervisor
+from fourfold.host.program import program
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.text import printable
+from fourfold.text import clean, printable
 
-from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, find_run
+from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE, find_run
+from .summary import last_line
 
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
 _ANSWER_SECONDS: Final = 600.0
 _INFO_SECONDS: Final = 10.0
 _MAX_CONTEXT: Final = 4096
+_MAX_TOKENS: Final = 256
+_SHOWN: Final = 200  # characters of a text of the run
 _PLACEHOLDER: Final = "\u2042answer\u2042"  # an answer in a rendered template, to find the text that follows it
 _HELP: Final = "An empty line or Ctrl-D ends the chat, /new starts a new one, Ctrl-C stops an answer."
 
@@ -50,21 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", default="", help="bearer token for its public port")
     parser.add_argument("--system", help="system message; default: that of the run, or none")
     parser.add_argument("--temperature", type=float, help="0: greedy decoding; default: that of the run, or 1")
-    parser.add_argument("--max-tokens", type=int, default=256, help="maximum length of an answer")
+    parser.add_argument(
+        "--max-tokens", type=int, help=f"maximum length of an answer; default: that of the run, or {_MAX_TOKENS}"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Chat until the input ends; return the exit code."""
     source = use_run(args, find_run(Path(args.model))) or args.model
+    notes = run_notes(args.system or "", Path(source).parent)
     folder = model_folder.resolve(source)
     tokenizer = Tokenizer.load(folder)
     conversation = Conversation(tokenizer, system=args.system or "")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         if args.target:
-            return _chat(args, conversation, args.target)
+            return _chat(args, conversation, args.target, notes)
         with _service(folder, args.max_tokens) as target:
-            return _chat(args, conversation, target)
+            return _chat(args, conversation, target, notes)
     except KeyboardInterrupt:
         print()
         return 0
@@ -78,19 +85,32 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
     run_dir = folder.parent if folder.name.startswith(MODEL_FOLDER) else folder
     if not (run_dir / CONFIG_FILE).is_file():
         args.temperature = 1.0 if args.temperature is None else args.temperature
+        args.max_tokens = args.max_tokens or _MAX_TOKENS
         return ""
     model = folder if run_dir != folder else folder / MODEL_FOLDER
     if not model.is_dir():
         raise ConfigError(
             f"{run_dir} has no folder `{model.name}` yet: the model is exported at the end of a run, and every "
-            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: fourfold run --resume {run_dir}"
+            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: {program()} run --resume "
+            f"{run_dir}"
         )
     config = configuration.load(run_dir / CONFIG_FILE)
     if args.system is None and config.data.chat:
         args.system = config.data.system_prompt
     if args.temperature is None:
         args.temperature = config.sampling.temperature
+    args.max_tokens = args.max_tokens or min(config.sampling.max_new_tokens, _MAX_CONTEXT // 2)
     return str(model)
+
+
+def run_notes(system: str, run_dir: Path) -> list[str]:
+    """Return the system message, and a prompt of the run's data: a small model answers no other form."""
+    lines = [f"System message: {clean(system, _SHOWN)}"] if system else []
+    with suppress(OSError, ValueError, KeyError, TypeError, IndexError):  # no report yet, or no held-out prompts
+        report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
+        example = last_line(report["answers_after"][0]["prompt"])
+        lines.append(f"The model was trained on prompts of this form: {clean(example, _SHOWN)}")
+    return lines
 
 
 class Conversation:
@@ -131,9 +151,9 @@ class IncrementalDecoder:
         return new
 
 
-def _chat(args: argparse.Namespace, conversation: Conversation, target: str) -> int:
+def _chat(args: argparse.Namespace, conversation: Conversation, target: str, notes: Sequence[str]) -> int:
     if sys.stdin.isatty():
-        print(_HELP)
+        print("\n".join([*notes, _HELP]))
     with RolloutClient(target, token=args.token, certs=args.ca or "") as client:
         info = client.get_info(timeout=_INFO_SECONDS)
         if info.tokenizer_sha256 != conversation.tokenizer.sha256:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Final, Self
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -20,8 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fourfold import metrics
+from fourfold.config import Config
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold.text import format_duration
+from fourfold.plan.batch import batch_plan
+from fourfold.text import format_answers, format_duration
 
 from ..launch.fleet import COORDINATOR
 from .event_lines import OVER, EventLines, asynchrony_rows, phase_times, recovery_line
@@ -44,7 +48,7 @@ _OPTIONAL: Final = (
     "entropy",
     "stale",
     "tokens/s sampled",
-    "samples",
+    "trained samples",
     "useful groups",
     "logprob mismatch",
     _NOTE,
@@ -60,6 +64,7 @@ _OPTIONAL: Final = (
 _LABEL_WIDTH: Final = 24  # with the frame
 _VALUE_WIDTH: Final = 12
 _SPARKLINE_WIDTH: Final = 32
+_RECENT_STEPS: Final = 8
 _PHASES: Final = {
     pb.RUN_PHASE_WAITING_FOR_SERVICES: "waiting for services",
     pb.RUN_PHASE_RECOVERING: "restoring a checkpoint",
@@ -70,6 +75,7 @@ _PHASES: Final = {
     pb.RUN_PHASE_SAVING: "saving",
     pb.RUN_PHASE_DONE: "done",
     pb.RUN_PHASE_FAILED: "failed",
+    pb.RUN_PHASE_STOPPED: "stopped",
 }
 _TRAINER_PHASES: Final = (
     pb.RUN_PHASE_TRAINING,
@@ -82,8 +88,19 @@ _TRAINER_PHASES: Final = (
 class Dashboard:
     """Displays one run. Use it as a context manager; `refresh` draws."""
 
-    def __init__(self, *, name: str, run_dir: Path, console: Console | None = None, live: bool | None = None) -> None:
-        """Create the display on `console` (default: stdout); `live` defaults to whether it is a terminal."""
+    def __init__(
+        self,
+        *,
+        name: str,
+        run_dir: Path,
+        schedule: Schedule | None,
+        console: Console | None = None,
+        live: bool | None = None,
+    ) -> None:
+        """Create the display of a run, or of an evaluation without a trainer if `schedule` is None.
+
+        It is on `console` (default: stdout); `live` defaults to whether that is a terminal.
+        """
         self._console = console or Console(highlight=False, soft_wrap=False)
         self._blocks = _BLOCKS if "utf" in (self._console.encoding or "").lower() else _ASCII_BLOCKS
         self._is_live = self._console.is_terminal if live is None else live
@@ -94,7 +111,7 @@ class Dashboard:
         self._services: list[tuple[str, str]] = []
         self._notes: list[str] = []
         self._lines = EventLines(self._began)
-        self._time_left = TimeLeft()
+        self._schedule = schedule
 
     def __enter__(self) -> Self:
         if self._is_live:
@@ -115,7 +132,11 @@ class Dashboard:
     def update(self, status: pb.RunStatus) -> None:
         """Set the status of the run. The client has removed control characters from its texts."""
         self._status = status
-        self._time_left.add_step(status.step, time.monotonic())
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a signal has stopped the run."""
+        return self._status.phase == pb.RUN_PHASE_STOPPED
 
     def set_services(self, states: Sequence[tuple[str, str]]) -> None:
         """Set the (name, state) of the launcher's processes."""
@@ -153,14 +174,23 @@ class Dashboard:
 
     def _panel(self) -> RenderableType:
         seconds = time.monotonic() - self._began
-        progress = f": step {self._status.step} of {self._status.step_count}" if self._status.name else ""
         footer = f"{format_duration(seconds)} elapsed"
-        if (left := self._time_left.estimate(self._status)) is not None:
+        if self._schedule is not None and (left := self._schedule.time_left(self._status)) is not None:
             footer += f", about {format_duration(left)} left"
-        rows = panel_rows(self._status, self._blocks, self._console.width)
+        samples = 0 if self._schedule is None else self._schedule.samples_per_step
+        rows = panel_rows(self._status, self._blocks, self._console.width, samples_per_step=samples)
         rows.append(("services", _services_text(self._services, self._status)))
         rows.append(("logs", str(self._run_dir / "logs")))
-        return self._fitting(rows, self._messages(), title=Text(self._name + progress), footer=footer)
+        return self._fitting(rows, self._messages(), title=Text(self._name + self._progress()), footer=footer)
+
+    def _progress(self) -> str:
+        """Return the text of the title after the name."""
+        status = self._status
+        if self._schedule is None:
+            return ": evaluation"
+        if status.phase == pb.RUN_PHASE_RECOVERING and status.step:
+            return f": resuming at step {status.step} of {status.step_count}"
+        return f": step {status.step} of {status.step_count}" if status.name else ""
 
     def _messages(self) -> list[Text]:
         """Return what is wrong now and what happened last, the most important first."""
@@ -199,39 +229,61 @@ class Dashboard:
         for label, value in rows:
             grid.add_row(label, Text(value))  # a plain str would be read as markup
         parts: list[RenderableType] = [grid, *messages]
-        if self._status.step_count:
+        if total := self._status.step_count if self._schedule is not None else self._status.answer_count:
+            done = self._status.step if self._schedule is not None else self._status.answers_done
             bar = Table.grid(expand=True)  # a bar alone does not end its line
-            bar.add_row(ProgressBar(total=self._status.step_count, completed=self._status.step))
+            bar.add_row(ProgressBar(total=total, completed=done))
             parts.insert(0, bar)
         return Panel(Group(*parts), title=title, subtitle=footer, title_align="left", subtitle_align="left")
 
 
-class TimeLeft:
-    """Estimates the time until the last step from the times at which steps ended."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What the recipe of a run says about its steps."""
 
-    def __init__(self) -> None:
-        self._ends: list[tuple[int, float]] = []  # steps done and time, since the run restored a checkpoint last
+    samples_per_step: int = 0  # 0: unknown
+    evaluations: Sequence[int] = ()  # steps after which the run waits for one
+    checkpoints: Sequence[int] = ()
 
-    def add_step(self, step: int, now: float) -> None:
-        """Note that `step` steps are done at time `now`, in seconds."""
-        if self._ends and step < self._ends[-1][0]:
-            self._ends.clear()
-        if not self._ends or step > self._ends[-1][0]:
-            self._ends.append((step, now))
+    @classmethod
+    def from_config(cls, config: Config) -> Schedule:
+        plan = batch_plan(config)
+        # In an asynchronous run the next steps go on beside an evaluation, except for the last one.
+        beside = config.asynchrony.max_policy_lag and not config.checkpoint.keep_best
+        return cls(
+            samples_per_step=plan.samples_per_step,
+            evaluations=plan.evaluations[-1:] if beside else plan.evaluations,
+            checkpoints=plan.checkpoints,
+        )
 
-    def estimate(self, status: pb.RunStatus) -> float | None:
-        """Return the seconds until the last step ends; None before the first step."""
-        remaining = status.step_count - status.step
-        if not self._ends or remaining <= 0:
+    def time_left(self, status: pb.RunStatus) -> float | None:
+        """Estimate the seconds until the end from the last steps, and the evaluations and checkpoints still due.
+
+        Returns None before the end of the first step.
+        """
+        rows = [record.metrics for record in status.steps[-_RECENT_STEPS:] if metrics.TIME_STEP in record.metrics]
+        if not rows or status.step >= status.step_count:
             return None
-        (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        if last > first:
-            return remaining * (ended - began) / (last - first)
-        times = [r.metrics[metrics.TIME_STEP] for r in status.steps[-8:] if metrics.TIME_STEP in r.metrics]
-        return remaining * sum(times) / len(times) if times else None
+        extra = (metrics.TIME_EVALUATE, metrics.TIME_CHECKPOINT)
+        step = median(max(row[metrics.TIME_STEP] - sum(row.get(name, 0.0) for name in extra), 0.0) for row in rows)
+        evaluation = _median(record.seconds for record in status.evals)
+        checkpoint = _median(record.metrics.get(metrics.TIME_CHECKPOINT, 0.0) for record in status.steps)
+        return (
+            (status.step_count - status.step) * step
+            + sum(due > status.step for due in self.evaluations) * evaluation
+            + sum(due > status.step for due in self.checkpoints) * checkpoint
+        )
 
 
-def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS, width: int = 100) -> list[tuple[str, str]]:
+def _median(values: Iterable[float]) -> float:
+    """Return the median of the positive values; 0 without any."""
+    positive = [value for value in values if value > 0]
+    return median(positive) if positive else 0.0
+
+
+def panel_rows(
+    status: pb.RunStatus, blocks: str = _BLOCKS, width: int = 100, *, samples_per_step: int = 0
+) -> list[tuple[str, str]]:
     """Return (label, text) of the rows of a panel of `width` characters; rows without data are left out."""
     phase = _phase_text(status)
     if status.waiting_for:
@@ -242,21 +294,35 @@ def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS, width: int = 100) ->
         rows.append(("queue", _queue_text(status.queue)))
     if status.evals:
         shown = [status.evals[0], *status.evals[1:][-3:]]
-        rows.append(("held-out accuracy", " -> ".join(f"{e.mean_score:.2f} (step {e.step})" for e in shown)))
+        rows.append(("held-out accuracy", " -> ".join(map(_score_text, shown))))
         last = status.evals[-1]
         if len(last.sets) > 1:
-            rows.append(("held-out sets", ", ".join(f"{each.name} {each.mean_score:.2f}" for each in last.sets)))
+            rows.append(("held-out sets", ", ".join(f"{each.name} {_set_score(each)}" for each in last.sets)))
     if status.steps:
-        rows += _step_rows(status, blocks, min(_SPARKLINE_WIDTH, max(width - _LABEL_WIDTH - _VALUE_WIDTH, 0)))
+        sparkline_width = min(_SPARKLINE_WIDTH, max(width - _LABEL_WIDTH - _VALUE_WIDTH, 0))
+        rows += _step_rows(status, blocks, sparkline_width, samples_per_step)
     if status.failure:
-        rows.append(("failure", status.failure))
+        rows.append(("failure" if status.phase == pb.RUN_PHASE_FAILED else "why", status.failure))
     return rows
+
+
+def _score_text(record: pb.EvalRecord) -> str:
+    """Return the score after a step; with answers that have none, also of how many it is."""
+    answers = f"; {format_answers(record.answer_count, record.missing_count)}" if record.missing_count else ""
+    return f"{record.mean_score:.2f} (step {record.step}{answers})"
+
+
+def _set_score(record: pb.EvalSetRecord) -> str:
+    answers = f" ({format_answers(record.answer_count, record.missing_count)})" if record.missing_count else ""
+    return f"{record.mean_score:.2f}{answers}"
 
 
 def _phase_text(status: pb.RunStatus) -> str:
     """Return the present phase, and what engines of an asynchronous run do beside it."""
     words = [_PHASES.get(status.phase, "starting")]
-    if 0 < status.phase_progress < 1:
+    if status.answer_count:
+        words[0] += f": {status.answers_done} of {status.answer_count} answers"
+    elif 0 < status.phase_progress < 1:
         words[0] += f" {status.phase_progress:.0%}"
     if status.HasField("queue") and status.phase == pb.RUN_PHASE_GENERATING:
         words.append("the trainer waits")
@@ -272,7 +338,7 @@ def _queue_text(queue: pb.SampleQueue) -> str:
     return f"{queue.running_groups} groups running, {queue.ready_groups} ready, lag limit {queue.lag_limit}{lowered}"
 
 
-def _step_rows(status: pb.RunStatus, blocks: str, width: int) -> list[tuple[str, str]]:
+def _step_rows(status: pb.RunStatus, blocks: str, width: int, samples_per_step: int) -> list[tuple[str, str]]:
     """Return the rows of the last step, with the history of its main metrics in `width` characters."""
     last = status.steps[-1].metrics
     rows = []
@@ -280,7 +346,11 @@ def _step_rows(status: pb.RunStatus, blocks: str, width: int) -> list[tuple[str,
         ("reward", metrics.REWARD_MEAN, "{:.2f}"),
         ("length", metrics.RESPONSE_LENGTH, "{:.0f} tokens"),
         ("KL", metrics.REFERENCE_KL if metrics.REFERENCE_KL in last else metrics.APPROX_KL, "{:.4f}"),
-        ("samples", metrics.TRAINED_SAMPLES, "{:.0f}"),
+        (
+            "trained samples",
+            metrics.TRAINED_SAMPLES,
+            f"{{:.0f}} of {samples_per_step}" if samples_per_step else "{:.0f}",
+        ),
         ("useful groups", metrics.USEFUL_GROUPS, "{:.0%}"),
         ("entropy", metrics.ENTROPY, "{:.2f}"),
         ("logprob mismatch", metrics.MISMATCH_MEAN, "{:.4f}"),

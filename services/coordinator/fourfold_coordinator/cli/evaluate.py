@@ -41,6 +41,7 @@ from ..state.files import replace_file
 from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher
 
 _FOLDER: Final = "evaluations"
+_FILE_WIDTH: Final = 200  # of output that is no terminal
 _MOST_SIZES: Final = 3  # k of pass@k in the table; with more, it has the smallest and the largest one
 
 
@@ -171,7 +172,12 @@ class EvalCommand(RunCommand):
         lines = [json.dumps(result, indent=2, ensure_ascii=False) + "\n"]
         for target in (path, *([self._args.out] if self._args.out else [])):
             replace_file(target, lines)
-        print("\n".join([*result_lines(result), "", f"Result: {path}", f"Answers: {self._run_dir / ANSWERS_FILE}"]))
+        width = shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
+        print(
+            "\n".join(
+                [*result_lines(result, width=width), "", f"Result: {path}", f"Answers: {self._run_dir / ANSWERS_FILE}"]
+            )
+        )
         if result["unscored"]:
             print(
                 f"No answer to {', '.join(result['unscored'])} has a score; {ANSWERS_FILE} has the reasons (`dropped`)",
@@ -187,8 +193,11 @@ class EvalCommand(RunCommand):
         return "Nothing was measured; start the command again."
 
 
-def result_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return a table with a row for each held-out set, and the mean of several."""
+def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
+    """Return a table with a row for each held-out set, and the mean of several.
+
+    Where it is wider than a terminal of `width` characters, each set has a table of its own, with a row for each value.
+    """
     sets = result["sets"]
     sizes = sorted({each["k"] for row in sets for each in row["pass_at"]})
     if len(sizes) > _MOST_SIZES:  # evaluation.json has all of them
@@ -211,7 +220,12 @@ def result_lines(result: Mapping[str, Any]) -> list[str]:
         )
     if len(sets) > 1 and result["score"] is not None:
         rows.append(["mean of sets", _interval(result["score"], result["half_width"]), *[""] * (len(rows[0]) - 2)])
-    lines = ["", *align_columns(rows), "", "+- is half of the 95 % interval, clustered by task group."] if sets else []
+    table = align_columns(rows)
+    if len(table[0]) > width:
+        pairs = [[pair for pair in zip(rows[0], row, strict=True) if pair[1]] for row in rows[1:]]
+        parts = [align_columns(part) for part in pairs]
+        table = [line for part in parts for line in (*part, "")][:-1]
+    lines = ["", *table, "", "+- is half of the 95 % interval, clustered by task group."] if sets else []
     if result["lm_eval"]:
         rows = _harness_rows(result["lm_eval"])
         lines += ["", "lm-evaluation-harness (+- is the standard error):", *align_columns(rows)]

@@ -15,9 +15,9 @@ from typing import Final
 
 from fourfold import metrics
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold.text import format_duration
+from fourfold.text import format_duration, format_score
 
-OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED)
+OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_STOPPED)
 _MIN_SECONDS: Final = 3.0
 # Several callers may wait for the same service in turn, so a wait has ended when no other follows within this time.
 _SETTLE_SECONDS: Final = 1.0
@@ -167,15 +167,14 @@ def _records(status: pb.RunStatus) -> Iterator[tuple[tuple[str, int], str]]:
         if record.alarms:
             yield ("alarms", record.step), "\n".join(f"  ! {text}" for text in record.alarms)
     for evaluation in status.evals:
-        text = f"step {evaluation.step}: held-out accuracy {_interval(evaluation)} ({evaluation.answer_count} answers)"
+        text = f"step {evaluation.step}: held-out accuracy {_score(evaluation)}"
         if len(evaluation.sets) > 1:
-            text += ": " + ", ".join(f"{each.name} {_interval(each)}" for each in evaluation.sets)
+            text += ": " + ", ".join(f"{each.name} {_score(each)}" for each in evaluation.sets)
         yield ("eval", evaluation.step), text
 
 
-def _interval(record: pb.EvalRecord | pb.EvalSetRecord) -> str:
-    spread = "" if math.isnan(record.half_width) else f" +- {record.half_width:.2f}"  # unknown with a single group
-    return f"{record.mean_score:.2f}{spread}"
+def _score(record: pb.EvalRecord | pb.EvalSetRecord) -> str:
+    return format_score(record.mean_score, record.half_width, record.answer_count, record.missing_count)
 
 
 def recovery_line(recovery: pb.Recovery) -> str:

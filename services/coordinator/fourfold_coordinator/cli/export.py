@@ -14,6 +14,7 @@ from typing import Final
 
 from fourfold import hub
 from fourfold.errors import ConfigError
+from fourfold.host.program import program
 from fourfold.hub import upload
 from fourfold.model import folder as model_folder
 from fourfold.text import choices, format_bytes
@@ -73,7 +74,7 @@ def find_export(source: str, name: str = "") -> Path:
     if not plain:
         raise ConfigError(
             f"{run} has no export yet: the model is exported at the end of a run, and every "
-            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: fourfold run --resume {run}"
+            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: {program()} run --resume {run}"
         )
     if name and name not in exports:
         raise ConfigError(f"{run} has no export {name!r}; {choices(name, sorted(exports))}")

@@ -6,20 +6,26 @@ Options that are missing are asked for on a terminal, with what the data and the
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import itertools
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fourfold import config as configuration
 from fourfold.config import PRESETS, DataConfig, DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import visible_gpus
+from fourfold.host.program import program
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
+from fourfold.text import choices
 
 from ..data.prompts import answer_of, chat_messages
 from ..data.sources import Row, read_rows
@@ -31,6 +37,8 @@ _NUMBER: Final = re.compile(r"\s*[-+]?[\d,]*\.?\d+\s*")
 _DEFAULT_MODEL: Final = "builtin:smollm2-135m-instruct"
 _FEW_ROWS: Final = 10
 _HELD_OUT_SHARE: Final = 0.1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,11 @@ class Answers:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "On a terminal, options that are left out are asked for, with a default that Enter takes: --data, "
+        "--prompt-field, --answer-field, --model, --system-prompt, --reward, --preset, --max-new-tokens and --steps. "
+        "A wrong answer is asked for again. With --yes, or without a terminal, nothing is asked."
+    )
     parser.add_argument("recipe", type=Path, help="file to write, such as mine.toml; it must not exist")
     parser.add_argument(
         "--data",
@@ -65,106 +78,173 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="", help="configuration (subset) of data sets of the hub")
     parser.add_argument("--model", help=f"Hugging Face model folder or hf:OWNER/NAME; default: {_DEFAULT_MODEL}")
     parser.add_argument("--prompt-field", metavar="COLUMN", help="column with the prompt; default: found by its name")
-    parser.add_argument("--answer-field", metavar="COLUMN", help="column with the reference answer")
+    parser.add_argument(
+        "--answer-field",
+        metavar="COLUMN",
+        help="column with the reference answer; empty: none; default: found by its name",
+    )
     parser.add_argument("--reward", help="a built-in verifier, or FILE.py:FUNCTION; default: by the answers")
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="algorithm, default: grpo")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="system message before each prompt")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer")
+    parser.add_argument("--preset", metavar="NAME", help=f"algorithm: {', '.join(sorted(PRESETS))}; default: grpo")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="system message before each prompt; default: none")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer; default: 64, on GPUs 1024")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps, default: 100")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to use; default: all of this machine")
+    parser.add_argument("--yes", action="store_true", help="ask nothing: take the default of each option left out")
 
 
 def main(args: argparse.Namespace) -> int:
     """Write a recipe, check it, and say what to do next; return the exit code."""
     if args.recipe.exists():
         raise ConfigError(f"{args.recipe} exists already; give another name, or remove it")
-    ask = _ask_terminal if sys.stdin.isatty() else _take_default
+    ask = _ask_terminal if sys.stdin.isatty() and not args.yes else _take_default
     text = recipe_text(_collect(args, ask))
+    configuration.from_tables(tomllib.loads(text), source="fourfold new")
     try:
         args.recipe.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{args.recipe}: cannot be written ({error.strerror}); give another name") from None
-    try:
-        configuration.load(args.recipe)
-    except ConfigError:
-        args.recipe.unlink()
-        raise
-    print(f"wrote {args.recipe}. Next: fourfold plan {args.recipe}; fourfold run {args.recipe}")
+    print(f"wrote {args.recipe}. Next: {program()} plan {args.recipe}; {program()} run {args.recipe}")
     return 0
 
 
-Ask = Callable[[str, str], str]
+Ask = Callable[[str, str, Callable[[str], T]], T]
+"""Takes a question, its default, and a function that returns the value of an answer, or raises ConfigError."""
 
 
-def _ask_terminal(question: str, default: str) -> str:
-    try:
-        return input(f"{question} [{default}]: ").strip() or default
-    except EOFError:  # Ctrl-D
-        raise KeyboardInterrupt from None
+def _ask_terminal(question: str, default: str, parse: Callable[[str], T]) -> T:
+    """Ask until the answer is valid."""
+    while True:
+        try:
+            return parse(input(f"{question} [{default}]: ").strip() or default)
+        except ConfigError as error:
+            print(f"  {error.message}")
+        except EOFError:  # Ctrl-D
+            raise KeyboardInterrupt from None
 
 
-def _take_default(question: str, default: str) -> str:
-    return default
+def _take_default(question: str, default: str, parse: Callable[[str], T]) -> T:
+    return parse(default)
 
 
-def _collect(args: argparse.Namespace, ask: Ask) -> Answers:
+def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
     """Complete the options by questions, whose defaults come from the data and the machine."""
-    data = args.data or [ask("Training data (JSONL, CSV, Parquet, dataset folder or hf:OWNER/NAME)", "")]
-    if not all(data):
-        raise ConfigError("--data is missing: the file or folder with the training prompts")
-    sources = {path: DataSourceConfig(path=path, split=args.split, config=args.config) for path in data}
-    found = {path: list(itertools.islice(read_rows(source), _READ_ROWS)) for path, source in sources.items()}
-    if empty := next((path for path in data if not found[path]), ""):
-        raise ConfigError(f"{empty} has no rows; give a file with at least one prompt")
-    rows = [row for path in data for row in found[path]]
-    prompt_field = args.prompt_field or _column(rows, _PROMPT_COLUMNS, "prompt", ask)
-    answer_field = args.answer_field or _column(rows, _ANSWER_COLUMNS, "answer", ask, required=False)
-    for path in data:
-        first = found[path][0]
-        plain = "" if "." in answer_field else answer_field
-        for option, column in (("--prompt-field", prompt_field), ("--answer-field", plain)):
-            if column and column not in first:
-                raise ConfigError(f"{option} {column}: no such column in {path}; it has {', '.join(first)}")
-        answer_of(first, answer_field, path)
+
+    def option(given: str | None, question: str, default: str, parse: Callable[[str], T]) -> T:
+        value: T = parse(given) if given is not None else ask(question, default, parse)
+        return value
+
+    def read(path: str) -> _Source:
+        return _read(path, args)
+
+    found = [read(path) for path in args.data]
+    if not found:
+        found = [option(None, "Training data (JSONL, CSV, Parquet, dataset folder or hf:OWNER/NAME)", "", read)]
+    rows = [row for source in found for row in source.rows]
     gpus = args.gpus if args.gpus is not None else len(visible_gpus())
-    model = args.model or ask("Model folder", _DEFAULT_MODEL)
-    system_prompt = args.system_prompt if args.system_prompt is not None else ask("System message", "")
+    prompt_field, answer_field = (
+        option(
+            given,
+            f"Column with the {what} (of {', '.join(rows[0])})",
+            _likely_column(rows, names, only=what == "prompt"),
+            partial(_check_column, found, what),
+        )
+        for given, what, names in (
+            (args.prompt_field, "prompt", _PROMPT_COLUMNS),
+            (args.answer_field, "answer", _ANSWER_COLUMNS),
+        )
+    )
+    model = option(args.model, "Model folder", _DEFAULT_MODEL, _check_model)
+    system_prompt = option(args.system_prompt, "System message", "", str)
+    reward = _reward(rows, answer_field)
+    longest = "1024" if gpus else "64"
     return Answers(
         name=re.sub(r"[^A-Za-z0-9_-]", "-", args.recipe.stem)[:64] or "mine",
         model=model,
-        data=tuple(sources.values()),
+        data=tuple(source.config for source in found),
         prompt_field=prompt_field,
         answer_field=answer_field,
-        reward=args.reward or ask("Reward: a verifier or FILE.py:FUNCTION", _reward(rows, answer_field)),
-        preset=args.preset or ask(f"Algorithm ({', '.join(sorted(PRESETS))})", "grpo"),
+        reward=option(args.reward, "Reward: a verifier or FILE.py:FUNCTION", reward, _check_reward),
+        preset=option(args.preset, f"Algorithm ({', '.join(sorted(PRESETS))})", "grpo", _check_preset),
         system_prompt=system_prompt,
-        max_new_tokens=_number(args.max_new_tokens, "Longest answer in tokens", "1024" if gpus else "64", ask),
+        max_new_tokens=args.max_new_tokens
+        if args.max_new_tokens is not None
+        else ask("Longest answer in tokens", longest, _number),
         longest_prompt=_longest(rows, prompt_field, system_prompt, model),
         rows=len(rows),
-        steps=_number(args.steps, "Training steps", "100", ask),
+        steps=args.steps if args.steps is not None else ask("Training steps", "100", _number),
         gpus=gpus,
     )
 
 
-def _number(given: int | None, question: str, default: str, ask: Ask) -> int:
-    if given is not None:
-        return given
-    text = ask(question, default)
-    if not text.isdecimal():
-        raise ConfigError(f"{text!r} is no number; write digits, such as 100")
-    return int(text)
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A source of prompts, and its first rows."""
+
+    config: DataSourceConfig
+    rows: list[Row]
 
 
-def _column(rows: Sequence[Row], names: Sequence[str], what: str, ask: Ask, *, required: bool = True) -> str:
-    """Return the column with prompts or answers: by its name, or as the user says."""
+def _read(path: str, args: argparse.Namespace) -> _Source:
+    if not path:
+        raise ConfigError("--data is missing: the file or folder with the training prompts")
+    config = DataSourceConfig(path=path, split=args.split, config=args.config)
+    rows = list(itertools.islice(read_rows(config), _READ_ROWS))
+    if not rows:
+        raise ConfigError(f"{path} has no rows; give a file with at least one prompt")
+    return _Source(config, rows)
+
+
+def _likely_column(rows: Sequence[Row], names: Sequence[str], *, only: bool) -> str:
+    """Return the column that its name tells, or the only one if `only`; empty if there is none."""
     columns = list(rows[0])
     found = next((name for name in names if name in columns), "")
-    if not found and required and len(columns) == 1:
-        found = columns[0]
-    chosen = ask(f"Column with the {what} (of {', '.join(columns)})", found)
-    if not chosen and required:
-        raise ConfigError(f"no column is the {what} by its name, of {', '.join(columns)}; give --{what}-field COLUMN")
-    return chosen
+    return columns[0] if only and not found and len(columns) == 1 else found
+
+
+def _check_column(found: Sequence[_Source], what: str, column: str) -> str:
+    """Return the column with prompts or answers. Raises ConfigError: a source lacks it."""
+    if not column and what == "prompt":
+        raise ConfigError(
+            f"no column is the {what} by its name, of {', '.join(found[0].rows[0])}; give --{what}-field COLUMN"
+        )
+    for source in found:
+        if what == "answer" and "." in column:
+            answer_of(source.rows[0], column, source.config.path)
+        elif column and column not in source.rows[0]:
+            raise ConfigError(
+                f"--{what}-field {column}: no such column in {source.config.path}; {choices(column, source.rows[0])}"
+            )
+    return column
+
+
+def _check_model(source: str) -> str:
+    model_folder.check(source)
+    return source
+
+
+def _check_reward(name: str) -> str:
+    """Return the name of a reward function. Raises ConfigError: there is none of that name; its code is not run."""
+    for entry in importlib.metadata.entry_points(group="fourfold.checks", name="reward"):
+        loader = importlib.import_module(f"{entry.module.rpartition('.')[0]}.loader")
+        try:
+            found = loader.find(name, directory=Path.cwd())
+        except loader.VerifierError as error:
+            raise ConfigError(f"--reward {error}") from None
+        if found.file and not re.search(rf"\b{found.function}\b", found.source):
+            raise ConfigError(f"--reward {name}: {found.file} has no {found.function}; name a function of that file")
+    return name
+
+
+def _check_preset(name: str) -> str:
+    if name not in PRESETS:
+        raise ConfigError(f"--preset {name} is unknown; {choices(name, sorted(PRESETS))}")
+    return name
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{text!r} is no number of at least 1; write digits, such as 100")
+    return int(text)
 
 
 def _reward(rows: Sequence[Row], answer_field: str) -> str:
@@ -214,7 +294,8 @@ def recipe_text(answers: Answers) -> str:
         "",
         "[batch]",
         "# Each prompt is sampled group_size times. More prompts: steadier and slower steps.",
-        *(["prompts_per_step = 64", "group_size = 8"] if answers.gpus else ["prompts_per_step = 8", "group_size = 4"]),
+        f"prompts_per_step = {64 if answers.gpus else 8}",
+        "group_size = 8",
         f"tokens_per_micro_batch = {max(context, 16_384 if answers.gpus else 2048)}",
         "",
         "[algorithm]",
@@ -222,9 +303,14 @@ def recipe_text(answers: Answers) -> str:
         "",
         *_placement(answers.gpus),
         "[checkpoint]",
-        "every_steps = 20",
+        f"every_steps = {_interval(answers.steps, 4, 20)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _interval(steps: int, times: int, most: int) -> int:
+    """Return the steps between two events that happen at least so many times in a run, as far as it has steps."""
+    return max(1, min(most, steps // times))
 
 
 def _data(answers: Answers) -> list[str]:
@@ -249,7 +335,7 @@ def _data(answers: Answers) -> list[str]:
         f"groups = {int(answers.rows * _HELD_OUT_SHARE)}",
         "",
         "[evaluation]",
-        "every_steps = 10",
+        f"every_steps = {_interval(answers.steps, 2, 10)}",
         "",
     ]
 

@@ -27,6 +27,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.hardware import has_fast_bfloat16, smallest_memory, visible_gpus
+from fourfold.host.program import program
 from fourfold.model import folder as model_folder
 from fourfold.plan.models import adapter_plan, check_context, check_sequence_parallel
 from fourfold.plan.placement import check_gpu_memory
@@ -45,10 +46,11 @@ from ..launch.run_folder import (
     link_latest,
     locked,
     make_run_dir,
+    write_stop_reason,
 )
 from ..sinks.sink import check_sinks
 from ..state.files import replace_file
-from .dashboard import Dashboard
+from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 from .watch import follow
 
@@ -146,6 +148,12 @@ class SignalHandler:
         self.launcher: Launcher | None = None
         self.dashboard: Dashboard | None = None
 
+    @property
+    def reason(self) -> str:
+        """Return the first signal as a text for users."""
+        name = signal.Signals(self.number).name
+        return f"{name} (Ctrl-C)" if self.number == signal.SIGINT else name
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Handle the signals within the block."""
@@ -181,7 +189,8 @@ class RunCommand:
         self._args, self._config, self._run_dir = args, config, run_dir
         self._launcher, self._signals = launcher, signals
         self._security = Security.load(config.security, VIEWER)
-        self._dashboard = Dashboard(name=config.name, run_dir=run_dir)
+        schedule = None if self.evaluate else Schedule.from_config(config)
+        self._dashboard = Dashboard(name=config.name, run_dir=run_dir, schedule=schedule)
         self._fleet = Fleet(
             config,
             run_dir=run_dir,
@@ -201,11 +210,12 @@ class RunCommand:
                 self._signals.polled = True
                 outcome = asyncio.run(self._supervise())
         finally:
+            if self._signals.number:
+                write_stop_reason(self._run_dir, self._signals.reason)
             self._launcher.stop()
             self._signals.polled = False
         if outcome is None:
-            name = signal.Signals(self._signals.number).name
-            print(f"Stopped by {name}. {self.next_command()}", file=sys.stderr)
+            print(f"Stopped by {self._signals.reason}. {self.next_command()}", file=sys.stderr)
             return 128 + self._signals.number
         if outcome.done:
             return self.print_result()
@@ -223,7 +233,7 @@ class RunCommand:
         """Print why the run failed, and what to do."""
         folder = self._run_dir
         if self._args.resume is None and (folder := free_name(self._run_dir)) != self._run_dir:
-            lines += [f"No step was done. Its logs are in {folder}; start it again with the corrected recipe."]
+            lines += [f"No step was done. Its logs are in {folder}; correct the cause, and start it again."]
         else:
             lines += [self.next_command()]
         print("\n".join(lines).replace(f"{self._run_dir}/", f"{folder}/"), file=sys.stderr)
@@ -260,18 +270,18 @@ class RunCommand:
     def _show_manual_commands(self) -> None:
         for service in services_of(self._config, manual=True, evaluate=self.evaluate):
             words = serve_arguments(service, run_dir=self._run_dir, coordinator=self._fleet.address)
-            self._dashboard.note(f"start this service yourself (replicas = 0): fourfold {' '.join(words)}")
+            self._dashboard.note(f"start this service yourself (replicas = 0): {program()} {' '.join(words)}")
 
     def next_command(self) -> str:
         """Return how to go on after a stop."""
         options = "" if self._args.launcher == "local" else f" --launcher {self._args.launcher}"
         options += f" --ray-address {self._args.ray_address}" if self._args.ray_address else ""
-        resume = f"fourfold run --resume {self._run_dir}{options}"
+        resume = f"{program()} run --resume {self._run_dir}{options}"
         if next((self._run_dir / "checkpoints").glob("step-*"), None) is not None:
             return f"To resume from the last checkpoint: {resume}"
         return (
             f"No checkpoint was written yet. To start again: {resume}; with a changed recipe: "
-            f"fourfold run RECIPE{options}"
+            f"{program()} run RECIPE{options}"
         )
 
 

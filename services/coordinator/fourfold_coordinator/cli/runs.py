@@ -34,9 +34,10 @@ from ..launch.run_folder import (
     REPORT_FILE,
     RUN_LOCK,
     STEP_FOLDER,
+    find_run,
     is_locked,
 )
-from ..state.ledger import read_evals, read_progress
+from ..state.ledger import EvalRow, read_evals, read_progress
 
 _ROOT: Final = Path("runs")
 _DAY_SECONDS: Final = 86_400
@@ -57,7 +58,7 @@ class Run:
     folder: Path
     state: str  # runs, finished, stopped or failed
     step: int
-    score: float | None  # held-out, after the last step
+    evaluation: EvalRow | None  # the last one on held-out prompts
     changed: float  # when a file in its folder changed last, in seconds since 1970
 
 
@@ -96,17 +97,17 @@ def find_runs(root: Path) -> list[Run]:
 def read_run(folder: Path) -> Run:
     """Return what is known about the run in a folder."""
     changed = max((_change_time(each) for each in folder.iterdir() if not _is_touched(each)), default=0.0)
-    score, step = None, 0
+    evaluation, step = None, 0
     with suppress(sqlite3.Error):  # a start that failed has no ledger
         step = read_progress(folder / LEDGER_FILE).step
-        score = next((row.score for row in read_evals(folder / LEDGER_FILE) if row.step == step), None)
+        evaluation = max(read_evals(folder / LEDGER_FILE), key=lambda row: row.step, default=None)
     if is_locked(folder / COORDINATOR_LOCK) or is_locked(folder / RUN_LOCK):
         state = "runs"
     elif (folder / REPORT_FILE).is_file():
         state = "finished"
     else:
         state = "failed" if folder.suffix == ".failed" else "stopped"
-    return Run(folder, state, step, score, changed)
+    return Run(folder, state, step, evaluation, changed)
 
 
 def _is_touched(path: Path) -> bool:
@@ -141,11 +142,18 @@ def _list(root: Path) -> int:
         return 0
     rows = [["run", "state", "step", "held-out score", "size", "last change"]]
     for run in runs:
-        score = "-" if run.score is None else f"{run.score:.2f}"
+        score = "-" if run.evaluation is None else _score(run.evaluation, run.step)
         age = _age(time.time() - run.changed)
         rows.append([str(run.folder), run.state, str(run.step), score, format_bytes(folder_bytes(run.folder)), age])
     print("\n".join(align_columns(rows)))
     return 0
+
+
+def _score(row: EvalRow, step: int) -> str:
+    """Return a held-out score, with its step if later ones are done, and with its answers if some have no score."""
+    words = [f"step {row.step}"] if row.step != step else []
+    words += [f"{row.answer_count} of {row.answer_count + row.missing_count} answers"] if row.missing_count else []
+    return f"{row.score:.2f}" + (f" ({', '.join(words)})" if words else "")
 
 
 def _chosen(args: argparse.Namespace) -> list[Run]:
@@ -163,7 +171,7 @@ def _chosen(args: argparse.Namespace) -> list[Run]:
 def _checked(folder: Path) -> Path:
     if folder.is_symlink():
         raise ConfigError(f"{folder} is a link to {folder.readlink()}; name the folder itself")
-    if not (folder / CONFIG_FILE).is_file():
+    if not (find_run(folder) / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder}: not the folder of a run (no {CONFIG_FILE}); nothing was deleted")
     return folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.text import format_duration, printable
+from fourfold.host.program import program
+from fourfold.text import format_duration, format_score, printable
 
+from ..data.question import last_message
 from ..launch.run_folder import REPORT_FILE
 
-_SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
-_ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
 _WIDTH: Final = 80
 _GAP: Final = "  "
 _MAX_FINDINGS: Final = 5
@@ -42,7 +41,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines = ["", _headline(report)]
     before, after = report.get("eval_before"), report.get("eval_after")
     if before and after:
-        lines.append(f"Held-out accuracy: {_interval(before)} before, {_interval(after)} after training (95 %).")
+        lines.append(f"Held-out accuracy: {_score(before)} before, {_score(after)} after training (95 %).")
         lines += _sets(before, after)
     lines += _asynchrony(report.get("asynchrony") or {})
     lines += _interruptions(report)
@@ -53,7 +52,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines += _diagnosis(report)
     lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
     lines += ["", *_files(run_dir)]
-    return [*lines, "", f"Chat with the model: fourfold chat {run_dir}"]
+    return [*lines, "", f"Chat with the model: {program()} chat {run_dir}"]
 
 
 def _headline(report: dict[str, Any]) -> str:
@@ -116,18 +115,19 @@ def _diagnosis(report: dict[str, Any]) -> list[str]:
 def _sets(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return a line for each of several held-out sets."""
     pairs = zip(before.get("sets") or [], after.get("sets") or [], strict=False)
-    lines = [
-        f"  {each['name']}: {_interval({**old, 'n': old['answer_count']})} before, "
-        f"{_interval({**each, 'n': each['answer_count']})} after"
-        for old, each in pairs
-    ]
+    lines = [f"  {each['name']}: {_score(_as_eval(old))} before, {_score(_as_eval(each))} after" for old, each in pairs]
     return lines if len(lines) > 1 else []
 
 
-def _interval(evaluation: dict[str, Any]) -> str:
-    half = evaluation.get("half_width")
-    spread = "" if half is None else f" +- {half:.2f}"
-    return f"{evaluation['score']:.2f}{spread} ({evaluation['n']} answers)"
+def _as_eval(held_out: dict[str, Any]) -> dict[str, Any]:
+    """Return a held-out set of the report with the keys of an evaluation."""
+    return {**held_out, "n": held_out["answer_count"], "missing": held_out.get("missing_count", 0)}
+
+
+def _score(evaluation: dict[str, Any]) -> str:
+    return format_score(
+        evaluation["score"], evaluation.get("half_width"), evaluation["n"], evaluation.get("missing") or 0
+    )
 
 
 def _comparison(twin: dict[str, Any]) -> str:
@@ -144,7 +144,7 @@ def answer_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any
     pairs = [(row, later[row["prompt"]]) for row in before if row["prompt"] in later]
     if not pairs:
         return []
-    frame, questions = _split([_question(old["prompt"]) for old, _ in pairs])
+    frame, questions = _split([last_line(old["prompt"]) for old, _ in pairs])
     title = f'Answers to the held-out prompts "{_cut(frame, _FRAME_WIDTH)}"' if frame else "Answers to held-out prompts"
     rights = [_cut(printable(old["answer"]), _RIGHT_WIDTH) for old, _ in pairs]
     question_width = min(max(len("prompt"), *map(len, questions)), _QUESTION_WIDTH)
@@ -175,10 +175,9 @@ def _wrapped(text: str, width: int) -> list[str]:
     return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
-def _question(prompt: str) -> str:
+def last_line(prompt: str) -> str:
     """Return the last line of the user's message in a rendered prompt."""
-    lines = [line.strip() for line in _SPECIAL.sub("\n", prompt).splitlines()]
-    return next((line for line in reversed(lines) if line not in _ROLES), "")
+    return last_message(prompt).rpartition("\n")[2].strip()
 
 
 def _split(texts: list[str]) -> tuple[str, list[str]]:

@@ -135,9 +135,11 @@ def _read_token(path: Path, flag: str) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag} {path}: it cannot be read ({error}); write one line of ASCII to it") from None
     if len(token) < _MIN_TOKEN or not token.replace("-", "").replace("_", "").isalnum():
+        command = "python -c 'import secrets; print(secrets.token_urlsafe())'"
+        if flag == "--run-token-file":  # the coordinator must know it
+            command = f"fourfold certs token add DIR NAME --scope view > {path}"
         raise ConfigError(
-            f"{flag} {path}: a token has {_MIN_TOKEN} or more of A-Z a-z 0-9 - _; make one with: "
-            f"python -c 'import secrets; print(secrets.token_urlsafe())'"
+            f"{flag} {path}: a token has {_MIN_TOKEN} or more of A-Z a-z 0-9 - _; make one with: {command}"
         )
     return token
 

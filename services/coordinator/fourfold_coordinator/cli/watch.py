@@ -13,6 +13,7 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.errors import FourfoldError, Unavailable
+from fourfold.host.program import program
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import COORDINATOR, VIEWER, Security
 
@@ -24,9 +25,10 @@ from ..launch.run_folder import (
     is_finished,
     is_locked,
     read_address,
+    read_stop_reason,
 )
 from ..state.ledger import Progress, read_progress
-from .dashboard import Dashboard
+from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 
 _REFRESH_SECONDS: Final = 0.5
@@ -46,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     address = read_address(run_dir)
     config = configuration.load(run_dir / CONFIG_FILE)
     security = Security.load(config.security, VIEWER)
-    dashboard = Dashboard(name=config.name, run_dir=run_dir)
+    dashboard = Dashboard(name=config.name, run_dir=run_dir, schedule=Schedule.from_config(config))
     try:
         with dashboard:
             asyncio.run(_show(address, security, dashboard))
@@ -58,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
             return 0
         print("\n".join(stopped_lines(run_dir, config)))
         return 1
+    if dashboard.stopped:
+        print("\n".join(stopped_lines(run_dir, config)))
     return 0
 
 
@@ -67,15 +71,19 @@ def stopped_lines(run_dir: Path, config: Config) -> list[str]:
         progress = read_progress(run_dir / LEDGER_FILE)
     except sqlite3.Error:
         progress = Progress(0, None)
-    lines = [f"{run_dir} does not run: it stopped after step {progress.step} of {config.steps}."]
+    reason = read_stop_reason(run_dir)
+    how = f"was stopped by {reason}" if reason else "stopped"
+    lines = [f"{run_dir} does not run: it {how} after step {progress.step} of {config.steps}."]
     if progress.checkpoint_step is None:
-        lines.append(f"It has no checkpoint. To start again: fourfold run --resume {run_dir}")
+        lines.append(f"It has no checkpoint. To start again: {program()} run --resume {run_dir}")
     else:
         lost = progress.step - progress.checkpoint_step
         repeated = f", and repeats {lost} step{'s' if lost > 1 else ''}" if lost else ""
         lines.append(f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}:")
-        lines.append(f"  fourfold run --resume {run_dir}")
-    return [*lines, f"Why it stopped is at the end of {run_dir / 'logs'}/coordinator-0.log"]
+        lines.append(f"  {program()} run --resume {run_dir}")
+    if not reason:
+        lines.append(f"Why it stopped is at the end of {run_dir / 'logs'}/coordinator-0.log")
+    return lines
 
 
 async def _show(address: str, security: Security | None, dashboard: Dashboard) -> None:

@@ -25,7 +25,7 @@ from fourfold.coordinator.client import CoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError
 
-from ..launch.run_folder import CONFIG_FILE, read_address
+from ..launch.run_folder import CONFIG_FILE, find_run, read_address
 
 _TIMEOUT_SECONDS: Final = 10.0
 _WIDTH: Final = 4096  # of the table: no error text is cut off
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 def find_coordinator(where: str, recipe: Path | None) -> tuple[str, str]:
     """Return the coordinator's address, and the folder of the run's certificates; empty without TLS."""
-    folder = Path(where)
+    folder = find_run(Path(where))
     if folder.is_dir():
         address, recipe = read_address(folder), folder / CONFIG_FILE
     elif re.fullmatch(r"\S+:\d+", where):

@@ -23,7 +23,7 @@ from fourfold import config as configuration
 from fourfold import hub
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-from fourfold.text import clean
+from fourfold.text import clean, nearest_name
 
 ADDRESS_FILE: Final = "coordinator.address"
 CONFIG_FILE: Final = "config.toml"
@@ -39,10 +39,12 @@ ANSWERS_FILE: Final = "answers.jsonl"  # of `fourfold eval`
 LEDGER_FILE: Final = "ledger.sqlite"
 RUN_LOCK: Final = ".lock"  # of `fourfold run`
 COORDINATOR_LOCK: Final = "coordinator.lock"
+STOP_FILE: Final = ".stopped"  # what stopped the run
 LATEST: Final = "latest"
 _HOLDER_CHARACTERS: Final = 200
 # `is_locked` holds a lock for a moment, in which a process that starts must not fail.
 _PROBE_SECONDS: Final = 0.5
+_MOST_REASON: Final = 100  # characters
 # In the environment of a coordinator that the launcher restarted: how the one before it died.
 DEATH_VARIABLE: Final = "FOURFOLD_COORDINATOR_DEATH"
 
@@ -92,8 +94,21 @@ def link_latest(run_dir: Path) -> None:
 
 
 def find_run(path: Path) -> Path:
-    """Return the folder of a run, for runs/latest the one that it points to now."""
-    return path.parent / path.readlink() if path.is_symlink() else path
+    """Return the folder of a run, for runs/latest the one that it points to now; other paths stay as they are.
+
+    Raises ConfigError: there is no such path, but a run with a similar name.
+    """
+    if path.is_symlink():
+        return path.parent / path.readlink()
+    if not path.exists() and ":" not in str(path):  # not hf:OWNER/NAME
+        runs = {
+            file.parent.name: file.parent
+            for root in (Path("runs"), path.parent)
+            for file in root.glob(f"*/{CONFIG_FILE}")
+        }
+        if near := nearest_name(path.name, runs):
+            raise ConfigError(f"{path} does not exist; did you mean {runs[near]}?")
+    return path
 
 
 def free_name(run_dir: Path) -> Path:
@@ -159,6 +174,23 @@ def read_address(run_dir: Path) -> str:
     if not file.is_file():
         raise ConfigError(f"{run_dir}: no run was started here (no {ADDRESS_FILE}); give a folder of runs/")
     return file.read_text(encoding="utf-8").strip()
+
+
+def write_stop_reason(run_dir: Path, reason: str) -> None:
+    """Store what stopped a run, for its coordinator and for `fourfold watch`; an empty reason forgets it."""
+    with suppress(OSError):
+        if reason:
+            (run_dir / STOP_FILE).write_text(reason, encoding="utf-8")
+        else:
+            (run_dir / STOP_FILE).unlink(missing_ok=True)
+
+
+def read_stop_reason(run_dir: Path) -> str:
+    """Return what stopped the run, such as "SIGINT (Ctrl-C)"; empty if no signal did."""
+    try:
+        return (run_dir / STOP_FILE).read_text(encoding="utf-8").strip()[:_MOST_REASON]
+    except (OSError, ValueError):
+        return ""
 
 
 def is_finished(run_dir: Path, config: Config) -> bool:

@@ -47,6 +47,8 @@ _LIMITS: Final = (
 _LOWER_LAG: Final = "lower asynchrony.max_policy_lag"
 # Ratio to the value at the start of the window.
 _ENTROPY_RATIO: Final = 0.5
+# Nats per token. Instruction-tuned models have 0.2 to 1 at temperature 1; above, they seldom follow an instruction.
+_HIGH_ENTROPY: Final = 1.5
 # Ratio to the median of the first steps.
 _MISMATCH_GROWTH: Final = 3.0
 # Nats per token. A smaller mismatch is rounding, even if it grew.
@@ -186,8 +188,8 @@ class TrainingDiagnosis:
             yield Finding(
                 key="useful",
                 text=f"little to learn: only {useful:.0%} of the groups have scores that differ (mean score "
-                f"{metrics.get(m.REWARD_MEAN, 0.0):.2g}); raise sampling.temperature or batch.group_size, or choose "
-                f"prompts that are neither too easy nor too hard",
+                f"{metrics.get(m.REWARD_MEAN, 0.0):.2g}); {_spread_advice(metrics)}, or choose prompts that are "
+                f"neither too easy nor too hard",
                 severity=_FEW_USEFUL / useful,
             )
 
@@ -345,7 +347,18 @@ def _explain_equal_scores(metrics: Mapping[str, Any]) -> str:
         )
     return (
         f"within each group all samples scored the same (mean score {mean:.2g}): each prompt is too easy or too hard; "
-        f"raise sampling.temperature or batch.group_size, or set [algorithm.filter] keep = `varied` to draw others"
+        f"{_spread_advice(metrics)}, or set [algorithm.filter] keep = `varied` to draw others"
+    )
+
+
+def _spread_advice(metrics: Mapping[str, Any]) -> str:
+    """Return what makes the samples of a group differ; a policy that is random already needs no higher temperature."""
+    entropy = metrics.get(m.ENTROPY) or 0.0
+    if entropy < _HIGH_ENTROPY:
+        return "raise sampling.temperature or batch.group_size"
+    return (
+        f"raise batch.group_size, or show the form of a right answer in data.system_prompt (not sampling.temperature: "
+        f"the entropy is {entropy:.2g} nats per token already)"
     )
 
 

@@ -14,7 +14,7 @@ from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.plan.preflight import ExampleRow, Preflight
 
-from ..data.prompts import Prompt, load_prompts
+from ..data.prompts import Prompt, PromptSet, load_prompts
 from .scoring import check_scorers, scorer_names
 
 _EXAMPLES: Final = 4
@@ -42,7 +42,7 @@ def check_data(preflight: Preflight) -> None:
         groups = len({prompt.group_key for prompt in held_out.prompts})
         name = f" {held_out.name}" if len(prompts.held_out) > 1 else ""
         preflight.note("held out", f"read{name}: {len(held_out.prompts):,} prompts in {groups:,} task groups.")
-    preflight.warnings += _warnings(config, prompts.train)
+    preflight.warnings += [*_warnings(config, prompts.train), *_held_out_warnings(config, prompts)]
 
 
 def _examples(config: Config, train: Sequence[Prompt]) -> list[ExampleRow]:
@@ -100,4 +100,21 @@ def _warnings(config: Config, train: Sequence[Prompt]) -> list[str]:
             f"{cut:,} of {len(train):,} training prompts leave less than sampling.max_new_tokens = {sampled:,} tokens "
             f"for their answers; raise model.max_context_tokens = {limit:,}, or lower sampling.max_new_tokens"
         )
+    return found
+
+
+def _held_out_warnings(config: Config, prompts: PromptSet) -> list[str]:
+    found = []
+    if prompts.held_out and config.evaluation.every_steps > config.steps:
+        found.append(
+            f"evaluation.every_steps = {config.evaluation.every_steps} is above steps = {config.steps}, so that only "
+            f"the first and the last weights are evaluated; lower it to see the score between them"
+        )
+    trained = {prompt.text for prompt in prompts.train}
+    for held_out in prompts.held_out:
+        if count := sum(prompt.text in trained for prompt in held_out.prompts):
+            found.append(
+                f"{count:,} of {len(held_out.prompts):,} prompts of the held-out set {held_out.name} are training "
+                f"prompts, too, so that its score also measures what was memorized; remove them from one of both"
+            )
     return found

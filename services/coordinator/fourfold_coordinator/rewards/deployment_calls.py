@@ -62,6 +62,7 @@ class DeploymentCalls:
     ) -> None:
         """Prepare calls; `costs` has what each scorer has cost in the whole run, in US dollars."""
         self._config, self._pool, self._router, self._costs = table, deployment.pool, router, costs
+        self._run_name = config.name
         self._samples_per_step, self._tries = config.batch.samples_per_step, config.retry.infrastructure
         self.sample_count = 0  # samples with a score
         self._cache: OrderedDict[bytes, Outcome] = OrderedDict()  # of a pure scorer, by content
@@ -250,7 +251,8 @@ class DeploymentCalls:
         outcomes = {score.sample_id: to_outcome(score, replica.scorer, t.sample) for score, t in pairs}
         errors = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
         if len(errors) == len(outcomes) and not await self._still_scores(replica):
-            text = f"Score: none of {len(items)} samples has a score; first error: {errors[0]}"
+            advice = restart_advice(self._config, self._run_name, replica.member.member_id)
+            text = f"Score: none of {len(items)} samples has a score; first error: {errors[0]}{advice}"
             raise PeerFault(replica.member.peer, errors[0].reason, text)
         for error in errors:
             self._router.faults.record(replica.member.member_id, error.reason, error.message)
@@ -333,6 +335,19 @@ class DeploymentCalls:
             f'resume with --resume; reward.on_error = "{self._config.on_error}" decides what an error does',
             reason=first.reason,
         )
+
+
+def restart_advice(table: RewardConfig, run: str, member_id: str) -> str:
+    """Return how a corrected program of the user gets into a service that the launcher started; empty for others.
+
+    The service cannot read the file again: its name@version has the digest of the file.
+    """
+    if table.target or not table.replicas or not (":" in table.function or table.command):
+        return ""
+    return (
+        f"; correct `{table.title}`, then end its service, which the launcher starts again with the new code: "
+        f"pkill -f '{run}/config.toml --member-id {member_id} '"
+    )
 
 
 def _spend_for_errors(errors: Mapping[str, FourfoldError], budget: RetryBudget) -> set[str]:

@@ -65,6 +65,10 @@ class FaultLog:
         known = {kind: (name, fault) for (name, kind), fault in reversed(self._faults.items()) if kind in kinds}
         return "; ".join(f"the first {kind} came from {name}: {f.first}" for kind, (name, f) in known.items())
 
+    def members(self, kinds: Mapping[str, object]) -> set[str]:
+        """Return the ids of the members with a fault of one of these kinds."""
+        return {name for name, kind in self._faults if kind in kinds}
+
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of the report, ordered by member and kind."""
         return [

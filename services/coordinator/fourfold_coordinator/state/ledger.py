@@ -95,6 +95,8 @@ CREATE TABLE IF NOT EXISTS evals (
   step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
   missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
 """
+_PROGRESS: Final = """SELECT (SELECT COALESCE(MAX(step), 0) FROM steps), (SELECT MAX(step) FROM checkpoints),
+  (SELECT COALESCE(MAX(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'resumes')"""
 _COUNT_SAMPLES: Final = "SELECT state, COUNT(*) FROM samples GROUP BY state"
 _COUNT_REASONS: Final = "SELECT reason, COUNT(*) FROM samples WHERE state = 'DROPPED' GROUP BY reason"
 # The fields of the row classes below have the order of these columns.
@@ -205,6 +207,7 @@ class Progress:
 
     step: int  # the last one done; 0: none
     checkpoint_step: int | None  # of the last checkpoint; None: there is none
+    resumes: int = 0  # coordinator processes that resumed the run, as `reporting/run_totals.py` stores them
 
 
 # Any thread and process may call these for a ledger that is in use. They raise sqlite3.Error if there is no ledger, or
@@ -230,9 +233,7 @@ def read_evals(path: Path) -> list[EvalRow]:
 def read_progress(path: Path) -> Progress:
     """Return how far the run of a ledger came."""
     with _reading(path) as db:
-        (step,) = db.execute("SELECT COALESCE(MAX(step), 0) FROM steps").fetchone()
-        (checkpoint,) = db.execute("SELECT MAX(step) FROM checkpoints").fetchone()
-    return Progress(step, checkpoint)
+        return Progress(*db.execute(_PROGRESS).fetchone())
 
 
 def _reading(path: Path) -> contextlib.closing[sqlite3.Connection]:

@@ -18,7 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 
-from .ledger import EvalRow
+from .ledger import CheckpointRow, EvalRow
 
 # Shortest time between two states that a watcher gets. Each holds all rows, and to encode one with 90 metrics takes
 # 0.026 ms: with 1,000 rows, a watcher takes 2.4 % of the event loop, and blocks it for 26 ms.
@@ -48,12 +48,24 @@ class RunBoard:
     def set_phase(self, phase: pb.RunPhase.ValueType) -> None:
         """Set the phase that the run is in; its progress starts at 0."""
         self.status.phase = phase
+        self.status.answers_done = self.status.answer_count = 0
         self.set_progress(0.0)
+
+    def set_recovering(self, saved: CheckpointRow | None) -> None:
+        """Set that the run continues at a checkpoint; None: at its start."""
+        if saved is not None:
+            self.set_step(step=saved.step, policy_version=saved.policy_version)
+        self.set_phase(pb.RUN_PHASE_RECOVERING)
 
     def set_progress(self, share: float) -> None:
         """Set the share of the present phase that is done, in [0, 1]."""
         self.status.phase_progress = min(max(share, 0.0), 1.0)
         self._changed()
+
+    def set_answers(self, done: int, count: int) -> None:
+        """Set the answers of the present phase, a held-out evaluation, that are done, of all."""
+        self.status.answers_done, self.status.answer_count = done, count
+        self.set_progress(done / count)
 
     def set_evaluation_progress(self, share: float | None) -> None:
         """Set the share of an evaluation beside the present phase that is done, in [0, 1]; None: none runs."""
@@ -168,10 +180,11 @@ class RunBoard:
             self.status.members.extend(rows)
             self._changed()
 
-    def close(self, *, failure: str = "") -> None:
-        """Set the final state; watchers get it, and then their streams end."""
-        self.status.failure = failure
-        self.status.phase = pb.RUN_PHASE_FAILED if failure else pb.RUN_PHASE_DONE
+    def close(self, *, failure: str = "", stopped: str = "") -> None:
+        """Set the final state: done, or why the run failed or was stopped; watchers get it, and their streams end."""
+        self.status.failure = failure or stopped
+        ended = pb.RUN_PHASE_STOPPED if stopped else pb.RUN_PHASE_DONE
+        self.status.phase = pb.RUN_PHASE_FAILED if failure else ended
         self.status.waiting_for = ""
         self.status.ClearField("waiting_since")
         self.status.phase_progress = 1.0
@@ -239,12 +252,15 @@ def _eval_record(row: EvalRow) -> pb.EvalRecord:
         mean_score=row.score,
         half_width=math.nan if row.half_width is None else row.half_width,
         answer_count=row.answer_count,
+        missing_count=row.missing_count,
+        seconds=max((result.seconds for result in row.sets), default=0.0),
         sets=[
             pb.EvalSetRecord(
                 name=result.name,
                 mean_score=result.score,
                 half_width=math.nan if result.half_width is None else result.half_width,
                 answer_count=result.answer_count,
+                missing_count=result.missing_count,
             )
             for result in row.sets
         ],

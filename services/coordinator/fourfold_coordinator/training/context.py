@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class RunContext:
 
     config: Config
     recipe: Path  # the file that `config` was read from
+    assignments: Sequence[str]  # KEY=VALUE each, which replaced keys of that file
     history: RecipeHistory
     folder: Path  # runs/<name>
     prompts: PromptSet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold import config as configuration
@@ -17,9 +18,9 @@ log = logging.getLogger("fourfold.coordinator")
 class LiveRecipe:
     """The recipe of a run, read again when its file changes."""
 
-    def __init__(self, path: Path, config: Config) -> None:
-        """Follow the file that `config` was read from; it may be missing."""
-        self._path, self.config = path, config
+    def __init__(self, path: Path, config: Config, assignments: Sequence[str] = ()) -> None:
+        """Follow the file that `config` was read from, with `assignments`; it may be missing."""
+        self._path, self.config, self._assignments = path, config, assignments
         self._stamp = self._read_stamp()
 
     async def update(self) -> bool:
@@ -32,7 +33,7 @@ class LiveRecipe:
             return False
         self._stamp = stamp
         try:
-            found = await asyncio.to_thread(configuration.load, self._path)
+            found = await asyncio.to_thread(configuration.load, self._path, self._assignments)
             new = self.config.model_copy(update={"asynchrony": found.asynchrony})
             check_tables(new)  # the other tables of the file do not count, and may be those that allow the lag
         except (ConfigError, ValueError) as error:

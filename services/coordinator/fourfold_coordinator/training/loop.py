@@ -58,7 +58,7 @@ class TrainingLoop:
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.config = context, context.config
-        self.recipe = LiveRecipe(context.recipe, context.config)
+        self.recipe = LiveRecipe(context.recipe, context.config, context.assignments)
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
         self.producer, self.evaluator = GroupProducer(context), context.evaluator()
@@ -102,8 +102,10 @@ class TrainingLoop:
 
         `reason` is why the run starts again; empty when this process starts.
         """
-        known = bool(self.ledger.counts())
-        self.board.set_phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
+        if self.ledger.counts():
+            self.board.set_recovering(self.ledger.last_checkpoint())
+        else:
+            self.board.set_phase(run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
         await self._connect()
         await self.reporter.close()  # a recovery rewrites the file that the reporter appends to
         totals = self.context.totals
@@ -301,18 +303,20 @@ class TrainingLoop:
     async def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on the held-out prompts; return the metrics, empty without such prompts."""
         self.board.set_phase(run_pb.RUN_PHASE_EVALUATING)
-        return await self._evaluate(step, self.broker.version, None, self.board.set_progress)
+        return await self._evaluate(step, self.broker.version, None, self.board.set_answers)
 
     async def evaluate_beside(self, step: int, version: int, engine: ReplicaKey | None) -> dict[str, float]:
         """Evaluate beside the next steps; `engine` keeps the weights of this step until the answers are there."""
         self.board.set_evaluation_progress(0.0)
         try:
-            return await self._evaluate(step, version, engine, self.board.set_evaluation_progress)
+            return await self._evaluate(
+                step, version, engine, lambda done, count: self.board.set_evaluation_progress(done / count)
+            )
         finally:
             self.board.set_evaluation_progress(None)
 
     async def _evaluate(
-        self, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[float], None]
+        self, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
     ) -> dict[str, float]:
         found = await self.evaluator.run(step=step, version=version, engine=engine, on_progress=on_progress)
         if found is None:

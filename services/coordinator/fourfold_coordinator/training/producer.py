@@ -356,9 +356,13 @@ class GroupProducer:
         batch.groups.sort(key=lambda group: group.position)
         if not batch.groups:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(batch.dropped.items()))
+            faults = context.router.faults
+            failed = {name.rpartition("-")[0] for name in faults.members(batch.dropped)}
+            scorers = [table.title for table in self._config.reward if table.member_prefix in failed]
+            repair = f"; correct {', '.join(f'`{title}`' for title in scorers)}" if scorers else ""
             raise WrongState(
                 f"step {step}: no group is left to train on; dropped samples: {reasons}; "
-                f"{context.router.faults.first_of(batch.dropped) or 'see the log'}"
+                f"{faults.first_of(batch.dropped) or 'see the log'}{repair}"
             )
         batch.done = time.monotonic()
 

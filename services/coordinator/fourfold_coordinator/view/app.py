@@ -66,6 +66,8 @@ def make_app(runs: RunFolders, *, token: str = "") -> Starlette:
 
 async def _show_error(request: Request, error: Exception) -> Response:
     status, detail = (error.status_code, error.detail) if isinstance(error, HTTPException) else (500, "")
+    if detail == "Not Found":  # of the router
+        detail = f"there is no page {request.url.path!r}; the list of runs leads to all pages"
     return render("error.html", request, status=status, detail=detail)
 
 

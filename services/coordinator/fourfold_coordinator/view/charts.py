@@ -41,7 +41,7 @@ class Line:
 
 
 def line_chart(lines: Sequence[Line]) -> Markup:
-    """Return a chart of lines; an empty text if there is no point."""
+    """Return a chart of lines over steps; an empty text if there is no point."""
     drawn = [(index, line, thin_out(line.points)) for index, line in enumerate(lines) if line.points]
     if not drawn:
         return Markup("")
@@ -49,7 +49,7 @@ def line_chart(lines: Sequence[Line]) -> Markup:
     ys = [y for _, _, points in drawn for _, y in points]
     ys += [y + sign * bar for _, line, _ in drawn for (_, y), bar in _intervals(line) for sign in (-1, 1)]
     x_scale, y_scale = (
-        _Scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT),
+        _Scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, room=0.5),
         _Scale(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP),
     )
     parts = [*_axes(x_scale, y_scale)]
@@ -78,7 +78,7 @@ def gantt(rows: Sequence[tuple[str, Mapping[str, Sequence[Point]]]], seconds: fl
     scale = _Scale(0.0, max(seconds, 1e-3), _LABEL, _LABEL + _BARS)
     parts = [
         f'<line class="grid" x1="{scale(t):.1f}" x2="{scale(t):.1f}" y1="0" y2="{height - _BOTTOM}"/>'
-        f'<text class="tick" x="{scale(t):.1f}" y="{height - 6}" text-anchor="middle">{_number(t)} s</text>'
+        f'<text class="tick" x="{scale(t):.1f}" y="{height - 6}" text-anchor="middle">{short_number(t)} s</text>'
         for t in _ticks(0.0, max(seconds, 1e-3), 8)
     ]
     for index, (label, phases) in enumerate(rows):
@@ -86,7 +86,7 @@ def gantt(rows: Sequence[tuple[str, Mapping[str, Sequence[Point]]]], seconds: fl
         text = escape(label if len(label) <= 26 else f"{label[:25]}\N{HORIZONTAL ELLIPSIS}")
         parts.append(f'<text class="label" x="{_LABEL - 8}" y="{top + 13}" text-anchor="end">{text}</text>')
         for phase, intervals in phases.items():
-            kind = phase if phase in PHASES else "other"
+            kind = kind_of(phase)
             for begin, end in intervals:
                 begin, end = max(begin, 0.0), min(end, seconds)
                 if end < begin:
@@ -99,6 +99,11 @@ def gantt(rows: Sequence[tuple[str, Mapping[str, Sequence[Point]]]], seconds: fl
                 )
     body = "".join(parts)
     return Markup('<svg class="gantt" viewBox="0 0 {} {}">{}</svg>').format(_LABEL + _BARS + 24, height, Markup(body))
+
+
+def kind_of(phase: str) -> str:
+    """Return the class of a phase's bars."""
+    return phase if phase in PHASES else "other"
 
 
 def thin_out(points: Sequence[Point]) -> list[Point]:
@@ -114,10 +119,10 @@ def thin_out(points: Sequence[Point]) -> list[Point]:
 
 
 class _Scale:
-    """Maps values to places; equal ends get some room."""
+    """Maps values to places; equal ends get some room, by default 5 % of the value."""
 
-    def __init__(self, low: float, high: float, first: float, last: float) -> None:
-        room = (abs(high) * 0.05 or 0.5) if high == low else 0.0
+    def __init__(self, low: float, high: float, first: float, last: float, *, room: float = 0.0) -> None:
+        room = (room or abs(high) * 0.05 or 0.5) if high == low else 0.0
         self.low, self.high, self.first, self.last = low - room, high + room, first, last
 
     def __call__(self, value: float) -> float:
@@ -128,22 +133,27 @@ def _axes(x_scale: _Scale, y_scale: _Scale) -> Iterator[str]:
     for value in _ticks(y_scale.low, y_scale.high, 4):
         place = y_scale(value)
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>'
-        yield f'<text class="tick" x="{_LEFT - 4}" y="{place + 3:.1f}" text-anchor="end">{_number(value)}</text>'
-    for value in _ticks(x_scale.low, x_scale.high, 6):
+        yield f'<text class="tick" x="{_LEFT - 4}" y="{place + 3:.1f}" text-anchor="end">{short_number(value)}</text>'
+    yield f'<text class="tick" x="{_LEFT - 12}" y="{_HEIGHT - 6}" text-anchor="end">step</text>'
+    for value in _ticks(x_scale.low, x_scale.high, 6, least=1.0):
         place = x_scale(value)
-        yield f'<text class="tick" x="{place:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{_number(value)}</text>'
+        yield f'<text class="tick" x="{place:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{value:.0f}</text>'
 
 
-def _ticks(low: float, high: float, count: int) -> list[float]:
-    """Return round numbers between two values, about `count`."""
-    raw = (high - low) / count
+def _ticks(low: float, high: float, count: int, *, least: float = 0.0) -> list[float]:
+    """Return round numbers between two values, about `count`; `least` is the smallest distance of two of them."""
+    raw = max((high - low) / count, least)
     power = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
     step = next((power * factor for factor in (1, 2, 5, 10) if power * factor >= raw), raw)  # below 1e-308: raw
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, first + 2 * count + 2) if number * step <= high + 1e-9 * step]
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
+    """Return a number in 4 digits, a large one as thousands (k), millions (M) or billions (G)."""
+    for power, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if max(power, 9999.5) <= abs(value) < 1e13:
+            return f"{value / power:.4g}{unit}"
     return f"{value:.4g}" if value else "0"
 
 
@@ -152,4 +162,4 @@ def _intervals(line: Line) -> list[tuple[Point, float]]:
 
 
 def _places(points: Sequence[Point], x_scale: _Scale, y_scale: _Scale) -> list[tuple[float, float, float, str]]:
-    return [(round(x_scale(x), 1), round(y_scale(y), 1), x, _number(y)) for x, y in points]
+    return [(round(x_scale(x), 1), round(y_scale(y), 1), x, short_number(y)) for x, y in points]

@@ -14,21 +14,26 @@ from starlette.responses import Response
 from fourfold import metrics as m
 from fourfold.config import flatten
 
-from ..state.ledger import EvalRow
-from .charts import Line, gantt, line_chart
+from ..state.eval_results import SetResult
+from ..state.ledger import EvalRow, Progress
+from .charts import PHASES, Line, gantt, kind_of, line_chart
 from .reader import RunFolders, RunReader
 from .templates import is_number, render
 
 # Charts that a run shows unless the user chooses others.
 _SHOWN: Final = (
-    m.REWARD_MEAN, m.EVAL_SCORE, m.RESPONSE_LENGTH, m.REFERENCE_KL, m.MISMATCH_MEAN, m.ENTROPY, m.TIME_STEP,
-    m.TOKEN_LAG_MEAN,
+    m.REWARD_MEAN, m.EVAL_SCORE, m.USEFUL_GROUPS, m.RESPONSE_LENGTH, m.REFERENCE_KL, m.MISMATCH_MEAN, m.ENTROPY,
+    m.TIME_STEP, m.TOKEN_LAG_MEAN,
 )  # fmt: skip
 _WEIGHT_CHARTS: Final = ("weights/", m.TIME_PUBLISH, m.TIME_WAKE, m.TIME_SLEEP)
 _MAX_CHARTS: Final = 60
 _MAX_ALARMS: Final = 100
 _MAX_MEMBERS: Final = 60  # rows of a timeline
 _MAX_RUNS: Final = 8  # of a comparison
+
+
+RunData = tuple[str, Sequence[Mapping[str, Any]], Sequence[EvalRow]]
+"""Name, steps and evaluations of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +43,8 @@ class Chart:
     metric: str
     meaning: str
     svg: Markup
-    last: float | None  # value of the last step
+    notes: list[str]  # on values that deserve no trust
+    last: float | None  # value of the last step; None: of several runs, or there is none
 
 
 def run_of(request: Request, name: str | None = None) -> RunReader:
@@ -62,8 +68,8 @@ def runs(request: Request) -> Response:
                 "done": steps[-1]["step"] if steps else 0,
                 "steps": reader.recipe().get("steps", 0),
                 "reward": steps[-1].get(m.REWARD_MEAN) if steps else None,
-                "before": evals[0].score if evals else None,
-                "after": evals[-1].score if evals else None,
+                "before": evals[0] if evals else None,
+                "after": evals[-1] if len(evals) > 1 else None,
                 "end_time": steps[-1]["end_time"] if steps else "",
                 "alarms": sum(len(row["alarms"]) for row in steps),
             }
@@ -74,7 +80,48 @@ def runs(request: Request) -> Response:
 def head(reader: RunReader) -> dict[str, Any]:
     """Return what every page of a run shows."""
     state = reader.state()
-    return {"name": reader.name, "state": state, "live": state == "running", "faults": reader.faults}
+    return {
+        "name": reader.name,
+        "state": state,
+        "live": state == "running",
+        "faults": reader.faults,
+        "notice": notice_of(reader),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """What every page of a run says that has stopped, failed, or was resumed."""
+
+    text: str
+    command: str = ""  # that continues the run
+    log: str = ""  # file that has the reason at its end
+    is_bad: bool = False
+
+
+def notice_of(reader: RunReader) -> Notice | None:
+    """Return the notice of a run; None for one that was never interrupted."""
+    progress, state = reader.progress() or Progress(0, None), reader.state()
+    if state not in ("stopped", "failed"):
+        times = progress.resumes
+        return Notice(text=f"This run was resumed {times} time{'s' if times > 1 else ''}.") if times else None
+    log = str(reader.folder / "logs" / "coordinator-0.log")
+    if state == "failed":
+        text = "This start failed before its first step was done. Correct what the log says, and start the run again:"
+        return Notice(text=text, command="fourfold run RECIPE.toml", log=log, is_bad=True)
+    steps = reader.steps()
+    done = steps[-1]["step"] if steps else 0
+    text = f"This run stopped after step {done} of {reader.recipe().get('steps', 0)}. "
+    if reader.peer:  # its ledger and its log are on the other machine
+        text += "To continue it on the machine of its coordinator:"
+        return Notice(text=text, command=f"fourfold run --resume runs/{reader.name}", is_bad=True)
+    if progress.checkpoint_step is None:
+        text += "It has no checkpoint. To start it again:"
+    else:
+        lost = max(progress.step - progress.checkpoint_step, 0)
+        repeated = f" and repeats {lost} step{'s' if lost > 1 else ''}" if lost else ""
+        text += f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}:"
+    return Notice(text=text, command=f"fourfold run --resume {reader.folder}", log=log, is_bad=True)
 
 
 def several(readers: Sequence[RunReader]) -> dict[str, Any]:
@@ -90,7 +137,7 @@ def overview(request: Request) -> Response:
     """Show curves and alarms of a run."""
     reader = run_of(request)
     steps, evals, report = reader.steps(), reader.evaluations(), reader.report()
-    known = metric_names(steps)
+    known = metric_names(steps, evals)
     chosen = [name for name in request.query_params.getlist("m") if name in known][:_MAX_CHARTS]
     shown = chosen or [*(name for name in _SHOWN if name in known), *_set_scores(evals)] or known[:6]
     return render(
@@ -117,13 +164,13 @@ def alarms_of(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, st
             yield row["step"], problem, advice
 
 
-def metric_names(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the metrics that have a number in some step, in order of their names."""
+def metric_names(steps: Sequence[Mapping[str, Any]], evals: Sequence[EvalRow] = ()) -> list[str]:
+    """Return the metrics that have a number in some step or evaluation, in order of their names."""
     names = {name for row in steps for name, value in row.items() if is_number(value) and name != "step"}
-    return sorted(names)
+    return sorted(names.union(*(row.scores() for row in evals)))
 
 
-def make_chart(name: str, runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], Sequence[EvalRow]]]) -> Chart:
+def make_chart(name: str, runs: Sequence[RunData]) -> Chart:
     """Return the chart of a metric over the steps of some runs."""
     lines = list[Line]()
     for run, steps, evals in runs:
@@ -134,8 +181,25 @@ def make_chart(name: str, runs: Sequence[tuple[str, Sequence[Mapping[str, Any]],
         else:
             points = [(float(row["step"]), float(row[name])) for row in steps if is_number(row.get(name))]
             lines.append(Line(name=run, points=points))
-    last = lines[0].points[-1][1] if lines and lines[0].points else None
-    return Chart(metric=name, meaning=_meaning(name), svg=line_chart(lines), last=last)
+    last = lines[0].points[-1][1] if len(lines) == 1 and lines[0].points else None
+    notes = list(_missing_scores(name, runs))
+    return Chart(metric=name, meaning=_meaning(name), svg=line_chart(lines), notes=notes, last=last)
+
+
+def _missing_scores(name: str, runs: Sequence[RunData]) -> Iterator[str]:
+    """Yield for each run in which evaluation of a held-out score the most answers had no score."""
+    for run, _, evals in runs:
+        found = [(row.step, counted) for row in evals if (counted := _counted(row, name)) and counted.missing_count]
+        if found:
+            step, worst = max(found, key=lambda each: each[1].missing_count)
+            where = f"{run}: " if len(runs) > 1 else ""
+            total = worst.answer_count + worst.missing_count
+            yield f"{where}step {step}: {worst.missing_count:,} of {total:,} answers without a score"
+
+
+def _counted(row: EvalRow, name: str) -> EvalRow | SetResult | None:
+    """Return the result that a metric is the score of."""
+    return row if name == m.EVAL_SCORE else next((s for s in row.sets if name == f"eval/{s.name}/score"), None)
 
 
 def _set_scores(evals: Sequence[EvalRow]) -> list[str]:
@@ -150,7 +214,7 @@ def compare(request: Request) -> Response:
     names = list(dict.fromkeys(request.query_params.getlist("run")))[:_MAX_RUNS]
     readers = [run_of(request, name) for name in names]
     data = [(reader.name, reader.steps(), reader.evaluations()) for reader in readers]
-    known = sorted({name for _, steps, _ in data for name in metric_names(steps)})
+    known = sorted({name for _, steps, evals in data for name in metric_names(steps, evals)})
     chosen = [name for name in request.query_params.getlist("m") if name in known][:_MAX_CHARTS]
     shown = chosen or [name for name in _SHOWN if name in known]
     return render(
@@ -218,18 +282,23 @@ def timeline(request: Request) -> Response:
     pattern = request.query_params.get("member", "")
     members = [(name, phases) for name, phases in (found.members if found else {}).items() if pattern in name]
     rows += members[:_MAX_MEMBERS]
+    # The line of the first step begins when the coordinator starts, long before there is anything to draw.
+    begin = min((first for _, phases in rows for spans in phases.values() for first, _ in spans), default=0.0)
+    rows = [(name, {k: [(b - begin, e - begin) for b, e in spans] for k, spans in own.items()}) for name, own in rows]
     return render(
         "timeline.html",
         request,
         **{**head(reader), "live": reader.state() == "running" and wanted is None},
         step=step,
         last=last,
-        svg=gantt(rows, seconds) if rows else "",
+        svg=gantt(rows, seconds - begin) if rows else "",
+        began=max(offset - begin, 0.0),
         recorded=found is not None,
         hidden=max(len(members) - _MAX_MEMBERS, 0),
         member=pattern,
-        seconds=seconds,
-        parts=[(name, end - begin) for name, begin, end in parts],
+        parts=[(name, end - begin, (end - begin) / parts[-1][2]) for name, begin, end in parts],
+        digits=2 if parts and parts[-1][2] >= 10.0 else 4,
+        phases=[phase for phase in PHASES if any(kind_of(own) == phase for _, phases in rows for own in phases)],
     )
 
 
@@ -273,6 +342,7 @@ def answers(request: Request) -> Response:
     before, after = chosen
     later = {each["prompt"]: each for each in (after.answers if after else [])}
     rows = [(each, later.get(each["prompt"])) for each in (before.answers if before else [])]
+    results = [each.set_metrics() if each else {} for each in chosen]
     return render(
         "answers.html",
         request,
@@ -281,6 +351,7 @@ def answers(request: Request) -> Response:
         before=before,
         after=after,
         rows=rows,
+        results=[(name, *(found.get(name) for found in results)) for name in dict.fromkeys([*results[0], *results[1]])],
     )
 
 

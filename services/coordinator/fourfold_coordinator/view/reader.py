@@ -31,12 +31,12 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
-from fourfold.rpc.channel import split_target
+from fourfold.rpc.channel import is_loopback, split_target
 
 from ..launch.copied_files import EVALUATIONS_FILE, TOKENIZER_FILE
 from ..launch.run_folder import ADDRESS_FILE, CONFIG_FILE, LEDGER_FILE, METRICS_FILE, REPORT_FILE, read_address
 from ..state.eval_results import Example, SetResult, check_examples
-from ..state.ledger import EvalRow, read_evals
+from ..state.ledger import EvalRow, Progress, read_evals, read_progress
 from ..state.sample_tokens import TOKENS_FILE
 from ..state.samples import SAMPLES_FILE
 from ..state.timeline import TIMELINE_FILE, StepTimeline, parse_line
@@ -52,8 +52,12 @@ _PLANE_SECONDS: Final = 1.0  # for which an answer is used again
 _UPDATE_SECONDS: Final = 1.0  # between two updates of an index of our own
 _LINE_BYTES: Final = 1 << 25  # of the longest line that is read
 _IDLE_SECONDS: Final = 60.0  # without a page that asks for the index
+# A coordinator writes to its ledger every 5 s. On a file system that several machines share, that shows that it lives.
+_WRITTEN_SECONDS: Final = 30.0
+_INDEX_SECONDS: Final = 2.0  # for which the first page waits for an index of our own: a small run is indexed by then
 # An index in the run's folder that is older than the samples by more than this is not kept up to date by the run.
 _RECORDER_SECONDS: Final = 30.0
+_FAILED_SUFFIX: Final = ".failed"  # of the folder of a start that failed before its first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,16 @@ class RunReader(Protocol):
     """A run, in progress or ended. Any thread may call. What cannot be read is missing, and `faults` has the reason."""
 
     name: str
+    folder: Path
+    """Of the run, or of the copy of a run of another machine."""
+    peer: str
+    """Coordinator on another machine that sent the files; empty: the run is of this machine."""
 
     def state(self) -> str:
-        """Return "running", "finished" or "stopped"."""
+        """Return "running", "finished", "stopped", or "failed" for a start that came to no step."""
+
+    def progress(self) -> Progress | None:
+        """Return the last step and checkpoint, and how often the run was resumed; None for a run of another machine."""
 
     def recipe(self) -> Mapping[str, Any]:
         """Return the tables of the recipe; empty if it is not readable."""
@@ -179,17 +190,28 @@ class LocalCoordinator:
         self._folder, self._fault = folder, ""
 
     def state(self) -> str:
-        """Return the state: the coordinator writes its address when it starts, and the report at the end."""
+        """Return the state: the coordinator writes its address when it starts, and the report at the end.
+
+        The coordinator of a shared folder may be on another machine, and not be reachable from here.
+        """
         address, report = self._folder / ADDRESS_FILE, self._folder / REPORT_FILE
         with contextlib.suppress(OSError):
             if report.stat().st_mtime >= _time_of(address):
                 return "finished"
         try:  # not by its lock file: a coordinator that starts at that moment would find it locked
             target = split_target(read_address(self._folder))
-            socket.create_connection(target, timeout=_CONNECT_SECONDS).close()
-            return "running"
         except (ConfigError, OSError, ValueError):
             return "stopped"
+        try:
+            socket.create_connection(target, timeout=_CONNECT_SECONDS).close()
+            return "running"
+        except (OSError, ValueError):
+            return "stopped" if is_loopback(target[0]) or not self._is_written() else "running"
+
+    def _is_written(self) -> bool:
+        ledger = self._folder / LEDGER_FILE
+        written = max(_time_of(ledger), _time_of(ledger.with_name(f"{LEDGER_FILE}-wal")))
+        return time.time() - written < _WRITTEN_SECONDS
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
         try:
@@ -230,6 +252,7 @@ class FolderReader:
         """
         self.name, self.folder = folder.name, folder
         self._coordinator = coordinator or LocalCoordinator(folder)
+        self.peer = self._coordinator.peer
         self._cache = (cache or cache_folder()) / _cache_name(folder)
         self._lock = threading.Lock()
         self._lines = defaultdict[str, _Lines](_Lines)
@@ -239,12 +262,20 @@ class FolderReader:
         self._tokenizer: Tokenizer | None = None
         self._asked = 0.0  # for the index, on the monotonic clock
         self._indexer: threading.Thread | None = None
+        self._indexed = threading.Event()  # whether the thread has indexed what was there when it started
 
     def state(self) -> str:
         now = time.monotonic()
         if now - self._state[0] >= _STATE_SECONDS:
-            self._state = now, self._coordinator.state()
+            found = self._coordinator.state()
+            is_failed = found == "stopped" and self.folder.suffix == _FAILED_SUFFIX
+            self._state = now, "failed" if is_failed else found
         return self._state[1]
+
+    def progress(self) -> Progress | None:
+        with contextlib.suppress(sqlite3.Error):  # `evaluations` notes what is wrong with the file
+            return read_progress(self.folder / LEDGER_FILE)
+        return None
 
     def recipe(self) -> Mapping[str, Any]:
         return self._read(CONFIG_FILE, _read_recipe) or {}
@@ -262,7 +293,7 @@ class FolderReader:
         return self._read(REPORT_FILE, lambda path: parse(_REPORT, path.read_bytes())) or Report()
 
     def faults(self) -> list[str]:
-        sent = f"{self._coordinator.peer}: " if self._coordinator.peer else ""
+        sent = f"{self.peer}: " if self.peer else ""
         fix = "what needs it is missing here; restore the file, or use the release of Fourfold that wrote it"
         found = [f"{sent}{name}: {problem}; {fix}" for name, problem in sorted(self._faults.copy().items())]
         return found + self._coordinator.faults()
@@ -286,6 +317,7 @@ class FolderReader:
             return self._plane[1]
 
     def index(self) -> TrajectoryIndex:
+        """Return the index; wait up to 2 s for the first update of one that the run itself does not keep."""
         if self._tokenizer is None:  # the page of a trajectory needs it soon, and it takes a second to read
             threading.Thread(target=self.tokenizer, name="tokenizer", daemon=True).start()
         own = TrajectoryIndex(self.folder)
@@ -294,11 +326,14 @@ class FolderReader:
         found = TrajectoryIndex(self.folder, self._cache / "index.db")
         with self._lock:
             self._asked = time.monotonic()
-            if self._indexer is None or not self._indexer.is_alive():
+            if starts := self._indexer is None or not self._indexer.is_alive():
+                self._indexed.clear()
                 self._cache.mkdir(parents=True, exist_ok=True)
                 found.prepare()
                 self._indexer = threading.Thread(target=self._keep, args=(found,), name="index", daemon=True)
                 self._indexer.start()
+        if starts:
+            self._indexed.wait(_INDEX_SECONDS)
         return self._checked(found)
 
     def _checked(self, index: TrajectoryIndex) -> TrajectoryIndex:
@@ -313,6 +348,7 @@ class FolderReader:
         while time.monotonic() - self._asked < _IDLE_SECONDS:
             with contextlib.suppress(sqlite3.Error, OSError):  # a full disk: tried again
                 index.update()
+                self._indexed.set()
             time.sleep(_UPDATE_SECONDS)
 
     def tokenizer(self) -> Tokenizer | None:
@@ -328,7 +364,7 @@ class FolderReader:
         model = self.recipe().get("model")
         source = str(model.get("source", "")) if isinstance(model, dict) else ""
         with contextlib.suppress(FourfoldError, OSError):
-            if self._coordinator.peer:  # its model is on another machine, and another one may be here at the same place
+            if self.peer:  # its model is on another machine, and another one may be here at the same place
                 return None
             # A built-in model would be converted first, which takes a minute; a run has done that.
             if source.startswith(model_folder.BUILTIN_PREFIX) and self.state() != "running":

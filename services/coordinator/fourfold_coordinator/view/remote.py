@@ -47,7 +47,7 @@ _FILE_SECONDS: Final = 60.0  # after which a large file goes on in another call
 _UPDATE_SECONDS: Final = 1.0
 _GIB: Final = 1 << 30
 _IDLE_SECONDS: Final = 60.0  # without a page that asks
-_ENDED: Final = {pb.RUN_PHASE_DONE: "finished", pb.RUN_PHASE_FAILED: "stopped"}
+_ENDED: Final = {pb.RUN_PHASE_DONE: "finished", pb.RUN_PHASE_FAILED: "stopped", pb.RUN_PHASE_STOPPED: "stopped"}
 
 
 class CopyRoom:

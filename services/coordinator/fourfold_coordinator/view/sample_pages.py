@@ -66,11 +66,13 @@ def samples(request: Request) -> Response:
     index = reader.index()
     found = index.search(query, limit=PAGE_ROWS, skip=PAGE_ROWS * (page - 1))
     scorers, sources, reasons, last = index.choices()
+    pending = index.pending_bytes()
+    follows = reader.state() == "running" and page == 1 and not query.restricts()
     given = [(key, value) for key, value in request.query_params.multi_items() if value and key != "page"]
     return render(
         "samples.html",
         request,
-        **{**head(reader), "live": reader.state() == "running" and page == 1 and not query.restricts()},
+        **{**head(reader), "live": follows or pending > 0},
         rows=found.rows,
         count=found.count,
         capped=found.capped,
@@ -83,14 +85,16 @@ def samples(request: Request) -> Response:
         reasons=reasons,
         orders=list(ORDERS),
         last=last,
-        pending=index.pending_bytes(),
+        pending=pending,
     )
 
 
 def parse_query(request: Request) -> SampleQuery:
-    """Return the search of an address; raise HTTPException for a value that is no number."""
-    values = dict[str, Any]()
-    for key in (f.name for f in fields(SampleQuery)):
+    """Return the search of an address; raise HTTPException for a key that is unknown, or a value that is no number."""
+    values, known = dict[str, Any](), [f.name for f in fields(SampleQuery)]
+    if unknown := next((key for key in request.query_params if key not in (*known, "page")), ""):
+        raise HTTPException(400, f"a search has no key {unknown!r}; it has text, page, and {', '.join(known[1:])}")
+    for key in known:
         text = request.query_params.get(key, "").strip() if key != "text" else request.query_params.get(key, "")
         if not text:
             continue
@@ -114,7 +118,8 @@ def sample(request: Request) -> Response:
     name = request.path_params["sample"]
     row = index.find(name)
     if row is None:
-        raise HTTPException(404, f"no trajectory {name!r} in this run; a restore removes those after its checkpoint")
+        wait = "the index is being built, load this page again; else, " if index.pending_bytes() else ""
+        raise HTTPException(404, f"no trajectory {name!r}: {wait}a restore removes those after its checkpoint")
     begin = whole_number(request, "from") or 0
     group = index.group(row)
     config = reader.config()

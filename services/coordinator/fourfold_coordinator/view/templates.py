@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 import jinja2
+from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from fourfold.text import format_duration
+
+from ..data.question import last_message
+from ..state.eval_results import SetResult
+from ..state.ledger import EvalRow
+from .charts import short_number
 
 _LARGEST: Final = 1e300
 _ENVIRONMENT: Final = jinja2.Environment(
@@ -29,7 +36,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def number(value: object) -> str:
     """Return a number in 4 digits; a dash for none."""
-    return f"{value:.4g}" if is_number(value) else "\N{EN DASH}"
+    return short_number(value) if is_number(value) else "\N{EN DASH}"
 
 
 def cut(text: str, length: int) -> str:
@@ -38,7 +45,30 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
-_ENVIRONMENT.filters |= {"number": number, "cut": cut, "duration": format_duration}
+def moment(text: str, *, short: bool = False) -> Markup:
+    """Return a time for view.js, which writes it in the zone of the browser with its age; other texts as they are.
+
+    With `short`, view.js writes the age alone.
+    """
+    try:
+        found = datetime.fromisoformat(text).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return escape(text)
+    form = Markup('<time datetime="{:%Y-%m-%dT%H:%M:%SZ}"{}>{:%Y-%m-%d %H:%M} UTC</time>')
+    return form.format(found, " data-short" * short, found)
+
+
+def answer_count(evaluation: EvalRow | SetResult) -> Markup:
+    """Return how many answers a held-out score is of, with a mark if some of them have no score."""
+    count, missing = evaluation.answer_count, evaluation.missing_count
+    if not missing:
+        return Markup("<small>({:,} answer{})</small>").format(count, "s" * (count != 1))
+    text = f"{count:,} of {count + missing:,} answers; {missing:,} without a score"
+    return Markup('<span class="mark">{}</span>').format(text)
+
+
+_ENVIRONMENT.filters |= {"number": number, "cut": cut, "moment": moment, "answer_count": answer_count}
+_ENVIRONMENT.filters |= {"duration": format_duration, "last_message": last_message}
 
 
 def render(template: str, request: Request, *, status: int = 200, **values: Any) -> HTMLResponse:

@@ -18,6 +18,7 @@ from typing import Any, Final
 from fourfold.answers import final_answer
 from fourfold.config import Config
 from fourfold.seeds import derive_seed
+from fourfold.text import format_score
 
 from ...data.prompts import HeldOutSet, Prompt
 from ...routing.replica import GivenUp, ReplicaKey, RetryBudget
@@ -138,7 +139,7 @@ class Evaluator:
         self._by_agents = config.agents.source == "tasks"
 
     async def run(
-        self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[float], None]
+        self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
     ) -> Evaluation | None:
         """Evaluate the weights of `version` after `step` steps.
 
@@ -146,7 +147,8 @@ class Evaluator:
         A warning in the log tells that later ones answered.
 
         Returns None without held-out sets, or when no answer of a set got a score: the mean over the other sets could
-        not be compared with that of other steps. `on_progress` is called with the share that is done, in [0, 1].
+        not be compared with that of other steps. `on_progress` is called with the answers that are
+        done, and with the number of all.
         """
         answered = await self.answer(step=step, version=version, engine=engine, on_progress=on_progress)
         results = [each.result(self._config.evaluation.success) for each in answered]
@@ -161,29 +163,31 @@ class Evaluator:
                 step, version, min(used), max(used),
             )  # fmt: skip
         score, half_width = mean_of_sets([(result.score, result.half_width) for result in found])
+        scored, missing = (sum(getattr(each, name) for each in found) for name in ("answer_count", "missing_count"))
+        log.info("evaluation finished: step=%d held_out=%s", step, format_score(score, half_width, scored, missing))
         row = EvalRow(
             step=step,
             score=score,
             half_width=half_width,
-            answer_count=sum(result.answer_count for result in found),
-            missing_count=sum(result.missing_count for result in found),
+            answer_count=scored,
+            missing_count=missing,
             answers=[example for each in answered for example in each.examples(self._config.seed)],
             sets=tuple(found),
         )
         return Evaluation(row=row, oldest_version=min(used), newest_version=max(used))
 
     async def answer(
-        self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[float], None]
+        self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
     ) -> list[AnsweredSet]:
         """Sample and score answers to the prompts of all sets at the same time; see `run` for the arguments."""
-        began, done, total = time.monotonic(), 0, sum(len(held_out.prompts) for held_out in self.sets)
+        began, done, total = time.monotonic(), 0, sum(held_out.answer_count for held_out in self.sets)
         seconds = dict.fromkeys((held_out.name for held_out in self.sets), 0.0)
 
         async def answer_prompt(held_out: HeldOutSet, prompt: Prompt) -> list[Trajectory]:
             nonlocal done
             answers = await self._answer(held_out, prompt, step=step, version=version, engine=engine)
-            done, seconds[held_out.name] = done + 1, time.monotonic() - began
-            on_progress(done / total)
+            done, seconds[held_out.name] = done + held_out.rule.samples_per_prompt, time.monotonic() - began
+            on_progress(done, total)
             return answers
 
         work = [answer_prompt(held_out, prompt) for held_out in self.sets for prompt in held_out.prompts]

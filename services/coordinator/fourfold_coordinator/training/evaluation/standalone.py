@@ -50,7 +50,7 @@ class StandaloneEvaluation:
         board.set_phase(run_pb.RUN_PHASE_EVALUATING)
         context.tasks.begin()
         began = time.monotonic()
-        answered = await self._evaluator.answer(step=0, version=0, engine=None, on_progress=board.set_progress)
+        answered = await self._evaluator.answer(step=0, version=0, engine=None, on_progress=board.set_answers)
         context.tasks.end()
         results = [each.result(self._config.evaluation.success) for each in answered]
         facts = {"seconds": round(time.monotonic() - began, 3), **self._facts(answered), **_summary(answered, results)}

@@ -1,6 +1,21 @@
 // Follows a run in progress, shows values under the pointer, and switches the colors of tokens.
 "use strict";
 const PERIOD = 2000; // milliseconds between two looks at a run in progress
+const received = new WeakMap(); // each part as the server sent it
+
+function showTimes(root) {
+  for (const time of root.querySelectorAll("time")) {
+    const then = new Date(time.dateTime), seconds = Math.max((Date.now() - then) / 1000, 0);
+    const [size, unit] = [[86400, "day"], [3600, "h"], [60, "min"], [1, "s"]].find(([least]) => seconds >= least) ?? [1, "s"];
+    const count = Math.floor(seconds / size);
+    const age = `${count} ${unit}${unit === "day" && count > 1 ? "s" : ""} ago`;
+    const whole = `${then.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })} (${age})`;
+    time.title = whole;
+    time.textContent = "short" in time.dataset ? age : whole;
+  }
+}
+for (const part of document.querySelectorAll("[data-part]")) received.set(part, part.innerHTML);
+showTimes(document);
 
 async function refresh() {
   try {
@@ -9,8 +24,12 @@ async function refresh() {
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       for (const part of document.querySelectorAll("[data-part]")) {
         const fresh = page.querySelector(`[data-part="${part.dataset.part}"]`);
-        if (fresh && fresh.innerHTML !== part.innerHTML) part.replaceChildren(...fresh.childNodes);
+        if (fresh && fresh.innerHTML !== received.get(part)) {
+          received.set(part, fresh.innerHTML);
+          part.replaceChildren(...fresh.childNodes);
+        }
       }
+      showTimes(document);
       const state = document.querySelector("header .state"), now = page.querySelector("header .state");
       if (state && now) { state.textContent = now.textContent; state.className = now.className; }
       if (answer.ok && !page.body.hasAttribute("data-live")) return; // the run has ended

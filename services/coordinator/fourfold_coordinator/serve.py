@@ -307,6 +307,7 @@ class Coordinator:
             asyncio.create_task(self._tasks.run()),
             asyncio.create_task(sinks.run()),
         ]
+        self._router.faults.load(ledger)
         try:
             context = await self._assemble(ledger, experiences, totals)
             gc.collect()
@@ -362,7 +363,6 @@ class Coordinator:
         await self._disk.write(check_same_data, prompts, ledger)
         router = self._router
         session = TrainerSession(router, config, self._board)
-        self._router.faults.load(ledger)
         run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
         await self._disk.write(ledger.put, {_RUN_ID_KEY: run_id})
         router.traces.follow(ledger, run_id)

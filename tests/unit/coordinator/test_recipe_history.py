@@ -79,6 +79,9 @@ async def test_an_edit_of_the_file_of_the_run_is_recorded_and_the_file_kept(tmp_
     config = make_config(run.file.parent, steps=9)
     await RecipeHistory(ledger, run.disk, run.file, run.file).record(config)
     assert run.changes() == [(0, {"steps": [6, 9]})] and run.file.read_text().startswith("# mine\n")
+    longer = config.model_copy(update={"steps": 10})
+    await RecipeHistory(ledger, run.disk, run.file, run.file, ["steps=10"]).record(longer)
+    assert configuration.load(run.file) == longer, "with keys of the command line"
 
 
 async def test_a_run_of_an_earlier_release_is_compared_with_its_file(tmp_path: Path, ledger: Ledger) -> None:

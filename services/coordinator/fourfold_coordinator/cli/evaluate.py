@@ -144,7 +144,6 @@ def _evaluation_config(args: argparse.Namespace, model: str) -> Config:
     tables = configuration.load(recipe, args.set).model_dump(exclude_none=True)
     tables["model"]["source"] = model
     tables["logging"]["sinks"] = []
-    tables["view"]["public_listen"] = ""  # the run itself may listen there
     tables["placement"].pop("colocated", None)  # with the trainer, which an evaluation does not have
     for name in ("view", "rollout", *(["gateway"] if tables["environment"]["replicas"] else [])):
         tables[name]["public_listen"] = ""  # the run itself may listen there; agents of others may need the gateway's

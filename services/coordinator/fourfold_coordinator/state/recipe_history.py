@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 

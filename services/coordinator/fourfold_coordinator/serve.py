@@ -136,24 +136,19 @@ def main(options: ServeOptions) -> int:
             log.warning("%s", warning)
         if not (folder / CONFIG_FILE).exists():  # started by hand, not by the launcher
             replace_file(folder / CONFIG_FILE, [dump(options.config)])
-        _warn_of_loopback(options)
+        host, _ = split_target(options.listen)
+        if options.config.security.directory and is_loopback(host) and PARENT_PID_VARIABLE not in os.environ:
+            log.warning(
+                "the coordinator listens on %s, where services of other machines cannot reach it; pass --listen "
+                "ADDRESS:PORT if the run has any",
+                host,
+            )
         if sys.stdout.isatty():  # started by hand
             sys.stdout.write(f"Run folder: {folder} (log: {folder / 'logs' / options.member_id}.log)\n")
         code = asyncio.run(Coordinator(options, folder).run())
         if sys.stdout.isatty() and not options.evaluate and is_finished(folder, options.config):
             sys.stdout.write("\n".join(report_lines(folder)) + "\n")
         return code
-
-
-def _warn_of_loopback(options: ServeOptions) -> None:
-    """Warn that other machines cannot reach a coordinator with certificates that was started by hand."""
-    host, _ = split_target(options.listen)
-    if options.config.security.directory and is_loopback(host) and PARENT_PID_VARIABLE not in os.environ:
-        log.warning(
-            "the coordinator listens on %s, where services of other machines cannot reach it; pass --listen "
-            "ADDRESS:PORT if the run has any",
-            host,
-        )
 
 
 class Coordinator:
@@ -341,21 +336,6 @@ class Coordinator:
         except ConfigError as error:
             raise ConfigError(f"reward.target: {error}") from None
 
-    def _open_tasks(self, ledger: Ledger, experiences: ExperienceStore, run_id: str) -> None:
-        """Accept the experiences of agents from now on."""
-        router = self._router
-        self._experience_servicer.open(
-            TaskSource(
-                config=self._config,
-                run_id=run_id,
-                board=self._tasks,
-                experiences=experiences,
-                faults=router.faults,
-                vocabulary_size=lambda: max((r.vocabulary_size for r in router.replicas(Role.ROLE_ROLLOUT)), default=0),
-                newest_version=ledger.highest_version,
-            )
-        )
-
     async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer, train=not self._evaluate)
@@ -366,16 +346,24 @@ class Coordinator:
         run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
         await self._disk.write(ledger.put, {_RUN_ID_KEY: run_id})
         router.traces.follow(ledger, run_id)
-        self._open_tasks(ledger, experiences, run_id)
+        self._experience_servicer.open(
+            TaskSource(
+                config=config,
+                run_id=run_id,
+                board=self._tasks,
+                experiences=experiences,
+                faults=self._router.faults,
+                vocabulary_size=lambda: max((r.vocabulary_size for r in router.replicas(Role.ROLE_ROLLOUT)), default=0),
+                newest_version=ledger.highest_version,
+            )
+        )
         shadows = Shadows(self._scorers, self._scoring)
         self._scorer_servicer.open(self._scoring, shadows)
         return RunContext(
             config=config,
             recipe=self._recipe,
             assignments=self._assignments,
-            history=RecipeHistory(
-                ledger, self._disk, self._folder / CONFIG_FILE, None if self._assignments else self._recipe
-            ),
+            history=RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe, self._assignments),
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,

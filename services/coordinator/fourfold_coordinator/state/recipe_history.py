@@ -32,12 +32,13 @@ _RECIPE_KEY: Final = "recipe"  # in the ledger
 class RecipeHistory:
     """Records the recipe of one coordinator process."""
 
-    def __init__(self, ledger: Ledger, disk: DiskWriter, file: Path, recipe: Path | None) -> None:
-        """Keep `file`, the run's config.toml; `recipe` is the one that this process runs as it is; None: it has changes."""
+    def __init__(
+        self, ledger: Ledger, disk: DiskWriter, file: Path, recipe: Path, assignments: Sequence[str] = ()
+    ) -> None:
+        """Keep `file`, the run's config.toml; this process was started with `recipe` and `assignments` of keys."""
         self._ledger, self._disk, self._file = ledger, disk, file
-        self._is_own = (
-            recipe is not None and recipe.absolute() == file.absolute()
-        )  # its user edits it: a file with the new values already
+        # A file that its user edits has the new values already.
+        self._is_own = recipe.absolute() == file.absolute() and not assignments
 
     async def record(self, config: Config) -> None:
         """Record `config`, with which the next step runs; log the keys that differ from the recipe before."""

@@ -90,6 +90,13 @@ def test_answers_are_paired_by_prompt() -> None:
     assert answer_table([], []) == []
 
 
+def test_prompts_of_a_template_are_told_apart() -> None:
+    asked = [f"Name the department.\nTicket: {text}\nDepartment:" for text in ("the app crashes", "a wrong bill")]
+    table = "\n".join(answer_table([answer(q, "x", 0.0) for q in asked], [answer(q, "y", 1.0) for q in asked]))
+    assert "the app crashes" in table and "a wrong bill" in table
+    assert "Name the department. Ticket: ... Department:" in " ".join(table.split())
+
+
 def test_what_prompts_share_is_said_once_and_what_differs_in_every_row() -> None:
     asked = [f"Solve this multiplication: {a} * {a + 1}. Give only the result." for a in (3, 12)]
     table = answer_table([answer(q, "x", 0.0) for q in asked], [answer(q, "y", 1.0) for q in asked])

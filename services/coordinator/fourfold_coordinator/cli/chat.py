@@ -31,8 +31,8 @@ from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.text import clean, printable
 
+from ..data.question import last_message
 from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE, find_run
-from .summary import last_line
 
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
@@ -108,7 +108,7 @@ def run_notes(system: str, run_dir: Path) -> list[str]:
     lines = [f"System message: {clean(system, _SHOWN)}"] if system else []
     with suppress(OSError, ValueError, KeyError, TypeError, IndexError):  # no report yet, or no held-out prompts
         report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
-        example = last_line(report["answers_after"][0]["prompt"])
+        example = " ".join(last_message(report["answers_after"][0]["prompt"]).split())
         lines.append(f"The model was trained on prompts of this form: {clean(example, _SHOWN)}")
     return lines
 

@@ -144,7 +144,10 @@ def answer_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any
     pairs = [(row, later[row["prompt"]]) for row in before if row["prompt"] in later]
     if not pairs:
         return []
-    frame, questions = _split([last_line(old["prompt"]) for old, _ in pairs])
+    messages = [last_message(old["prompt"]) for old, _ in pairs]
+    last_lines = [message.rpartition("\n")[2].strip() for message in messages]
+    # With a template, the last line may be the same in all.
+    frame, questions = _split(last_lines if len(set(last_lines)) > 1 else [" ".join(m.split()) for m in messages])
     title = f'Answers to the held-out prompts "{_cut(frame, _FRAME_WIDTH)}"' if frame else "Answers to held-out prompts"
     rights = [_cut(printable(old["answer"]), _RIGHT_WIDTH) for old, _ in pairs]
     question_width = min(max(len("prompt"), *map(len, questions)), _QUESTION_WIDTH)
@@ -173,11 +176,6 @@ def _wrapped(text: str, width: int) -> list[str]:
         end = text[-(width - len("... ")) :]
         lines = [*lines[: _MAX_LINES - 1], f"... {end.partition(' ')[2] or end}"]
     return [line.replace(_NO_BREAK, " ") for line in lines]
-
-
-def last_line(prompt: str) -> str:
-    """Return the last line of the user's message in a rendered prompt."""
-    return last_message(prompt).rpartition("\n")[2].strip()
 
 
 def _split(texts: list[str]) -> tuple[str, list[str]]:

@@ -29,7 +29,8 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def two_engines(make_stage: Callable[..., Stage], **changes: Any) -> tuple[Stage, FakeRollout, FakeRollout]:
     rollouts = {"replicas": 2, **changes.pop("rollout", {})}
-    stage = make_stage(**{"rollout": rollouts, "steps": 3, **changes})
+    # On a busy machine an engine may get no sample in the second step.
+    stage = make_stage(**{"rollout": rollouts, "steps": 5, **changes})
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     return stage, stage.rollouts[0], stage.rollouts[1]
 
@@ -67,7 +68,7 @@ async def test_samples_of_an_engine_that_is_killed_continue_on_another(make_stag
     trained = collect(stage)
 
     async def die() -> bool:
-        if len(stage.trainer.batches) == 1:
+        if stage.trainer.batches:
             await asyncio.sleep(0.1)  # the tokens are on their way
             asyncio.get_running_loop().create_task(dying.kill())
             await asyncio.sleep(30)
@@ -86,7 +87,7 @@ async def test_samples_of_an_engine_that_drains_continue_on_another(make_stage: 
     trained, left = collect(stage), asyncio.Event()
 
     async def drain() -> bool:
-        if len(stage.trainer.batches) == 1 and not left.is_set():
+        if stage.trainer.batches and not left.is_set():
             left.set()
             await draining.leave()
         return left.is_set()
@@ -133,7 +134,7 @@ async def test_an_engine_that_hangs_delays_no_step(make_stage: Callable[..., Sta
     trained = collect(stage)
 
     async def hang() -> bool:
-        if len(stage.trainer.batches) == 1:
+        if stage.trainer.batches and not continued(other):
             await asyncio.sleep(60)
         return False
 

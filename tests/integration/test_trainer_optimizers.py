@@ -154,7 +154,8 @@ def test_one_rank_goes_on_with_momentum_and_offloaded_moments_of_two_at_any_stag
     llama: Path, tmp_path: Path, dtype: str
 ) -> None:
     made = Copies(llama, tmp_path)
-    engines = {f"{stage} {offload}": (stage, offload) for stage, offload in [(0, "none"), (3, "none"), *OFFLOADS]}
+    first = 0 if dtype == "float32" else 1  # stage 0 is refused in bfloat16
+    engines = {f"{stage} {offload}": (stage, offload) for stage, offload in [(first, "none"), (3, "none"), *OFFLOADS]}
     common = {"optimizer": MUON, "dtype": dtype}
     made.run(
         made.case("two", ranks=2, stage=2, offload="optimizer", **common),

@@ -80,10 +80,6 @@ def test_the_shadow_has_the_gradient_of_a_step_with_its_scores_and_changes_nothi
     assert found.algorithm_state == wanted.algorithm_state
     before, after = summarise(wanted, config), summarise(found, config)
     extra = {key: after.pop(key) for key in list(after) if key.startswith("shadow/")}
-    if updates == "four":  # then old log-probabilities exist for all tokens, and metrics cover them
-        assert after[m.MISMATCH_COVERED] == 1 >= before[m.MISMATCH_COVERED]
-        for key in [key for key in before if key.startswith("mismatch/")]:
-            del before[key], after[key]
     np.testing.assert_equal(after, before)
 
     whole = recipe(**{**tables, "batch": {}})

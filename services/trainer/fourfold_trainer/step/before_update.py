@@ -43,6 +43,14 @@ def _for_advantages(config: Config) -> bool:
     return config.algorithm.advantage.compares_tokens or (kl.coef > 0 and (kl.placement == "reward" or kl.target > 0))
 
 
+def covers_all_tokens(config: Config) -> bool:
+    """Return whether the mismatch covers all sampled tokens: a pass before the updates has their log-probabilities.
+
+    The pass for a shadow alone does not count: a shadow changes no other metric of a step.
+    """
+    return needs_old_logprobs(config) and (config.algorithm.needs_critic or _for_advantages(config))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterNoise:
     """Difference of log-probabilities of the same weights in the micro-batches of a later epoch, in nats."""
@@ -64,7 +72,7 @@ def compute_before(
         work: of the policy and of the critic; the passes are added.
     """
     needs_critic = config.algorithm.needs_critic
-    early = needs_critic or _for_advantages(config) or any(s.shadow_score is not None for s in batch.samples)
+    early = covers_all_tokens(config) or any(s.shadow_score is not None for s in batch.samples)
 
     def policy() -> ModelOutputs:
         if not (early and needs_old_logprobs(config)):
@@ -73,7 +81,7 @@ def compute_before(
         trained = [[i for i in members if batch.loss_lengths[i]] for members in steps]
         energies = config.algorithm.advantage.compares_tokens
         # The kernel that makes log-probabilities makes entropies anyway. On CPU they would add a tenth to the pass.
-        entropies = config.trainer.device == "cuda" and not energies
+        entropies = config.trainer.device == "cuda" and covers_all_tokens(config) and not energies
         compute = partial(engine.compute_logprobs, entropies=entropies, energies=energies)
         work[0].add((len(batch.samples[i].token_ids) for i in [*chain(*trained), *masked]), backward=False)
         rows = compute_as_updates(compute, batch, config, [*trained, masked])

@@ -26,7 +26,7 @@ from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
 from fourfold_trainer.step.batch import StepBatch
-from fourfold_trainer.step.before_update import compute_before, later_noise, with_old_logprobs
+from fourfold_trainer.step.before_update import compute_before, covers_all_tokens, later_noise, with_old_logprobs
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.metric_accumulator import untrained_mismatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
@@ -88,7 +88,7 @@ def train_step(
             engine.in_parallel(critic, policy)
         else:  # the first steps train the critic alone
             critic()
-    if before.old_logprobs is not None:
+    if before.old_logprobs is not None and covers_all_tokens(config):
         result.policy.add(untrained_mismatch(batch, before.old_logprobs, result.trained))
     result.skipped_reason = _skipped_reason(result, trains_policy=trains_policy)
     return result

@@ -86,7 +86,8 @@ def test_watch_of_a_stopped_run_says_where_it_stopped_and_how_to_continue(make_s
     watching = stage.start("runs/latest", command="watch")
     output, errors = watching.communicate(timeout=40)
     assert watching.returncode == 1 and not errors
-    assert re.search(r"^runs/toy does not run: it stopped after step \d of 20\.$", output, re.MULTILINE), output
+    stopped = r"^runs/toy does not run: it was stopped by SIGINT \(Ctrl-C\) after step \d of 20\.$"
+    assert re.search(stopped, output, re.MULTILINE), output
     assert re.search(r"^It continues from the checkpoint of step 2", output, re.MULTILINE), output
     (command,) = re.findall(r"^  fourfold run (--resume runs/toy)$", output, re.MULTILINE)
     resumed = stage.start(*command.split(), "--set", "steps=4", delay=0.1)

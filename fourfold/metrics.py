@@ -222,7 +222,7 @@ METRICS: Final[dict[str, str]] = {
     MISMATCH_KL: "nats per token: k3 estimate of KL(engine || trainer)",
     MISMATCH_KL_K1: "nats per token: k1 estimate of KL(engine || trainer)",
     MISMATCH_CHI2: "mean squared probability ratio of trainer to engine, minus 1",
-    MISMATCH_COVERED: "share in [0, 1]: tokens of these metrics, of the sampled ones that no grammar forced",
+    MISMATCH_COVERED: "share in [0, 1]: tokens that the mismatch covers, of the sampled ones that no grammar forced",
     MISMATCH_NONFINITE: "tokens: number with an engine logprob that is not finite; the other metrics here ignore them",
     EFFECTIVE_SAMPLE_SIZE: "share in (0, 1]: effective share of the tokens, weighted by the ratio of mismatch/chi2",
     CORRECTION_WEIGHT: "mean weight of a token of the updates in the correction; rejected tokens have weight 0",

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold import metrics as m
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample
+from fourfold.config import Config
 from fourfold.nn.router import Routed
 from fourfold_trainer.flops import Work
 from fourfold_trainer.service import metrics
@@ -59,12 +60,16 @@ def test_what_a_correction_bounds_rejects_and_leaves_is_counted() -> None:
 
 
 def test_metrics_cover_all_sampled_tokens_where_a_pass_before_the_updates_does() -> None:
-    samples = [*group_of([0, 1], group="useful"), *group_of([1, 1], group="constant")]
+    samples = [*group_of([0, 1], group="useful", reference=True), *group_of([1, 1], group="masked", reference=True)]
     samples, _ = with_behavior(samples, [[2, 2], [0.5, 2], [4, 4], [1, math.inf]])
-    config = recipe(batch={"epochs_per_step": 2}, trainer={"device": "cuda"})
+    samples = [replace(s, truncated=s.group_id == "masked") for s in samples]
+    tables = {"batch": {"epochs_per_step": 2}, "trainer": {"device": "cuda"}}
+    algorithm = {"advantage": {"kind": "rloo"}, "shaping": {"mask_truncated": True}}
+    config = recipe(algorithm=algorithm, **tables)
+    wide = recipe(algorithm={**algorithm, "kl": {"coef": 0.1, "placement": "reward"}}, **tables)
     logs = np.log([2, 2, 2, 2, 4, 4, 1])
 
-    def check(samples: Sequence[Sample], covered: float, count: int) -> dict[str, float]:
+    def check(samples: Sequence[Sample], config: Config, covered: float, count: int) -> dict[str, float]:
         _, result = run(samples, config)
         found = metrics.summarise(result, config)
         assert len(result.policy.mismatches) == count, "once, not once per epoch"
@@ -76,8 +81,9 @@ def test_metrics_cover_all_sampled_tokens_where_a_pass_before_the_updates_does()
         assert found[m.EFFECTIVE_SAMPLE_SIZE] == pytest.approx(ratios.sum() ** 2 / (count * (ratios**2).sum()))
         return found
 
-    check(samples, 0.5, 4)
-    found = check([replace(s, shadow_score=float(i)) for i, s in enumerate(samples)], 1.0, 7)
+    check(samples, config, 0.5, 4)
+    check([replace(s, shadow_score=float(i)) for i, s in enumerate(samples)], config, 0.5, 4)  # it changes no metric
+    found = check(samples, wide, 1.0, 7)
     logprobs = torch.log_softmax(ToyEngine(config).policy.detach(), 0)  # the temperature is 1
     assert found[m.ENTROPY] == pytest.approx(-float((logprobs.exp() * logprobs).sum()), rel=1e-6)
 

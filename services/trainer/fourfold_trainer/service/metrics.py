@@ -118,7 +118,8 @@ def _coverage(result: StepResult) -> dict[str, float]:
         m.ENTROPY_COVERED: in_updates,
         m.MISMATCH_COVERED: len(result.policy.mismatches) / free,
     }
-    return found if result.entropy is None else found | {m.ENTROPY: result.entropy, m.ENTROPY_COVERED: 1.0}
+    entropy = result.targets.outputs.entropy
+    return found if entropy is None else found | {m.ENTROPY: entropy, m.ENTROPY_COVERED: 1.0}
 
 
 def _mismatch(result: StepResult) -> dict[str, float]:

@@ -95,9 +95,8 @@ def compute_advantages(
     if algorithm.advantage.compares_turns:
         turns, relative, streams = _compare_turns(batch, outcomes, algorithm), np.zeros_like(outcomes), False
     else:
-        if (
-            streams and algorithm.compares_samples and not algorithm.advantage.compares_tokens
-        ):  # whole trajectories are compared
+        whole = algorithm.compares_samples and not algorithm.advantage.compares_tokens
+        if streams and whole:  # trajectories are compared by their sums
             parts = [_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))]
             sums, streams = batch.total(np.array(parts, np.float64)), False
         if distances is not None and in_reward and algorithm.advantage.compares_kl:

@@ -25,7 +25,6 @@ class StepResult:
     outcomes: Float64Array  # [B], shaped scores of trajectories, before they are compared within groups
     targets: TokenTargets
     kl_coef: float
-    entropy: float | None = None  # nats: mean over all sampled tokens before the updates, where a pass covers them
     shadow: ShadowGradient | None = None  # where the batch has shadow scores, and both gradients exist
     policy: UpdateSums = field(default_factory=UpdateSums)
     critic: UpdateSums = field(default_factory=UpdateSums)

@@ -65,7 +65,6 @@ def train_step(
         outcomes=outcomes,
         targets=tokens.targets,
         kl_coef=kl_coef,
-        entropy=before.entropy,
         later_noise=later_noise(engine, tokens, steps[len(first_epoch) :], policy_work, step=step),
         policy_work=policy_work,
         critic_work=critic_work,

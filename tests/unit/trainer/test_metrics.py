@@ -63,8 +63,8 @@ def test_metrics_cover_all_sampled_tokens_where_a_pass_before_the_updates_does()
     samples = [*group_of([0, 1], group="useful", reference=True), *group_of([1, 1], group="masked", reference=True)]
     samples, _ = with_behavior(samples, [[2, 2], [0.5, 2], [4, 4], [1, math.inf]])
     samples = [replace(s, truncated=s.group_id == "masked") for s in samples]
-    tables = {"batch": {"epochs_per_step": 2}, "trainer": {"device": "cuda"}}
-    algorithm = {"advantage": {"kind": "rloo"}, "shaping": {"mask_truncated": True}}
+    tables: dict[str, Any] = {"batch": {"epochs_per_step": 2}, "trainer": {"device": "cuda"}}
+    algorithm: dict[str, Any] = {"advantage": {"kind": "rloo"}, "shaping": {"mask_truncated": True}}
     config = recipe(algorithm=algorithm, **tables)
     wide = recipe(algorithm={**algorithm, "kl": {"coef": 0.1, "placement": "reward"}}, **tables)
     logs = np.log([2, 2, 2, 2, 4, 4, 1])

@@ -11,6 +11,7 @@ import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeGuard
 
 import pytest
 
@@ -93,29 +94,50 @@ def test_machine_words_are_found_where_they_are() -> None:
         assert not MACHINE_WORDS.search(text)
 
 
-def _unsafe(path: Path) -> Iterator[int]:
-    """Yield the lines that name a pickle, read one, or load tensors in a way that would."""
+class Source(NamedTuple):
+    """What the rules read of the syntax tree of a Python file."""
+
+    unsafe: list[int]
+    """The lines that name a pickle, read one, or load tensors in a way that would."""
+    functions: list[tuple[int, str, int]]
+    """Line, name and number of lines of each function."""
+    documented: bool
+    """The module has a docstring, or is empty."""
+
+
+@functools.cache
+def _parse(path: Path) -> Source:
+    """Parse a file once for all rules; keep what they need, and not its large tree."""
     with tokenize.open(path) as file:
         text = file.read()
-    yield from (number for number, line in enumerate(text.splitlines(), 1) if UNSAFE_SETTING.search(line))
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    unsafe = [number for number, line in enumerate(text.splitlines(), 1) if UNSAFE_SETTING.search(line)]
+    functions = []
+    for node in ast.walk(tree):
         match node:
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                modules = [alias.name for alias in names] + [getattr(node, "module", None) or ""]
-                if UNSAFE_NAMES & {part for module in modules for part in module.split(".")}:
-                    yield node.lineno
-            case ast.Name(id=name) | ast.Attribute(attr=name) if name in UNSAFE_NAMES:
-                yield node.lineno
-            case ast.keyword(arg="allow_pickle", value=ast.Constant(value=True)):
-                yield node.lineno
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
-                safe = any(k.arg == "weights_only" and getattr(k.value, "value", None) is True for k in keywords)
-                if not safe:
-                    yield node.lineno
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                functions.append((node.lineno, node.name, (node.end_lineno or node.lineno) - node.lineno + 1))
+            case _ if _is_unsafe(node):
+                unsafe.append(node.lineno)
+    return Source(unsafe, functions, not text.strip() or bool(ast.get_docstring(tree)))
+
+
+def _is_unsafe(node: ast.AST) -> TypeGuard[ast.stmt | ast.expr | ast.keyword]:
+    match node:
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            modules = [alias.name for alias in names] + [getattr(node, "module", None) or ""]
+            return bool(UNSAFE_NAMES & {part for module in modules for part in module.split(".")})
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name in UNSAFE_NAMES
+        case ast.keyword(arg="allow_pickle", value=ast.Constant(value=True)):
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
+            return not any(k.arg == "weights_only" and getattr(k.value, "value", None) is True for k in keywords)
+    return False
 
 
 def test_nothing_runs_code_out_of_bytes() -> None:
-    assert [_where(path, line) for path in _sources() for line in _unsafe(path)] == []
+    assert [_where(path, line) for path in _sources() for line in _parse(path).unsafe] == []
 
 
 @pytest.mark.parametrize(
@@ -132,7 +154,7 @@ def test_nothing_runs_code_out_of_bytes() -> None:
 )
 def test_unsafe_code_is_found(tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.py").write_text(text)
-    assert list(_unsafe(tmp_path / "bad.py"))
+    assert _parse(tmp_path / "bad.py").unsafe
 
 
 def test_files_and_functions_keep_their_budgets() -> None:
@@ -141,11 +163,11 @@ def test_files_and_functions_keep_their_budgets() -> None:
         text = path.read_text(encoding="utf-8")
         if (count := len(text.splitlines())) > MAX_FILE_LINES:
             found.append(f"{_where(path, 1)}: {count} lines")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                count = (node.end_lineno or node.lineno) - node.lineno + 1
-                if count > MAX_FUNCTION_LINES:
-                    found.append(f"{_where(path, node.lineno)}: {node.name} has {count} lines")
+        found += [
+            f"{_where(path, line)}: {name} has {count} lines"
+            for line, name, count in _parse(path).functions
+            if count > MAX_FUNCTION_LINES
+        ]
     assert found == []
 
 
@@ -159,10 +181,7 @@ def test_sources_are_ascii_and_nothing_is_postponed() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [
-        p for p in _sources() if (t := p.read_text(encoding="utf-8").strip()) and not ast.get_docstring(ast.parse(t))
-    ]
-    assert [str(p.relative_to(ROOT)) for p in silent] == []
+    assert [str(path.relative_to(ROOT)) for path in _sources() if not _parse(path).documented] == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -221,7 +240,7 @@ def _commands(path: Path) -> Iterator[tuple[int, list[str]]]:
 def test_make_help_lists_every_command() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     words = ["make", "-C", str(ROOT), "--no-print-directory", "help"]
-    listed = subprocess.run(words, capture_output=True, text=True, check=True)
+    listed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
     assert [line.split()[1] for line in listed.stdout.splitlines()] == targets
 
 

@@ -24,12 +24,13 @@ import torch
 
 from fourfold import metrics
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Int32Array, Sample, VersionSpan
+from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.plan.memory import GIB, memory_plan
 from fourfold.plan.models import model_sizes
-from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
-from fourfold_bench.models import SHAPE_NAMES, SHAPES, forward_flop, parameter_count, write_model
+from fourfold_bench.harness import Benchmark, BenchmarkRun, option, run_script
+from fourfold_bench.models import SHAPES, forward_flop, parameter_count, write_model
+from fourfold_bench.trainer_passes import PassSettings, make_samples, recipe, start_ranks
 from fourfold_coordinator.weights.probe import LogprobProbe
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.flops import speed
@@ -42,21 +43,12 @@ _PROBE_TOKENS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings(BenchmarkSettings):
+class TrainerSettings(PassSettings):
     """The options of the trainer benchmark."""
 
-    shape: str = option(default="tiny", choices=SHAPE_NAMES)
-    device: str = option(default="cpu", choices=("cpu", "cuda"))
-    ranks: int = option(default=1, least=1)
     zero_stage: int = option(default=3)
-    dtype: str = option(default="bfloat16", choices=("bfloat16", "float32"))
-    tokens: int = option("tokens of one step, about", default=8192, least=1)
-    longest: int = option("tokens of the longest sample", default=512, least=16)
-    micro_batch: int = option("tokens of one pass of one rank", default=2048)
     offload: str = option(default="none", choices=("none", "optimizer", "optimizer+parameters"))
     checkpointing: bool = option("recompute activations", default=False)
-    liger: bool = option("fused kernels", default=False)
-    head_dtype: str = option("logits: of the weights' dtype, or float32", default="", choices=("", "float32"))
     reduction: str = option(
         "number format in which ranks sum gradients", default="float32", choices=("float32", "bfloat16")
     )
@@ -67,79 +59,6 @@ class TrainerSettings(BenchmarkSettings):
     release: bool = option("return cached memory after each step, as a trainer that shares GPUs", default=False)
     profile: str = option(
         "write torch profiles of one more step, and of a probe (FILE.probe)", default="", metavar="FILE"
-    )
-
-
-def make_samples(total: int, longest: int, vocabulary: int) -> list[Sample]:
-    """Return samples of random tokens and mixed lengths, about `total` tokens, as of `samples_of`."""
-    random = np.random.default_rng(0)
-    rows: list[Int32Array] = []
-    while total > 0:
-        count = int(np.clip(random.lognormal(np.log(longest / 4), 0.8), 16, longest))
-        rows.append(random.integers(0, vocabulary, count).astype(np.int32))
-        total -= count
-    return samples_of(rows, vocabulary)
-
-
-def samples_of(rows: Sequence[Int32Array], vocabulary: int) -> list[Sample]:
-    """Return samples with random scores in groups of eight, an eighth of each row its prompt."""
-    random = np.random.default_rng(1)
-    samples: list[Sample] = []
-    for row in rows:
-        count = len(row)
-        prompt = max(2, count // 8)
-        mask = np.arange(count) >= prompt
-        spans = (
-            VersionSpan(policy_version=-1, token_count=prompt),
-            VersionSpan(policy_version=0, token_count=count - prompt),
-        )
-        samples.append(
-            Sample(
-                sample_id=f"s{len(samples)}",
-                group_id=f"g{len(samples) // 8}",
-                token_ids=row,
-                behavior_logprobs=np.where(mask, -np.log(vocabulary), np.nan).astype(np.float32),
-                action_mask=mask,
-                loss_mask=mask,
-                version_spans=spans,
-                temperature=1.0,
-                score=float(random.random()),
-            )
-        )
-    if len(samples) % 8 == 1:  # a group of one has no advantage
-        samples[-1] = replace(samples[-1], group_id=samples[-2].group_id)
-    return samples
-
-
-def recipe(settings: TrainerSettings, model: Path, sample_count: int) -> Config:
-    """Return the recipe of the run."""
-    return Config.model_validate(
-        {
-            "name": "speed",
-            "steps": 100,
-            "model": {
-                "source": str(model),
-                "dtype": settings.dtype,
-                "head_dtype": settings.head_dtype,
-                "max_context_tokens": settings.longest,
-            },
-            "data": {"train": {"path": "unused.jsonl"}},
-            "sampling": {"max_new_tokens": settings.longest - 1},
-            "batch": {
-                "prompts_per_step": -(-sample_count // 8),
-                "group_size": 8,
-                "tokens_per_micro_batch": settings.micro_batch,
-            },
-            "trainer": {
-                "device": settings.device,
-                "ranks": settings.ranks,
-                "zero_stage": settings.zero_stage,
-                "gradient_checkpointing": settings.checkpointing,
-                "offload": settings.offload,
-                "liger_kernels": settings.liger,
-                "gradient_reduction": settings.reduction,
-            },
-        }
     )
 
 
@@ -220,57 +139,15 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         if settings.shadow:
             scores = np.random.default_rng(1).random(len(samples)).tolist()
             samples = [replace(s, shadow_score=score) for s, score in zip(samples, scores, strict=True)]
-        config = recipe(settings, model, len(samples))
-        ranks = DistributedEngine(config, model, run_dir=run.folder, member_id="trainer-0", on_death=print)
-        engine = Stopwatch(ranks, config)
-        batch = StepBatch.of(samples, config.algorithm)
-        every = [list(range(len(samples)))]
-        state, steps, passes, shadows, dummies = AlgorithmState(), list[float](), list[float](), list[float](), 0.0
-        cosine, peak = math.nan, 0.0
-        for step in range(1, settings.warmup + settings.runs + 1):
-            began = time.perf_counter()
-            compute_old_logprobs(engine.compute_logprobs, batch, config, every)
-            middle = time.perf_counter()
-            result = train_step(engine, samples, config, step=step, state=state)
-            shadows.append(0.0 if result.shadow is None else result.shadow.seconds)
-            if result.shadow is not None and step == 1:
-                cosine = result.shadow.cosine
-            peak = max(peak, result.policy.highest.get(metrics.GPU_PEAK, 0.0))
-            passes.append(middle - began)
-            steps.append(time.perf_counter() - middle)
-            engine.finish_step(release=settings.release)
-            dummies = 1 - result.real_tokens / result.forwarded_tokens
-        if settings.profile:
-            profile(lambda: train_step(engine, samples, config, step=step + 1, state=state), Path(settings.profile))
-            engine.finish_step(release=settings.release)
-            profile(engine.probe, Path(f"{settings.profile}.probe"))
-        rate = matmul_flops(settings.device, settings.product)
-        timed = (engine.seconds, passes, steps, shadows, engine.release_seconds, engine.probe_seconds)
-        update, logprobs, whole, shadow, release, probe = (statistics.median(part[settings.warmup :]) for part in timed)
-        phase = whole - shadow + release
-        rates = speed(engine.machine, result.policy_work, result.critic_work, seconds=phase, rank_count=settings.ranks)
-        engine.leave()
-        engine.close()
-        lengths = np.array([len(s.token_ids) for s in samples], np.float64)
-        tokens = float(lengths.sum())
-        flop = forward_flop(settings.shape, tokens=tokens, squares=float((lengths**2).sum()))
-        return {
-            "parameters": parameter_count(settings.shape),
-            "samples": len(samples),
-            "tokens": int(tokens),
-            "matmul_tflops": round(rate / 1e12, 2),
-            "update": _row(update, tokens, 3 * flop / settings.ranks, rate),
-            "old_logprobs": _row(logprobs, tokens, flop / settings.ranks, rate),
-            "whole_step_seconds": round(whole, 3),
-            "mfu": rates.get(metrics.MFU),  # of the whole train phase, as in runs
-            "shadow_seconds": round(shadow, 3),  # part of the whole step
-            "shadow_cosine": None if math.isnan(cosine) else round(cosine, 6),  # of the first step
-            "release_seconds": round(release, 4),
-            "probe_seconds": round(probe, 4),
-            "dummy_fraction": round(dummies, 4),
-            "gpu_peak_gib": round(peak, 3),
-            "planned_gib": round(_planned_gib(config), 3),
+        trainer = {
+            "zero_stage": settings.zero_stage,
+            "gradient_checkpointing": settings.checkpointing,
+            "offload": settings.offload,
+            "gradient_reduction": settings.reduction,
         }
+        config = recipe(settings, model, len(samples), trainer=trainer)
+        with start_ranks(config, model, run.folder) as ranks:
+            return _measure(settings, Stopwatch(ranks, config), config, samples)
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
         results = document["results"]
@@ -290,6 +167,55 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
             f"probe of {_PROBE_TOKENS} tokens in {results['probe_seconds']} s",
             f"most memory of a rank {results['gpu_peak_gib']} GiB on the GPU; planned {results['planned_gib']} GiB",
         ]
+
+
+def _measure(settings: TrainerSettings, engine: Stopwatch, config: Config, samples: Sequence[Sample]) -> dict[str, Any]:
+    batch = StepBatch.of(samples, config.algorithm)
+    every = [list(range(len(samples)))]
+    state, steps, passes, shadows, dummies = AlgorithmState(), list[float](), list[float](), list[float](), 0.0
+    cosine, peak = math.nan, 0.0
+    for step in range(1, settings.warmup + settings.runs + 1):
+        began = time.perf_counter()
+        compute_old_logprobs(engine.compute_logprobs, batch, config, every)
+        middle = time.perf_counter()
+        result = train_step(engine, samples, config, step=step, state=state)
+        shadows.append(0.0 if result.shadow is None else result.shadow.seconds)
+        if result.shadow is not None and step == 1:
+            cosine = result.shadow.cosine
+        peak = max(peak, result.policy.highest.get(metrics.GPU_PEAK, 0.0))
+        passes.append(middle - began)
+        steps.append(time.perf_counter() - middle)
+        engine.finish_step(release=settings.release)
+        dummies = 1 - result.real_tokens / result.forwarded_tokens
+    if settings.profile:
+        profile(lambda: train_step(engine, samples, config, step=step + 1, state=state), Path(settings.profile))
+        engine.finish_step(release=settings.release)
+        profile(engine.probe, Path(f"{settings.profile}.probe"))
+    rate = matmul_flops(settings.device, settings.product)
+    timed = (engine.seconds, passes, steps, shadows, engine.release_seconds, engine.probe_seconds)
+    update, logprobs, whole, shadow, release, probe = (statistics.median(part[settings.warmup :]) for part in timed)
+    phase = whole - shadow + release
+    rates = speed(engine.machine, result.policy_work, result.critic_work, seconds=phase, rank_count=settings.ranks)
+    lengths = np.array([len(s.token_ids) for s in samples], np.float64)
+    tokens = float(lengths.sum())
+    flop = forward_flop(settings.shape, tokens=tokens, squares=float((lengths**2).sum()))
+    return {
+        "parameters": parameter_count(settings.shape),
+        "samples": len(samples),
+        "tokens": int(tokens),
+        "matmul_tflops": round(rate / 1e12, 2),
+        "update": _row(update, tokens, 3 * flop / settings.ranks, rate),
+        "old_logprobs": _row(logprobs, tokens, flop / settings.ranks, rate),
+        "whole_step_seconds": round(whole, 3),
+        "mfu": rates.get(metrics.MFU),  # of the whole train phase, as in runs
+        "shadow_seconds": round(shadow, 3),  # part of the whole step
+        "shadow_cosine": None if math.isnan(cosine) else round(cosine, 6),  # of the first step
+        "release_seconds": round(release, 4),
+        "probe_seconds": round(probe, 4),
+        "dummy_fraction": round(dummies, 4),
+        "gpu_peak_gib": round(peak, 3),
+        "planned_gib": round(_planned_gib(config), 3),
+    }
 
 
 def _planned_gib(config: Config) -> float:

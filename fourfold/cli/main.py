@@ -275,8 +275,9 @@ class _Serve:
         from fourfold.host.process_tree import die_with_parent
 
         die_with_parent()
-        # vLLM's GPU kernels are built by ninja, which is in this environment even if the environment is not activated.
-        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        if args.role != "coordinator":  # it builds no kernels, and tells commands that fit the PATH of its user
+            # vLLM's GPU kernels are built by ninja, which is in this environment even if that is not activated.
+            os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         if args.list:
             return self._list_verifiers(args.role)
         if args.recipe is None:

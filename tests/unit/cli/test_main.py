@@ -119,6 +119,14 @@ def test_serve_hands_its_arguments_to_the_service(monkeypatch: pytest.MonkeyPatc
     assert coordinator.run_dir == Path("runs/quickstart")
 
 
+@pytest.mark.parametrize(("role", "first"), [("rollout", str(Path(sys.executable).parent)), ("coordinator", "/bin")])
+def test_the_coordinator_keeps_the_path_of_its_user(role: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setenv("PATH", "/bin")
+    assert cli_main.main(["serve", role, str(QUICKSTART)]) == 1  # the service is not installed
+    assert os.environ["PATH"].split(os.pathsep)[0] == first
+
+
 def test_built_in_verifiers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_main.main(["serve", "reward", "--list"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]

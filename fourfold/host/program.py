@@ -1,4 +1,4 @@
-"""Finds the words with which a user's shell starts this program again."""
+"""Finds the words with which a user's shell starts this program again, or continues a run."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def program() -> str:
         return "fourfold"
     here = Path.cwd()
     return str(own.relative_to(here) if own.is_relative_to(here) and own.parent != here else own)
+
+
+def resume_command(run_dir: Path) -> str:
+    """Return the command that continues the run of a folder."""
+    return f"{program()} run --resume {run_dir}"

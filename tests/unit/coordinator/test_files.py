@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.host import disk as host_disk
+from fourfold.host.program import resume_command
 from fourfold.metrics import REWARD_MEAN
 from fourfold_coordinator.state import files
 from fourfold_coordinator.state.files import DiskFull, DiskWriter, MetricsWriter, replace_file
@@ -113,7 +114,7 @@ async def test_a_wait_that_lasts_too_long_ends_with_the_remedy(
         await clock.advance(1)
     with pytest.raises(DiskFull) as error:
         await task
-    assert f"make room, then resume with: fourfold run --resume {tmp_path}" in error.value.message
+    assert f"make room, then resume with: {resume_command(tmp_path)}" in error.value.message
     assert "for 10 s (retry.service_wait_seconds)" in error.value.message
     assert subjects(board) == []
 

@@ -13,7 +13,7 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold.host.program import program
+from fourfold.host.program import resume_command
 from fourfold_coordinator.cli import watch
 from fourfold_coordinator.cli.watch import stopped_lines
 from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, is_locked, locked, write_stop_reason
@@ -39,7 +39,7 @@ def test_a_run_that_has_stopped_says_what_is_repeated(tmp_path: Path) -> None:
     first, second, third, last = stopped_lines(tmp_path, CONFIG)
     assert first == f"{tmp_path} does not run: it stopped after step 12 of 30."
     assert second == "It continues from the checkpoint of step 10, and repeats 2 steps:"
-    assert third == f"  {program()} run --resume {tmp_path}"
+    assert third == f"  {resume_command(tmp_path)}"
     assert last.endswith("/logs/coordinator-0.log")
 
 
@@ -68,7 +68,7 @@ def test_a_watcher_of_a_run_that_is_stopped_sees_how_to_continue(
 def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
     first, second, _ = stopped_lines(tmp_path, CONFIG)
     assert first.endswith("it stopped after step 0 of 30.")
-    assert second == f"It has no checkpoint. To start again: {program()} run --resume {tmp_path}"
+    assert second == f"It has no checkpoint. To start again: {resume_command(tmp_path)}"
 
 
 def test_a_coordinator_that_lives_holds_its_lock(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError, WrongState
 from fourfold.host.process import Command, Supervisor
-from fourfold.host.program import program
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.client import RolloutClient
@@ -32,7 +31,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.text import clean, printable
 
 from ..data.question import last_message
-from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE, find_run
+from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE, find_run, no_export
 
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
@@ -89,11 +88,7 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
         return ""
     model = folder if run_dir != folder else folder / MODEL_FOLDER
     if not model.is_dir():
-        raise ConfigError(
-            f"{run_dir} has no folder `{model.name}` yet: the model is exported at the end of a run, and every "
-            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: {program()} run --resume "
-            f"{run_dir}"
-        )
+        raise no_export(run_dir, f"folder `{model.name}`")
     config = configuration.load(run_dir / CONFIG_FILE)
     if args.system is None and config.data.chat:
         args.system = config.data.system_prompt

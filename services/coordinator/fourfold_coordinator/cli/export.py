@@ -14,12 +14,11 @@ from typing import Final
 
 from fourfold import hub
 from fourfold.errors import ConfigError
-from fourfold.host.program import program
 from fourfold.hub import upload
 from fourfold.model import folder as model_folder
 from fourfold.text import choices, format_bytes
 
-from ..launch.run_folder import CONFIG_FILE, CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, find_run
+from ..launch.run_folder import CONFIG_FILE, CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, find_run, no_export
 from ..reporting.model_card import model_card
 
 _DTYPES: Final = ("bf16", "f16", "f32")
@@ -72,10 +71,7 @@ def find_export(source: str, name: str = "") -> Path:
     exports = {path.parent.name: path.parent for path in run.glob("[!.]*/config.json")}
     plain = [path for path in exports.values() if path.name not in (EMA_FOLDER, CRITIC_FOLDER)]
     if not plain:
-        raise ConfigError(
-            f"{run} has no export yet: the model is exported at the end of a run, and every "
-            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: {program()} run --resume {run}"
-        )
+        raise no_export(run, "export")
     if name and name not in exports:
         raise ConfigError(f"{run} has no export {name!r}; {choices(name, sorted(exports))}")
     newest = max(plain, key=lambda path: (path / "config.json").stat().st_mtime)

@@ -27,7 +27,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.hardware import has_fast_bfloat16, smallest_memory, visible_gpus
-from fourfold.host.program import program
+from fourfold.host.program import program, resume_command
 from fourfold.model import folder as model_folder
 from fourfold.plan.models import adapter_plan, check_context, check_sequence_parallel
 from fourfold.plan.placement import check_gpu_memory
@@ -276,7 +276,7 @@ class RunCommand:
         """Return how to go on after a stop."""
         options = "" if self._args.launcher == "local" else f" --launcher {self._args.launcher}"
         options += f" --ray-address {self._args.ray_address}" if self._args.ray_address else ""
-        resume = f"{program()} run --resume {self._run_dir}{options}"
+        resume = resume_command(self._run_dir) + options
         if next((self._run_dir / "checkpoints").glob("step-*"), None) is not None:
             return f"To resume from the last checkpoint: {resume}"
         return (

@@ -13,7 +13,7 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.errors import FourfoldError, Unavailable
-from fourfold.host.program import program
+from fourfold.host.program import resume_command
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import COORDINATOR, VIEWER, Security
 
@@ -75,12 +75,12 @@ def stopped_lines(run_dir: Path, config: Config) -> list[str]:
     how = f"was stopped by {reason}" if reason else "stopped"
     lines = [f"{run_dir} does not run: it {how} after step {progress.step} of {config.steps}."]
     if progress.checkpoint_step is None:
-        lines.append(f"It has no checkpoint. To start again: {program()} run --resume {run_dir}")
+        lines.append(f"It has no checkpoint. To start again: {resume_command(run_dir)}")
     else:
         lost = progress.step - progress.checkpoint_step
         repeated = f", and repeats {lost} step{'s' if lost > 1 else ''}" if lost else ""
         lines.append(f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}:")
-        lines.append(f"  {program()} run --resume {run_dir}")
+        lines.append(f"  {resume_command(run_dir)}")
     if not reason:
         lines.append(f"Why it stopped is at the end of {run_dir / 'logs'}/coordinator-0.log")
     return lines

@@ -18,6 +18,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import gpu_environment
 from fourfold.host.process import Command, Supervisor
+from fourfold.host.program import resume_command
 from fourfold.trainer.client import TrainerClient
 
 from ..state.ledger import read_evals
@@ -57,7 +58,7 @@ def find_weights(run_dir: Path, wanted: str) -> Weights:
     if not known:
         raise ConfigError(
             f"{run_dir} has neither an exported model nor a checkpoint; wait, or continue a run that has stopped: "
-            f"fourfold run --resume {run_dir}"
+            f"{resume_command(run_dir)}"
         )
     if wanted == "last":
         return known[max(known)]

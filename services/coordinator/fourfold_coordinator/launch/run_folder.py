@@ -23,6 +23,7 @@ from fourfold import config as configuration
 from fourfold import hub
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.host.program import resume_command
 from fourfold.text import clean, nearest_name
 
 ADDRESS_FILE: Final = "coordinator.address"
@@ -191,6 +192,14 @@ def read_stop_reason(run_dir: Path) -> str:
         return (run_dir / STOP_FILE).read_text(encoding="utf-8").strip()[:_MOST_REASON]
     except (OSError, ValueError):
         return ""
+
+
+def no_export(run_dir: Path, what: str) -> ConfigError:
+    """Return the error of a command that needs an exported model which the run does not have yet."""
+    return ConfigError(
+        f"{run_dir} has no {what} yet: the model is exported at the end of a run, and every "
+        f"checkpoint.export_every_steps; wait, or continue a run that has stopped: {resume_command(run_dir)}"
+    )
 
 
 def is_finished(run_dir: Path, config: Config) -> bool:

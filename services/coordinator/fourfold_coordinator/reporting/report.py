@@ -48,6 +48,7 @@ from typing import Any
 
 from fourfold import metrics as m
 from fourfold.config import Config
+from fourfold.host.program import resume_command
 
 from ..launch.run_folder import CONFIG_FILE, REPORT_FILE
 from ..state.files import replace_file
@@ -260,5 +261,5 @@ if __name__ == "__main__":
         sys.exit("usage: python -m fourfold_coordinator.reporting.report RUN_FOLDER RUN_FOLDER")
     for folder in map(Path, sys.argv[1:]):
         if not (folder / REPORT_FILE).is_file():
-            sys.exit(f"{folder}: no report.json; give a finished run, or finish it: fourfold run --resume {folder}")
+            sys.exit(f"{folder}: no report.json; give a finished run, or finish it: {resume_command(folder)}")
     sys.stdout.write(json.dumps(compare(Path(sys.argv[1]), Path(sys.argv[2])), indent=2) + "\n")

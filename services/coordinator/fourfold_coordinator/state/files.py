@@ -26,6 +26,7 @@ from typing import Final, ParamSpec, TypeVar
 from fourfold.errors import Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.disk import append_lines, free_gib, is_full
+from fourfold.host.program import resume_command
 
 from .run_board import RunBoard
 
@@ -99,7 +100,7 @@ class DiskWriter:
                     if now >= end:
                         raise DiskFull(
                             f"{self._explain(error)} for {self._wait_seconds:g} s (retry.service_wait_seconds); "
-                            f"make room, then resume with: fourfold run --resume {self._folder}"
+                            f"make room, then resume with: {resume_command(self._folder)}"
                         ) from None
                     if end == math.inf:
                         end = now + self._wait_seconds

@@ -16,7 +16,14 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.host.program import resume_command
 from fourfold_coordinator.cli import watch
 from fourfold_coordinator.cli.watch import stopped_lines
-from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, is_locked, locked, write_stop_reason
+from fourfold_coordinator.launch.run_folder import (
+    COORDINATOR_LOCK,
+    LEDGER_FILE,
+    STOP_FILE,
+    is_locked,
+    locked,
+    write_stop_reason,
+)
 from fourfold_coordinator.state.ledger import Ledger
 
 CONFIG: Any = configuration.load("recipes/quickstart.toml", ["steps=30"])
@@ -48,6 +55,8 @@ def test_a_run_that_a_signal_stopped_names_the_signal(tmp_path: Path) -> None:
     first, *_, last = stopped_lines(tmp_path, CONFIG)
     assert first == f"{tmp_path} does not run: it was stopped by SIGINT (Ctrl-C) after step 0 of 30."
     assert "log" not in last
+    (tmp_path / STOP_FILE).write_bytes(b"\x1b[2J\xffSIGTERM" + b"x" * 10_000)  # a damaged file
+    assert len(first := stopped_lines(tmp_path, CONFIG)[0]) < 300 + len(str(tmp_path)) and first.isprintable()
     write_stop_reason(tmp_path, "")
     assert stopped_lines(tmp_path, CONFIG)[0].endswith("it stopped after step 0 of 30.")
 

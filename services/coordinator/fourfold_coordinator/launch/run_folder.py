@@ -189,8 +189,9 @@ def write_stop_reason(run_dir: Path, reason: str) -> None:
 def read_stop_reason(run_dir: Path) -> str:
     """Return what stopped the run, such as "SIGINT (Ctrl-C)"; empty if no signal did."""
     try:
-        return (run_dir / STOP_FILE).read_text(encoding="utf-8").strip()[:_MOST_REASON]
-    except (OSError, ValueError):
+        with (run_dir / STOP_FILE).open(encoding="utf-8", errors="replace") as file:
+            return clean(file.read(_MOST_REASON)).strip()
+    except OSError:
         return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from fourfold import metrics as m
 from fourfold.config import RewardConfig, from_tables
 from fourfold.errors import Unavailable
+from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc import circuit_breaker
 from fourfold_coordinator.launch.fleet import serve_arguments
@@ -313,15 +315,20 @@ async def test_faults_are_counted_over_the_lives_of_a_run(make_stage: Callable[.
     assert [(row["kind"], row["count"]) for row in stage.report()["faults"]] == [("FIRST", 1), ("SECOND", 1)]
 
 
-def test_a_program_of_the_user_names_the_process_to_end_after_a_correction() -> None:
+def test_a_program_of_the_user_names_the_process_to_end_after_a_correction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PARENT_PID_VARIABLE, "1")
     advice = deployment_calls.restart_advice(RewardConfig(function="mine.py:score"), "demo", "reward-0")
     assert "correct `mine.py:score`" in advice
     # The pattern must be part of the command line of the service.
     service = ServiceSpec(role="reward", name="reward-0")
     argv = " ".join(serve_arguments(service, run_dir=Path("runs/demo"), coordinator="127.0.0.1:1"))
-    assert advice.split("pkill -f ")[1].strip("'") in argv
+    pattern = advice.split("pkill -f ")[1].strip("'")
+    for folder, found in (("runs/demo", True), ("demo", True), ("runs/my-demo", False)):
+        assert bool(re.search(pattern, argv.replace("runs/demo", folder))) is found, folder
     for table in (RewardConfig(), RewardConfig(target=("h:1",)), RewardConfig(function="m.py:f", replicas=0)):
         assert deployment_calls.restart_advice(table, "demo", "reward-0") == ""
+    monkeypatch.delenv(PARENT_PID_VARIABLE)  # services that were started by hand have other command lines
+    assert deployment_calls.restart_advice(RewardConfig(function="mine.py:score"), "demo", "reward-0") == ""
 
 
 async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tries() -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from typing import Any, Final, TypeVar
 from fourfold.config import Config, RewardConfig
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import FourfoldError, InvalidInput, PeerFault
+from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.codec import encode
 from fourfold.types.v1.experience_pb2 import Experience
@@ -342,11 +344,12 @@ def restart_advice(table: RewardConfig, run: str, member_id: str) -> str:
 
     The service cannot read the file again: its name@version has the digest of the file.
     """
-    if table.target or not table.replicas or not (":" in table.function or table.command):
+    launched = PARENT_PID_VARIABLE in os.environ and table.replicas and not table.target
+    if not launched or not (":" in table.function or table.command):
         return ""
     return (
-        f"; correct `{table.title}`, then end its service, which the launcher starts again with the new code: "
-        f"pkill -f '{run}/config.toml --member-id {member_id} '"
+        f"; correct `{table.title}`, then end its service, which the launcher starts again with the new code, on its "
+        f"machine: pkill -f '[ /]{run}/config.toml --member-id {member_id} '"
     )
 
 

@@ -104,5 +104,7 @@ def test_a_run_gives_its_model_system_message_and_temperature(tmp_path: Path) ->
         args = parser.parse_args([str(tmp_path), *words])
         chat.use_run(args, tmp_path)
         assert args.max_tokens == longest
+    with pytest.raises(ConfigError, match="--max-tokens 0: an answer has at least one token"):
+        chat.main(parser.parse_args([str(tmp_path), "--max-tokens", "0"]))
     (tmp_path / "config.toml").unlink()
     assert settings(str(tmp_path / "model")) == ("", None, 1.0)

@@ -60,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Chat until the input ends; return the exit code."""
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens {args.max_tokens}: an answer has at least one token; raise it, or leave it out")
     source = use_run(args, find_run(Path(args.model))) or args.model
     notes = run_notes(args.system or "", Path(source).parent)
     folder = model_folder.resolve(source)
@@ -84,7 +86,7 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
     run_dir = folder.parent if folder.name.startswith(MODEL_FOLDER) else folder
     if not (run_dir / CONFIG_FILE).is_file():
         args.temperature = 1.0 if args.temperature is None else args.temperature
-        args.max_tokens = args.max_tokens or _MAX_TOKENS
+        args.max_tokens = _MAX_TOKENS if args.max_tokens is None else args.max_tokens
         return ""
     model = folder if run_dir != folder else folder / MODEL_FOLDER
     if not model.is_dir():
@@ -94,7 +96,8 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
         args.system = config.data.system_prompt
     if args.temperature is None:
         args.temperature = config.sampling.temperature
-    args.max_tokens = args.max_tokens or min(config.sampling.max_new_tokens, _MAX_CONTEXT // 2)
+    if args.max_tokens is None:
+        args.max_tokens = min(config.sampling.max_new_tokens, _MAX_CONTEXT // 2)
     return str(model)
 
 
@@ -202,7 +205,7 @@ def _recipe(folder: Path, max_tokens: int) -> Config:
     limit = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     context = min(int(limit or _MAX_CONTEXT), _MAX_CONTEXT)
     if max_tokens >= context:
-        raise ConfigError(f"--max-tokens = {max_tokens}: must be below the context of {context} tokens")
+        raise ConfigError(f"--max-tokens = {max_tokens}: must be below the context of {context} tokens; lower it")
     from fourfold.host.hardware import visible_gpus
 
     return Config.model_validate(

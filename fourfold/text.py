@@ -93,7 +93,10 @@ def format_score(score: float, half_width: float | None, scored: int, missing: i
 
 
 def format_answers(scored: int, missing: int) -> str:
-    """Return of how many answers a score is, and how many have none."""
+    """Return the number of answers with a score and, if there are any, of those without one, as text.
+
+    Examples: "160 answers", "1 of 240 answers; 239 without a score".
+    """
     if missing:
         return f"{scored} of {scored + missing} answers; {missing} without a score"
     return f"{scored} answer{'s' * (scored != 1)}"

@@ -59,7 +59,7 @@ def test_the_list_has_the_last_score_with_its_step_and_its_answers(
     ledger.add_eval(EvalRow(0, 1.0, None, 1, 239, []))
     ledger.close()
     assert call() == 0
-    assert "1.00 (step 0, 1 of 240 answers)" in capsys.readouterr().out
+    assert "1.00 (step 0; 1 of 240 answers; 239 without a score)" in capsys.readouterr().out
 
 
 def test_a_file_that_a_run_replaces_meanwhile_is_no_obstacle(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,10 +294,10 @@ def panel_rows(
         rows.append(("queue", _queue_text(status.queue)))
     if status.evals:
         shown = [status.evals[0], *status.evals[1:][-3:]]
-        rows.append(("held-out accuracy", " -> ".join(map(_score_text, shown))))
+        rows.append(("held-out accuracy", " -> ".join(_score(each, f"step {each.step}") for each in shown)))
         last = status.evals[-1]
         if len(last.sets) > 1:
-            rows.append(("held-out sets", ", ".join(f"{each.name} {_set_score(each)}" for each in last.sets)))
+            rows.append(("held-out sets", ", ".join(f"{each.name} {_score(each)}" for each in last.sets)))
     if status.steps:
         sparkline_width = min(_SPARKLINE_WIDTH, max(width - _LABEL_WIDTH - _VALUE_WIDTH, 0))
         rows += _step_rows(status, blocks, sparkline_width, samples_per_step)
@@ -306,15 +306,11 @@ def panel_rows(
     return rows
 
 
-def _score_text(record: pb.EvalRecord) -> str:
-    """Return the score after a step; with answers that have none, also of how many it is."""
-    answers = f"; {format_answers(record.answer_count, record.missing_count)}" if record.missing_count else ""
-    return f"{record.mean_score:.2f} (step {record.step}{answers})"
-
-
-def _set_score(record: pb.EvalSetRecord) -> str:
-    answers = f" ({format_answers(record.answer_count, record.missing_count)})" if record.missing_count else ""
-    return f"{record.mean_score:.2f}{answers}"
+def _score(record: pb.EvalRecord | pb.EvalSetRecord, *notes: str) -> str:
+    """Return a score with notes in parentheses; if answers have no score, their number is one."""
+    if record.missing_count:
+        notes += (format_answers(record.answer_count, record.missing_count),)
+    return f"{record.mean_score:.2f}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _phase_text(status: pb.RunStatus) -> str:

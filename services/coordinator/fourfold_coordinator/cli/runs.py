@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold.errors import ConfigError
-from fourfold.text import align_columns, format_bytes, format_duration
+from fourfold.text import align_columns, format_answers, format_bytes, format_duration
 
 from ..launch.run_folder import (
     CONFIG_FILE,
@@ -152,8 +152,8 @@ def _list(root: Path) -> int:
 def _score(row: EvalRow, step: int) -> str:
     """Return a held-out score, with its step if later ones are done, and with its answers if some have no score."""
     words = [f"step {row.step}"] if row.step != step else []
-    words += [f"{row.answer_count} of {row.answer_count + row.missing_count} answers"] if row.missing_count else []
-    return f"{row.score:.2f}" + (f" ({', '.join(words)})" if words else "")
+    words += [format_answers(row.answer_count, row.missing_count)] if row.missing_count else []
+    return f"{row.score:.2f}" + (f" ({'; '.join(words)})" if words else "")
 
 
 def _chosen(args: argparse.Namespace) -> list[Run]:

@@ -25,12 +25,11 @@ from fourfold.host.process_tree import PARENT_PID_VARIABLE, descendants
 from fourfold.rpc.channel import split_target
 
 from ..routing.registry import Member, MemberChange
-from ..state.ledger import Ledger
+from ..state.ledger import RESUMES_KEY, Ledger
 
 # Keys in the ledger.
 _SECONDS: Final = "seconds"
 _PEAK_MEMORY: Final = "peak_memory_bytes"
-_RESUMES: Final = "resumes"
 _RESTARTS: Final = "restarts"
 _RECOVERIES: Final = "recoveries"
 
@@ -69,7 +68,7 @@ class RunTotals:
         stored = ledger.get(_SECONDS)
         self._seconds_before = float(stored or 0.0)
         self.continued = bool(stored)  # an earlier coordinator process began the run
-        self.resumes = int(ledger.get(_RESUMES) or 0)
+        self.resumes = int(ledger.get(RESUMES_KEY) or 0)
         self.recoveries: list[dict[str, Any]] = json.loads(ledger.get(_RECOVERIES) or "[]")  # the newest 100
         self._coordinator, self._death = coordinator, death
         # Processes that replaced another one while the run continued, by member id.
@@ -112,7 +111,7 @@ class RunTotals:
             {
                 _SECONDS: repr(self.seconds),
                 _PEAK_MEMORY: str(self.memory.peak_bytes),
-                _RESUMES: str(self.resumes),
+                RESUMES_KEY: str(self.resumes),
                 _RESTARTS: json.dumps(self.restarts),
                 _RECOVERIES: json.dumps(self.recoveries),
             }

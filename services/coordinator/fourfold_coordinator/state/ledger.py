@@ -95,8 +95,10 @@ CREATE TABLE IF NOT EXISTS evals (
   step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
   missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
 """
-_PROGRESS: Final = """SELECT (SELECT COALESCE(MAX(step), 0) FROM steps), (SELECT MAX(step) FROM checkpoints),
-  (SELECT COALESCE(MAX(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'resumes')"""
+RESUMES_KEY: Final = "resumes"
+"""Key of the number of coordinator processes that resumed the run."""
+_PROGRESS: Final = f"""SELECT (SELECT COALESCE(MAX(step), 0) FROM steps), (SELECT MAX(step) FROM checkpoints),
+  (SELECT COALESCE(MAX(CAST(value AS INTEGER)), 0) FROM meta WHERE key = '{RESUMES_KEY}')"""
 _COUNT_SAMPLES: Final = "SELECT state, COUNT(*) FROM samples GROUP BY state"
 _COUNT_REASONS: Final = "SELECT reason, COUNT(*) FROM samples WHERE state = 'DROPPED' GROUP BY reason"
 # The fields of the row classes below have the order of these columns.
@@ -207,7 +209,7 @@ class Progress:
 
     step: int  # the last one done; 0: none
     checkpoint_step: int | None  # of the last checkpoint; None: there is none
-    resumes: int = 0  # coordinator processes that resumed the run, as `reporting/run_totals.py` stores them
+    resumes: int = 0  # coordinator processes that resumed the run
 
 
 # Any thread and process may call these for a ledger that is in use. They raise sqlite3.Error if there is no ledger, or

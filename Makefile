@@ -1,5 +1,5 @@
 # Commands for users and developers. `make install` needs only Python 3.11 or 3.12 and g++.
-.PHONY: install quickstart setup test test-slow soak mutants check docs reference proto fmt constraints clean
+.PHONY: install quickstart setup test test-slow soak mutants check docs reference proto fmt help constraints clean
 bin := .venv/bin
 
 install:  ## set up the environment for runs on a CPU
@@ -47,7 +47,6 @@ fmt: setup  ## format sources and protos, and apply the fixes of the linter
 	$(bin)/ruff check --fix .
 	$(bin)/buf format -w proto
 
-.PHONY: help
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 

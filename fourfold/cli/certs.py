@@ -156,7 +156,7 @@ def _token(args: argparse.Namespace) -> None:
 
 
 def _checkers(scopes: Collection[str]) -> str:
-    """Return the services that check a token with these scopes; none are the default ones."""
+    """Return the services that check a token with these scopes; without scopes, with the default ones."""
     viewed, sampled = "view" in scopes, set(scopes or DEFAULT_SCOPES) - {"view"}
     found = ["the machine of the coordinator"] if viewed else []
     return " and ".join(found + (["every rollout service and gateway"] if sampled else []))

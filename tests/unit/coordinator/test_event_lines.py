@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold_coordinator.cli import event_lines
 from fourfold_coordinator.cli.event_lines import EventLines
 
 READY = [("coordinator-0", "ready"), ("rollout-0", "ready")]
@@ -153,3 +156,14 @@ def test_a_rollback_says_where_and_why_and_the_steps_after_it_are_told_again() -
     assert console.after(1) == ["restored the checkpoint of step 2: again"]
     console.done(1, 2, 3)
     assert steps_of(console.after(1)) == ["step 3/9"]
+
+
+def test_a_line_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator compares all rows of its run on the event loop, twice a second."""
+    console, written = Console(), []
+    monkeypatch.setattr(event_lines, "step_line", lambda record, _status: written.append(record.step) or "line")
+    console.done(1, 2)
+    assert console.after(3)[:2] == ["line", "line"]
+    console.done(1, 2, 3)
+    assert console.after(3) == ["line"]
+    assert written == [1, 2, 3]

@@ -61,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Chat until the input ends; return the exit code."""
     if args.max_tokens is not None and args.max_tokens < 1:
-        raise ConfigError(f"--max-tokens {args.max_tokens}: an answer has at least one token; raise it, or leave it out")
+        raise ConfigError(
+            f"--max-tokens {args.max_tokens}: an answer has at least one token; raise it, or leave it out"
+        )
     source = use_run(args, find_run(Path(args.model))) or args.model
     notes = run_notes(args.system or "", Path(source).parent)
     folder = model_folder.resolve(source)

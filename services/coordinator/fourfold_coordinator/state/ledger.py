@@ -95,8 +95,7 @@ CREATE TABLE IF NOT EXISTS evals (
   step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
   missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
 """
-RESUMES_KEY: Final = "resumes"
-"""Key of the number of coordinator processes that resumed the run."""
+RESUMES_KEY: Final = "resumes"  # number of coordinator processes that resumed the run
 _PROGRESS: Final = f"""SELECT (SELECT COALESCE(MAX(step), 0) FROM steps), (SELECT MAX(step) FROM checkpoints),
   (SELECT COALESCE(MAX(CAST(value AS INTEGER)), 0) FROM meta WHERE key = '{RESUMES_KEY}')"""
 _COUNT_SAMPLES: Final = "SELECT state, COUNT(*) FROM samples GROUP BY state"

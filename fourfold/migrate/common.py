@@ -264,7 +264,7 @@ def listed_trackers(draft: Draft, flag: str, none: Sequence[str]) -> dict[str, s
     if others := [name for name in names if name not in found]:
         draft.check(
             f"logging.sinks: {draft.flags.title(flag)} has {', '.join(others)}, and the trackers are "
-            f"{', '.join(get_args(SinkName))}; choose of them"
+            f"{', '.join(get_args(SinkName))}; choose among them"
         )
     if not found:
         draft.leave("no equivalent of these trackers" if others else "not needed: no tracker", flag)

@@ -188,7 +188,7 @@ _OPTIMIZER_ROWS: Final = [
 _RUN: Final = [
     row("output_dir", "text", None, "name", "the last part of the path"),
     row("run_name", "text", None, "name", "before output_dir"),
-    row("report_to", "texts", (), "logging.sinks", "tensorboard, wandb, trackio and mlflow; of all, you choose"),
+    row("report_to", "texts", (), "logging.sinks", "tensorboard, wandb, trackio and mlflow; for all, choose yourself"),
     row("project", "text", None, "logging.project", "with a tracker"),
     row("logging_dir", "text", None, "logging.tensorboard_dir", "with tensorboard"),
     row("eval_strategy", "text", "no", "evaluation.every_steps", "no: no evaluation", values=("no", "steps", "epoch"),

@@ -29,10 +29,12 @@ def said(algorithm: dict[str, Any] | None = None, **tables: Any) -> str:
 
 
 def test_rounding_in_later_epochs_that_reaches_a_clip_is_a_warning() -> None:
-    def warned(preset: str, *, dtype: str = "bfloat16", epochs: int = 2, parts: int = 5) -> list[str]:
+    def warned(
+        preset: str, *, dtype: str = "bfloat16", epochs: int = 2, parts: int = 5, device: str = "cpu"
+    ) -> list[str]:
         batch = {"epochs_per_step": epochs, "mini_batches_per_step": parts}
         model = {"source": "m", "max_context_tokens": 2000, "dtype": dtype}
-        return noise_warnings(config({"preset": preset}, batch=batch, model=model))
+        return noise_warnings(config({"preset": preset}, batch=batch, model=model, trainer={"device": device}))
 
     (text,) = warned("gspo")
     assert text.startswith("batch.epochs_per_step = 2 deals samples anew to 5 mini-batches.")
@@ -40,6 +42,11 @@ def test_rounding_in_later_epochs_that_reaches_a_clip_is_a_warning() -> None:
     assert 'or model.dtype = "float32"' in text
     for quiet in (warned("gspo", dtype="float32"), warned("gspo", epochs=1), warned("gspo", parts=1)):
         assert quiet == []
+    (text,) = warned("gspo", dtype="float32", device="cuda")
+    assert "in float32 differ by up to 0.0001 nats a token" in text
+    for text in (text, *warned("gspo", device="cuda")):
+        assert 'float32"' not in text, "it would not end the warning"
+    assert warned("grpo", dtype="float32", device="cuda") == []
     assert warned("grpo") == warned("gmpo") == warned("cispo") == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -21,4 +22,4 @@ def program() -> str:
 
 def resume_command(run_dir: Path) -> str:
     """Return the command that continues the run of a folder."""
-    return f"{program()} run --resume {run_dir}"
+    return f"{program()} run --resume {shlex.quote(str(run_dir))}"

@@ -16,7 +16,9 @@ from starlette.testclient import TestClient
 
 from fourfold.errors import ConfigError
 from fourfold.host.disk import append_lines
+from fourfold.host.program import program
 from fourfold_coordinator.cli import view
+from fourfold_coordinator.launch.run_folder import write_stop_reason
 from fourfold_coordinator.reporting.run_totals import RunTotals
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.trajectory_index import TrajectoryIndex
@@ -194,7 +196,7 @@ def test_every_page_of_an_interrupted_run_says_how_to_continue(folders: list[Pat
             assert not [text for text in texts if text not in shown], f"{page}: {shown}"
 
     with TestClient(make_app(RunFolders([stopped, failed], cache=tmp_path / "cache")), base_url=LOCAL) as client:
-        says(client, "one", "stopped after step 3 of 9. It has no checkpoint", f"fourfold run --resume {stopped}<")
+        says(client, "one", "stopped after step 3 of 9. It has no checkpoint", f"{program()} run --resume {stopped}<")
         says(client, "one", f"{stopped}/logs/coordinator-0.log")
         says(client, "two.failed", 'class="state failed"', "failed before its first step", "coordinator-0.log")
         ledger = Ledger(stopped / "ledger.sqlite")
@@ -205,7 +207,10 @@ def test_every_page_of_an_interrupted_run_says_how_to_continue(folders: list[Pat
         ledger.commit_checkpoint(step=0, data_position=0, policy_version=0)
         ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=1)
         ledger.close()
-        says(client, "one", "It continues from the checkpoint of step 0 and repeats 1 step:")
+        says(client, "one", "stopped after step 1 of 9", "from the checkpoint of step 0, and repeats 1 step:")
+        write_stop_reason(stopped, "SIGTERM")
+        says(client, "one", "This run was stopped by SIGTERM after step 1 of 9.")
+        assert "coordinator-0.log" not in client.get("/run/one").text, "the reason is known"
     (stopped / "report.json").write_text("{}")
     with TestClient(make_app(RunFolders([stopped], cache=tmp_path / "cache")), base_url=LOCAL) as client:
         says(client, "one", "This run was resumed 2 times.")

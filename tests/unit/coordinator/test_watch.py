@@ -75,9 +75,11 @@ def test_a_watcher_of_a_run_that_is_stopped_sees_how_to_continue(
 
 
 def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
-    first, second, _ = stopped_lines(tmp_path, CONFIG)
+    folder = tmp_path / "a run"
+    first, second, third, _ = stopped_lines(folder, CONFIG)
     assert first.endswith("it stopped after step 0 of 30.")
-    assert second == f"It has no checkpoint. To start again: {resume_command(tmp_path)}"
+    assert (second, third) == ("It has no checkpoint. To start it again:", f"  {resume_command(folder)}")
+    assert resume_command(folder).endswith(f" run --resume '{folder}'")
 
 
 def test_a_coordinator_that_lives_holds_its_lock(tmp_path: Path) -> None:

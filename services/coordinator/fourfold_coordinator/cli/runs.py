@@ -28,6 +28,7 @@ from ..launch.run_folder import (
     COORDINATOR_LOCK,
     CRITIC_FOLDER,
     EMA_FOLDER,
+    FAILED_SUFFIX,
     LATEST,
     LEDGER_FILE,
     MODEL_FOLDER,
@@ -106,7 +107,7 @@ def read_run(folder: Path) -> Run:
     elif (folder / REPORT_FILE).is_file():
         state = "finished"
     else:
-        state = "failed" if folder.suffix == ".failed" else "stopped"
+        state = "failed" if folder.suffix == FAILED_SUFFIX else "stopped"
     return Run(folder, state, step, evaluation, changed)
 
 

@@ -13,7 +13,6 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.errors import FourfoldError, Unavailable
-from fourfold.host.program import resume_command
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import COORDINATOR, VIEWER, Security
 
@@ -25,8 +24,8 @@ from ..launch.run_folder import (
     is_finished,
     is_locked,
     read_address,
-    read_stop_reason,
 )
+from ..launch.stopped_run import describe_stop
 from ..state.ledger import Progress, read_progress
 from .dashboard import Dashboard, Schedule
 from .summary import report_lines
@@ -71,19 +70,10 @@ def stopped_lines(run_dir: Path, config: Config) -> list[str]:
         progress = read_progress(run_dir / LEDGER_FILE)
     except sqlite3.Error:
         progress = Progress(0, None)
-    reason = read_stop_reason(run_dir)
-    how = f"was stopped by {reason}" if reason else "stopped"
-    lines = [f"{run_dir} does not run: it {how} after step {progress.step} of {config.steps}."]
-    if progress.checkpoint_step is None:
-        lines.append(f"It has no checkpoint. To start again: {resume_command(run_dir)}")
-    else:
-        lost = progress.step - progress.checkpoint_step
-        repeated = f", and repeats {lost} step{'s' if lost > 1 else ''}" if lost else ""
-        lines.append(f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}:")
-        lines.append(f"  {resume_command(run_dir)}")
-    if not reason:
-        lines.append(f"Why it stopped is at the end of {run_dir / 'logs'}/coordinator-0.log")
-    return lines
+    stop = describe_stop(run_dir, progress)
+    lines = [f"{run_dir} does not run: it {stop.how} after step {progress.step} of {config.steps}."]
+    lines += [f"{stop.resumption}:", f"  {stop.command}"]
+    return lines + ([f"Why it stopped is at the end of {stop.log}"] if stop.log else [])
 
 
 async def _show(address: str, security: Security | None, dashboard: Dashboard) -> None:

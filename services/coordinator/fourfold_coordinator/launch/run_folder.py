@@ -38,6 +38,7 @@ EVALUATION_FILE: Final = "evaluation.json"
 HARNESS_FILE: Final = "lm-eval.json"  # tasks of lm-evaluation-harness to run: {"tasks", "include_path"}
 ANSWERS_FILE: Final = "answers.jsonl"  # of `fourfold eval`
 LEDGER_FILE: Final = "ledger.sqlite"
+FAILED_SUFFIX: Final = ".failed"  # of the folder of a start that failed before its first step
 RUN_LOCK: Final = ".lock"  # of `fourfold run`
 COORDINATOR_LOCK: Final = "coordinator.lock"
 STOP_FILE: Final = ".stopped"  # what stopped the run
@@ -122,7 +123,7 @@ def free_name(run_dir: Path) -> Path:
             return run_dir
     except OSError:
         pass
-    failed = run_dir.with_name(f"{run_dir.name}.failed")
+    failed = run_dir.with_name(run_dir.name + FAILED_SUFFIX)
     try:
         shutil.rmtree(failed, ignore_errors=True)
         run_dir.rename(failed)

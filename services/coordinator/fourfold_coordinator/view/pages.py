@@ -13,7 +13,9 @@ from starlette.responses import Response
 
 from fourfold import metrics as m
 from fourfold.config import flatten
+from fourfold.host.program import program
 
+from ..launch.stopped_run import describe_stop, log_of
 from ..state.eval_results import SetResult
 from ..state.ledger import EvalRow, Progress
 from .charts import PHASES, Line, gantt, kind_of, line_chart
@@ -101,27 +103,23 @@ class Notice:
 
 def notice_of(reader: RunReader) -> Notice | None:
     """Return the notice of a run; None for one that was never interrupted."""
-    progress, state = reader.progress() or Progress(0, None), reader.state()
+    progress, state = reader.progress(), reader.state()
     if state not in ("stopped", "failed"):
-        times = progress.resumes
+        times = progress.resumes if progress else 0
         return Notice(text=f"This run was resumed {times} time{'s' if times > 1 else ''}.") if times else None
-    log = str(reader.folder / "logs" / "coordinator-0.log")
     if state == "failed":
         text = "This start failed before its first step was done. Correct what the log says, and start the run again:"
-        return Notice(text=text, command="fourfold run RECIPE.toml", log=log, is_bad=True)
+        return Notice(text=text, command=f"{program()} run RECIPE.toml", log=log_of(reader.folder), is_bad=True)
     steps = reader.steps()
-    done = steps[-1]["step"] if steps else 0
-    text = f"This run stopped after step {done} of {reader.recipe().get('steps', 0)}. "
+    progress = progress or Progress(steps[-1]["step"] if steps else 0, None)
+    where = f"after step {progress.step} of {reader.recipe().get('steps', 0)}."
     if reader.peer:  # its ledger and its log are on the other machine
-        text += "To continue it on the machine of its coordinator:"
+        text = f"This run stopped {where} To continue it on the machine of its coordinator:"
         return Notice(text=text, command=f"fourfold run --resume runs/{reader.name}", is_bad=True)
-    if progress.checkpoint_step is None:
-        text += "It has no checkpoint. To start it again:"
-    else:
-        lost = max(progress.step - progress.checkpoint_step, 0)
-        repeated = f" and repeats {lost} step{'s' if lost > 1 else ''}" if lost else ""
-        text += f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}:"
-    return Notice(text=text, command=f"fourfold run --resume {reader.folder}", log=log, is_bad=True)
+    stop = describe_stop(reader.folder, progress)
+    return Notice(
+        text=f"This run {stop.how} {where} {stop.resumption}:", command=stop.command, log=stop.log, is_bad=True
+    )
 
 
 def several(readers: Sequence[RunReader]) -> dict[str, Any]:

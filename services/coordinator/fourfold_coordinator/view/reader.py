@@ -34,7 +34,15 @@ from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import is_loopback, split_target
 
 from ..launch.copied_files import EVALUATIONS_FILE, TOKENIZER_FILE
-from ..launch.run_folder import ADDRESS_FILE, CONFIG_FILE, LEDGER_FILE, METRICS_FILE, REPORT_FILE, read_address
+from ..launch.run_folder import (
+    ADDRESS_FILE,
+    CONFIG_FILE,
+    FAILED_SUFFIX,
+    LEDGER_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    read_address,
+)
 from ..state.eval_results import Example, SetResult, check_examples
 from ..state.ledger import EvalRow, Progress, read_evals, read_progress
 from ..state.sample_tokens import TOKENS_FILE
@@ -57,7 +65,6 @@ _WRITTEN_SECONDS: Final = 30.0
 _INDEX_SECONDS: Final = 2.0  # for which the first page waits for an index of our own: a small run is indexed by then
 # An index in the run's folder that is older than the samples by more than this is not kept up to date by the run.
 _RECORDER_SECONDS: Final = 30.0
-_FAILED_SUFFIX: Final = ".failed"  # of the folder of a start that failed before its first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +275,7 @@ class FolderReader:
         now = time.monotonic()
         if now - self._state[0] >= _STATE_SECONDS:
             found = self._coordinator.state()
-            is_failed = found == "stopped" and self.folder.suffix == _FAILED_SUFFIX
+            is_failed = found == "stopped" and self.folder.suffix == FAILED_SUFFIX
             self._state = now, "failed" if is_failed else found
         return self._state[1]
 

@@ -1,0 +1,43 @@
+"""Says how far a run came that has stopped, and how to continue it, for the terminal and for `fourfold view`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.host.program import resume_command
+
+from ..state.ledger import Progress
+from .run_folder import read_stop_reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedRun:
+    """A run of this machine that has stopped."""
+
+    how: str  # "stopped", or "was stopped by" a signal
+    resumption: str  # where it continues
+    command: str  # that continues it
+    log: str  # file that has the reason at its end; empty if a signal stopped the run
+
+
+def describe_stop(run_dir: Path, progress: Progress) -> StoppedRun:
+    """Return what the folder of a run says of its stop."""
+    reason = read_stop_reason(run_dir)
+    if progress.checkpoint_step is None:
+        resumption = "It has no checkpoint. To start it again"
+    else:
+        lost = max(progress.step - progress.checkpoint_step, 0)
+        repeated = f", and repeats {lost} step{'s' if lost > 1 else ''}" if lost else ""
+        resumption = f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}"
+    return StoppedRun(
+        how=f"was stopped by {reason}" if reason else "stopped",
+        resumption=resumption,
+        command=resume_command(run_dir),
+        log="" if reason else log_of(run_dir),
+    )
+
+
+def log_of(run_dir: Path) -> str:
+    """Return the file whose end says why a run ended."""
+    return str(run_dir / "logs" / "coordinator-0.log")

@@ -8,6 +8,7 @@ The copy is brought up to date while pages are looked at. Without an answer, the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -60,7 +61,7 @@ class CopyRoom:
 
     def count(self) -> None:
         """Count the bytes in the folder: a user removes copies, and indexes grow."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # a folder was removed meanwhile: counted the next time
             self._used = sum(_size(path) for path in self.folder.rglob("*"))
 
     def take(self, size: int, what: str) -> None:
@@ -103,6 +104,7 @@ def open_remote(target: str, *, certs: str = "", token: str = "", room: CopyRoom
         raise PeerFault(peer, "BAD_RESPONSE", f"GetRun: {name!r:.80} is no name of a run")
     place = hashlib.sha256(target.encode()).hexdigest()[:16]
     coordinator = RemoteCoordinator(runs, files, room.folder / place / name, peer, room)
+    room.count()
     for file in _AT_START:
         coordinator.copy(file)
     return FolderReader(coordinator.folder, cache=room.folder, coordinator=coordinator)
@@ -150,6 +152,7 @@ class RemoteCoordinator:
     def _follow(self) -> None:
         """Update the copy as long as pages ask for the state."""
         while time.monotonic() - self._asked < _IDLE_SECONDS:
+            self._room.count()
             for file, name in FILES.items():
                 try:
                     self.copy(file)
@@ -169,7 +172,6 @@ class RemoteCoordinator:
         path.parent.mkdir(parents=True, exist_ok=True)
         offset, tail = _end_of(path)
         most = _MOST_BYTES.get(file, sys.maxsize)
-        self._room.count()
         for begin, data in self._files.read_file(file, offset=offset, tail=tail):
             if begin + len(data) > most:
                 raise PeerFault(self.peer, "TOO_LARGE", f"{FILES[file]} has more than {most:,} bytes")

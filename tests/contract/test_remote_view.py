@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.testclient import TestClient
@@ -64,10 +64,15 @@ class _Coordinator:
         self._server.add(_FILES, add_RunFileServiceServicer_to_server, self._servicer)
         return await self._server.start()
 
+    async def _stop(self) -> None:
+        await self._server.stop(0)
+        await self._loop.shutdown_asyncgens()  # calls of viewers that go on have files open
+        await self._loop.shutdown_default_executor()
+
     def stop(self) -> None:
         if not self._thread.is_alive():
             return
-        self._do(self._server.stop(0))
+        self._do(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)
 
@@ -269,6 +274,32 @@ def test_an_endless_recipe_is_refused(start: Start, folder: Path, tmp_path: Path
     coordinator = start(folder)
     with pytest.raises(errors.PeerFault, match=rf"{coordinator.target}: .*config.toml has more than 131,072 bytes"):
         remote.open_remote(coordinator.target, room=_room(tmp_path))
+
+
+def test_a_viewer_that_leaves_while_a_file_is_opened_leaves_no_open_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, opened, go = RunFileServicer(folder, folder / "tokenizer.json"), list[Any](), threading.Event()
+    content = servicer._content
+
+    def slow(kind: Any) -> Any:
+        go.wait(20)
+        opened.append(content(kind))
+        return opened[0]
+
+    async def leave() -> None:
+        reading = servicer.ReadFile(files.ReadFileRequest(file=files.RUN_FILE_SAMPLES), cast(Any, None))
+        first = asyncio.ensure_future(anext(reading))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        await asyncio.wait({first})
+        go.set()
+        async with asyncio.timeout(20):
+            while not (opened and opened[0].closed):
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(servicer, "_content", slow)
+    asyncio.run(leave())
 
 
 class _Endless(RunFileServicer):

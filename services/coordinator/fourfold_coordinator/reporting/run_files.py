@@ -47,7 +47,12 @@ class RunFileServicer(pb_grpc.RunFileServiceServicer):
                 f"offset = {request.offset} with {len(request.tail_sha256)} bytes of tail_sha256: the offset must be "
                 f"at least 0, and above 0 it needs the SHA-256 of the last {TAIL_BYTES} bytes before it"
             )
-        file, offset, end = await asyncio.to_thread(self._open, request)
+        opening = asyncio.get_running_loop().run_in_executor(None, self._open, request)
+        try:
+            file, offset, end = await asyncio.shield(opening)
+        except asyncio.CancelledError:  # the viewer is gone, and the thread goes on
+            opening.add_done_callback(_close)
+            raise
         with file:
             while True:
                 async with self._one_chunk:
@@ -83,6 +88,11 @@ class RunFileServicer(pb_grpc.RunFileServiceServicer):
             return path.open("rb")
         except FileNotFoundError:
             return io.BytesIO()
+
+
+def _close(opening: asyncio.Future[tuple[BinaryIO, int, int]]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[0].close()
 
 
 def _evaluations(ledger: Path) -> bytes:

@@ -115,14 +115,13 @@ class TestGenerate:
         """The service has one thread, which each message occupies about as long as a sampled token does."""
         call = RolloutServiceStub(service.channel).Generate(request(sample_count=4, flush_seconds=0.05), timeout=30)
         await service.running(4)
-        for _ in range(3):
-            service.engine.tick()
         messages = []
-        async for message in call:
+        for ticks in (1, 2, 1):
+            service.engine.tick(ticks)
+            message = await call.read()
             messages.append([len(chunk.token_ids) // 4 for chunk in message.chunks])
-            if len(messages) == 2:
-                service.engine.tick()
         assert messages == [[1] * 4, [2] * 4, [1] * 4]
+        assert await call.read() is grpc.aio.EOF
 
     @pytest.mark.parametrize(
         ("seconds", "streaming", "asked"), [(None, False, 0), (0, True, 0), (1e-9, True, 0), (0.01, False, 1)]

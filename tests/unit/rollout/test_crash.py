@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fourfold_rollout.vllm.crash import CrashNote, CrashWatch
-from tests.support.descriptors import count_descriptors
+from tests.support.descriptors import open_descriptors
 
 SECONDS = 5
 # The watch looks 50 times for an exit code. If it blocked, the event loop would turn only about twice.
@@ -99,9 +99,9 @@ async def test_an_engine_that_is_closed_did_not_die(process: BaseProcess, lookin
     engine = Engine(process)
     if looking:
         engine.watch.begin()
-    descriptors = count_descriptors()
+    descriptors = open_descriptors("pidfd").total()
     engine.watch.close()
-    assert count_descriptors() == descriptors - (not looking)
+    assert open_descriptors("pidfd").total() == descriptors - (not looking)
     assert engine.watch.begun
     process.kill()
     engine.watch.begin()

@@ -19,7 +19,7 @@ from fourfold.errors import NotFound, Unavailable, WrongState
 from fourfold_trainer.checkpoint import model_export
 from fourfold_trainer.checkpoint import store as checkpoint_store
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder
-from tests.support.descriptors import count_descriptors
+from tests.support.descriptors import open_descriptors
 
 LAYOUT = {"dtype": "float32", "weights": "ab"}
 
@@ -133,10 +133,9 @@ def test_an_old_one_that_cannot_be_removed_costs_no_new_one(tmp_path: Path, monk
 
 
 def test_a_sync_holds_nothing_open(tmp_path: Path) -> None:
-    before = count_descriptors()
     for _ in range(5):
         checkpoint_store.sync(tmp_path)
-    assert count_descriptors() <= before
+    assert not open_descriptors(str(tmp_path))
 
 
 def test_an_adapter_is_settings_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,10 +318,9 @@ def test_weights_that_cannot_be_written_leave_the_old_export(tmp_path: Path, ful
     with atomic_folder(target) as partial:
         export(partial, torch.ones(2), source=tokenizer)
     full_disk()
-    before = count_descriptors()
     with pytest.raises(Unavailable, match=r"No space left on device.*make room"), atomic_folder(target) as partial:
         export(partial, torch.zeros(2), source=tokenizer)
-    assert count_descriptors() == before
+    assert not open_descriptors(str(tmp_path))
     assert safetensors.torch.load_file(target / "model.safetensors")["w"].tolist() == [1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "source"]
 
@@ -331,10 +329,9 @@ def test_tensors_that_cannot_be_written_are_no_checkpoint(tmp_path: Path, full_d
     ours = store(tmp_path)
     ours.save(state(1), write)
     full_disk()
-    before = count_descriptors()
     with pytest.raises(Unavailable, match=r"policy-000\.safetensors cannot be written .*No space left"):
         ours.save(state(2), write)
-    assert count_descriptors() == before
+    assert not open_descriptors(str(tmp_path))
     assert ours.newest_step == 1 and steps(tmp_path) == [1]
 
 

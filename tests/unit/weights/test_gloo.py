@@ -14,7 +14,7 @@ from fourfold.weights.digest import combine_digest
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
-from tests.support.descriptors import count_descriptors
+from tests.support.descriptors import open_descriptors
 from tests.support.weight_peers import Peer, make_model, receiver, sender
 
 _TIMEOUT = 10.0
@@ -218,12 +218,12 @@ def test_closing_leaves_no_descriptor() -> None:
         _join(weights, peer)
         weights.close()
         peer.call("close")
-        before = count_descriptors()
+        before = open_descriptors().total()
         for epoch in range(2, 5):
             _join(weights, peer, epoch=epoch)
             weights.close()
             peer.call("close")
         end = time.monotonic() + 10  # threads of gloo close the last one a moment later
-        while count_descriptors() > before and time.monotonic() < end:
+        while open_descriptors().total() > before and time.monotonic() < end:
             time.sleep(0.05)
-        assert count_descriptors() <= before
+        assert open_descriptors().total() <= before

@@ -18,7 +18,7 @@ from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.transport import shm
 from fourfold.weights.transport.base import TransferGroup, make_receiver
 from fourfold.weights.transport.waiting import Deadline
-from tests.support.descriptors import count_descriptors
+from tests.support.descriptors import open_descriptors
 from tests.support.weight_peers import Collector, PartSource, Peer, make_model, receiver, sender
 
 _CPU = torch.device("cpu")
@@ -197,7 +197,7 @@ def test_the_mapping_is_read_only_and_cannot_shrink() -> None:
 def test_closing_gives_descriptors_and_memory_back() -> None:
     source = DenseSource(make_model(1))
     weights = WeightSender(source, rank=0, rank_count=1)
-    before = count_descriptors()
+    before = open_descriptors("memfd", "pidfd")
     maps_before = _arena_maps()
     for epoch in range(20):
         group = TransferGroup(epoch=epoch, manifest=source.manifest(), receiver_count=1)
@@ -210,7 +210,7 @@ def test_closing_gives_descriptors_and_memory_back() -> None:
         receiving.close()
     weights.close()
     del receiving
-    assert count_descriptors() <= before
+    assert open_descriptors("memfd", "pidfd") <= before
     assert _arena_maps() == maps_before
 
 

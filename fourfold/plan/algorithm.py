@@ -14,8 +14,8 @@ from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig, KlConfig
 
 # Largest |p - o| of a token at the same weights in micro-batches of other samples, in nats: benchmarks/results,
-# logprob_noise-tiny-*-cpu and logprob_noise-trained-float32-cuda, rounded up. In bfloat16 the one GPU measured there had
-# none; others may use other kernels, so that the plan takes the noise of CPUs.
+# logprob_noise-tiny-*-cpu and logprob_noise-trained-float32-cuda, rounded up. In bfloat16 the one GPU measured there
+# had none; others may use other kernels, so that the plan takes the noise of CPUs.
 _NOISE: Final = {
     "bfloat16": {"cpu": 2e-3, "cuda": 2e-3},
     "float32": {"cpu": 1e-6, "cuda": 1e-4},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 
 def open_descriptors(*words: str) -> Counter[str]:
@@ -16,7 +16,7 @@ def open_descriptors(*words: str) -> Counter[str]:
     """
     gc.collect()
     targets = list[str]()
-    for name in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile, as that of this folder was
-            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+            targets.append(str(entry.readlink()))
     return Counter(target for target in targets if not words or any(word in target for word in words))

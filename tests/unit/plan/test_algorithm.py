@@ -44,8 +44,8 @@ def test_rounding_in_later_epochs_that_reaches_a_clip_is_a_warning() -> None:
         assert quiet == []
     (text,) = warned("gspo", dtype="float32", device="cuda")
     assert "in float32 differ by up to 0.0001 nats a token" in text
-    for text in (text, *warned("gspo", device="cuda")):
-        assert 'float32"' not in text, "it would not end the warning"
+    for each in (text, *warned("gspo", device="cuda")):
+        assert 'float32"' not in each, "it would not end the warning"
     assert warned("grpo", dtype="float32", device="cuda") == []
     assert warned("grpo") == warned("gmpo") == warned("cispo") == []
 

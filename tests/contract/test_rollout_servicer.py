@@ -119,6 +119,7 @@ class TestGenerate:
         for ticks in (1, 2, 1):
             service.engine.tick(ticks)
             message = await call.read()
+            assert isinstance(message, pb.GenerateResponse)
             messages.append([len(chunk.token_ids) // 4 for chunk in message.chunks])
         assert messages == [[1] * 4, [2] * 4, [1] * 4]
         assert await call.read() is grpc.aio.EOF

@@ -160,8 +160,13 @@ def test_a_rollback_says_where_and_why_and_the_steps_after_it_are_told_again() -
 
 def test_a_line_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator compares all rows of its run on the event loop, twice a second."""
-    console, written = Console(), []
-    monkeypatch.setattr(event_lines, "step_line", lambda record, _status: written.append(record.step) or "line")
+    console, written = Console(), list[int]()
+
+    def write(record: pb.StepRecord, _status: pb.RunStatus) -> str:
+        written.append(record.step)
+        return "line"
+
+    monkeypatch.setattr(event_lines, "step_line", write)
     console.done(1, 2)
     assert console.after(3)[:2] == ["line", "line"]
     console.done(1, 2, 3)

@@ -24,7 +24,7 @@ from fourfold.weights.transport.base import (
 from fourfold.weights.transport.locality import host_id
 from fourfold.weights.transport.waiting import Deadline
 from fourfold.weights.worker_control import error_reply, unwrap, unwrap_same
-from tests.support.descriptors import count_descriptors
+from tests.support.descriptors import open_descriptors
 from tests.support.weight_peers import make_model
 
 _BACKENDS = ["shm", "gloo"]
@@ -189,7 +189,7 @@ def test_epochs_only_grow_and_calls_name_the_open_one() -> None:
 
 def test_an_offer_for_an_epoch_that_is_aborted_meanwhile_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = _sender()
-    before = count_descriptors()
+    before = open_descriptors("memfd", "pidfd")
     weights.make_offer(1, "shm", 1, timeout=1)
 
     def make(*arguments: Any) -> Any:
@@ -199,14 +199,14 @@ def test_an_offer_for_an_epoch_that_is_aborted_meanwhile_leaves_nothing_open(mon
     monkeypatch.setattr(sender, "make_sender", make)
     with pytest.raises(StaleEpoch, match="group 1 of epoch 1 is not the next one"):
         weights.make_offer(1, "shm", 1, group=1, timeout=1)
-    assert count_descriptors() <= before
+    assert open_descriptors("memfd", "pidfd") <= before
 
 
 def test_a_backend_that_cannot_send_from_here_leaves_nothing_open() -> None:
-    before = count_descriptors()
+    before = open_descriptors("memfd", "pidfd")
     with pytest.raises(WrongState, match="this backend needs a GPU"):
         _sender().make_offer(1, "cuda_ipc", 1, timeout=1)
-    assert count_descriptors() <= before
+    assert open_descriptors("memfd", "pidfd") <= before
 
 
 def test_a_sender_must_be_made_for_the_ranks_of_its_source() -> None:

@@ -101,7 +101,7 @@ def test_weights_are_found_by_step_score_and_age(tmp_path: Path) -> None:
 
 
 def test_a_run_without_weights_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"neither an exported model nor a checkpoint; .* fourfold run --resume"):
+    with pytest.raises(ConfigError, match=r"neither an exported model nor a checkpoint; .* run --resume"):
         find_weights(tmp_path, "last")
     (tmp_path / "model-step-4").mkdir()
     with pytest.raises(ConfigError, match=r"--checkpoint best: .* has no held-out score of the steps .*: step 4"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ import pytest
 
 from fourfold.errors import DeadlinePassed, PermissionDenied, WrongState
 from fourfold.trainer.v1 import rank_service_pb2 as pb
+from fourfold.trainer.v1.rank_service_pb2_grpc import RankServiceStub, add_RankServiceServicer_to_server
 from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_processes import OtherMachines
 from fourfold_trainer.ranks.remote_ranks import AttachedRanks, RemoteRanks
 from fourfold_trainer.service import meeting_point
 from fourfold_trainer.service.meeting_point import MeetingPoint
+from fourfold_trainer.service.rank_servicer import RankServicer
+from tests.conftest import Serve
 
 MODEL = b"m" * 32
 
@@ -64,6 +68,29 @@ def test_bytes_of_the_engine_come_out_of_the_stream() -> None:
     stream = attached.streams[1]
     stream.setblocking(True)
     assert RankChannel(stream).receive(timeout=5).fields == {"folder": "x"}
+
+
+async def test_the_loss_of_a_machine_that_takes_no_more_bytes_is_noticed(serve: Serve) -> None:
+    deaths: list[str] = []
+    servicer = RankServicer()
+    servicer.remote = remote = expecting(deaths, held=1, ranks=2)
+    service = pb.DESCRIPTOR.services_by_name["RankService"]
+    channel = await serve((service, add_RankServiceServicer_to_server, servicer))
+    call = RankServiceStub(channel).AttachRanks(timeout=30)
+    await call.write(pb.AttachRanksRequest(hello=hello(remote, 1, 1)))
+    assert (await call.read()).WhichOneof("message") == "hello"
+    (machine,) = await asyncio.to_thread(remote.wait, timeout=10)
+    engine = machine.engine_ends[1]
+    engine.setblocking(False)
+    sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(engine, bytes(64 << 20)))
+    await asyncio.sleep(1)
+    assert not sending.done(), "all buffers between the engine and the machine are full"
+    call.cancel()
+    async with asyncio.timeout(20):
+        while not deaths:
+            await asyncio.sleep(0.05)
+    assert deaths == ["rank 1 on host-1: its process has ended, or its connection broke"]
+    sending.cancel()
 
 
 @pytest.mark.parametrize(

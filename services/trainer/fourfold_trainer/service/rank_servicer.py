@@ -70,8 +70,10 @@ class RankServicer(pb_grpc.RankServiceServicer):
         finally:
             to_engine.cancel()
             from_engine.cancel()
-            await asyncio.gather(to_engine, from_engine, return_exceptions=True)
-            remote.detach(attached, reason)
+            try:
+                await asyncio.gather(to_engine, from_engine, return_exceptions=True)
+            finally:
+                remote.detach(attached, reason)
             _log.info("ranks left: %s: %s", attached.title, reason)
 
     async def _save(self, parts: asyncio.Queue[pb.AttachRanksResponse | None]) -> None:
@@ -139,8 +141,11 @@ async def _read_stream(rank: int, stream: socket.socket, parts: asyncio.Queue[pb
 
 
 async def _then_end(work: Awaitable[T], parts: asyncio.Queue[pb.AttachRanksResponse | None]) -> T:
-    """Await `work`, then end the response stream."""
+    """Await `work`, then end the response stream; not after a cancellation: nobody reads the queue of an ended call."""
     try:
-        return await work
-    finally:
+        result = await work
+    except Exception:
         await parts.put(None)
+        raise
+    await parts.put(None)
+    return result

@@ -80,6 +80,20 @@ def test_only_samples_with_an_advantage_are_passed_twice() -> None:
     assert [bool(u) for u in unknown] == [i in constant for i in range(len(batch()))]
 
 
+def test_a_shadow_leaves_the_micro_batches_of_the_step_alone() -> None:
+    config = recipe(budget=24, batch=MINI_BATCHES)
+
+    def passes(samples: Sequence[Sample]) -> list[list[tuple[list[int], list[int], list[int]]]]:
+        engine, _ = recorded(samples, config)
+        return [[described(tokens) for share in shares for tokens in share] for shares in engine.logprob_shares]
+
+    plain = passes(batch())
+    *step, others = passes([replace(s, shadow_score=float(i)) for i, s in enumerate(batch())])
+    assert step == plain
+    constant = [s for s in batch() if s.group_id == "c"]  # without an advantage, but for the shadow
+    assert sum(sum(lengths) for _, lengths, _ in others) == sum(len(s.token_ids) for s in constant)
+
+
 def test_with_one_update_a_step_there_is_no_pass_and_no_noise() -> None:
     engine, result = recorded(batch(), recipe())
     assert engine.logprob_shares == []
@@ -139,6 +153,18 @@ def test_the_noise_of_later_epochs_is_that_of_one_micro_batch_of_each_rank_befor
     assert found[m.LOGPROB_NOISE] < 1e-6
     engine, result = noisy(202)
     assert len(engine.logprob_shares) == 1 and m.LATER_NOISE not in metrics.summarise(result, config)
+
+
+def test_steps_that_train_the_critic_alone_need_no_pass_of_the_policy() -> None:
+    algorithm = {"preset": "ppo", "kl": {"coef": 0}}  # a penalty in the reward needs the pass in every step
+    config = recipe(algorithm=algorithm, critic={"policy_starts_at_step": 3}, batch=MINI_BATCHES)
+
+    def measured(step: int) -> tuple[int, bool]:
+        engine = RecordingEngine(config)
+        result = train_step(engine, batch(), config, step=step, state=AlgorithmState())  # type: ignore[arg-type]
+        return len(engine.logprob_shares), m.LATER_NOISE in metrics.summarise(result, config)
+
+    assert [measured(step) for step in (1, 2, 3, 4, 203)] == [(0, False), (0, False), (2, True), (1, False), (2, True)]
 
 
 def test_later_epochs_of_one_mini_batch_have_the_micro_batches_of_the_first_and_no_noise() -> None:

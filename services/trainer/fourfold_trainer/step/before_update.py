@@ -24,7 +24,7 @@ from fourfold_trainer.step.micro_batches import (
     of_action_tokens,
 )
 
-_NOISE_STEPS: Final = 200  # the noise of later epochs is measured in one of so many steps, the first among them
+_NOISE_STEPS: Final = 200  # the noise of later epochs is measured in one of so many steps that train the policy
 
 
 def needs_old_logprobs(config: Config) -> bool:
@@ -43,12 +43,9 @@ def _for_advantages(config: Config) -> bool:
     return config.algorithm.advantage.compares_tokens or (kl.coef > 0 and (kl.placement == "reward" or kl.target > 0))
 
 
-def covers_all_tokens(config: Config) -> bool:
-    """Return whether the mismatch covers all sampled tokens: a pass before the updates has their log-probabilities.
-
-    The pass for a shadow alone does not count: a shadow changes no other metric of a step.
-    """
-    return needs_old_logprobs(config) and (config.algorithm.needs_critic or _for_advantages(config))
+def _needs_all_tokens(config: Config, *, trains_policy: bool) -> bool:
+    """Return whether the pass covers all sampled tokens: with a critic it runs beside the pass for their values."""
+    return _for_advantages(config) or (trains_policy and config.algorithm.needs_critic and needs_old_logprobs(config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,28 +57,33 @@ class LaterNoise:
 
 
 def compute_before(
-    engine: TrainerEngine, batch: StepBatch, config: Config, steps: Sequence[Sequence[int]], work: tuple[Work, Work]
+    engine: TrainerEngine,
+    batch: StepBatch,
+    config: Config,
+    steps: Sequence[Sequence[int]],
+    work: tuple[Work, Work],
+    *,
+    trains_policy: bool,
 ) -> ModelOutputs:
-    """Return what the advantages need.
+    """Return what the advantages need; with old log-probabilities, these cover all sampled tokens.
 
-    Old log-probabilities that only the loss needs are computed afterwards, for those samples alone that have an
-    advantage. A critic's pass and that of the policy run at the same time, and a shadow may train on any sample.
+    Those that only the loss needs are computed afterwards, for those samples alone that have an advantage. A critic's
+    pass and that of the policy run at the same time.
 
     Args:
         steps: samples of each optimizer step of the first epoch.
         work: of the policy and of the critic; the passes are added.
+        trains_policy: false in the steps that train the critic alone.
     """
-    needs_critic = config.algorithm.needs_critic
-    early = covers_all_tokens(config) or any(s.shadow_score is not None for s in batch.samples)
 
     def policy() -> ModelOutputs:
-        if not (early and needs_old_logprobs(config)):
+        if not _needs_all_tokens(config, trains_policy=trains_policy):
             return ModelOutputs()
         masked = np.flatnonzero(batch.left_out & (batch.free_lengths > 0)).tolist()  # of a baseline with a KL penalty
         trained = [[i for i in members if batch.loss_lengths[i]] for members in steps]
         energies = config.algorithm.advantage.compares_tokens
         # The kernel that makes log-probabilities makes entropies anyway. On CPU they would add a tenth to the pass.
-        entropies = config.trainer.device == "cuda" and covers_all_tokens(config) and not energies
+        entropies = config.trainer.device == "cuda" and not energies
         compute = partial(engine.compute_logprobs, entropies=entropies, energies=energies)
         work[0].add((len(batch.samples[i].token_ids) for i in [*chain(*trained), *masked]), backward=False)
         rows = compute_as_updates(compute, batch, config, [*trained, masked])
@@ -93,7 +95,7 @@ def compute_before(
             return ModelOutputs(old_logprobs=old, energies=of_action_tokens(batch, second))
         return ModelOutputs(old_logprobs=old, entropy=float(np.concatenate(second).mean(dtype=np.float64)))
 
-    if not needs_critic:
+    if not config.algorithm.needs_critic:
         return policy()
     values: list[list[Float32Array]] = []
 
@@ -132,8 +134,9 @@ def later_noise(
 ) -> LaterNoise | None:
     """Compare old log-probabilities with those of one micro-batch of each rank in the first update of the second epoch.
 
-    Call this before the first update: the weights are the same, and only the other samples of a micro-batch differ. The
-    pass takes at most a fourteenth of a step, and less than 1e-3 of all steps, of which few measure the noise.
+    Call this before the first update of the policy: the weights are the same, and only the other samples of a
+    micro-batch differ. The pass takes at most a fourteenth of a step, and less than 1e-3 of all steps, of which few
+    measure the noise.
 
     Args:
         later_steps: samples of each optimizer step after the first epoch.
@@ -144,7 +147,8 @@ def later_noise(
         log-probability is not finite.
     """
     batch, config, old = tokens.batch, tokens.config, tokens.targets.outputs.old_logprobs
-    if old is None or not later_steps or config.batch.mini_batches_per_step == 1 or step % _NOISE_STEPS != 1:
+    first = config.critic.policy_starts_at_step if config.algorithm.needs_critic else 1
+    if old is None or not later_steps or config.batch.mini_batches_per_step == 1 or (step - first) % _NOISE_STEPS:
         return None
     update = tokens.to_train(later_steps[0])
     rows = compute_as_updates(engine.compute_logprobs, batch, config, [update], limit=1)

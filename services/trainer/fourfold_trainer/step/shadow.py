@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from fourfold.algorithm.state import AlgorithmState
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings, UpdateSums
 from fourfold_trainer.step.advantages import TokenTargets, compute_advantages, shape_rewards
-from fourfold_trainer.step.micro_batches import LossTokens
+from fourfold_trainer.step.micro_batches import LossTokens, compute_old_logprobs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +70,7 @@ def keep_shadow_gradient(
     every = list(range(len(tokens.batch.samples)))
     if not shadow.to_train(every) or not tokens.to_train(every):
         return None
+    shadow = _with_missing_logprobs(engine, shadow, shadow.to_train(every))
     if not math.isfinite(_compute(engine, shadow, replace(settings, gradient="keep")).grad_norm):
         return None
     result = ShadowGradient(seconds=0.0)
@@ -90,6 +94,22 @@ def _shadow_targets(tokens: LossTokens, state: AlgorithmState, kl_coef: float) -
     batch = replace(tokens.batch, samples=samples)
     outcomes, _ = shape_rewards(batch, config, state)
     return compute_advantages(batch, outcomes, config, tokens.targets.outputs, kl_coef=kl_coef)
+
+
+def _with_missing_logprobs(engine: TrainerEngine, shadow: LossTokens, members: Sequence[int]) -> LossTokens:
+    """Compute the old log-probabilities of samples that the step does not train on, in micro-batches of their own.
+
+    Among those of the step, they would change how it is packed, and so how its log-probabilities are rounded.
+    """
+    outputs = shadow.targets.outputs
+    if outputs.old_logprobs is None:
+        return shadow
+    old = list(outputs.old_logprobs)
+    missing = [i for i in members if np.isnan(old[i][shadow.batch.free(i)]).any()]
+    found = compute_old_logprobs(engine.compute_logprobs, shadow.batch, shadow.config, [missing])
+    for i in missing:
+        old[i] = found[i]
+    return replace(shadow, targets=replace(shadow.targets, outputs=replace(outputs, old_logprobs=old)))
 
 
 def _compute(engine: TrainerEngine, tokens: LossTokens, settings: UpdateSettings) -> UpdateSums:

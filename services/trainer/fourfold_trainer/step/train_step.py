@@ -26,7 +26,7 @@ from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
 from fourfold_trainer.step.batch import StepBatch
-from fourfold_trainer.step.before_update import compute_before, covers_all_tokens, later_noise, with_old_logprobs
+from fourfold_trainer.step.before_update import compute_before, later_noise, with_old_logprobs
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.metric_accumulator import untrained_mismatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
@@ -53,11 +53,16 @@ def train_step(
     policy_work, critic_work = Work(), Work()
     steps = mini_batches(batch.bounds, config, step=step)
     first_epoch = steps[: len(steps) // config.batch.epochs_per_step]
-    before = compute_before(engine, batch, config, first_epoch, (policy_work, critic_work))
+    trains_policy = not algorithm.needs_critic or step >= config.critic.policy_starts_at_step
+    work = (policy_work, critic_work)
+    before = compute_before(engine, batch, config, first_epoch, work, trains_policy=trains_policy)
     targets = compute_advantages(batch, outcomes, config, before, kl_coef=kl_coef)
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
     tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=kl_in_loss)
-    tokens = with_old_logprobs(engine, tokens, first_epoch, policy_work)
+    later = None
+    if trains_policy:
+        tokens = with_old_logprobs(engine, tokens, first_epoch, policy_work)
+        later = later_noise(engine, tokens, steps[len(first_epoch) :], policy_work, step=step)
     result = StepResult(
         step=step,
         algorithm_state=replace(following, kl_coef=next_kl_coef(batch, targets.kl, kl_coef, config)),
@@ -65,11 +70,10 @@ def train_step(
         outcomes=outcomes,
         targets=tokens.targets,
         kl_coef=kl_coef,
-        later_noise=later_noise(engine, tokens, steps[len(first_epoch) :], policy_work, step=step),
+        later_noise=later,
         policy_work=policy_work,
         critic_work=critic_work,
     )
-    trains_policy = not algorithm.needs_critic or step >= config.critic.policy_starts_at_step
     settings = UpdateSettings(
         learning_rate=learning_rate(config.trainer, step, config.steps),
         kl_coef=kl_coef,
@@ -87,7 +91,7 @@ def train_step(
             engine.in_parallel(critic, policy)
         else:  # the first steps train the critic alone
             critic()
-    if before.old_logprobs is not None and covers_all_tokens(config):
+    if before.old_logprobs is not None:
         result.policy.add(untrained_mismatch(batch, before.old_logprobs, result.trained))
     result.skipped_reason = _skipped_reason(result, trains_policy=trains_policy)
     return result

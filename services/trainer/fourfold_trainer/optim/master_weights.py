@@ -58,12 +58,9 @@ def find_master_weights(optimizer: Any, model: Any, *, stage: int, rank: int) ->
 
 
 def _whole_parameters(optimizer: Any, names: Mapping[int, str], _rank: int) -> tuple[list[Tensor], list[MasterSlice]]:
-    """Return the masters of stage 0: in float32 the parameters themselves, otherwise a copy of each."""
-    tensors = weights = [p for group in optimizer.param_groups for p in group["params"]]
-    if hasattr(optimizer, "fp32_groups"):
-        weights = [p for group in optimizer.fp16_groups for p in group]
-        tensors = [copy for group in optimizer.fp32_groups for copy in group]
-    return tensors, [
+    """Return the masters of stage 0, which is float32 alone: the parameters themselves."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    return weights, [
         MasterSlice(name=names[id(weight)], first=0, count=weight.numel(), master=index, offset=0)
         for index, weight in enumerate(weights)
     ]

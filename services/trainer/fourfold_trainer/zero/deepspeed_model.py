@@ -191,8 +191,8 @@ class DeepSpeedModel:
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether DeepSpeed uses the optimizer unwrapped, on the weights: at stage 0 in float32."""
-        return self._stage == 0 and self._config.model.dtype == "float32"
+        """Return whether DeepSpeed uses the optimizer unwrapped, on the weights: at stage 0, which is float32 alone."""
+        return self._stage == 0
 
     @property
     def _inner(self) -> Any:
@@ -219,7 +219,3 @@ class DeepSpeedModel:
             wrapper._post_step(set())
         elif self._stage:
             wrapper.update_lp_params()
-        elif not self._is_plain:
-            for group, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
-                for master, weight in zip(group, weights, strict=True):
-                    weight.data.copy_(master)

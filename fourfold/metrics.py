@@ -186,8 +186,8 @@ METRICS: Final[dict[str, str]] = {
     POLICY_LOSS: "minimised policy loss, aggregated as in the recipe; mean over the updates of the step",
     APPROX_KL: "nats per token: k3 estimate of KL(old || current) over the tokens of the updates",
     APPROX_KL_K1: "nats per token: k1 estimate of KL(old || current); may be negative",
-    CLIP_FRACTION_LOW: "share in [0, 1]: tokens of the updates whose ratio is clipped to 1 - clip_low",
-    CLIP_FRACTION_HIGH: "share in [0, 1]: tokens of the updates whose ratio is clipped to 1 + clip_high",
+    CLIP_FRACTION_LOW: "share in [0, 1]: tokens of the updates that the loss clips or leaves out, where A < 0",
+    CLIP_FRACTION_HIGH: "share in [0, 1]: tokens of the updates that the loss clips or leaves out, where A > 0",
     DUAL_CLIP_FRACTION: "share in [0, 1]: tokens of the updates whose loss is bounded by the dual clip",
     RATIO_MEAN: "mean importance ratio (current to old policy) of the tokens of the updates",
     RATIO_MIN: "smallest importance ratio of a token of the updates",
@@ -195,7 +195,8 @@ METRICS: Final[dict[str, str]] = {
     LOGPROB_NOISE: "nats: largest |current - old log-probability| of a token in the first update, before any weight "
     "has changed: rounding alone; absent where no pass of its own computes the old ones",
     LATER_NOISE: "nats: the same in micro-batches of the second epoch, computed before any weight has changed; one "
-    "micro-batch of each rank in steps 1, 201, 401, ...; absent if later epochs have the micro-batches of the first",
+    "micro-batch of each rank in the first step that trains the policy and every 200th after it; absent if later "
+    "epochs have the micro-batches of the first",
     LATER_SAMPLE_NOISE: "nats: largest |mean difference over a sample| of these tokens, which GSPO clips",
     ENTROPY: "nats: mean entropy of the policy at the sampling temperature; over all sampled tokens, by the weights "
     "before the step, if a pass on GPUs before the updates covers the batch; else over the tokens of the updates",
@@ -204,7 +205,8 @@ METRICS: Final[dict[str, str]] = {
     KL_LOSS: "nats: KL term of the loss without its coefficient; mean over the updates of the step",
     REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over the tokens of the updates",
     REWARD_KL: "nats per token: KL estimate that is subtracted from the rewards, without its coefficient",
-    KL_CLAMPED: "share in [0, 1]: tokens of the updates whose KL term of the loss is at its bound, without a gradient",
+    KL_CLAMPED: "share in [0, 1]: tokens of the updates whose KL term of the loss is at its bound, and without a "
+    "gradient unless algorithm.kl.importance_weighted",
     KL_COEF: "coefficient of the KL term in this step",
     ADVANTAGE_MEAN: "mean advantage of the tokens in the loss",
     ADVANTAGE_STD: "standard deviation of the advantages of the tokens in the loss",

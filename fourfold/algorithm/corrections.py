@@ -76,6 +76,14 @@ DEFAULT_BOUNDS: Final[dict[Kind, tuple[float, float]]] = {
     "off-policy-mask": (0.6, 1.0),
 }
 
+UNREAD: Final[dict[Kind, Literal["low", "high"]]] = {
+    "token-k3-mask": "low",
+    "sequence-k2-mask": "low",
+    "sequence-k3-mask": "low",
+    "off-policy-mask": "high",
+}
+"""The bound that a kind does not read."""
+
 FORMULAS: Final[dict[Kind, str]] = {
     "tis": "w = clip(exp(o - u), {low:g}, {high:g})",
     "icepop": "w = exp(o - u), and 0 for a token where that is outside of [{low:g}, {high:g}]",

@@ -1,4 +1,6 @@
-"""Prints the tables of docs/algorithms.md: every registered loss and estimator, those of other distributions included.
+"""Prints the tables of docs/algorithms.md: every registered loss and estimator, and every correction.
+
+Those of other distributions are included.
 
 python -m fourfold.algorithm.tables
 """
@@ -9,13 +11,23 @@ import sys
 from typing import Any
 
 from fourfold.algorithm.advantages import ADVANTAGES, AdvantageEstimator
+from fourfold.algorithm.corrections import DEFAULT_BOUNDS, FORMULAS, UNREAD
 from fourfold.algorithm.losses import LOSSES
 from fourfold.algorithm.registry import Definition, Registry
 
 
 def markdown() -> str:
-    """Return the tables of estimators and losses, with the formulas at the default keys."""
-    return f"### `[algorithm.advantage]`\n\n{_table(ADVANTAGES)}\n### `[algorithm.loss]`\n\n{_table(LOSSES)}"
+    """Return the tables of estimators, losses and corrections, with the formulas at the default keys."""
+    tables = {"advantage": _table(ADVANTAGES), "loss": _table(LOSSES), "correction": _corrections()}
+    return "\n".join(f"### `[algorithm.{name}]`\n\n{table}" for name, table in tables.items())
+
+
+def _corrections() -> str:
+    table = "| kind | formula | keys and defaults |\n|---|---|---|\n"
+    for kind, (low, high) in DEFAULT_BOUNDS.items():
+        keys = [f"`{key}` {value}" for key, value in (("low", low), ("high", high)) if key != UNREAD.get(kind)]
+        table += f"| `{kind}` | {FORMULAS[kind].format(low=low, high=high)} | {', '.join(keys)} |\n"
+    return table
 
 
 def _table(registry: Registry[Any]) -> str:

@@ -72,10 +72,10 @@ class CorrectionConfig(Table):
     kind: Literal["none", corrections.Kind] = "none"
     """tis: weight = clip(ratio, low, high). icepop: weight = ratio; a token outside of [low, high] is rejected.
     sequence-mask: a sample is rejected when the geometric mean of its ratios is outside of [low, high].
-    sequence-mask-tis: the same, and the tokens of the other samples are weighted by their ratio. The formulas of the
-    others are in docs/algorithms.md."""
+    sequence-mask-tis: the same, and the tokens of the other samples are weighted by their ratio. docs/algorithms.md
+    has the formulas of all."""
     low: float = Field(default=0.0, ge=0)
-    """Lower bound; the default depends on the kind (`fourfold/algorithm/corrections.py`)."""
+    """Lower bound; the default depends on the kind (docs/algorithms.md)."""
     high: float = Field(default=2.0, gt=0)
     """Upper bound; the default depends on the kind."""
 
@@ -85,6 +85,12 @@ class CorrectionConfig(Table):
         # A kind of another type may not be hashable; pydantic reports it.
         if not isinstance(given, dict) or given.get("kind") not in tuple(corrections.DEFAULT_BOUNDS):
             return given
+        unread = corrections.UNREAD.get(given["kind"])
+        if unread in given:
+            read = "high" if unread == "low" else "low"
+            raise ValueError(
+                f"{unread} = {given[unread]} has no effect: kind = `{given['kind']}` reads `{read}` alone; remove it"
+            )
         low, high = corrections.DEFAULT_BOUNDS[given["kind"]]
         return {"low": low, "high": high, **given}
 

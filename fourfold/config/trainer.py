@@ -80,7 +80,7 @@ class TrainerConfig(Table):
     final_learning_rate_share: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of linear and cosine, as a share of `learning_rate`."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, as in AdamW."""
+    """Decoupled weight decay, as in AdamW; norms and biases have none."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer of policy and critic. muon: Muon for the matrices of the layers, AdamW for embeddings, heads, norms and
     biases."""

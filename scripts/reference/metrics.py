@@ -24,8 +24,8 @@ Metrics of tokens cover those that were sampled and that no grammar forced, and 
 - the *tokens of the updates*: those in the loss whose trajectory has an advantage that is not 0, or all in the loss if
   that has a KL or an entropy term. Their share is `policy/covered_fraction`;
 - *tokens with an old log-probability*: those of the updates; all, masked trajectories included, if a pass before the
-  updates covers the batch. A KL term in the reward or `algorithm.kl.target` needs this pass, and, with several updates
-  in a step, a critic. Their share is `mismatch/covered_fraction`."""
+  updates covers the batch. A KL term in the reward, `algorithm.kl.target` or `otb` needs this pass, and, with several
+  updates in a step, a critic. Their share is `mismatch/covered_fraction`."""
 
 
 def metrics_page() -> str:

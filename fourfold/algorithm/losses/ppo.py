@@ -1,4 +1,4 @@
-"""Defines the loss of PPO, with the bounds that GSPO and GMPO share."""
+"""Defines the loss of PPO, with the bounds that GSPO shares."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fourfold.algorithm.corrections import Correction, Kind, correct
 from fourfold.algorithm.losses import LossInputs
+from tests.support.tensors import F64, near
 
-F64 = torch.float64
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # Those that bound a ratio on both sides, and reject what is outside of it.
 MASKS: tuple[Kind, ...] = (
@@ -50,10 +50,6 @@ def corrected(
     u = torch.full_like(d, -1.0)
     inputs = inputs_of(u + d, u, segments or [0] * len(d), advantages=advantages)
     return correct(inputs, kind=kind, low=low, high=high)
-
-
-def near(values: list[float]) -> object:
-    return pytest.approx(values, rel=1e-12, abs=1e-12)
 
 
 LOGS = [math.log(ratio) for ratio in (0.1, 0.6, 1.0, 1.9, 2.1, 50.0)]

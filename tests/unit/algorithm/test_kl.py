@@ -7,17 +7,11 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
 
 from fourfold.algorithm.kl import Kind, adapted_coef, estimate, importance_weighted, is_clamped, k3
+from tests.support.tensors import F64, slopes
 
-F64 = torch.float64
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-def slopes(loss: Tensor, leaf: Tensor) -> list[float]:
-    (gradient,) = torch.autograd.grad(loss.sum(), leaf)
-    return [float(number) for number in gradient]
 
 
 @pytest.mark.parametrize("d", [-3.0, -2.2, -0.1, -1e-3, 0.0, 0.5, 2.0, 4.0])

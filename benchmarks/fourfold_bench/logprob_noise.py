@@ -143,7 +143,8 @@ class NoiseBenchmark(Benchmark[NoiseSettings]):
                 f"{name:<10} {row['token_mean']:9.2e} {row['token_max']:9.2e} {row['sample_mean_abs']:15.2e} "
                 f"{row['outside_gspo_clip']:24.1%}"
             )
-        lines.append(f"first update of a step: at most {results['first_update_max']:.2e}")
+        if results["first_update_max"] is not None:
+            lines.append(f"first update of a step: at most {results['first_update_max']:.2e}")
         if results["later_epochs_max"] is not None:
             lines.append(f"a micro-batch of the second epoch: at most {results['later_epochs_max']:.2e}")
         return lines

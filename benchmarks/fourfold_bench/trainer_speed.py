@@ -187,13 +187,13 @@ def _measure(settings: TrainerSettings, engine: Stopwatch, config: Config, sampl
         steps.append(time.perf_counter() - middle)
         engine.finish_step(release=settings.release)
         dummies = 1 - result.real_tokens / result.forwarded_tokens
-    if settings.profile:
-        profile(lambda: train_step(engine, samples, config, step=step + 1, state=state), Path(settings.profile))
-        engine.finish_step(release=settings.release)
-        profile(engine.probe, Path(f"{settings.profile}.probe"))
     rate = matmul_flops(settings.device, settings.product)
     timed = (engine.seconds, passes, steps, shadows, engine.release_seconds, engine.probe_seconds)
     update, logprobs, whole, shadow, release, probe = (statistics.median(part[settings.warmup :]) for part in timed)
+    if settings.profile:  # after the medians: the engine measures this step, too
+        profile(lambda: train_step(engine, samples, config, step=step + 1, state=state), Path(settings.profile))
+        engine.finish_step(release=settings.release)
+        profile(engine.probe, Path(f"{settings.profile}.probe"))
     phase = whole - shadow + release
     rates = speed(engine.machine, result.policy_work, result.critic_work, seconds=phase, rank_count=settings.ranks)
     lengths = np.array([len(s.token_ids) for s in samples], np.float64)

@@ -89,7 +89,10 @@ class RankHolder:
                         return 0
                 if ended_well or self._stop.is_set():
                     return 0
-                _print_error(f"no rank 0 of {self._options.member_id} for {patience:g} s (retry.service_wait_seconds)")
+                _print_error(
+                    f"no rank 0 of {self._options.member_id} for {patience:g} s (retry.service_wait_seconds); start "
+                    "it by `fourfold serve trainer` with --rank 0-N, or raise the key"
+                )
                 return 1
             finally:
                 await channel.close()

@@ -38,6 +38,7 @@ class Preflight:
 
     config: Config
     examples: Sequence[ExampleRow] = ()
+    prompt_tokens: float | None = None  # mean of the training prompts; None: they were not read
     notes: dict[str, list[str]] = field(default_factory=dict)
     """Facts by paragraph of `fourfold plan`, such as `data`."""
     warnings: list[str] = field(default_factory=list)

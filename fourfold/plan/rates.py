@@ -31,19 +31,25 @@ _NEEDED: Final = (m.RESPONSE_LENGTH, m.RESPONSE_LENGTH_MAX, m.TOTAL_LENGTH, m.TR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRates:
+class Basis:
+    """Rates and lengths that a prediction starts from."""
+
+    rates: Rates
+    prompt_tokens: float
+    mean_new_tokens: float
+    longest_new_tokens: int
+    accepted: float = 1.0  # share of the groups that the filter keeps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRates(Basis):
     """Rates and lengths of a run."""
 
     folder: Path
     steps: tuple[int, int]  # first and last step that they are from
     lag: int  # largest that they were sampled at
     step_seconds: float  # without evaluation and checkpoint
-    rates: Rates
     step_is_measured: bool  # False: `rates.engine_step` is assumed from the tokens per second
-    prompt_tokens: float
-    mean_new_tokens: float
-    longest_new_tokens: int
-    accepted: float  # share of the groups that the filter kept
 
 
 def read_rates(folder: Path) -> RunRates:
@@ -81,8 +87,8 @@ def read_rates(folder: Path) -> RunRates:
     )
 
 
-def workload(config: Config, shape: ModelShape, run: RunRates, lag: int) -> Workload:
-    """Return the work of a recipe with the lengths of a run, at `asynchrony.max_policy_lag = lag`."""
+def workload(config: Config, shape: ModelShape, run: Basis, lag: int) -> Workload:
+    """Return the work of a recipe with given lengths, at `asynchrony.max_policy_lag = lag`."""
     asynchrony = config.asynchrony.model_copy(update={"max_policy_lag": lag})
     config = config.model_copy(update={"asynchrony": asynchrony})
     longest = max(min(config.sampling.max_new_tokens, run.longest_new_tokens), 1)

@@ -24,13 +24,14 @@ from fourfold.config import (
 from fourfold.config.reward import RewardModelConfig
 from fourfold.config.sources import MIXTURE_BLOCK
 from fourfold.errors import ConfigError
-from fourfold.host.hardware import available_memory, smallest_memory, visible_gpus
+from fourfold.host.hardware import Gpu, available_memory, smallest_memory, visible_gpus
 from fourfold.model.classifier import ClassifierFolder
 from fourfold.model.folder import ModelShape
 from fourfold.plan.agents import agents_plan
 from fourfold.plan.algorithm import algorithm_plan, noise_warnings
 from fourfold.plan.asynchrony import NO_RATES, lag_plan, rates_text, speed_table
 from fourfold.plan.batch import BatchPlan, batch_plan, engine_limits
+from fourfold.plan.guess import device_of, guess_text
 from fourfold.plan.memory import (
     GIB,
     MemoryRow,
@@ -40,7 +41,7 @@ from fourfold.plan.memory import (
     memory_plan,
     weight_bytes,
 )
-from fourfold.plan.models import AdapterPlan, check_context, check_sequence_parallel, model_sizes
+from fourfold.plan.models import AdapterPlan, ModelSizes, check_context, check_sequence_parallel, model_sizes
 from fourfold.plan.placement import gpu_plan, memory_warnings, node_plan
 from fourfold.plan.preflight import Preflight, check_recipe
 from fourfold.plan.rates import RunRates, read_rates
@@ -120,7 +121,7 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
         *zip_longest(["warning"] if warnings else [], warnings, fillvalue=""),
         *zip_longest(["weights"], _weights(config, shape), fillvalue=""),
         *zip_longest(["policy lag"], lag_plan(config, shape), fillvalue=""),
-        ("speed", rates_text(run) if run else f"unknown. {NO_RATES}"),
+        ("speed", rates_text(run) if run else _guess(config, sizes, gpus, found)),
     ]
     title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
     lines = [title, ""]
@@ -131,6 +132,12 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
     if run:
         lines += ["", *speed_table(config, shape, run)]
     return "\n".join([*lines, "", *memory_table(rows)]) + "\n"
+
+
+def _guess(config: Config, sizes: ModelSizes, gpus: Sequence[Gpu], found: Preflight) -> str:
+    if config.agents.source != "none" or (device := device_of(config, gpus)) is None:
+        return f"unknown. {NO_RATES}"  # of agents, the number of turns
+    return f"{guess_text(config, sizes, device, found.prompt_tokens)} {NO_RATES}"
 
 
 def _model(config: Config, shape: ModelShape) -> str:

@@ -22,46 +22,19 @@ checkpointing and dummies are not counted.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from fourfold import metrics
+from fourfold.host.gpu_speed import gpu_speed
 from fourfold.weights.source.fused_params import whole_shape
-
-# Dense bfloat16 FLOP/s of one GPU by a part of its name; the first match counts. From the data sheets of NVIDIA and
-# AMD: half of the numbers advertised "with sparsity". A board with a lower power limit has less.
-_PEAKS: Final = (
-    (r"\bGB[23]00\b", 2500e12),  # nvidia.com/en-us/data-center/gb200-nvl72, gb300-nvl72: 360 PFLOPS of 72, sparse
-    (r"\bB[23]00\b", 2250e12),  # nvidia.com/en-us/data-center/hgx: 36 PFLOPS of 8, sparse
-    (r"\bB100\b", 1750e12),  # NVIDIA Blackwell architecture brief
-    (r"\bH100 NVL\b", 835e12),  # nvidia.com/en-us/data-center/h100
-    (r"\bH100 PCIe\b", 756e12),
-    (r"\bH200 NVL\b", 835e12),  # nvidia.com/en-us/data-center/h200
-    (r"\bG?H[12]00\b|\bH800\b", 989.5e12),  # the SXM boards, GH200 too
-    (r"\bH20\b", 148e12),
-    (r"\bA[18]00\b", 312e12),  # nvidia.com/en-us/data-center/a100
-    (r"\bA40\b", 150e12),
-    (r"\bA30\b", 165e12),
-    (r"\bA10G\b", 70e12),  # aws.amazon.com/ec2/instance-types/g5
-    (r"\bA10\b", 125e12),
-    (r"\bL40S\b", 362e12),  # nvidia.com/en-us/data-center/l40s
-    (r"\bL40\b", 181e12),
-    (r"\bL4\b", 121e12),
-    (r"\bMI300X\b", 1307e12),  # amd.com/en/products/accelerators/instinct/mi300
-)
 
 
 def utilisation(flops: float, *, seconds: float, gpu_count: int, gpu: str) -> float | None:
     """Return the MFU of `gpu_count` GPUs with this name in CUDA, or None when its peak is unknown."""
-    peak = peak_rate(gpu)
-    return flops / (seconds * gpu_count * peak) if peak else None
-
-
-def peak_rate(device_name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a GPU by its name in CUDA, or None when it is unknown."""
-    return next((rate for pattern, rate in _PEAKS if re.search(pattern, device_name)), None)
+    speed = gpu_speed(gpu)
+    return flops / (seconds * gpu_count * speed.flops) if speed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import pytest
 import torch
 import transformers
 
 from fourfold import metrics
-from fourfold_trainer.flops import Machine, ModelSize, Work, peak_rate, speed
+from fourfold_trainer.flops import Machine, ModelSize, Work, speed
 
 SIZE = ModelSize(parameters=100, trained_parameters=100, attention=4)
 
@@ -39,30 +38,6 @@ def test_a_gpu_of_an_unknown_peak_has_a_rate_but_no_utilisation() -> None:
     machine = Machine(policy=SIZE, critic=SIZE, gpu="Some GPU 9000")
     assert speed(machine, work, work, seconds=1.0, rank_count=1) == {metrics.TRAIN_TFLOPS: 2 * flops / 1e12}
     assert speed(Machine(policy=SIZE), work, Work(), seconds=1.0, rank_count=1) == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.5),
-        ("NVIDIA H200", 989.5),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA GH200 480GB", 989.5),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L40", 181),
-        ("NVIDIA L4", 121),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA A10", 125),
-        ("NVIDIA GeForce RTX 4090", None),
-        ("", None),
-    ],
-)
-def test_the_peak_is_known_by_the_name_that_cuda_gives(name: str, tera: float | None) -> None:
-    assert peak_rate(name) == (None if tera is None else tera * 1e12)
 
 
 SHAPE: Final[dict[str, Any]] = {

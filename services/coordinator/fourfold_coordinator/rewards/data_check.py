@@ -38,6 +38,7 @@ def check_data(preflight: Preflight) -> None:
             rule = "are outside of data.min_prompt_tokens and data.max_prompt_tokens, and are left out"
             preflight.note("data", f"{prompts.left_out:,} rows {rule}.")
         preflight.examples = _examples(config, prompts.train)
+        preflight.prompt_tokens = float(np.mean(_lengths(prompts.train)))
     for held_out in prompts.held_out:
         groups = len({prompt.group_key for prompt in held_out.prompts})
         name = f" {held_out.name}" if len(prompts.held_out) > 1 else ""

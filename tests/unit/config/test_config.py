@@ -491,6 +491,13 @@ def test_a_kind_of_correction_brings_its_bounds(tmp_path: Path) -> None:
         assert (correction.low, correction.high) == bounds, keys
 
 
+def test_a_bound_that_a_kind_of_correction_does_not_read_is_refused(tmp_path: Path) -> None:
+    for kind, unread in {"off-policy-mask": "high", "sequence-k3-mask": "low"}.items():
+        text = f'{RECIPE}[algorithm]\npreset = "cispo"\n[algorithm.correction]\nkind = "{kind}"\n{unread} = 0.5\n'
+        with pytest.raises(ConfigError, match=f"{unread} = 0.5 has no effect: kind = `{kind}` reads .* alone"):
+            config.load(write(tmp_path, text))
+
+
 # Flat keys of older recipes
 
 

@@ -89,7 +89,7 @@ def test_watch_of_a_stopped_run_says_where_it_stopped_and_how_to_continue(make_s
     stopped = r"^runs/toy does not run: it was stopped by SIGINT \(Ctrl-C\) after step \d of 20\.$"
     assert re.search(stopped, output, re.MULTILINE), output
     assert re.search(r"^It continues from the checkpoint of step 2", output, re.MULTILINE), output
-    (command,) = re.findall(r"^  fourfold run (--resume runs/toy)$", output, re.MULTILINE)
+    (command,) = re.findall(r"^  \S*fourfold run (--resume runs/toy)$", output, re.MULTILINE)
     resumed = stage.start(*command.split(), "--set", "steps=4", delay=0.1)
     output, errors = resumed.communicate(timeout=60)
     assert resumed.returncode == 0 and "resumed after step " in output, errors

@@ -107,13 +107,14 @@ class Shadows:
         if scorer is None:
             self._tasks = {key: task for key, task in self._tasks.items() if not task.done()}
             return list(groups)
-        wanted = {g.trajectories[0].sample.group_id for g in groups}
-        tasks = [task for (_, group_id), task in self._tasks.items() if group_id in wanted]
+        keys = [(scorer.name, group.trajectories[0].sample.group_id) for group in groups]
+        tasks = [self._tasks[key] for key in keys if key in self._tasks]
         if tasks:
             await asyncio.wait(tasks, timeout=scorer.table.timeout_seconds + _SLACK_SECONDS)
         scores = {name: score for task in tasks if task.done() for name, score in task.result().items()}
-        for key in [key for key in self._tasks if key[1] in wanted]:
-            self._tasks.pop(key).cancel()
+        for key in keys:
+            if (task := self._tasks.pop(key, None)) is not None:
+                task.cancel()
         for key in [key for key, task in self._tasks.items() if task.done()][:-_MAX_KEPT]:
             del self._tasks[key]  # of groups that no step took, because they became too old
         if any(sample.sample_id not in scores for group in groups for sample in group.samples):

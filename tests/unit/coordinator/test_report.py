@@ -127,6 +127,26 @@ def test_a_neighbour_that_cannot_be_read_is_no_obstacle(
         shutil.rmtree(tmp_path / folder)
 
 
+def test_a_run_that_continues_after_its_end_is_not_compared_with_itself(
+    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
+    finish(tmp_path, "toy", ledger, tokens=[[1]])
+    (tmp_path / "latest").symlink_to("toy")
+    assert report.find_twin(tmp_path / "toy") is None
+    finish(tmp_path, "toy-2", ledger, tokens=[[1]])
+    assert report.find_twin(tmp_path / "toy-2") == tmp_path / "toy"
+
+
+def test_a_neighbour_that_is_deleted_meanwhile_is_no_obstacle(
+    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [*glob(path, pattern), path / "gone" / "report.json"])
+    assert finish(tmp_path, "toy", ledger, tokens=[[1]])["distance"] is None
+
+
 def test_steps_without_a_reward_are_left_out_of_the_distance(
     tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

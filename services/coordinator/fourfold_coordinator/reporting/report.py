@@ -130,18 +130,17 @@ def write(folder: Path, report: dict[str, Any], steps: Sequence[StepRow], evals:
 
 def find_twin(folder: Path) -> Path | None:
     """Return the newest finished run beside `folder` whose recipe differs in the name only; None without one."""
-    own = _recipe(folder)
-    others = [path for path in folder.resolve().parent.glob(f"*/{REPORT_FILE}") if path.parent != folder.resolve()]
+    own, folder = _recipe(folder), folder.resolve()
+    found = [path for path in folder.parent.glob(f"*/{REPORT_FILE}") if path.parent != folder]
+    others = [path for path in found if not path.parent.is_symlink()]  # runs/latest is perhaps this run
     others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     return next((path.parent for path in others if own and _recipe(path.parent) == own), None)
 
 
 def _distance(folder: Path, report: dict[str, Any]) -> dict[str, Any] | None:
-    twin = find_twin(folder)
-    if twin is None:
-        return None
     try:
-        return {"run": twin.name, **compare(twin, folder, report)}
+        twin = find_twin(folder)
+        return None if twin is None else {"run": twin.name, **compare(twin, folder, report)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of another release, or partly deleted
         return None
 

@@ -82,6 +82,16 @@ async def test_a_coordinator_that_was_stalled_gives_every_live_lease_one_more_pe
     assert changes[-1] == ("a", MemberChange.EXPIRED) and registry.members() == [], "one period, and no more"
 
 
+async def test_a_member_that_leaves_during_a_stall_has_left(
+    registry: Registry, clock: FakeClock, changes: list[tuple[str, MemberChange]]
+) -> None:
+    token = registry.register(member())
+    registry.beat()
+    await clock.advance(TTL_SECONDS + 5)  # nothing of this process runs
+    registry.deregister(token)
+    assert changes[-1] == ("a", MemberChange.LEFT) and registry.members() == []
+
+
 async def test_a_lease_that_had_ended_before_a_stall_stays_so(registry: Registry, clock: FakeClock) -> None:
     token = registry.register(member())
     await clock.advance(TTL_SECONDS)

@@ -236,7 +236,6 @@ class Registry:
 
     def keep_alive(self, token: bytes, owner: Principal = LOCAL) -> None:
         """Renew a lease; raise NotFound when it ended, or belongs to another principal."""
-        self._forgive_stall()
         lease = self._find(token, owner)
         if lease is None:
             raise NotFound("this lease is gone: it expired or was replaced; stop work and register again")
@@ -293,6 +292,7 @@ class Registry:
 
     def _find(self, token: bytes, owner: Principal) -> _Lease | None:
         """Return the live lease with this token; None when it ran out, even before the next `expire`."""
+        self._forgive_stall()
         lease = self._by_token.get(token)  # a random token of 16 bytes; the hash of a dict leaks nothing of use
         return lease if lease is not None and lease.owner == owner and self._age(lease) < self.ttl else None
 

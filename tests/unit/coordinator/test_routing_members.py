@@ -13,12 +13,13 @@ import pytest
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Unavailable
-from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rollout.load import EngineLoad
 from fourfold_coordinator.routing import router
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import Replica
 from fourfold_coordinator.routing.router import Router
+from tests.fakes.clock import FakeClock
 from tests.fakes.rollout import until
 
 
@@ -38,8 +39,8 @@ class Channel:
 class Scene:
     """A router that runs, and whose watches and channels are noted."""
 
-    def __init__(self) -> None:
-        self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=b"t" * 32, ttl=60)
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.registry = Registry(clock=clock, tokenizer_sha256=b"t" * 32, ttl=60)
         self.channels: dict[str, Channel] = {}
         self.router = Router(
             self.registry,
@@ -83,6 +84,23 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert all(channel.closed == 1 for channel in scene.channels.values()), "each channel is closed once"
+
+
+async def test_leases_expire_while_a_pass_over_the_members_takes_long(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(router, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(Router, "_watch_members", lambda *_: asyncio.sleep(60))
+    scene = Scene(clock)
+    scene.join("rollout-0", Role.ROLE_ROLLOUT, 1)
+    running = asyncio.create_task(scene.router.run())
+    for second in range(61):
+        assert len(scene.registry.members()) == (second < 60)
+        await clock.advance(1)
+        await asyncio.sleep(0.02)
+    assert "stalled" not in caplog.text
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_only_engines_are_watched_for_load(scene: Scene) -> None:

@@ -181,10 +181,9 @@ class Router:
         """Expire leases, inspect new members, watch the engines' load and end stalled calls, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._expire_leases())
                 while True:
                     began = time.perf_counter()
-                    self._registry.beat()
-                    self._registry.expire()
                     await self._watch_members(tasks)
                     await self._close_channels()
                     await rest_after(began)
@@ -192,6 +191,12 @@ class Router:
         finally:
             for replica in (*self._leaving, *self._replicas.values()):
                 await replica.channel.close()
+
+    async def _expire_leases(self) -> None:
+        while True:  # in a task of its own: the rest after a long pass over all members is not a stall
+            self._registry.beat()
+            self._registry.expire()
+            await asyncio.sleep(_TICK_SECONDS)
 
     async def _watch_members(self, tasks: asyncio.TaskGroup) -> None:
         """Start what is due for each member."""

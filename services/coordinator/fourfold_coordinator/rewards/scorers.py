@@ -23,7 +23,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
@@ -267,11 +267,7 @@ class ScorerTable:
             if deployment.targets:  # a pool that ended is not used again
                 deployment = replace(deployment, pool=self._new_pool(name))
                 self._add_members(deployment)
-            try:
-                return await self._make_live(scorer, deployment, "rollback")
-            except BaseException:
-                self._remove_members(deployment)
-                raise
+            return await self._make_live(scorer, deployment, "rollback")
 
     async def remove(self, name: str) -> None:
         """Remove a term of the score; raise NotFound, or WrongState for the last one."""
@@ -356,20 +352,44 @@ class ScorerTable:
         all_again: bool = False,
         **facts: Any,
     ) -> None:
-        """Make a change durable, then let it count; end the deployments that are not in use any more."""
+        """Make a change durable, then let it count; end the deployments that are not in use any more.
+
+        A change that cannot be made durable ends `deployment`, if it is a new one.
+        """
         entry = {"time": utc_text(self._router.clock.now()), "scorer": name, "change": event}
         entry |= {"services": self.describe(deployment), **facts}
         history = [*self.history, entry][-_MAX_HISTORY:]
         revision = self.revision + all_again
-        if self._save is not None:
-            await self._save(self._state(scorers, revision, history))
-        before, self.scorers, self.revision, self.history = self.scorers, scorers, revision, history
-        used = {d.pool for scorer in scorers for d in scorer.deployments}
-        for gone in {d.pool: d for scorer in before for d in scorer.deployments if d.pool not in used}.values():
+
+        async def apply() -> None:
+            try:
+                if self._save is not None:
+                    await self._save(self._state(scorers, revision, history))
+            except BaseException:
+                self._end_unused((deployment,))
+                raise
+            before = [d for scorer in self.scorers for d in scorer.deployments]
+            self.scorers, self.revision, self.history = scorers, revision, history
+            self._end_unused(before)
+            self._router.notify()
+
+        change = asyncio.ensure_future(apply())
+        try:
+            await asyncio.shield(change)
+        except asyncio.CancelledError:
+            # The deadline of the call has passed, or its client has left. If the ledger alone had the change, the next
+            # coordinator would go on with other scorers than this one.
+            await asyncio.wait([change])
+            if not change.cancelled():
+                change.exception()  # asyncio logs an exception that no code retrieves
+            raise
+
+    def _end_unused(self, deployments: Iterable[Deployment]) -> None:
+        used = {d.pool for scorer in self.scorers for d in scorer.deployments}
+        for gone in {d.pool: d for d in deployments if d.pool not in used}.values():
             self._remove_members(gone)
             if (calls := self._in_use.pop(gone.pool, None)) is not None:
                 calls.cancel()
-        self._router.notify()
 
     def describe(self, deployment: Deployment) -> str:
         """Return what a deployment is, for users: name@version and addresses."""

@@ -146,6 +146,10 @@ def test_an_answer_inside_of_an_object(
     first, second = load(path, answer_field="extra.a.b", order="file").train
     assert (first.answer, second.answer) == ("5", "")
     assert json.loads(first.metadata_json)["extra"] == {"a": {"c": 6}}
+    row = {"question": "q", "metadata": {"key": "4", "level": 2}}
+    path = write(tmp_path / ("b.jsonl" if write is write_jsonl else "b.parquet"), [row])
+    (prompt,) = load(path, answer_field="metadata.key").train
+    assert (prompt.answer, json.loads(prompt.metadata_json)) == ("4", {"level": 2})
 
 
 def test_a_column_with_a_dot_in_its_name_comes_first(tmp_path: Path, load: Callable[..., PromptSet]) -> None:

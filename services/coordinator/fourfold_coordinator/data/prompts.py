@@ -269,7 +269,7 @@ class _Loader:
         answer = answer_of(row, answer_field, where)
         rest = _without_answer(row, answer_field)
         metadata = {k: v for k, v in rest.items() if k not in (prompt_field, "metadata")}
-        nested = row.get("metadata")
+        nested = rest.get("metadata")
         if isinstance(nested, dict):
             metadata |= nested
         elif nested is not None:

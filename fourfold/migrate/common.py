@@ -13,6 +13,7 @@ from fourfold.config import DataSourceConfig, parse_template
 from fourfold.config.sinks import SinkName
 from fourfold.errors import ConfigError
 from fourfold.migrate.draft import Draft
+from fourfold.paths import expand_home
 
 ASSUMED_ROWS: Final = 10_000
 _MOST_COUNTED_BYTES: Final = 4 << 30  # 8 s at the measured 0.5 GiB/s
@@ -154,13 +155,13 @@ def _count_rows(draft: Draft) -> int:
     """Return the rows of the training data, if it is one JSONL file on this machine; else 0."""
     value = next((draft.flags[name] for name in _DATA_FLAGS if name in draft.flags.table), None)
     names = value.split(",") if isinstance(value, str) else list(value or ())
-    path = Path(names[0].strip()).expanduser() if len(names) == 1 else Path()
     try:
+        path = expand_home(names[0].strip(), "data") if len(names) == 1 else Path()
         if path.suffix != ".jsonl" or not path.is_file() or path.stat().st_size > _MOST_COUNTED_BYTES:
             return 0
         with path.open("rb") as lines:
             return sum(not line.isspace() for line in lines)
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: ~ without a home
+    except (ConfigError, OSError, ValueError):
         return 0
 
 

@@ -57,7 +57,7 @@ class ClassifierFolder:
             ConfigError: the folder or a file of it is missing, the weights are pickles only, the model has code of its
                 own, is no sequence classifier, or has more than one label.
         """
-        path = local_folder(source)
+        path = local_folder(source, _KEY)
         if not path.is_dir():
             raise ConfigError(
                 f"{_KEY} = {source!r}: no such folder ({path.absolute()}); give a Hugging Face model folder, or "

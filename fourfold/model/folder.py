@@ -30,6 +30,7 @@ from typing import Any, Final
 
 from fourfold import hub
 from fourfold.errors import ConfigError
+from fourfold.paths import expand_home
 
 BUILTIN_PREFIX: Final = "builtin:"
 # Part of the folder's name. Raise it when the converter changes its output, so that old folders are not used.
@@ -308,13 +309,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def local_folder(source: str) -> Path:
-    """Return the folder of a source that is not built in; a model of the hub is downloaded at its first use."""
-    return hub.model_folder(source) if source.startswith(hub.PREFIX) else Path(source).expanduser()
+def local_folder(source: str, key: str) -> Path:
+    """Return the folder of a source that is not built in; a model of the hub is downloaded at its first use.
+
+    Messages name `key` of the recipe. Raises ConfigError: the hub has no such model, or this machine no such user.
+    """
+    if source.startswith(hub.PREFIX):
+        return hub.model_folder(source)
+    return expand_home(source, f"{key} = {source!r}")
 
 
 def _existing_folder(source: str) -> Path:
-    return _checked_folder(local_folder(source), source)
+    return _checked_folder(local_folder(source, "model.source"), source)
 
 
 def _checked_folder(folder: Path, source: str) -> Path:

@@ -241,6 +241,11 @@ def test_files_that_are_no_data_are_named(
         load(tmp_path / name)
 
 
+def test_a_path_in_the_home_of_no_user_is_named(load: Callable[..., PromptSet]) -> None:
+    with pytest.raises(ConfigError, match=r"^path = '~no-user/a.jsonl': this machine has no such user; write the whol"):
+        load("~no-user/a.jsonl")
+
+
 def test_a_split_of_a_dataset_folder_is_named(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     folder = tmp_path / "d"
     folder.mkdir()

@@ -216,6 +216,8 @@ def test_a_batch_that_does_not_divide_is_named() -> None:
 def test_unknown_rows_are_named() -> None:
     assert any("number of rows" in text for text in draft_of(LEAST).checks)
     assert not any("number of rows" in text for text in draft_of(LEAST, rows=5_000).checks)
+    nowhere = draft_of(LEAST.replace("d.jsonl", "~no-user/d.jsonl"))
+    assert any("number of rows" in text for text in nowhere.checks)
 
 
 def test_dynamic_batches_and_ring_attention() -> None:

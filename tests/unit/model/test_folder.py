@@ -14,6 +14,7 @@ import pytest
 from fourfold.errors import ConfigError
 from fourfold.model import convert_gguf
 from fourfold.model import folder as model_folder
+from fourfold.model.classifier import ClassifierFolder
 
 NAME = "smollm2-135m-instruct"
 SOURCE = f"builtin:{NAME}"
@@ -56,6 +57,13 @@ def test_folder_without_a_file_is_refused_by_name(tmp_path: Path, name: str) -> 
 def test_missing_folder_names_the_path_and_the_built_in_models(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"no such folder .*{tmp_path}/no.*{SOURCE}"):
         model_folder.resolve(str(tmp_path / "no"))
+
+
+def test_a_folder_in_the_home_of_no_user_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.source = '~no-user/model': this machine has no such user; write"):
+        model_folder.resolve("~no-user/model")
+    with pytest.raises(ConfigError, match=r"^reward\.model\.source = '~no-user/model': this machine has no such user"):
+        ClassifierFolder.read("~no-user/model")
 
 
 def test_unknown_built_in_lists_the_known() -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final
 from fourfold import hub
 from fourfold.config import DataSourceConfig
 from fourfold.errors import ConfigError
+from fourfold.paths import expand_home
 from fourfold.text import clean, nearest_name
 
 Row = dict[str, Any]
@@ -46,8 +47,8 @@ def _files(source: DataSourceConfig) -> list[Path]:
     """Return the files of a source, in order, or the dataset folder that it is."""
     if source.path.startswith(hub.PREFIX):
         return hub.dataset_files(source.path, config=source.config, split=source.split)
-    path = Path(source.path).expanduser()
     where = f"path = {source.path!r}"
+    path = expand_home(source.path, where)
     if not path.exists():
         raise ConfigError(f"{where} does not exist; {_KINDS}")
     if path.is_dir() and not any((path / name).exists() for name in (_DICT, _STATE)):

@@ -406,6 +406,18 @@ class TestRivals:
         assert plain(await task) == [([1, 2, 4, 5], [(1, 4)], STOP)]
         assert len(slow.requests) == len(rival.requests) == 1 and bench.tries == ["begin", "end"]
 
+    async def test_a_call_that_fails_while_its_rival_finishes_loses_nothing(self, make: Make) -> None:
+        both = asyncio.Event()  # wakes the calls in one turn of the event loop
+        slow = Script([chunk(0, 1, 2), both, Unavailable("gone")])
+        rival = Script([chunk(0, 4), both, chunk(0, 5, reason=STOP)])
+        bench = make(slow, rival, hedge_after=2.0)
+        bench.sampler.pace.add(0.001, 1)
+        task = asyncio.create_task(bench.sample(count=1))
+        while not rival.requests:
+            await asyncio.sleep(0.001)
+        both.set()
+        assert plain(await task) == [([1, 2, 4, 5], [(1, 4)], STOP)]
+
     async def test_a_group_without_tries_is_given_up(self, make: Make) -> None:
         bench = make(Script([Unavailable("a")], [Unavailable("b", reason="B")]), hedge_after=2.0)
         with pytest.raises(GivenUp) as error:

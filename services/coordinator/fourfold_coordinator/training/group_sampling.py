@@ -295,9 +295,11 @@ class _Group:
         try:
             while len(self.completions) < self._request.count:
                 done, tasks = await asyncio.wait(tasks, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                # A rival goes on, or has finished the samples in the turn of the event loop in which the other failed.
+                spared = tasks or len(self.completions) == self._request.count
                 for task in done:
                     error = task.exception()
-                    if error is not None and not (tasks and isinstance(error, GivenUp | ServiceMissing)):
+                    if error is not None and not (spared and isinstance(error, GivenUp | ServiceMissing)):
                         raise error
                 if (rival := self._make_rival()) is not None:
                     tasks.add(asyncio.create_task(self.follow(rival)))

@@ -131,6 +131,7 @@ def main(options: ServeOptions) -> int:
                 f"give --run-dir for another run.\n"
             )
             return 0
+        write_stop_reason(folder, "")  # of an earlier start
         check_sinks(options.config.logging.sinks)
         if warning := check_room(folder):
             log.warning("%s", warning)
@@ -254,7 +255,6 @@ class Coordinator:
             segments = await self._disk.write_in_thread(SegmentFiles, self._folder / EXPERIENCES_FOLDER)
             if ledger.counts():
                 self._board.set_recovering(ledger.last_checkpoint())
-            write_stop_reason(self._folder, "")
             await self._loop(ledger, ExperienceStore(segments, ledger, self._disk))
         except FourfoldError as error:
             self._board.close(failure=error.message)

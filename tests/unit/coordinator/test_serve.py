@@ -16,7 +16,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
 from fourfold.service.lifecycle import ServeOptions
 from fourfold_coordinator import serve
-from fourfold_coordinator.launch.run_folder import is_locked, locked
+from fourfold_coordinator.launch.run_folder import is_locked, locked, read_stop_reason, write_stop_reason
 from fourfold_coordinator.reporting.run_totals import MemoryMeter, pss_bytes
 from fourfold_coordinator.routing.registry import Member
 from fourfold_coordinator.state.files import replace_file
@@ -74,6 +74,26 @@ def test_on_a_terminal_the_folder_comes_first_and_the_result_last(
     out = capsys.readouterr().out
     assert out.startswith(f"Run folder: {folder} (log: {folder}/logs/coordinator-0.log)\n\ntoy is done: 4 steps")
     assert "Held-out accuracy: 0.25 (8 answers) before, 0.75 (8 answers) after" in out
+
+
+def test_a_start_that_fails_forgets_what_stopped_the_run_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ServeOptions(
+        role="coordinator", recipe=tmp_path, config=make_config(tmp_path), member_id="c", run_dir=tmp_path
+    )
+
+    def fail(*_arguments: object) -> None:
+        raise ConfigError("the ledger is damaged")
+
+    monkeypatch.setattr(serve, "Coordinator", fail)
+    write_stop_reason(tmp_path, "SIGTERM")
+    with pytest.raises(ConfigError, match="damaged"):
+        serve.main(options)
+    assert read_stop_reason(tmp_path) == ""
+    write_stop_reason(tmp_path, "SIGTERM")
+    (tmp_path / "report.json").write_text(json.dumps({"steps": options.config.steps}))
+    assert serve.main(options) == 0 and read_stop_reason(tmp_path) == "SIGTERM", "nothing was started"
 
 
 def test_memory_is_the_sum_over_the_processes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.channel import open_channel
+from fourfold_coordinator.data.prompts import PromptSet
+from fourfold_coordinator.rewards.scoring import Scoring
 from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_scorers import FakeReference, FakeReward
@@ -59,6 +63,26 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(
     metrics = stage.lines("metrics.jsonl")[0]
     assert metrics["weights/probe_diff_mean"] == pytest.approx(0.01, abs=1e-4)
     assert metrics["train/policy_lag_max"] == 0
+
+
+async def test_what_looks_at_all_prompts_leaves_the_event_loop_free(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[int]()
+
+    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            threads.append(threading.get_ident())
+            return work(*args)
+
+        return call
+
+    monkeypatch.setattr(PromptSet, "digest", noted(PromptSet.digest))
+    monkeypatch.setattr(Scoring, "check_prompts", noted(Scoring.check_prompts))
+    stage = make_stage(steps=1)
+    await stage.start()
+    assert await stage.finish() == 0
+    assert len(threads) == 2 and threading.get_ident() not in threads
 
 
 async def test_every_line_has_the_time_at_which_its_step_ended(make_stage: Callable[..., Stage]) -> None:

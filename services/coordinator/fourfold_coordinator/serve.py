@@ -339,8 +339,8 @@ class Coordinator:
     async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer, train=not self._evaluate)
-        self._scoring.check_prompts((*prompts.train, *prompts.held_out_prompts))
-        await self._disk.write(check_same_data, prompts, ledger)
+        await asyncio.to_thread(self._scoring.check_prompts, (*prompts.train, *prompts.held_out_prompts))
+        await self._disk.write(check_same_data, await asyncio.to_thread(prompts.digest), ledger)
         router = self._router
         session = TrainerSession(router, config, self._board)
         run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
@@ -428,12 +428,12 @@ def _service(module: ModuleType) -> ServiceDescriptor:
     return service
 
 
-def check_same_data(prompts: PromptSet, ledger: Ledger) -> None:
-    """Store the digest of the run's data; raise ConfigError when the run began with other data.
+def check_same_data(digest: str, ledger: Ledger) -> None:
+    """Store the digest of the run's prompts; raise ConfigError when the run began with other data.
 
     The ledger stores a position in the data, which is meaningless in other data.
     """
-    digest, known = prompts.digest(), ledger.get(_PROMPTS_KEY)
+    known = ledger.get(_PROMPTS_KEY)
     if known and known != digest:
         raise ConfigError(
             "the data differs from the data that the run began with: files, options, seed, tokenizer or reasoning-gym "

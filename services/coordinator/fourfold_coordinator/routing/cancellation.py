@@ -35,4 +35,5 @@ class CancelScopes:
     def cancel(self) -> None:
         """End the awaits that run now."""
         for scope in self._open:
-            scope.reschedule(0.0)
+            if not scope.expired():  # by an earlier call, whose cancellation the await still handles
+                scope.reschedule(0.0)

@@ -173,7 +173,7 @@ class TrainingLoop:
         self.reporter.add_published(record, batch, batch_metrics | sleep_times, trained, update)
         record.lag_change = self.lag.observe(step, record.metrics)
         if await self.recipe.update():
-            record.lag_change = self._follow_recipe()
+            record.lag_change = "; ".join(filter(None, (record.lag_change, self._follow_recipe())))
             await self.context.history.record(self.config)
         self.producer.publish(self.broker.version, self.config.asynchrony, lag_limit=self.lag.limit)
         self.board.set_step(step=step, policy_version=self.broker.version)

@@ -142,6 +142,26 @@ async def test_a_scorer_that_abstains_drops_the_sample_or_is_left_out(
             assert list(lines["1"]["terms"]) == ["right"]
 
 
+async def test_a_run_that_ends_for_one_of_several_scorers_names_its_first_error(
+    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(item: reward.ScoreItem) -> reward.SampleScore | None:
+        if item.experience.sample_id.startswith("eval"):
+            return None
+        return reward.SampleScore(error=reward.SampleError(code=2, reason="RAISED", message="KeyError: 'answer'"))
+
+    tables = [{"name": "right"}, {"name": "right-format", "function": "mine.py:score"}]
+    stage: Stage = make_stage(reward=[{**table, "lost_rounds": 1, "on_error": "drop"} for table in tables])
+    other = FakeReward("reward-right-format-0", stage.config)
+    other.scorer, other.outcome = "right-format", raises
+    stage.others.append(other)
+    await stage.start()
+    assert await stage.finish() == 1
+    last = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")][-1]
+    assert "RIGHT_FORMAT_RAISED; the first RAISED came from reward-right-format-0: " in last and "KeyError" in last
+    assert last.endswith("; correct `mine.py:score`")
+
+
 async def test_rows_choose_their_scorers(make_stage: Callable[..., Stage], scorer: Any) -> None:
     stage: Stage = make_stage(steps=2)
     other = await scorer(stage, "other@1", constant(0.5))

@@ -140,6 +140,8 @@ class Member(ABC):
         self.member_id, self.config = member_id, config
         self.tokenizer_sha256 = tokenizer_sha256(Path(config.model.source))
         self.target = ""
+        self.scorer = ""
+        """Name of the table [[reward]] that a reward service serves; empty: the first."""
         self.journal: list[str] = []
         """The calls that this member received, in order. Several members may share one list."""
         self._server = Server(listen="127.0.0.1:0", security=None)
@@ -173,6 +175,7 @@ class Member(ABC):
             target=self.target,
             tokenizer_sha256=self.tokenizer_sha256,
             on_drain=lambda: None,
+            scorer=self.scorer,
         )
         self._membership.incarnation = self._incarnation
         self._tasks.append(asyncio.create_task(self._membership.run()))

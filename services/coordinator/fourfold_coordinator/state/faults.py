@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -59,13 +59,13 @@ class FaultLog:
         for subject in [subject for subject, member in self._shown.items() if member == member_id]:
             self.clear(subject)
 
-    def first_of(self, kinds: Mapping[str, object]) -> str:
+    def first_of(self, kinds: Container[str]) -> str:
         """Return the first fault of each of these kinds, as a text for the end of a message."""
         # In reverse, so that the first member with a kind replaces the later ones.
         known = {kind: (name, fault) for (name, kind), fault in reversed(self._faults.items()) if kind in kinds}
         return "; ".join(f"the first {kind} came from {name}: {f.first}" for kind, (name, f) in known.items())
 
-    def members(self, kinds: Mapping[str, object]) -> set[str]:
+    def members(self, kinds: Container[str]) -> set[str]:
         """Return the ids of the members with a fault of one of these kinds."""
         return {name for name, kind in self._faults if kind in kinds}
 

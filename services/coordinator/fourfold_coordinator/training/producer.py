@@ -35,6 +35,7 @@ from fourfold.config import AsynchronyConfig
 from fourfold.errors import WrongState
 
 from ..data.curriculum import Curriculum, ScoredAttempt
+from ..rewards.outcome import drop_prefix
 from ..routing.replica import GivenUp
 from ..state.ledger import FILTERED, STALE
 from ..state.samples import SAMPLES_FILE, SampleGroup, StepBatch
@@ -356,13 +357,15 @@ class GroupProducer:
         batch.groups.sort(key=lambda group: group.position)
         if not batch.groups:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(batch.dropped.items()))
-            faults = context.router.faults
-            failed = {name.rpartition("-")[0] for name in faults.members(batch.dropped)}
-            scorers = [table.title for table in self._config.reward if table.member_prefix in failed]
+            faults, tables = context.router.faults, [scorer.table for scorer in context.scorers.scorers]
+            prefixes = ("", *map(drop_prefix, tables))
+            kinds = {reason.removeprefix(prefix) for reason in batch.dropped for prefix in prefixes}
+            failed = {name.rpartition("-")[0] for name in faults.members(kinds)}
+            scorers = [table.title for table in tables if table.member_prefix in failed]
             repair = f"; correct {', '.join(f'`{title}`' for title in scorers)}" if scorers else ""
             raise WrongState(
                 f"step {step}: no group is left to train on; dropped samples: {reasons}; "
-                f"{faults.first_of(batch.dropped) or 'see the log'}{repair}"
+                f"{faults.first_of(kinds) or 'see the log'}{repair}"
             )
         batch.done = time.monotonic()
 

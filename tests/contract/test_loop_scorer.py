@@ -23,6 +23,7 @@ from fourfold_coordinator.launch.run_folder import read_stop_reason
 from fourfold_coordinator.rewards import deployment_calls
 from fourfold_coordinator.rewards.scorers import Deployment
 from fourfold_coordinator.routing import router
+from fourfold_coordinator.routing.registry import Member
 from fourfold_coordinator.routing.replica import GivenUp, RetryBudget
 from fourfold_coordinator.state.ledger import Ledger
 from tests.fakes.stage import Stage, check_books, until, watch_for
@@ -316,7 +317,11 @@ async def test_faults_are_counted_over_the_lives_of_a_run(make_stage: Callable[.
 
 def test_a_program_of_the_user_names_the_process_to_end_after_a_correction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PARENT_PID_VARIABLE, "1")
-    advice = deployment_calls.restart_advice(RewardConfig(function="mine.py:score"), "demo", "reward-0")
+    ours, permanent = (
+        Member(member_id="reward-0", incarnation="", role=3, target="h:1", tokenizer_sha256=b"", permanent=permanent)
+        for permanent in (False, True)
+    )
+    advice = deployment_calls.restart_advice(RewardConfig(function="mine.py:score"), "demo", ours)
     assert "correct `mine.py:score`" in advice
     # The pattern must be part of the command line of the service.
     service = ServiceSpec(role="reward", name="reward-0")
@@ -324,10 +329,52 @@ def test_a_program_of_the_user_names_the_process_to_end_after_a_correction(monke
     pattern = advice.split("pkill -f ")[1].strip("'")
     for folder, found in (("runs/demo", True), ("demo", True), ("runs/my-demo", False)):
         assert bool(re.search(pattern, argv.replace("runs/demo", folder))) is found, folder
-    for table in (RewardConfig(), RewardConfig(target=("h:1",)), RewardConfig(function="m.py:f", replicas=0)):
-        assert deployment_calls.restart_advice(table, "demo", "reward-0") == ""
+    for table in (RewardConfig(), RewardConfig(function="mine.py:score", replicas=0)):
+        assert deployment_calls.restart_advice(table, "demo", ours) == ""
+    assert deployment_calls.restart_advice(RewardConfig(function="mine.py:score"), "demo", permanent) == ""
     monkeypatch.delenv(PARENT_PID_VARIABLE)  # services that were started by hand have other command lines
-    assert deployment_calls.restart_advice(RewardConfig(function="mine.py:score"), "demo", "reward-0") == ""
+    assert deployment_calls.restart_advice(RewardConfig(function="mine.py:score"), "demo", ours) == ""
+
+
+def act_as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set what the advice reads alone: with the variable itself, this process would end with its parent."""
+    monkeypatch.setenv("FOURFOLD_TEST_LAUNCHER", "1")
+    monkeypatch.setattr(deployment_calls, "PARENT_PID_VARIABLE", "FOURFOLD_TEST_LAUNCHER")
+
+
+async def test_watchers_read_how_a_corrected_program_gets_into_its_service(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act_as_launched(monkeypatch)
+    stage = make_stage(steps=1, reward={"function": "mine.py:score"})
+    stage.reward.outcome = broken
+    await stage.start()
+    status = await watch_for(stage, lambda s: len(s.conditions) > 0)
+    (condition,) = status.conditions
+    assert TEXT in condition.text and "; correct `mine.py:score`, then end its service" in condition.text
+    assert f"pkill -f '[ /]{stage.folder.name}/config.toml --member-id reward-0 '" in condition.text
+    stage.reward.outcome = lambda item: None
+    await watch_for(stage, lambda s: not s.conditions)
+    assert await stage.finish() == 0
+    assert "pkill" not in json.dumps(stage.report()["faults"])
+
+
+@pytest.mark.parametrize(("on_error", "corrections"), [("stop", 0), ("drop", 1)])
+async def test_the_error_that_ends_a_run_gives_no_advice_about_its_services(
+    make_stage: Callable[..., Stage],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_error: str,
+    corrections: int,
+) -> None:
+    act_as_launched(monkeypatch)
+    table = {"function": "mine.py:score", "on_error": on_error, "lost_rounds": 1}
+    stage = make_stage(reward=table, retry={"infrastructure": 1}, evaluation={"every_steps": 100, "max_prompts": 1})
+    stage.reward.outcome = broken
+    await stage.start()
+    assert await stage.finish() == 1
+    last = last_line(capsys)
+    assert TEXT in last and "pkill" not in last and last.count("correct `mine.py:score`") == corrections
 
 
 async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tries() -> None:
@@ -346,7 +393,7 @@ async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tr
     budget = RetryBudget(infrastructure=1, data=0)
     table = config.reward[0]
     router: Any = NoReplicas()
-    calls = deployment_calls.DeploymentCalls(config, table, Deployment(pool="reward"), router, {})
+    calls = deployment_calls.DeploymentCalls(config, table, Deployment(pool="reward"), router, {}, run="x")
     calls.record_failure(Unavailable("the lease of the only scorer expired"), budget)
     assert budget.infrastructure == 0
     with pytest.raises(GivenUp):

@@ -194,7 +194,7 @@ class Coordinator:
         self._host.exporter.add(self._run_source.read, refresh=self._run_source.refresh)
         self._certificates = CertificateMonitor(self._host.security, self._registry, self._board, own=options.member_id)
         self._scorers = ScorerTable(config, self._registry, self._router)
-        self._scoring = Scoring(config, self._router, self._scorers)
+        self._scoring = Scoring(config, self._router, self._scorers, run=folder.name)
         self._scorer_servicer = ScorerServicer(self._scorers, self._router)
         self._tasks = TaskBoard(config.agents, max_refusals=config.retry.data)
         self._registry.add_listener(self._on_member)

@@ -38,6 +38,7 @@ from fourfold.rpc.codec import encode
 from fourfold.types.v1.experience_pb2 import Experience
 
 from ..routing.cancellation import CancelScopes
+from ..routing.registry import Member
 from ..routing.replica import FatalRunError, GivenUp, Replica, ReplicaKey, RetryBudget, ScorerInputs
 from ..routing.router import Router, WaitLimit
 from ..routing.scheduling import Demand
@@ -60,11 +61,27 @@ class DeploymentCalls:
     """Calls to the services of one deployment."""
 
     def __init__(
-        self, config: Config, table: RewardConfig, deployment: Deployment, router: Router, costs: dict[str, float]
+        self,
+        config: Config,
+        table: RewardConfig,
+        deployment: Deployment,
+        router: Router,
+        costs: dict[str, float],
+        *,
+        run: str,
     ) -> None:
-        """Prepare calls; `costs` has what each scorer has cost in the whole run, in US dollars."""
+        """Prepare calls.
+
+        Args:
+            config: the recipe.
+            table: that of the scorer.
+            deployment: gets the calls.
+            router: chooses its services.
+            costs: what each scorer has cost in the whole run, in US dollars.
+            run: name of the run's folder.
+        """
         self._config, self._pool, self._router, self._costs = table, deployment.pool, router, costs
-        self._run_name = config.name
+        self._run = run
         self._samples_per_step, self._tries = config.batch.samples_per_step, config.retry.infrastructure
         self.sample_count = 0  # samples with a score
         self._cache: OrderedDict[bytes, Outcome] = OrderedDict()  # of a pure scorer, by content
@@ -253,8 +270,8 @@ class DeploymentCalls:
         outcomes = {score.sample_id: to_outcome(score, replica.scorer, t.sample) for score, t in pairs}
         errors = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
         if len(errors) == len(outcomes) and not await self._still_scores(replica):
-            advice = restart_advice(self._config, self._run_name, replica.member.member_id)
-            text = f"Score: none of {len(items)} samples has a score; first error: {errors[0]}{advice}"
+            replica.advice = restart_advice(self._config, self._run, replica.member)
+            text = f"Score: none of {len(items)} samples has a score; first error: {errors[0]}"
             raise PeerFault(replica.member.peer, errors[0].reason, text)
         for error in errors:
             self._router.faults.record(replica.member.member_id, error.reason, error.message)
@@ -339,17 +356,17 @@ class DeploymentCalls:
         )
 
 
-def restart_advice(table: RewardConfig, run: str, member_id: str) -> str:
+def restart_advice(table: RewardConfig, run: str, member: Member) -> str:
     """Return how a corrected program of the user gets into a service that the launcher started; empty for others.
 
     The service cannot read the file again: its name@version has the digest of the file.
     """
-    launched = PARENT_PID_VARIABLE in os.environ and table.replicas and not table.target
+    launched = PARENT_PID_VARIABLE in os.environ and table.replicas and not member.permanent
     if not launched or not (":" in table.function or table.command):
         return ""
     return (
         f"; correct `{table.title}`, then end its service, which the launcher starts again with the new code, on its "
-        f"machine: pkill -f '[ /]{run}/config.toml --member-id {member_id} '"
+        f"machine: pkill -f '[ /]{run}/config.toml --member-id {member.member_id} '"
     )
 
 

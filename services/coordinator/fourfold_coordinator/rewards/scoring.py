@@ -34,8 +34,9 @@ _Asked = list[tuple[RewardConfig, Outcome]]  # the outcomes of one sample, gates
 class Scoring:
     """The scores of a run."""
 
-    def __init__(self, config: Config, router: Router, table: ScorerTable) -> None:
-        self._config, self._router, self._table = config, router, table
+    def __init__(self, config: Config, router: Router, table: ScorerTable, *, run: str) -> None:
+        """Prepare calls; `run` is the name of the run's folder."""
+        self._config, self._router, self._table, self._run = config, router, table, run
         self._calls: dict[tuple[str, bool], DeploymentCalls] = {}  # by pool, and whether it is a shadow
         table.check = self._check_scores
 
@@ -97,7 +98,7 @@ class Scoring:
         if (calls := self._calls.get((deployment.pool, shadow))) is None:
             table = scorer.table.model_copy(update={"on_error": "drop"}) if shadow else scorer.table
             calls = self._calls[deployment.pool, shadow] = DeploymentCalls(
-                self._config, table, deployment, self._router, self._table.costs
+                self._config, table, deployment, self._router, self._table.costs, run=self._run
             )
         return calls
 

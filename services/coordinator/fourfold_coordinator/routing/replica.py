@@ -154,6 +154,7 @@ class Replica:
         self.pure = False  # of a reward service: an equal sample has an equal score
         self.inspected_at = 0.0  # time of the last GetInfo, on the monotonic clock
         self.scorer = ""  # of a reward service, as name@version
+        self.advice = ""  # for users who watch the run, what to do about `failure_text`
         self._version = -1
 
     @property
@@ -281,6 +282,7 @@ class Replica:
 
     def record_success(self) -> None:
         """Note a call that succeeded: earlier failures count no more."""
+        self.advice = ""
         self.breaker.record_success()
         self._congested_at = 0
 

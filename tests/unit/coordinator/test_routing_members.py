@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -101,6 +102,15 @@ async def test_leases_expire_while_a_pass_over_the_members_takes_long(
     assert "stalled" not in caplog.text
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_departure_of_an_earlier_day_has_its_date(clock: FakeClock) -> None:
+    scene, left = Scene(clock), time.localtime(clock.now())
+    _, token = scene.join("rollout-0", Role.ROLE_ROLLOUT, 1)
+    scene.registry.deregister(token)
+    assert scene.router.explain(Role.ROLE_ROLLOUT) == time.strftime("rollout-0 left at %H:%M:%S", left)
+    await clock.advance(86_400)
+    assert scene.router.explain(Role.ROLE_ROLLOUT) == time.strftime("rollout-0 left at %Y-%m-%d %H:%M", left)
 
 
 async def test_only_engines_are_watched_for_load(scene: Scene) -> None:

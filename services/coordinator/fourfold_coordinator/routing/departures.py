@@ -20,7 +20,7 @@ class Departures:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._texts: dict[str, tuple[Member, str]] = {}  # by member_id, the oldest first
+        self._left: dict[str, tuple[Member, MemberChange, float]] = {}  # with the time; by member_id, the oldest first
 
     def add(self, member: Member, change: MemberChange) -> None:
         """Remember and log that a member left."""
@@ -33,17 +33,21 @@ class Departures:
             )
         else:
             log.info("%s left: %s", member.member_id, change.value)
-        how = "" if change is MemberChange.LEFT else f": {change.value}"
-        clock = time.strftime("%H:%M:%S", time.localtime(self._clock.now()))
-        self._texts.pop(member.member_id, None)
-        self._texts[member.member_id] = member, f"{member.member_id} left at {clock}{how}"
-        while len(self._texts) > _MAX_KEPT:
-            del self._texts[next(iter(self._texts))]
+        self._left.pop(member.member_id, None)
+        self._left[member.member_id] = member, change, self._clock.now()
+        while len(self._left) > _MAX_KEPT:
+            del self._left[next(iter(self._left))]
 
     def forget(self, member: Member) -> None:
         """Forget a member that is there again."""
-        self._texts.pop(member.member_id, None)
+        self._left.pop(member.member_id, None)
 
     def texts(self, role: int, pool: str = "") -> list[str]:
         """Return when and how the members of a role, or of a pool, left, for users."""
-        return [text for each, text in self._texts.values() if each.role == role and pool in ("", each.pool)]
+        found = [each for each in self._left.values() if each[0].role == role and pool in ("", each[0].pool)]
+        return [self._text(*each) for each in found]
+
+    def _text(self, member: Member, change: MemberChange, left: float) -> str:
+        then, now = time.localtime(left), time.localtime(self._clock.now())
+        clock = time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
+        return f"{member.member_id} left at {clock}{'' if change is MemberChange.LEFT else f': {change.value}'}"

@@ -116,6 +116,6 @@ def _held_out_warnings(config: Config, prompts: PromptSet) -> list[str]:
         if count := sum(prompt.text in trained for prompt in held_out.prompts):
             found.append(
                 f"{count:,} of {len(held_out.prompts):,} prompts of the held-out set {held_out.name} are training "
-                f"prompts, too, so that its score also measures what was memorized; remove them from one of both"
+                f"prompts, too, so that its score also measures what was memorized; remove them from one of the two"
             )
     return found

@@ -20,8 +20,8 @@ Each trajectory of the steps done is a line of samples.jsonl:
   and BASELINE always were. Samples that were dropped before they were sampled have no line.
 - If every group of a step was filtered out, the last of them go to the trainer, which skips the step. Their `dropped`
   is empty; the step has the reason in `skipped_reason`.
-- The lines of a step are appended after the ledger has acknowledged it. A run that was stopped has no lines of an
-  unfinished step, and a restore removes the lines after its checkpoint.
+- The lines of a step are appended while the trainer works on it. A run that was stopped may have lines of a step that
+  was not trained; a recovery removes them, and those after its checkpoint.
 """
 
 from __future__ import annotations

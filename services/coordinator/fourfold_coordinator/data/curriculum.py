@@ -20,10 +20,8 @@ from typing import Final, NamedTuple
 from fourfold.config import CurriculumConfig
 from fourfold.seeds import derive_seed
 
-_COUNTED: Final = (
-    "",
-    "FILTERED",
-)  # `dropped` of attempts that count: without a score, or scored too late, others do not
+# `dropped` of attempts that count: without a score, or scored too late, others do not.
+_COUNTED: Final = ("", "FILTERED")
 _RANGE: Final = 1 << 52  # of `derive_seed`
 
 

@@ -147,8 +147,8 @@ class Evaluator:
         A warning in the log tells that later ones answered.
 
         Returns None without held-out sets, or when no answer of a set got a score: the mean over the other sets could
-        not be compared with that of other steps. `on_progress` is called with the answers that are
-        done, and with the number of all.
+        not be compared with that of other steps. `on_progress` is called with the answers that are done, and with the
+        number of all.
         """
         answered = await self.answer(step=step, version=version, engine=engine, on_progress=on_progress)
         results = [each.result(self._config.evaluation.success) for each in answered]

@@ -185,6 +185,7 @@ def test_a_trained_sample_enters_no_other_step(ledger: Ledger) -> None:
 def test_one_step_takes_one_batch(ledger: Ledger) -> None:
     first, second = ready(ledger), ready(ledger, position=1)
     ledger.lease(1, first)
+    assert ledger.leased() == dict.fromkeys(first, "p0000000-0")
     with pytest.raises(AlreadyExists, match="leased with 2 other samples"):
         ledger.lease(1, second)
     with pytest.raises(WrongState, match="the next is 1"):

@@ -453,8 +453,7 @@ class Ledger:
             done = self.last_step()
             if step != done + 1:
                 raise WrongState(f"step {step} cannot be leased: {done} steps are done, the next is {done + 1}")
-            rows = db.execute(f"SELECT sample_id FROM {_LEASED}")
-            held = {sample_id for (sample_id,) in rows}
+            held = self.leased().keys()
             if held == wanted:
                 return
             if held:
@@ -469,10 +468,9 @@ class Ledger:
                 if state is not SampleState.READY:
                     raise WrongState(f"sample {sample_id} is {state}; only READY samples are leased")
 
-    def leased_groups(self) -> set[str]:
-        """Return the ids of the groups in the batch that is leased."""
-        rows = self._db.execute(f"SELECT DISTINCT group_id FROM {_LEASED}")
-        return {group_id for (group_id,) in rows}
+    def leased(self) -> dict[str, str]:
+        """Return the id of the group of each sample in the batch that is leased, by sample id."""
+        return dict(self._db.execute(f"SELECT sample_id, group_id FROM {_LEASED}"))
 
     def acknowledge(self, step: int, *, policy_version: int, skipped_reason: str, data_position: int) -> None:
         """Record that the trainer has done `step`: its LEASED samples become TRAINED. A repeat changes nothing."""
@@ -565,9 +563,9 @@ class Ledger:
         """Go back to the end of `step`; return the number of samples that this dropped.
 
         Samples of later steps went into weights that are lost, and unfinished samples were in the memory of a process
-        that is gone: both become DROPPED with `reason`, one of ISSUED_AGAIN. Groups of `keep`, ids
-        of those that `recorded` has, stay, and their leased samples are READY again. Later steps, evaluations and
-        checkpoints are deleted. Published versions stay, because versions never decrease.
+        that is gone: both become DROPPED with `reason`, one of ISSUED_AGAIN. Groups of `keep`, ids of those that
+        `recorded` has, stay, and their leased samples are READY again. Later steps, evaluations and checkpoints are
+        deleted. Published versions stay, because versions never decrease.
         """
         with self._transaction() as db:
             kept = json.dumps(sorted(keep))

@@ -38,7 +38,7 @@ from ..launch.run_folder import METRICS_FILE
 from ..routing.replica import INFO_SECONDS
 from ..state.experiences import StoredSample
 from ..state.files import replace_file
-from ..state.ledger import COORDINATOR_RESTARTED, TRAINER_RESTORED, Ledger, SampleState, StepRow
+from ..state.ledger import COORDINATOR_RESTARTED, TRAINER_RESTORED, Ledger, StepRow
 from ..state.sample_tokens import TOKENS_FILE, to_token_lines
 from ..state.samples import SAMPLES_FILE, SampleGroup, Trajectory, to_lines
 from ..state.timeline import TIMELINE_FILE
@@ -79,11 +79,10 @@ async def take_over(context: RunContext) -> RunPosition | None:
     status = await session.wait_until_idle()
     step, result = ledger.last_step(), status.last_step
     groups = await _load_groups(context, newest=status.policy_version)
-    leased, batch = ledger.leased_groups(), list[SampleGroup]()
+    leased, batch = ledger.leased(), list[SampleGroup]()
     if status.step == result.step == step + 1 and leased:
         step += 1
-        batch = [group for group in groups if _names([group]) <= leased]
-        trained = [name for name, state in ledger.unfinished().items() if state is SampleState.LEASED]
+        batch = [group for group in groups if _names([group]) <= set(leased.values())]
         await disk.write(
             ledger.acknowledge,
             step,
@@ -91,7 +90,7 @@ async def take_over(context: RunContext) -> RunPosition | None:
             skipped_reason=result.skipped_reason,
             data_position=ledger.next_position(),
         )
-        context.router.traces.trained(trained, result)
+        context.router.traces.trained(list(leased), result)
     if status.step != step or status.policy_version < ledger.highest_version():
         return None
     session.policy_version = status.policy_version

@@ -153,7 +153,7 @@ def test_a_closed_pipe_is_no_error() -> None:
     """As with `fourfold plan RECIPE | head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "fourfold", "plan", "--no-checks", str(QUICKSTART)]
+    words = [sys.executable, "-m", "fourfold", "plan", "--skip-checks", str(QUICKSTART)]
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=50, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")

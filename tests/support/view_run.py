@@ -117,7 +117,7 @@ def write_run(folder: Path, *, rate: float = 1e-5, text: str = HOSTILE) -> Path:
     sets = [asdict(make_result(name, score=score)) for name, score in (("math", 0.75), ("code", 0.25))]
     evals = [{"step": step, "score": 0.5, "half_width": 0.1, "n": 8, "missing": 0, "sets": sets} for step in (0, 3)]
     report = {
-        "name": folder.name, "steps": 3, "evals": evals, "eval_before": evals[0], "eval_after": evals[1],
+        "name": folder.name, "steps": 9, "evals": evals, "eval_before": evals[0], "eval_after": evals[1],
         "answers_before": answers, "answers_after": [{**answers[0], "completion": "12", "score": 1.0}],
         "diagnosis": [{"text": "few scores differ", "steps": 1, "first": 2, "last": 2}], "seconds": 9.0,
     }  # fmt: skip

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,19 @@ import pytest
 from fourfold import config as configuration
 from fourfold.errors import ConfigError
 from fourfold_coordinator.cli import runs
-from fourfold_coordinator.launch.run_folder import COORDINATOR_LOCK, LEDGER_FILE, link_latest, locked
+from fourfold_coordinator.launch.run_folder import (
+    COORDINATOR_LOCK,
+    LEDGER_FILE,
+    RUN_LOCK,
+    is_locked,
+    link_latest,
+    locked,
+)
 from fourfold_coordinator.state.ledger import EvalRow, Ledger
 
-CONFIG = configuration.dump(configuration.load("recipes/quickstart.toml"))
+QUICKSTART = configuration.load("recipes/quickstart.toml")
+CONFIG = configuration.dump(QUICKSTART)
+REPORT = json.dumps({"steps": QUICKSTART.steps})
 
 
 @pytest.fixture
@@ -29,7 +41,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ledger = Ledger(tmp_path / "runs" / "new" / LEDGER_FILE)
     ledger.add_eval(EvalRow(0, 0.25, None, 8, 0, []))
     ledger.close()
-    (tmp_path / "runs" / "new" / "report.json").write_text("{}")
+    (tmp_path / "runs" / "new" / "report.json").write_text(REPORT)
     for path in (tmp_path / "runs" / "old", *(tmp_path / "runs" / "old").iterdir()):
         os.utime(path, (time.time() - 40 * 86_400,) * 2)
     link_latest(tmp_path / "runs" / "new")
@@ -122,7 +134,49 @@ def test_what_is_no_run_is_refused(root: Path, words: list[str], message: str) -
     assert len(list(root.iterdir())) == 4
 
 
-def test_a_run_that_goes_on_is_refused(root: Path) -> None:
-    with locked(root / "new" / COORDINATOR_LOCK, "coordinator"), pytest.raises(ConfigError, match="is in use by a run"):
+def test_a_run_is_finished_after_the_steps_of_its_recipe(root: Path) -> None:
+    assert runs.read_run(root / "new").state == "finished"
+    longer = QUICKSTART.model_copy(update={"steps": QUICKSTART.steps + 1})
+    (root / "new" / "config.toml").write_text(configuration.dump(longer))
+    assert runs.read_run(root / "new").state == "stopped", "it was extended, and has the report of its first end"
+    with locked(root / "new" / COORDINATOR_LOCK, "coordinator"):
+        assert runs.read_run(root / "new").state == "running"
+
+
+@pytest.mark.parametrize(
+    ("lock", "user"), [(COORDINATOR_LOCK, "a run"), (RUN_LOCK, "a run"), ("evaluations/e/.lock", "`fourfold eval`")]
+)
+def test_a_run_in_use_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch, lock: str, user: str) -> None:
+    (root / "new" / "evaluations" / "e").mkdir(parents=True)
+    with locked(root / "new" / lock, "it"), pytest.raises(ConfigError, match=f"is in use by {user}"):
         call("delete", "runs/old", "runs/new", "--yes")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    with ExitStack() as stack:
+
+        def start(_: str) -> str:
+            stack.enter_context(locked(root / "new" / lock, "it"))
+            return "y"
+
+        monkeypatch.setattr("builtins.input", start)
+        with pytest.raises(ConfigError, match=f"is in use by {user}"):
+            call("delete", "runs/old", "runs/new")
     assert len(list(root.iterdir())) == 4
+
+
+def test_no_run_is_started_in_a_folder_that_is_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleted, rmtree = list[Path](), shutil.rmtree
+
+    def delete(path: Path) -> None:
+        assert is_locked(path / RUN_LOCK)
+        deleted.append(path)
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    assert call("delete", "runs/old", "runs/old", "runs/new", "--yes") == 0
+    assert deleted == [Path("runs/old"), Path("runs/new")]
+
+
+def test_the_deletion_of_a_part_is_no_change_of_a_run(root: Path) -> None:
+    assert call("delete", "runs/old", "--only", "checkpoints", "--yes") == 0
+    assert call("delete", "--older-than", "30", "--yes") == 0
+    assert not (root / "old").exists()

@@ -211,7 +211,7 @@ def test_every_page_of_an_interrupted_run_says_how_to_continue(folders: list[Pat
         write_stop_reason(stopped, "SIGTERM")
         says(client, "one", "This run was stopped by SIGTERM after step 1 of 9.")
         assert "coordinator-0.log" not in client.get("/run/one").text, "the reason is known"
-    (stopped / "report.json").write_text("{}")
+    (stopped / "report.json").write_text('{"steps": 9}')
     with TestClient(make_app(RunFolders([stopped], cache=tmp_path / "cache")), base_url=LOCAL) as client:
         says(client, "one", "This run was resumed 2 times.")
 

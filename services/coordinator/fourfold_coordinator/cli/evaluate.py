@@ -31,6 +31,7 @@ from ..launch.run_folder import (
     ANSWERS_FILE,
     CONFIG_FILE,
     EVALUATION_FILE,
+    EVALUATIONS_FOLDER,
     HARNESS_FILE,
     RUN_LOCK,
     find_run,
@@ -40,7 +41,6 @@ from ..launch.run_folder import (
 from ..state.files import replace_file
 from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher
 
-_FOLDER: Final = "evaluations"
 _FILE_WIDTH: Final = 200  # of output that is no terminal
 _MOST_SIZES: Final = 3  # k of pass@k in the table; with more, it has the smallest and the largest one
 
@@ -122,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
 def _find_model(args: argparse.Namespace) -> tuple[int | None, str, Path]:
     """Return the step of the weights, None if they are of no run, their folder, and where evaluations are kept."""
     if args.run is None:
-        return None, args.model, Path(_FOLDER)
+        return None, args.model, Path(EVALUATIONS_FOLDER)
     run_dir = find_run(args.run)
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(
@@ -135,7 +135,7 @@ def _find_model(args: argparse.Namespace) -> tuple[int | None, str, Path]:
         config = configuration.load(run_dir / CONFIG_FILE)
         gpus = local_gpus(config).get("trainer-0", ())
         folder = export_checkpoint(config, run_dir, step, gpus, Supervisor(run_dir / "logs"))
-    return step, str(folder), run_dir / _FOLDER
+    return step, str(folder), run_dir / EVALUATIONS_FOLDER
 
 
 def _evaluation_config(args: argparse.Namespace, model: str) -> Config:

@@ -28,25 +28,28 @@ from ..launch.run_folder import (
     COORDINATOR_LOCK,
     CRITIC_FOLDER,
     EMA_FOLDER,
+    EVALUATIONS_FOLDER,
     FAILED_SUFFIX,
     LATEST,
     LEDGER_FILE,
     MODEL_FOLDER,
-    REPORT_FILE,
     RUN_LOCK,
     STEP_FOLDER,
     find_run,
+    is_finished,
     is_locked,
+    locked,
 )
 from ..state.ledger import EvalRow, read_evals, read_progress
 
 _ROOT: Final = Path("runs")
 _DAY_SECONDS: Final = 86_400
+_USED: Final = ("running", "evaluating")  # states in which the folder may not be deleted
 # Folders of a run by the part that `--only` names.
 _PARTS: Final[Mapping[str, Sequence[str]]] = {
     "checkpoints": ("checkpoints",),
     "model": (MODEL_FOLDER, f"{STEP_FOLDER}*", EMA_FOLDER, CRITIC_FOLDER),
-    "evaluations": ("evaluations",),
+    "evaluations": (EVALUATIONS_FOLDER,),
     "logs": ("logs",),
     "experiences": ("experiences",),
 }
@@ -57,7 +60,7 @@ class Run:
     """A run in its folder."""
 
     folder: Path
-    state: str  # runs, finished, stopped or failed
+    state: str  # running, evaluating, finished, stopped or failed
     step: int
     evaluation: EvalRow | None  # the last one on held-out prompts
     changed: float  # when a file in its folder changed last, in seconds since 1970
@@ -103,8 +106,10 @@ def read_run(folder: Path) -> Run:
         step = read_progress(folder / LEDGER_FILE).step
         evaluation = max(read_evals(folder / LEDGER_FILE), key=lambda row: row.step, default=None)
     if is_locked(folder / COORDINATOR_LOCK) or is_locked(folder / RUN_LOCK):
-        state = "runs"
-    elif (folder / REPORT_FILE).is_file():
+        state = "running"
+    elif any(map(is_locked, folder.glob(f"{EVALUATIONS_FOLDER}/*/{RUN_LOCK}"))):
+        state = "evaluating"
+    elif is_finished(folder):
         state = "finished"
     else:
         state = "failed" if folder.suffix == FAILED_SUFFIX else "stopped"
@@ -113,7 +118,7 @@ def read_run(folder: Path) -> Run:
 
 def _is_touched(path: Path) -> bool:
     """Return whether a mere reader changes the file, as SQLite does beside the ledger; or whether it is a link."""
-    return path.name.startswith(f"{LEDGER_FILE}-") or path.is_symlink()
+    return path.name.startswith((f"{LEDGER_FILE}-", RUN_LOCK)) or path.is_symlink()
 
 
 def _change_time(path: Path) -> float:
@@ -158,15 +163,22 @@ def _score(row: EvalRow, step: int) -> str:
 
 
 def _chosen(args: argparse.Namespace) -> list[Run]:
-    """Return the runs to delete. Raises ConfigError: a folder is no run, or its run goes on."""
-    runs = [read_run(_checked(folder)) for folder in args.folders] if args.folders else find_runs(args.root)
+    """Return the runs to delete. Raises ConfigError: a folder is no run, or in use."""
+    runs = (
+        [read_run(_checked(folder)) for folder in dict.fromkeys(args.folders)] if args.folders else find_runs(args.root)
+    )
     if args.older_than is not None:
         limit = time.time() - args.older_than * _DAY_SECONDS
-        runs = [run for run in runs if run.changed < limit and run.state != "runs"]
-    for run in runs:
-        if run.state == "runs":
-            raise ConfigError(f"{run.folder} is in use by a run; stop it first")
+        runs = [run for run in runs if run.changed < limit and run.state not in _USED]
+    _check_unused(runs)
     return runs
+
+
+def _check_unused(runs: Iterable[Run]) -> None:
+    for run in runs:
+        if run.state in _USED:
+            user = "`fourfold eval`" if run.state == "evaluating" else "a run"
+            raise ConfigError(f"{run.folder} is in use by {user}; wait for its end, or stop it")
 
 
 def _checked(folder: Path) -> Path:
@@ -190,8 +202,12 @@ def _delete(runs: Sequence[Run], only: Sequence[str], *, ask: bool) -> int:
     if ask and not _confirmed(f"Delete {total}? [y/N] "):
         print("nothing was deleted")
         return 1
-    for path in targets:
-        shutil.rmtree(path)
+    _check_unused([read_run(_checked(run.folder)) for run in runs])  # time has passed since the question
+    for run in runs:
+        with locked(run.folder / RUN_LOCK, "`fourfold runs delete`"):
+            for path in targets:
+                if path.is_relative_to(run.folder):
+                    shutil.rmtree(path)
     _unlink_latest(run.folder.parent for run in runs)
     print(f"deleted {total}")
     return 0

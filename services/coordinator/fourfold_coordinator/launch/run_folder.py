@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ MODEL_FOLDER: Final = "model"
 EMA_FOLDER: Final = "model-ema"
 CRITIC_FOLDER: Final = "critic"
 STEP_FOLDER: Final = "model-step-"
+EVALUATIONS_FOLDER: Final = "evaluations"  # of a run: a folder for each `fourfold eval`
 EVALUATION_FILE: Final = "evaluation.json"
 HARNESS_FILE: Final = "lm-eval.json"  # tasks of lm-evaluation-harness to run: {"tasks", "include_path"}
 ANSWERS_FILE: Final = "answers.jsonl"  # of `fourfold eval`
@@ -204,10 +206,15 @@ def no_export(run_dir: Path, what: str) -> ConfigError:
     )
 
 
-def is_finished(run_dir: Path, config: Config) -> bool:
-    """Return whether the run has done all steps of `config` and has written its report."""
+def is_finished(run_dir: Path, config: Config | None = None) -> bool:
+    """Return whether the run has done all steps of `config`, by default of its config.toml, and has written its report.
+
+    A run that was extended keeps the report of fewer steps until its new end.
+    """
     try:
         done = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))["steps"]
-    except (OSError, ValueError, KeyError, TypeError):  # no report, or one that must be written again
+        # Not by `configuration.load`: the folder may be of another release, or the copy of a run of another machine.
+        steps = config.steps if config else tomllib.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["steps"]
+        return bool(done >= steps)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no report, or one that must be written again
         return False
-    return isinstance(done, int) and done >= config.steps

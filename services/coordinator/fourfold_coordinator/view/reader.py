@@ -35,12 +35,12 @@ from fourfold.rpc.channel import is_loopback, split_target
 
 from ..launch.copied_files import EVALUATIONS_FILE, TOKENIZER_FILE
 from ..launch.run_folder import (
-    ADDRESS_FILE,
     CONFIG_FILE,
     FAILED_SUFFIX,
     LEDGER_FILE,
     METRICS_FILE,
     REPORT_FILE,
+    is_finished,
     read_address,
 )
 from ..state.eval_results import Example, SetResult, check_examples
@@ -201,10 +201,8 @@ class LocalCoordinator:
 
         The coordinator of a shared folder may be on another machine, and not be reachable from here.
         """
-        address, report = self._folder / ADDRESS_FILE, self._folder / REPORT_FILE
-        with contextlib.suppress(OSError):
-            if report.stat().st_mtime >= _time_of(address):
-                return "finished"
+        if is_finished(self._folder):
+            return "finished"
         try:  # not by its lock file: a coordinator that starts at that moment would find it locked
             target = split_target(read_address(self._folder))
         except (ConfigError, OSError, ValueError):

@@ -27,7 +27,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, PeerFault, Unavailable
 
 from ..launch.copied_files import FILES
-from ..launch.run_folder import REPORT_FILE
+from ..launch.run_folder import is_finished
 from .reader import FolderReader, cache_folder
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class RemoteCoordinator:
         run = self._ask("state", self._runs.get_run)
         if run is not None:
             return _ENDED.get(run.phase, "running")
-        return "finished" if (self.folder / REPORT_FILE).is_file() else "stopped"
+        return "finished" if is_finished(self.folder) else "stopped"
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
         return self._ask("weight plane", self._runs.get_weight_plane)

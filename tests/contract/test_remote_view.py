@@ -164,10 +164,26 @@ def test_a_coordinator_that_is_gone_leaves_its_copy(start: Start, folder: Path, 
     assert reader.state() == "running"
     _until(lambda: reader.evaluations() == [row], "evaluations come from the ledger")
     coordinator.stop()
-    _until(lambda: reader.state() != "running", "the state follows")
+    (reader.folder / "report.json").unlink(missing_ok=True)
+    _until(lambda: reader.state() == "unreachable", "the state follows")
+    with TestClient(make_app(RunFolders([reader])), base_url=LOCAL) as client:
+        page = client.get("/run/one").text
+        assert "The coordinator does not answer. The copy ends after step 3 of 9. If the run has stopped," in page
+        assert "no updates are in progress" not in client.get("/run/one/weights").text
     assert reader.steps() and reader.weight_plane() is None and reader.evaluations() == [row]
     with pytest.raises(errors.Unavailable, match=r"coordinator service at .*nothing listens there"):
         remote.open_remote(coordinator.target, room=_room(tmp_path))
+
+
+def test_what_a_coordinator_said_last_of_the_run_remains(start: Start, folder: Path, tmp_path: Path) -> None:
+    (folder / "report.json").unlink()
+    coordinator = start(folder)
+    reader = remote.open_remote(coordinator.target, room=_room(tmp_path))
+    coordinator.board.set_phase(run.RUN_PHASE_STOPPED)
+    _until(lambda: reader.state() == "stopped", "the end is seen")
+    coordinator.stop()
+    _until(lambda: reader.faults() if reader.state() else [], "the coordinator is gone")
+    assert reader.state() == "stopped"
 
 
 def test_a_token_needs_the_scope_view(start: Start, folder: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def head(reader: RunReader) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """What every page of a run says that has stopped, failed, or was resumed."""
+    """What every page of a run says that has stopped, failed, does not answer, or was resumed."""
 
     text: str
     command: str = ""  # that continues the run
@@ -104,7 +104,7 @@ class Notice:
 def notice_of(reader: RunReader) -> Notice | None:
     """Return the notice of a run; None for one that was never interrupted."""
     progress, state = reader.progress(), reader.state()
-    if state not in ("stopped", "failed"):
+    if state not in ("stopped", "failed", "unreachable"):
         times = progress.resumes if progress else 0
         return Notice(text=f"This run was resumed {times} time{'s' if times > 1 else ''}.") if times else None
     if state == "failed":
@@ -115,6 +115,11 @@ def notice_of(reader: RunReader) -> Notice | None:
     where = f"after step {progress.step} of {reader.recipe().get('steps', 0)}."
     if reader.peer:  # its ledger and its log are on the other machine
         text = f"This run stopped {where} To continue it on the machine of its coordinator:"
+        if state == "unreachable":
+            text = (
+                f"The coordinator does not answer. The copy ends {where} If the run has stopped, continue it on the "
+                f"machine of its coordinator:"
+            )
         return Notice(text=text, command=f"fourfold run --resume runs/{reader.name}", is_bad=True)
     stop = describe_stop(reader.folder, progress)
     return Notice(

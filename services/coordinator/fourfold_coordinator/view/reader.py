@@ -136,7 +136,7 @@ class RunReader(Protocol):
     """Coordinator on another machine that sent the files; empty: the run is of this machine."""
 
     def state(self) -> str:
-        """Return "running", "finished", "stopped", or "failed" for a start that came to no step."""
+        """Return "running", "finished", "stopped", "unreachable", or "failed" for a start that came to no step."""
 
     def progress(self) -> Progress | None:
         """Return the last step and checkpoint, and how often the run was resumed; None for a run of another machine."""
@@ -179,7 +179,7 @@ class RunCoordinator(Protocol):
     """Name of the coordinator that sent the files of the run; empty: they are in a folder of this machine."""
 
     def state(self) -> str:
-        """Return "running", "finished" or "stopped"."""
+        """Return "running", "finished", "stopped", or "unreachable" if only the machine of the run knows."""
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
         """Return the state of weight updates; None without an answer."""

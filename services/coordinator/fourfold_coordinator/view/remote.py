@@ -119,6 +119,7 @@ class RemoteCoordinator:
         self._faults: dict[str, str] = {}  # by what was asked for
         self._lock = threading.Lock()
         self._asked = 0.0  # for the state, on the monotonic clock
+        self._answer = "running"  # the last state that the coordinator gave
         self._follower: threading.Thread | None = None
 
     def state(self) -> str:
@@ -130,8 +131,10 @@ class RemoteCoordinator:
                 self._follower.start()
         run = self._ask("state", self._runs.get_run)
         if run is not None:
-            return _ENDED.get(run.phase, "running")
-        return "finished" if is_finished(self.folder) else "stopped"
+            self._answer = _ENDED.get(run.phase, "running")
+        elif self._answer == "running":  # it may have ended since, or only this machine cannot reach it
+            return "finished" if is_finished(self.folder) else "unreachable"
+        return self._answer
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
         return self._ask("weight plane", self._runs.get_weight_plane)

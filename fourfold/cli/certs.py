@@ -149,7 +149,8 @@ def _token(args: argparse.Namespace) -> None:
         return
     limits = {key: getattr(args, key) for key in LIMITS if getattr(args, key) is not None}
     token = certs.add_token(path, args.name, scopes=args.scope, days=args.days, limits=limits)
-    # The token alone is on stdout, so that `> token.txt` gives a file for --token-file.
+    # The token alone is on stdout, so that `> token.txt` gives a file for `fourfold chat --token @token.txt` and
+    # `fourfold view --run-token-file token.txt`.
     text = f"{path}: added {args.name}; copy the file to {_checkers(args.scope)}. The token is not shown again:"
     print(text, file=sys.stderr, flush=True)
     print(token)

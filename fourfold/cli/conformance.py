@@ -38,6 +38,7 @@ from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import COORDINATOR, Security
 from fourfold.security.principal import Principal
+from fourfold.security.tokens import read_token
 from fourfold.text import align_columns, nearest_name
 from fourfold.types.v1.experience_pb2 import Experience
 
@@ -218,7 +219,7 @@ async def _run(args: argparse.Namespace) -> Sequence[Finding]:
             rollout = RolloutProbe(**common, tolerance=args.tolerance)
             return await ROLLOUT_CHECKS.run(rollout, only=only, on_finding=_print)
         authority = _authority(args.certs)
-        gateway = GatewayProbe(**common, http=args.http.rstrip("/"), token=_token(args), authority=authority)
+        gateway = GatewayProbe(**common, http=args.http.rstrip("/"), token=read_token(args.token), authority=authority)
         return await GATEWAY_CHECKS.run(gateway, only=only, on_finding=_print)
 
 
@@ -277,7 +278,7 @@ async def _score(args: argparse.Namespace, target: str, fields: dict[str, Any]) 
 def _open(args: argparse.Namespace, target: str) -> grpc.aio.Channel:
     """Open a channel to the service as the caller that the arguments name."""
     server = Principal(args.service)
-    if token := _token(args):
+    if token := read_token(args.token):
         return open_channel(target, Security.for_agent(_authority(args.certs)), server=server, token=token)
     return open_channel(
         target, _security(args, args.member.rpartition("-")[0] or args.member, args.member), server=server
@@ -293,20 +294,6 @@ def _security(args: argparse.Namespace, role: str, member: str) -> Security | No
 def _authority(certs: Path | None) -> Path:
     """Return the file with the CA's certificate."""
     return Path() if certs is None else certs / "ca.pem" if certs.is_dir() else certs
-
-
-def _token(args: argparse.Namespace) -> str:
-    """Return the bearer token; empty: none."""
-    given = str(args.token)
-    if not given.startswith("@"):
-        return given
-    try:
-        token = Path(given[1:]).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token {given}: the file cannot be read: {error}") from None
-    if not token:
-        raise ConfigError(f"--token {given}: the file is empty; write the token of `fourfold certs token add` into it")
-    return token
 
 
 def _tokenizer(args: argparse.Namespace) -> bytes:

@@ -1,4 +1,4 @@
-"""Reads the file of bearer tokens and checks the token of a call.
+"""Reads the file of bearer tokens, checks the token of a call, and reads that of an option.
 
 The file has one line per token, with the token's SHA-256 and never the token itself:
 
@@ -100,6 +100,19 @@ def read_tokens(path: Path) -> dict[str, TokenGrant]:
             raise ConfigError(f"{path}:{number}: the name {grant.name!r} occurs twice; give each token its own")
         grants[grant.name] = grant
     return grants
+
+
+def read_token(given: str) -> str:
+    """Return the token of an option `--token TOKEN`, or that of a file, `@FILE`, which keeps it out of `ps`."""
+    if not given.startswith("@"):
+        return given
+    try:
+        token = Path(given[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token {given}: the file cannot be read: {error}") from None
+    if not token:
+        raise ConfigError(f"--token {given}: the file is empty; write the token of `fourfold certs token add` into it")
+    return token
 
 
 def check_token(authorization: str, method: str, grants: Mapping[str, TokenGrant]) -> TokenGrant:

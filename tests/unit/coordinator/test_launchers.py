@@ -105,4 +105,4 @@ def test_an_engine_to_chat_with_takes_a_gpu_that_it_may_use(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     (tmp_path / "config.json").write_text("{}")
-    assert chat._recipe(tmp_path, max_tokens=8).rollout.gpus_per_replica == gpus
+    assert chat._recipe(tmp_path, max_tokens=8, max_context=64).rollout.gpus_per_replica == gpus

@@ -1,6 +1,8 @@
 """`fourfold chat RUN_DIR|MODEL_DIR`: chats with a model through a rollout service, like any agent.
 
-Of a run, the chat has the trained model, and the system message and the temperature with which it was trained.
+Of a run, the chat has the trained model, and what it was trained with: system message, chat template or plain texts,
+temperature, stop tokens, and the length of an answer. Its context is that of the run, at least 4096 tokens if the model
+allows. After an answer that was cut it says so.
 
 The command starts a service for the chat, or uses a running one (`--target`). Prompts and answers travel as token ids:
 the next prompt is all ids so far plus the ids of the new turn. The model's answers are never tokenised again, because
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -22,12 +25,14 @@ from typing import Final
 
 from fourfold import config as configuration
 from fourfold.config import Config
+from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import ConfigError, WrongState
 from fourfold.host.process import Command, Supervisor
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.security.tokens import read_token
 from fourfold.text import clean, printable
 
 from ..data.question import last_message
@@ -37,11 +42,13 @@ _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
 _ANSWER_SECONDS: Final = 600.0
 _INFO_SECONDS: Final = 10.0
-_MAX_CONTEXT: Final = 4096
+_MAX_CONTEXT: Final = 4096  # a chat is longer than the prompts of a run; if those are longer, the run has the limit
 _MAX_TOKENS: Final = 256
+_TOKEN_VARIABLE: Final = "FOURFOLD_TOKEN"  # as in examples/
 _SHOWN: Final = 200  # characters of a text of the run
 _PLACEHOLDER: Final = "\u2042answer\u2042"  # an answer in a rendered template, to find the text that follows it
 _HELP: Final = "An empty line or Ctrl-D ends the chat, /new starts a new one, Ctrl-C stops an answer."
+_PLAIN_NOTE: Final = "The model was trained on plain texts: each line is a prompt of its own, without the lines before."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="a rollout service that runs already")
     parser.add_argument("--ca", type=Path, metavar="FILE", help="ca.pem of that service's deployment")
-    parser.add_argument("--token", default="", help="bearer token for its public port")
+    parser.add_argument(
+        "--token", default="", help=f"bearer token for its public port, or @FILE; default: that of ${_TOKEN_VARIABLE}"
+    )
     parser.add_argument("--system", help="system message; default: that of the run, or none")
     parser.add_argument("--temperature", type=float, help="0: greedy decoding; default: that of the run, or 1")
     parser.add_argument(
-        "--max-tokens", type=int, help=f"maximum length of an answer; default: that of the run, or {_MAX_TOKENS}"
+        "--max-tokens",
+        type=int,
+        help=f"maximum length of an answer, whose end says if it was cut there; default: that of the run, or "
+        f"{_MAX_TOKENS}",
     )
 
 
@@ -64,16 +76,22 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--max-tokens {args.max_tokens}: an answer has at least one token; raise it, or leave it out"
         )
+    if args.temperature is not None and not (args.temperature == 0 or MIN_TEMPERATURE <= args.temperature <= 2):
+        raise ConfigError(
+            f"--temperature {args.temperature:g}: it must be {MIN_TEMPERATURE} to 2, or 0 for greedy decoding"
+        )
+    args.token = read_token(args.token or (os.environ.get(_TOKEN_VARIABLE, "") if args.ca else ""))
     source = use_run(args, find_run(Path(args.model))) or args.model
     notes = run_notes(args.system or "", Path(source).parent)
     folder = model_folder.resolve(source)
     tokenizer = Tokenizer.load(folder)
-    conversation = Conversation(tokenizer, system=args.system or "")
+    conversation = Conversation(tokenizer, system=args.system or "", chat=args.chat)
+    notes += [] if args.chat else [_PLAIN_NOTE]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         if args.target:
             return _chat(args, conversation, args.target, notes)
-        with _service(folder, args.max_tokens) as target:
+        with _service(folder, args.max_tokens, args.max_context) as target:
             return _chat(args, conversation, target, notes)
     except KeyboardInterrupt:
         print()
@@ -83,9 +101,12 @@ def main(args: argparse.Namespace) -> int:
 def use_run(args: argparse.Namespace, folder: Path) -> str:
     """Take the settings that the command line leaves open from a run; return its model, or "" if it is no run.
 
-    `folder` is that of the run, or one of its exported models.
+    `folder` is that of the run, or one of its exported models. `args` also gets `chat`, `stop_token_ids` and
+    `max_context`, which no option sets.
     """
-    run_dir = folder.parent if folder.name.startswith(MODEL_FOLDER) else folder
+    args.chat, args.stop_token_ids, args.max_context = True, (), _MAX_CONTEXT
+    is_run = (folder / CONFIG_FILE).is_file()  # its name may be that of an export
+    run_dir = folder.parent if not is_run and folder.name.startswith(MODEL_FOLDER) else folder
     if not (run_dir / CONFIG_FILE).is_file():
         args.temperature = 1.0 if args.temperature is None else args.temperature
         args.max_tokens = _MAX_TOKENS if args.max_tokens is None else args.max_tokens
@@ -94,12 +115,14 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
     if not model.is_dir():
         raise no_export(run_dir, f"folder `{model.name}`")
     config = configuration.load(run_dir / CONFIG_FILE)
-    if args.system is None and config.data.chat:
+    args.chat, args.stop_token_ids = config.data.chat, config.sampling.stop_token_ids
+    args.max_context = max(config.model.max_context_tokens, _MAX_CONTEXT)
+    if args.system is None:
         args.system = config.data.system_prompt
     if args.temperature is None:
         args.temperature = config.sampling.temperature
     if args.max_tokens is None:
-        args.max_tokens = min(config.sampling.max_new_tokens, _MAX_CONTEXT // 2)
+        args.max_tokens = config.sampling.max_new_tokens
     return str(model)
 
 
@@ -116,16 +139,20 @@ def run_notes(system: str, run_dir: Path) -> list[str]:
 class Conversation:
     """The token ids of a chat."""
 
-    def __init__(self, tokenizer: Tokenizer, *, system: str = "") -> None:
+    def __init__(self, tokenizer: Tokenizer, *, system: str = "", chat: bool = True) -> None:
+        """Begin a chat; without `chat`, each prompt is a plain text of its own, as with `data.chat = false`."""
         self.token_ids: list[int] = []  # prompts, answers, and the template's tokens around them
         self.tokenizer = tokenizer
-        self._system = [{"role": "system", "content": system}] if system else []
+        self._system, self._is_chat = system, chat
 
     def ask(self, text: str) -> list[int]:
         """Return the prompt that adds a turn of the user. The caller sets `token_ids` when it has the answer."""
+        if not self._is_chat:  # as data/prompts.py makes the prompts of training
+            return self.tokenizer.encode("\n\n".join(filter(None, (self._system, text))), add_special=True)
         user = {"role": "user", "content": text}
         if not self.token_ids:
-            return self.tokenizer.encode(self.tokenizer.render_chat([*self._system, user]))
+            system = [{"role": "system", "content": self._system}] if self._system else []
+            return self.tokenizer.encode(self.tokenizer.render_chat([*system, user]))
         # Render a short chat to get the tokens between an answer and the next one: they are the same for any answer.
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}, user]
         rest = self.tokenizer.encode(self.tokenizer.render_chat(turns).rpartition(_PLACEHOLDER)[2])
@@ -169,12 +196,22 @@ def _chat(args: argparse.Namespace, conversation: Conversation, target: str, not
             if room < 1:
                 print(f"[the context of {info.max_context_tokens} tokens is full; /new starts a new chat]")
                 continue
-            params = pb.SamplingParams(temperature=args.temperature, max_tokens=min(args.max_tokens, room))
+            params = pb.SamplingParams(
+                temperature=args.temperature,
+                max_tokens=min(args.max_tokens, room),
+                stop_token_ids=args.stop_token_ids,
+            )
             decoder = IncrementalDecoder(conversation.tokenizer)
+            reason = pb.FINISH_REASON_UNSPECIFIED
             try:
                 with closing(client.stream(prompt, params, timeout=_ANSWER_SECONDS)) as chunks:
                     for chunk in chunks:
                         print(printable(decoder.add(chunk.token_ids.tolist())), end="", flush=True)
+                        reason = chunk.finish_reason
+                if reason == pb.FINISH_REASON_LENGTH:
+                    full = f"the context of {info.max_context_tokens} tokens is full; /new starts a new chat"
+                    why = full if room < args.max_tokens else "--max-tokens raises it"
+                    print(f" [cut at {params.max_tokens} tokens; {why}]", end="")
                 print(flush=True)
             except KeyboardInterrupt:
                 print(" [stopped]")
@@ -184,11 +221,11 @@ def _chat(args: argparse.Namespace, conversation: Conversation, target: str, not
 
 
 @contextmanager
-def _service(folder: Path, max_tokens: int) -> Iterator[str]:
+def _service(folder: Path, max_tokens: int, max_context: int) -> Iterator[str]:
     """Run a rollout service for one model folder within the block; yield its address."""
     with tempfile.TemporaryDirectory(prefix="fourfold-chat-") as temporary:
         recipe = Path(temporary) / "chat.toml"
-        recipe.write_text(configuration.dump(_recipe(folder, max_tokens)), encoding="utf-8")
+        recipe.write_text(configuration.dump(_recipe(folder, max_tokens, max_context)), encoding="utf-8")
         supervisor = Supervisor(Path(temporary))
         print(f"Loading {folder} ...", file=sys.stderr, flush=True)
         began = time.monotonic()
@@ -202,10 +239,10 @@ def _service(folder: Path, max_tokens: int) -> Iterator[str]:
             supervisor.stop()
 
 
-def _recipe(folder: Path, max_tokens: int) -> Config:
+def _recipe(folder: Path, max_tokens: int, max_context: int) -> Config:
     """Return a recipe for the rollout service, which ignores the tables of the other services."""
     limit = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    context = min(int(limit or _MAX_CONTEXT), _MAX_CONTEXT)
+    context = min(int(limit or max_context), max_context)
     if max_tokens >= context:
         raise ConfigError(f"--max-tokens = {max_tokens}: must be below the context of {context} tokens; lower it")
     from fourfold.host.hardware import visible_gpus

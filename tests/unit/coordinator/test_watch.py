@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import errno
 import fcntl
+import json
+import re
 import threading
 from pathlib import Path
 from typing import IO, Any
@@ -61,17 +63,31 @@ def test_a_run_that_a_signal_stopped_names_the_signal(tmp_path: Path) -> None:
     assert stopped_lines(tmp_path, CONFIG)[0].endswith("it stopped after step 0 of 30.")
 
 
-def test_a_watcher_of_a_run_that_is_stopped_sees_how_to_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("phase", "steps", "code", "output"),
+    [
+        (pb.RUN_PHASE_STOPPED, 0, 1, r"^\S+ does not run: it stopped after step 0.*run --resume \S+"),
+        (pb.RUN_PHASE_FAILED, 0, 1, r"^rollout-0 died\n.*run --resume \S+"),
+        (pb.RUN_PHASE_FAILED, 10, 1, r"^rollout-0 died\n.*run --resume \S+"),  # the report of 10 steps, before 30
+        (pb.RUN_PHASE_DONE, 30, 0, r"^\nquickstart is done: 30 steps"),
+        (pb.RUN_PHASE_DONE, 0, 0, r"^$"),  # its report is on another machine
+    ],
+)
+def test_a_watcher_sees_how_a_run_ends(
+    phase: pb.RunPhase.ValueType, steps: int, code: int, output: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     async def show(_address: str, _security: Any, dashboard: Any) -> None:
-        dashboard.update(pb.RunStatus(phase=pb.RUN_PHASE_STOPPED))
+        dashboard.update(pb.RunStatus(phase=phase, failure="rollout-0 died" * (phase == pb.RUN_PHASE_FAILED)))
 
     monkeypatch.setattr(watch, "_show", show)
     (tmp_path / "config.toml").write_text(configuration.dump(CONFIG))
     (tmp_path / "coordinator.address").write_text("127.0.0.1:1")
-    assert watch.main(argparse.Namespace(run_dir=tmp_path)) == 0
-    assert f"run --resume {tmp_path}" in capsys.readouterr().out
+    report = {"name": "quickstart", "steps": steps, "seconds": 9.0, "seed": 1, "peak_memory_bytes": 1e9}
+    if steps:
+        (tmp_path / "report.json").write_text(json.dumps(report))
+    assert watch.main(argparse.Namespace(run_dir=tmp_path)) == code
+    assert re.search(output, capsys.readouterr().out, re.DOTALL)
 
 
 def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:

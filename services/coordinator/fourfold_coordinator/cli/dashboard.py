@@ -134,9 +134,9 @@ class Dashboard:
         self._status = status
 
     @property
-    def stopped(self) -> bool:
-        """Return whether a signal has stopped the run."""
-        return self._status.phase == pb.RUN_PHASE_STOPPED
+    def status(self) -> pb.RunStatus:
+        """Return the last status of the run."""
+        return self._status
 
     def set_services(self, states: Sequence[tuple[str, str]]) -> None:
         """Set the (name, state) of the launcher's processes."""

@@ -12,6 +12,7 @@ from typing import Final
 from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.coordinator.client import AsyncCoordinatorClient
+from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import COORDINATOR, VIEWER, Security
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Show the run until it ends or Ctrl-C; show the report of a run that has ended, or where one has stopped."""
+    """Show the run until it ends or Ctrl-C, and then its report, or where it has stopped; return the exit code."""
     run_dir = find_run(args.run_dir)
     address = read_address(run_dir)
     config = configuration.load(run_dir / CONFIG_FILE)
@@ -54,14 +55,19 @@ def main(args: argparse.Namespace) -> int:
     except Unavailable:
         if is_locked(run_dir / COORDINATOR_LOCK):  # the coordinator lives, and does not respond
             raise
-        if is_finished(run_dir, config):
-            print("\n".join(report_lines(run_dir)))
-            return 0
-        print("\n".join(stopped_lines(run_dir, config)))
-        return 1
-    if dashboard.stopped:
-        print("\n".join(stopped_lines(run_dir, config)))
-    return 0
+    return _print_end(run_dir, config, dashboard.status)
+
+
+def _print_end(run_dir: Path, config: Config, status: pb.RunStatus) -> int:
+    """Print how a run ended, of which `status` is the last one that came; return the exit code."""
+    if is_finished(run_dir, config):
+        print("\n".join(report_lines(run_dir)))
+        return 0
+    if status.phase == pb.RUN_PHASE_DONE:  # its report is not in this folder
+        return 0
+    failure = [status.failure] if status.phase == pb.RUN_PHASE_FAILED else []
+    print("\n".join([*failure, *stopped_lines(run_dir, config)]))
+    return 1
 
 
 def stopped_lines(run_dir: Path, config: Config) -> list[str]:

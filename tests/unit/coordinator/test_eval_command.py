@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from fourfold.config import dump
+from fourfold.config import dump, load
 from fourfold.errors import ConfigError
 from fourfold_coordinator.cli import evaluate
 from fourfold_coordinator.cli.evaluate import result_lines
 from fourfold_coordinator.launch.exports import export_checkpoint, find_weights
-from fourfold_coordinator.launch.run_folder import RUN_LOCK, is_locked
+from fourfold_coordinator.launch.run_folder import RUN_LOCK, is_locked, locked
 from fourfold_coordinator.state.ledger import EvalRow, Ledger
 from tests.fakes.toy import make_config
 from tests.support.eval_results import make_result
@@ -61,6 +62,7 @@ def test_a_table_of_many_k_has_the_smallest_and_the_largest() -> None:
         (["--lm-eval-path", "tasks"], "--lm-eval-path tasks has tasks for --lm-eval; name them, or remove it"),
         (["--lm-eval", "mine", "--lm-eval-path", "no/tasks"], "--lm-eval-path: no/tasks is no folder"),
         (["--out", "no/result.json"], "--out: .*/no is no folder"),
+        (["--out", "tests"], "--out tests: it is a folder; give the name of a file, such as tests/result.json"),
     ],
 )
 def test_options_without_effect_are_refused_before_anything_starts(words: list[str], text: str) -> None:
@@ -106,6 +108,23 @@ def test_a_run_without_weights_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "model-step-4").mkdir()
     with pytest.raises(ConfigError, match=r"--checkpoint best: .* has no held-out score of the steps .*: step 4"):
         find_weights(tmp_path, "best")
+
+
+@pytest.mark.parametrize(
+    ("lock", "text"),
+    [("", "its trainer needs 2 nodes; give a step that is exported"), (RUN_LOCK, "is in progress and")],
+)
+def test_a_checkpoint_that_cannot_be_exported_here_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lock: str, text: str
+) -> None:
+    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+    config = load("recipes/quickstart_gpu.toml", ["placement.trainer_nodes=2", "trainer.ranks=2"])
+    (tmp_path / "config.toml").write_text(dump(config))
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    with locked(tmp_path / lock, "it") if lock else nullcontext(), pytest.raises(ConfigError, match=text):
+        evaluate._find_model(parser.parse_args([str(tmp_path)]))
+    assert capsys.readouterr().out == ""
 
 
 def test_a_run_is_not_continued_while_a_checkpoint_of_it_is_exported(tmp_path: Path) -> None:

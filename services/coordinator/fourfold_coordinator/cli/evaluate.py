@@ -26,7 +26,7 @@ from fourfold.host.process import Supervisor
 from fourfold.model import folder as model_folder
 from fourfold.text import align_columns
 
-from ..launch.exports import export_checkpoint, find_weights
+from ..launch.exports import check_exportable, export_checkpoint, find_weights
 from ..launch.run_folder import (
     ANSWERS_FILE,
     CONFIG_FILE,
@@ -94,6 +94,8 @@ def main(args: argparse.Namespace) -> int:
     for flag, folder in (("--lm-eval-path", args.lm_eval_path), ("--out", args.out and args.out.absolute().parent)):
         if folder and not Path(folder).is_dir():
             raise ConfigError(f"{flag}: {folder} is no folder; make it, or name another one")
+    if args.out and args.out.is_dir():
+        raise ConfigError(f"--out {args.out}: it is a folder; give the name of a file, such as {args.out}/result.json")
     if args.lm_eval and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--lm-eval needs a package: pip install 'fourfold-coordinator[lm-eval]'")
     signals = SignalHandler()
@@ -131,8 +133,9 @@ def _find_model(args: argparse.Namespace) -> tuple[int | None, str, Path]:
         )
     step, folder = find_weights(run_dir, args.checkpoint or "last")
     if folder is None:
-        print(f"Exporting the checkpoint of step {step} to {run_dir / f'model-step-{step}'} ...", flush=True)
         config = configuration.load(run_dir / CONFIG_FILE)
+        check_exportable(config, run_dir, step)
+        print(f"Exporting the checkpoint of step {step} to {run_dir / f'model-step-{step}'} ...", flush=True)
         gpus = local_gpus(config).get("trainer-0", ())
         folder = export_checkpoint(config, run_dir, step, gpus, Supervisor(run_dir / "logs"))
     return step, str(folder), run_dir / EVALUATIONS_FOLDER

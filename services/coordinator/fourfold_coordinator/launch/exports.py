@@ -107,17 +107,11 @@ def _listed(steps: Sequence[int]) -> str:
     return "step " + ", ".join(map(str, sorted(steps)))
 
 
-def export_checkpoint(config: Config, run_dir: Path, step: int, gpus: Sequence[str], supervisor: Supervisor) -> Path:
-    """Export a checkpoint of a run to `model-step-N` in its folder with a trainer of its own; return that folder.
-
-    Args:
-        config: Recipe of the run.
-        gpus: Ids of the trainer's GPUs.
-        supervisor: Starts the trainer, which is stopped at the end.
+def check_exportable(config: Config, run_dir: Path, step: int) -> None:
+    """Check that a trainer of one machine may export a checkpoint of a run.
 
     Raises:
         ConfigError: the run is in progress, so that its own trainer may write, or has its trainer on several nodes.
-        FourfoldError: the trainer cannot load the checkpoint or write the folder.
     """
     if is_locked(run_dir / RUN_LOCK) or is_locked(run_dir / COORDINATOR_LOCK):
         raise ConfigError(
@@ -129,6 +123,20 @@ def export_checkpoint(config: Config, run_dir: Path, step: int, gpus: Sequence[s
             f"step {step} of {run_dir} is not exported, and its trainer needs {config.placement.trainer_nodes} nodes; "
             f"give a step that is exported: checkpoint.export_every_steps exports during the run"
         )
+
+
+def export_checkpoint(config: Config, run_dir: Path, step: int, gpus: Sequence[str], supervisor: Supervisor) -> Path:
+    """Export a checkpoint of a run to `model-step-N` in its folder with a trainer of its own; return that folder.
+
+    Args:
+        config: Recipe of the run, which `check_exportable` has passed.
+        gpus: Ids of the trainer's GPUs.
+        supervisor: Starts the trainer, which is stopped at the end.
+
+    Raises:
+        ConfigError: the run has been started meanwhile.
+        FourfoldError: the trainer cannot load the checkpoint or write the folder.
+    """
     argv = [sys.executable, "-m", "fourfold", "serve", "trainer", str(run_dir / CONFIG_FILE)]
     argv += ["--member-id", _TRAINER, "--run-dir", str(run_dir)]
     with locked(run_dir / RUN_LOCK, "`fourfold eval`"):  # the run is neither continued nor deleted meanwhile

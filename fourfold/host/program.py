@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+from fourfold.text import clean
+
+_LAUNCH_FILE: Final = ".launch.json"
+_MOST_CHARACTERS: Final = 300  # of a value
+# Options of `fourfold run` that say where services run, with their defaults. A run that continues needs them again.
+LAUNCH_OPTIONS: Final[Mapping[str, str]] = {"launcher": "local", "ray_address": "", "listen": "127.0.0.1:0"}
 
 
 def program() -> str:
@@ -17,9 +28,21 @@ def program() -> str:
     if not own.exists() or (found is not None and own.samefile(found)):
         return "fourfold"
     here = Path.cwd()
-    return str(own.relative_to(here) if own.is_relative_to(here) and own.parent != here else own)
+    return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) and own.parent != here else own))
+
+
+def write_launch_options(run_dir: Path, options: Mapping[str, str]) -> None:
+    """Store the values of LAUNCH_OPTIONS with which a run is started, for `resume_command`."""
+    with suppress(OSError):  # the disk is full
+        (run_dir / _LAUNCH_FILE).write_text(json.dumps({name: options[name] for name in LAUNCH_OPTIONS}))
 
 
 def resume_command(run_dir: Path) -> str:
-    """Return the command that continues the run of a folder."""
-    return f"{program()} run --resume {shlex.quote(str(run_dir))}"
+    """Return the command that continues the run of a folder as it was started last."""
+    words = ["run", "--resume", str(run_dir)]
+    with suppress(OSError, ValueError, AttributeError, RecursionError):  # started by hand, or a damaged file
+        found = json.loads((run_dir / _LAUNCH_FILE).read_text(encoding="utf-8"))
+        for name, default in LAUNCH_OPTIONS.items():
+            if (value := found.get(name, default)) != default:
+                words += [f"--{name.replace('_', '-')}", clean(str(value), _MOST_CHARACTERS)]
+    return f"{program()} {shlex.join(words)}"

@@ -182,7 +182,7 @@ def test_interrupt_ends_everything_soon_and_resume_goes_on(make_stage: Callable[
     assert time.monotonic() - began < 20
     assert process.returncode == 130
     assert stage.descendants() == {}
-    assert "Stopped by SIGINT (Ctrl-C). To resume from the last checkpoint: " in errors
+    assert "Stopped by SIGINT (Ctrl-C). It continues from the checkpoint of step " in errors
     assert "fourfold run --resume runs/toy\n" in errors
     assert "Traceback" not in errors
 

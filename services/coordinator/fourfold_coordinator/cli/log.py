@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import get_args
 
@@ -36,7 +37,8 @@ def main(args: argparse.Namespace) -> int:
     names = args.sinks or config.logging.sinks
     if not names:
         raise ConfigError(
-            f"{run_dir}: its recipe has no logging.sinks; name one: fourfold log {args.run_dir} tensorboard"
+            f"{run_dir}: its recipe has no logging.sinks; name one: fourfold log {shlex.quote(str(run_dir))} "
+            f"tensorboard"
         )
     check_sinks(names)
     for name in names:

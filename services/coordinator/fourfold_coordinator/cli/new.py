@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import itertools
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -103,7 +104,8 @@ def main(args: argparse.Namespace) -> int:
         args.recipe.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{args.recipe}: cannot be written ({error.strerror}); give another name") from None
-    print(f"wrote {args.recipe}. Next: {program()} plan {args.recipe}; {program()} run {args.recipe}")
+    name = shlex.quote(str(args.recipe))
+    print(f"wrote {args.recipe}. Next: {program()} plan {name}; {program()} run {name}")
     return 0
 
 

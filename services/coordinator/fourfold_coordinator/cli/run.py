@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -27,7 +28,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.hardware import has_fast_bfloat16, smallest_memory, visible_gpus
-from fourfold.host.program import program, resume_command
+from fourfold.host.program import LAUNCH_OPTIONS, program, write_launch_options
 from fourfold.model import folder as model_folder
 from fourfold.plan.models import adapter_plan, check_context, check_sequence_parallel
 from fourfold.plan.placement import check_gpu_memory
@@ -48,6 +49,7 @@ from ..launch.run_folder import (
     make_run_dir,
     write_stop_reason,
 )
+from ..launch.stopped_run import describe_stop, last_progress
 from ..sinks.sink import check_sinks
 from ..state.files import replace_file
 from .dashboard import Dashboard, Schedule
@@ -69,14 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where services run."""
-    parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="where services run")
-    parser.add_argument("--ray-address", default="", metavar="ADDRESS", help="a Ray cluster; default: a local one")
+    parser.add_argument("--launcher", choices=["local", "ray"], help="where services run")
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="a Ray cluster; default: a local one")
     parser.add_argument(
-        "--listen",
-        default="127.0.0.1:0",
-        metavar="HOST:PORT",
-        help="address of the coordinator; one beyond loopback needs [security]",
+        "--listen", metavar="HOST:PORT", help="address of the coordinator; one beyond loopback needs [security]"
     )
+    parser.set_defaults(**LAUNCH_OPTIONS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -121,6 +121,7 @@ def main(args: argparse.Namespace) -> int:
                     shutil.rmtree(run_dir, ignore_errors=True)
                 raise
             link_latest(run_dir)
+            write_launch_options(run_dir, vars(args))
             return RunCommand(args, config, run_dir, launcher, signals).execute()
 
 
@@ -270,19 +271,12 @@ class RunCommand:
     def _show_manual_commands(self) -> None:
         for service in services_of(self._config, manual=True, evaluate=self.evaluate):
             words = serve_arguments(service, run_dir=self._run_dir, coordinator=self._fleet.address)
-            self._dashboard.note(f"start this service yourself (replicas = 0): {program()} {' '.join(words)}")
+            self._dashboard.note(f"start this service yourself (replicas = 0): {program()} {shlex.join(words)}")
 
     def next_command(self) -> str:
         """Return how to go on after a stop."""
-        options = "" if self._args.launcher == "local" else f" --launcher {self._args.launcher}"
-        options += f" --ray-address {self._args.ray_address}" if self._args.ray_address else ""
-        resume = resume_command(self._run_dir) + options
-        if next((self._run_dir / "checkpoints").glob("step-*"), None) is not None:
-            return f"To resume from the last checkpoint: {resume}"
-        return (
-            f"No checkpoint was written yet. To start again: {resume}; with a changed recipe: "
-            f"{program()} run RECIPE{options}"
-        )
+        stop = describe_stop(self._run_dir, last_progress(self._run_dir))
+        return f"{stop.resumption}: {stop.command}"
 
 
 def make_launcher(args: argparse.Namespace, config: Config, run_dir: Path, *, evaluate: bool = False) -> Launcher:

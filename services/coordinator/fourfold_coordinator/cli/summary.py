@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -52,7 +53,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines += _diagnosis(report)
     lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
     lines += ["", *_files(run_dir)]
-    return [*lines, "", f"Chat with the model: {program()} chat {run_dir}"]
+    return [*lines, "", f"Chat with the model: {program()} chat {shlex.quote(str(run_dir))}"]
 
 
 def _headline(report: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import re
 import secrets
+import shlex
 import socket
 from pathlib import Path
 from typing import Final
@@ -137,7 +138,7 @@ def _read_token(path: Path, flag: str) -> str:
     if len(token) < _MIN_TOKEN or not token.replace("-", "").replace("_", "").isalnum():
         command = "python -c 'import secrets; print(secrets.token_urlsafe())'"
         if flag == "--run-token-file":  # the coordinator must know it
-            command = f"fourfold certs token add DIR NAME --scope view > {path}"
+            command = f"fourfold certs token add DIR NAME --scope view > {shlex.quote(str(path))}"
         raise ConfigError(
             f"{flag} {path}: a token has {_MIN_TOKEN} or more of A-Z a-z 0-9 - _; make one with: {command}"
         )

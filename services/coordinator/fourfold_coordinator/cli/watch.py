@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sqlite3
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Final
@@ -20,14 +19,12 @@ from fourfold.security.access import COORDINATOR, VIEWER, Security
 from ..launch.run_folder import (
     CONFIG_FILE,
     COORDINATOR_LOCK,
-    LEDGER_FILE,
     find_run,
     is_finished,
     is_locked,
     read_address,
 )
-from ..launch.stopped_run import describe_stop
-from ..state.ledger import Progress, read_progress
+from ..launch.stopped_run import describe_stop, last_progress
 from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 
@@ -72,10 +69,7 @@ def _print_end(run_dir: Path, config: Config, status: pb.RunStatus) -> int:
 
 def stopped_lines(run_dir: Path, config: Config) -> list[str]:
     """Return where a run has stopped, and how to continue it."""
-    try:
-        progress = read_progress(run_dir / LEDGER_FILE)
-    except sqlite3.Error:
-        progress = Progress(0, None)
+    progress = last_progress(run_dir)
     stop = describe_stop(run_dir, progress)
     lines = [f"{run_dir} does not run: it {stop.how} after step {progress.step} of {config.steps}."]
     lines += [f"{stop.resumption}:", f"  {stop.command}"]

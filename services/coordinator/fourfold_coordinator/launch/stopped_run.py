@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.host.program import resume_command
 
-from ..state.ledger import Progress
-from .run_folder import read_stop_reason
+from ..state.ledger import Progress, read_progress
+from .run_folder import LEDGER_FILE, read_stop_reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,14 @@ class StoppedRun:
     resumption: str  # where it continues
     command: str  # that continues it
     log: str  # file that has the reason at its end; empty if a signal stopped the run
+
+
+def last_progress(run_dir: Path) -> Progress:
+    """Return how far the run in a folder came; before its coordinator started, to no step."""
+    try:
+        return read_progress(run_dir / LEDGER_FILE)
+    except sqlite3.Error:
+        return Progress(0, None)
 
 
 def describe_stop(run_dir: Path, progress: Progress) -> StoppedRun:

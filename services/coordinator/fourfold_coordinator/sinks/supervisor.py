@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
@@ -132,7 +133,7 @@ class SinkProcesses:
     def _advice(self, name: str) -> str:
         if name == INDEX:
             return "`fourfold view` makes an index of its own."
-        return f"Send what is missing with: fourfold log {self._folder} {name}"
+        return f"Send what is missing with: fourfold log {shlex.quote(str(self._folder))} {name}"
 
 
 async def _kill(process: Process) -> None:

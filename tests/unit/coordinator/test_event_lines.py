@@ -127,6 +127,9 @@ def test_a_resumed_run_does_not_tell_its_old_steps_again() -> None:
     begun = Console()
     begun.goes_on(0)
     assert begun.after(2) == ["restarted at step 0: there was no checkpoint"]
+    begun.goes_on(0, "trainer-0 at x:1 is a new process")
+    why = "(trainer-0 at x:1 is a new process)"
+    assert begun.after(2) == [f"restarted at step 0: there was no checkpoint {why}"]
 
 
 def test_a_coordinator_that_took_over_tells_the_step_that_the_dead_one_had_not_shown() -> None:

@@ -220,9 +220,21 @@ def test_the_end_of_the_input_stops_the_questions(monkeypatch: pytest.MonkeyPatc
         call("--data", "sums.jsonl")
 
 
-def test_a_folder_that_is_missing_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"nowhere/mine.toml: cannot be written \(No such file or directory\)"):
-        new.main(_parsed("nowhere/mine.toml", "--data", "sums.jsonl"))
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        ("nowhere/mine.toml", "nowhere/mine.toml: nowhere is no folder; make it, or give another name"),
+        ("x" * 300, r"x+\S*: cannot be written \(File name too long\)"),
+    ],
+)
+def test_a_place_that_takes_no_file_is_named_before_the_questions(recipe: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        new.main(_parsed(recipe, "--data", "not/read.jsonl"))
+
+
+def test_the_next_commands_fit_a_name_with_a_space(capsys: pytest.CaptureFixture[str]) -> None:
+    assert new.main(_parsed("my recipe.toml", "--data", "sums.jsonl")) == 0
+    assert f"Next: {program()} plan 'my recipe.toml'; {program()} run 'my recipe.toml'" in capsys.readouterr().out
 
 
 def test_a_file_is_not_overwritten() -> None:

@@ -45,6 +45,13 @@ def test_a_wrong_name_names_the_nearest_run(
         assert find_run(Path(other)) == Path(other)
 
 
+def test_a_name_that_is_no_path_is_an_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^x{5,76}\S*: cannot be read \(File name too long\); give a folder of runs/"
+    ):
+        find_run(Path("x" * 300))
+
+
 def test_a_folder_called_latest_is_left_alone(tmp_path: Path, config: Config) -> None:
     (tmp_path / "latest" / "precious").mkdir(parents=True)
     link_latest(make_run_dir(config, "demo", tmp_path)[0])

@@ -188,9 +188,12 @@ def _score(record: pb.EvalRecord | pb.EvalSetRecord) -> str:
 def recovery_line(recovery: pb.Recovery) -> str:
     if recovery.trainer_kept:
         return f"continued after step {recovery.step} with the trainer's weights: {recovery.reason}"
+    if not recovery.step:
+        reason = f" ({recovery.reason})" if recovery.reason else ""
+        return f"restarted at step 0: there was no checkpoint{reason}"
     if recovery.reason:
         return f"restored the checkpoint of step {recovery.step}: {recovery.reason}"
-    return f"resumed after step {recovery.step}" if recovery.step else "restarted at step 0: there was no checkpoint"
+    return f"resumed after step {recovery.step}"
 
 
 def step_line(record: pb.StepRecord, status: pb.RunStatus) -> str:

@@ -26,7 +26,7 @@ from fourfold.host.hardware import visible_gpus
 from fourfold.host.program import program
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
-from fourfold.text import choices
+from fourfold.text import choices, clean
 
 from ..data.prompts import answer_of, chat_messages
 from ..data.sources import Row, read_rows
@@ -95,18 +95,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write a recipe, check it, and say what to do next; return the exit code."""
-    if args.recipe.exists():
-        raise ConfigError(f"{args.recipe} exists already; give another name, or remove it")
+    _check_place(args.recipe)
     ask = _ask_terminal if sys.stdin.isatty() and not args.yes else _take_default
     text = recipe_text(_collect(args, ask))
     configuration.from_tables(tomllib.loads(text), source="fourfold new")
     try:
         args.recipe.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{args.recipe}: cannot be written ({error.strerror}); give another name") from None
+        raise _unwritable(args.recipe, error) from None
     name = shlex.quote(str(args.recipe))
     print(f"wrote {args.recipe}. Next: {program()} plan {name}; {program()} run {name}")
     return 0
+
+
+def _check_place(recipe: Path) -> None:
+    """Raise ConfigError if the recipe cannot be written there, before anything is asked."""
+    try:
+        if recipe.exists():
+            raise ConfigError(f"{recipe} exists already; give another name, or remove it")
+        if not recipe.parent.is_dir():
+            raise ConfigError(f"{recipe}: {recipe.parent} is no folder; make it, or give another name")
+    except OSError as error:
+        raise _unwritable(recipe, error) from None
+
+
+def _unwritable(recipe: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{clean(str(recipe), 80)}: cannot be written ({error.strerror}); give another name")
 
 
 Ask = Callable[[str, str, Callable[[str], T]], T]

@@ -100,11 +100,17 @@ def link_latest(run_dir: Path) -> None:
 def find_run(path: Path) -> Path:
     """Return the folder of a run, for runs/latest the one that it points to now; other paths stay as they are.
 
-    Raises ConfigError: there is no such path, but a run with a similar name.
+    Raises ConfigError: there is no such path, but a run with a similar name; or the path cannot be read.
     """
-    if path.is_symlink():
-        return path.parent / path.readlink()
-    if not path.exists() and ":" not in str(path):  # not hf:OWNER/NAME
+    try:
+        if path.is_symlink():
+            return path.parent / path.readlink()
+        exists = path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(
+            f"{clean(str(path), 80)}: cannot be read ({error.strerror}); give a folder of runs/ or of a model"
+        ) from None
+    if not exists and ":" not in str(path):  # not hf:OWNER/NAME
         runs = {
             file.parent.name: file.parent
             for root in (Path("runs"), path.parent)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.cli.numbers import positive
 from fourfold.errors import ConfigError
 from fourfold.security.access import REVOKED_FILE, WARN_DAYS, read_revoked
 from fourfold.security.principal import Principal
@@ -211,18 +212,11 @@ def _token_arguments(parser: argparse.ArgumentParser) -> None:
     _repeatable(parser, "--scope", "allowed calls; may be repeated; default: all but view", choices=tuple(SCOPES))
     parser.add_argument("--days", type=_days_number, help="validity of the token; default: unlimited")
     for key in LIMITS:
-        parser.add_argument(f"--{key.replace('_', '-')}", type=_positive, metavar="N", help="limit of the token")
+        parser.add_argument(f"--{key.replace('_', '-')}", type=positive, metavar="N", help="limit of the token")
 
 
 def _days_number(text: str) -> float:
-    value = _positive(text)
+    value = positive(text)
     if value > _MAX_DAYS:
         raise argparse.ArgumentTypeError(f"{text!r} is above the limit of {_MAX_DAYS} days; give fewer")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
     return value

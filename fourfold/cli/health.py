@@ -10,6 +10,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.cli.numbers import positive
 from fourfold.errors import Unavailable
 
 _SERVICES: Final = {
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="HOST:PORT", help="address of the service")
     parser.add_argument("--member-id", default="", help="member whose certificate is used; default: ROLE-0")
     parser.add_argument("--live", action="store_true", help="ask only whether the server listens, ready or not")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: 5")
+    parser.add_argument("--timeout", type=positive, default=5.0, metavar="SECONDS", help="default: 5")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.cli.numbers import positive_whole
 from fourfold.errors import ConfigError
 from fourfold.migrate.common import Options
 from fourfold.migrate.shell import MAX_SCRIPT
@@ -33,13 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rows",
-        type=int,
+        type=positive_whole,
         default=0,
         metavar="N",
         help="rows of the training data, for `steps`; default: those of a JSONL file that is on this machine",
     )
     parser.add_argument(
-        "--gpus", type=int, default=0, metavar="N", help="trl: processes of the trainer, if no launcher names them"
+        "--gpus",
+        type=positive_whole,
+        default=0,
+        metavar="N",
+        help="trl: processes of the trainer, if no launcher names them",
     )
     parser.add_argument("--name", default="", help="name of the run")
 
@@ -48,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the recipe to stdout, and what was not converted to stderr."""
     source = "stdin" if args.file == "-" else args.file
     text = _read(args.file)
-    options = Options(source=source, name=args.name, rows=max(args.rows, 0), processes=max(args.gpus, 0))
+    options = Options(source=source, name=args.name, rows=args.rows, processes=args.gpus)
     rules: Any = importlib.import_module(f"fourfold.migrate.{_SYSTEMS[args.system]}")
     draft = rules.convert(text, options, _variables(args.define), dict(os.environ) if args.environment else {})
     recipe = draft.text(f"Converted from {args.system}'s {source} by `fourfold import`.")

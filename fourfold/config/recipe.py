@@ -75,6 +75,11 @@ def _explain(error: Any, tables: Mapping[str, Any], layers: Layers) -> str:
     rule = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":  # from a check of Fourfold, whose message contains the value
         return f"{layers.locate_mention(keys, rule)}  {key}: {rule}"
+    if error["type"] == "model_type":  # Pydantic names a class of Python
+        header = ".".join(part for part in keys if not part.isdecimal())
+        rule = f"must be a table, {f'[[{header}]]' if keys[-1].isdecimal() else f'[{header}]'}"
+    if error["type"] == "tuple_type":
+        rule = "must be a list"
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         near = nearest_name(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
         rule += f"; did you mean `{near}`?" if near else ""

@@ -180,6 +180,9 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("steps = 3", "steps = true", ":2  steps = True"),
         ("steps = 3", "steps = 2.5", ":2  steps = 2.5"),
         ("steps = 3", 'steps = "3"', ":2  steps = '3': input should be a valid integer"),
+        ("steps = 3", "steps = 3\ntrainer = 1", ":3  trainer = 1: must be a table, [trainer]"),
+        ("steps = 3", "steps = 3\nreward = [1]", ":3  [[reward]] number 1 = 1: must be a table, [[reward]]"),
+        ("steps = 3", "steps = 3\nreward = 1", ":3  reward = 1: must be a list"),
         (
             "[sampling]",
             "[trainer]\nadam_betas = [0.9, 0.9, 0.9]\n[sampling]",

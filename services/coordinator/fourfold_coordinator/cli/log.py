@@ -10,6 +10,7 @@ from typing import get_args
 from fourfold import config as configuration
 from fourfold.config.sinks import SinkName
 from fourfold.errors import ConfigError, FourfoldError
+from fourfold.text import choices
 
 from ..launch.run_folder import CONFIG_FILE, find_run
 from ..sinks.process import send
@@ -22,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sinks",
         nargs="*",
         metavar="SINK",
-        choices=[[], *get_args(SinkName)],  # argparse compares the default, an empty list, too
         help=f"{', '.join(get_args(SinkName))}; default: those of the run's recipe",
     )
     configuration.add_set_option(parser, "logging.project=math")
@@ -34,6 +34,9 @@ def main(args: argparse.Namespace) -> int:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run (no {CONFIG_FILE}); give one of runs/")
     config = configuration.load(run_dir / CONFIG_FILE, args.set)
+    for name in args.sinks:
+        if name not in get_args(SinkName):
+            raise ConfigError(f"no sink has the name {name!r}; {choices(name, get_args(SinkName))}")
     names = args.sinks or config.logging.sinks
     if not names:
         raise ConfigError(

@@ -1,0 +1,27 @@
+"""Parses numbers of the command line, as types of argparse whose errors name the value and the rule."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+_MAX: Final = 1e12
+_MAX_DIGITS: Final = 12
+
+
+def positive(text: str) -> float:
+    """Return a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MAX:  # false for NaN, too
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return value
+
+
+def positive_whole(text: str) -> int:
+    """Return a whole number above 0."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+    return int(text)

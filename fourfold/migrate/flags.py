@@ -110,13 +110,13 @@ def nearest_flag(name: str, known: Iterable[str]) -> str:
     """Return the known flag that is meant by an unknown one; empty if none is similar.
 
     A dotted name is compared with those of its own table, also in part (`decay`) and by its initials (`learning_rate`
-    is `lr`): the long names of a table resemble each other whatever their last word is.
+    is `lr`; one letter alone says nothing): the long names of a table resemble each other whatever their last word is.
     """
     names, (table, dot, last) = list(known), name.rpartition(".")
     siblings = {one.rpartition(".")[2]: one for one in names if dot and one.rpartition(".")[0] == table}
     if siblings:
         initials = "".join(word[:1] for word in last.split("_"))
-        near = initials if initials in siblings else nearest_name(last, siblings)
+        near = initials if len(initials) > 1 and initials in siblings else nearest_name(last, siblings)
         return siblings.get(near) or next((one for key, one in siblings.items() if last in key.split("_")), "")
     without_table = next((one for one in names if one.endswith(f".{name}")), "")
     return without_table or nearest_name(name, names) or nearest_name(last, names)

@@ -336,6 +336,7 @@ def test_an_unknown_option_is_named_with_the_nearest() -> None:
         ("data.val_file", "data.val_files"),
         (f"{ROLLOUT}.temprature", f"{ROLLOUT}.temperature"),
         (f"{ROLLOUT}.num_generations", ""),
+        (f"{ROLLOUT}.nmae", f"{ROLLOUT}.name"),
         (f"{ROLLOUT}.val_kwargs.temprature", f"{ROLLOUT}.val_kwargs.temperature"),
         (f"{ACTOR}.policy_loss.loss_mod", f"{ACTOR}.policy_loss.loss_mode"),
         (RS + "s", RS),

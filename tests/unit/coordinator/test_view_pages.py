@@ -95,6 +95,17 @@ def test_the_pages_show_what_the_run_has(client: TestClient) -> None:
     assert 'samples?source=fruit">fruit</a>' in client.get("/run/one/sample/p2-0-1").text
 
 
+def test_the_number_of_alarms_that_are_not_shown_is(folders: list[Path], tmp_path: Path) -> None:
+    for step in range(4, 123):
+        append_step(folders[0], step, [], alarms=[f"alarm {step}; do it"])
+    with TestClient(make_app(RunFolders(folders, cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        page = client.get("/run/one").text
+        assert "(the newest 100 of 120)" in page and page.count("<td>do it</td>") == 100
+        assert "alarm 122" in page and "alarm 22<" not in page
+        assert "the newest" not in client.get("/run/two").text
+        assert "few scores differ <small>(step 2)</small>" in page
+
+
 def test_wrong_addresses_are_errors_with_the_value_and_a_fix(client: TestClient) -> None:
     for path, status, text in (
         ("/run/three", 404, "no run has the name &#39;three&#39;"),

@@ -143,6 +143,7 @@ def overview(request: Request) -> Response:
     known = metric_names(steps, evals)
     chosen = [name for name in request.query_params.getlist("m") if name in known][:_MAX_CHARTS]
     shown = chosen or [*(name for name in _SHOWN if name in known), *_set_scores(evals)] or known[:6]
+    alarms = list(alarms_of(steps))
     return render(
         "run.html",
         request,
@@ -150,7 +151,8 @@ def overview(request: Request) -> Response:
         charts=[make_chart(name, [(reader.name, steps, evals)]) for name in shown],
         known=[(name, _meaning(name)) for name in known],
         shown=shown,
-        alarms=list(alarms_of(steps))[:_MAX_ALARMS],
+        alarms=alarms[:_MAX_ALARMS],
+        alarm_count=len(alarms),
         findings=report.diagnosis,
         last=steps[-1] if steps else {},
         step_count=reader.recipe().get("steps", 0),

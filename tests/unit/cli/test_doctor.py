@@ -117,6 +117,10 @@ def test_deep_program_texts_are_python() -> None:
     assert done.stdout.startswith("grpc 1."), done.stderr
 
 
-def test_gpus_without_the_library_are_read_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_the_library_are_read_from_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert doctor.find_gpus() == [path.name for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    monkeypatch.setattr("fourfold.host.hardware._DRIVER", tmp_path)
+    assert doctor.find_gpus() == []
+    for name in ("0000:b1:00.0", "0000:17:00.0"):
+        (tmp_path / name).mkdir()
+    assert doctor.find_gpus() == ["0000:17:00.0", "0000:b1:00.0"]

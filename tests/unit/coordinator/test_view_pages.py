@@ -67,7 +67,8 @@ def test_the_pages_show_what_the_run_has(client: TestClient) -> None:
     assert "3 of 9" in curves and "0.5 &plusmn; 0.1" in curves
     assert "<dt>math, step 3</dt><dd>0.75 &plusmn; 0.25" in curves and "eval/code/score" in curves
     sample = client.get("/run/one/sample/p2-0-0").text
-    assert "+0.707" in sample or "+1" in sample, "the advantage of the better of two"
+    advantage = 'the scores)</dt><dd class="up">+0.707</dd>'  # of the better of two: 0.5 / sqrt(0.5)
+    assert advantage in sample and '<td class="n">1</td><td class="n">+0.707</td>' in sample
     assert "-0.5 nats, 60.7%; version 1" in sample and "turn 1, sampled" in sample
     assert "the same prompt at step 1 and at step 3" in sample and "apples 2" in sample
     answers = client.get("/run/one/answers").text

@@ -175,6 +175,19 @@ def test_a_coordinator_that_is_gone_leaves_its_copy(start: Start, folder: Path, 
         remote.open_remote(coordinator.target, room=_room(tmp_path))
 
 
+def test_two_machines_may_have_runs_with_the_same_name(start: Start, folder: Path, tmp_path: Path) -> None:
+    coordinators = [start(folder), start(write_run(tmp_path / "other" / "one"))]
+    (tmp_path / "other" / "one" / "report.json").unlink()
+    readers = [remote.open_remote(each.target, room=_room(tmp_path)) for each in coordinators]
+    second = f"one@{coordinators[1].target}"
+    runs = RunFolders(readers)
+    assert [reader.name for reader in readers] == ["one", second]
+    coordinators[1].board.set_phase(run.RUN_PHASE_STOPPED)
+    with TestClient(make_app(runs), base_url=LOCAL) as client:
+        page = client.get(f"/run/{second}").text
+        assert f"<strong>{second}</strong>" in page and "<code>fourfold run --resume runs/one</code>" in page
+
+
 def test_what_a_coordinator_said_last_of_the_run_remains(start: Start, folder: Path, tmp_path: Path) -> None:
     (folder / "report.json").unlink()
     coordinator = start(folder)

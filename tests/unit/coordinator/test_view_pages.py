@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
@@ -94,6 +95,17 @@ def test_the_pages_show_what_the_run_has(client: TestClient) -> None:
     fruit = client.get("/run/one/samples?source=fruit").text
     assert "<option selected>fruit</option>" in fruit and "3 trajectories" in fruit and "pears" not in fruit
     assert 'samples?source=fruit">fruit</a>' in client.get("/run/one/sample/p2-0-1").text
+
+
+def test_runs_with_the_same_name_are_shown_together(folders: list[Path], tmp_path: Path) -> None:
+    parents, names = ("runs-b", "b/runs", "c/runs"), ["one", "one (runs-b)", "one (runs)", "one (runs) 2"]
+    given = [folders[0], *(write_run(tmp_path / parent / "one", text=parent) for parent in parents)]
+    runs = RunFolders(given, cache=tmp_path / "cache")
+    assert {run.folder: run.name for run in runs.all()} == dict(zip(given, names, strict=True))
+    with TestClient(make_app(runs), base_url=LOCAL) as client:
+        for name, parent in zip(names[1:], parents, strict=True):
+            assert f"{parent} in step 2" in client.get(f"/run/{quote(name)}/sample/p2-0-0").text
+        assert 'href="/run/one%20%28runs-b%29"' in client.get("/").text
 
 
 def test_the_number_of_alarms_that_are_not_shown_is(folders: list[Path], tmp_path: Path) -> None:
@@ -311,7 +323,7 @@ def test_wrong_arguments_are_errors_before_anything_is_served(tmp_path: Path, fo
     short.write_text("short\n")
     for words, text in (
         ([str(tmp_path)], "no run is in this folder"),
-        ([str(folders[0]), str(folders[0])], "another run has the name 'one'"),
+        ([str(folders[0]), str(folders[0])], "one: the run is given twice; give it once"),
         ([str(folders[0]), "--listen", "8440"], "is not an address; give HOST:PORT"),
         ([str(folders[0]), "--listen", "127.0.0.1:99999"], "is not an address; give HOST:PORT"),
         ([str(folders[0]), "--listen", "0.0.0.0:0"], "is beyond loopback.*add --tls-cert and --tls-key, or .* ssh -L"),

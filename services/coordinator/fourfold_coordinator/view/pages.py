@@ -120,7 +120,7 @@ def notice_of(reader: RunReader) -> Notice | None:
                 f"The coordinator does not answer. The copy ends {where} If the run has stopped, continue it on the "
                 f"machine of its coordinator:"
             )
-        return Notice(text=text, command=f"fourfold run --resume runs/{reader.name}", is_bad=True)
+        return Notice(text=text, command=f"fourfold run --resume runs/{reader.folder.name}", is_bad=True)
     stop = describe_stop(reader.folder, progress)
     return Notice(
         text=f"This run {stop.how} {where} {stop.resumption}:", command=stop.command, log=stop.log, is_bad=True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import socket
 import sqlite3
@@ -250,12 +251,21 @@ class _Lines:
 class FolderReader:
     """A run in a folder of this machine, or a copy of one."""
 
-    def __init__(self, folder: Path, *, cache: Path | None = None, coordinator: RunCoordinator | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        cache: Path | None = None,
+        coordinator: RunCoordinator | None = None,
+        address: str = "",
+    ) -> None:
         """Read the run in `folder`; `cache` is where an index is kept that the run itself does not keep.
 
-        `coordinator` is that of the run; None: the one whose address is in the folder.
+        `coordinator` is that of the run; None: the one whose address is in the folder. `address` is that of a
+        coordinator on another machine.
         """
         self.name, self.folder = folder.name, folder
+        self.long_name = f"{folder.name}@{address}" if address else f"{folder.name} ({folder.absolute().parent.name})"
         self._coordinator = coordinator or LocalCoordinator(folder)
         self.peer = self._coordinator.peer
         self._cache = (cache or cache_folder()) / _cache_name(folder)
@@ -435,7 +445,8 @@ class RunFolders:
     ) -> None:
         """Show `runs`, and all runs in `root`, also those that start later.
 
-        Raises ConfigError for a folder without a run, and for two with the same name.
+        Of runs with the same name, later ones are shown by their address, or with the folder that they are in.
+        Raises ConfigError for a folder without a run, and for one that is given twice.
         """
         self._root, self._cache = root, cache
         self._readers: dict[str, FolderReader] = {}
@@ -444,9 +455,12 @@ class RunFolders:
             folder = reader.folder
             if not (folder / CONFIG_FILE).is_file():
                 raise ConfigError(f"{folder}: no run is in this folder (no {CONFIG_FILE}); give a folder of runs/")
-            if folder.name in self._readers:
-                raise ConfigError(f"{folder}: another run has the name {folder.name!r}, too; give only one of them")
-            self._readers[folder.name] = reader
+            if any(folder.resolve() == other.folder.resolve() for other in self._readers.values()):
+                raise ConfigError(f"{folder}: the run is given twice; give it once")
+            more = (f"{reader.long_name} {number}" for number in itertools.count(2))
+            names = itertools.chain((reader.name, reader.long_name), more)
+            reader.name = next(name for name in names if name not in self._readers)
+            self._readers[reader.name] = reader
 
     def all(self) -> list[RunReader]:
         """Return the runs, those that changed last first."""

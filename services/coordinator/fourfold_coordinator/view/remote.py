@@ -107,7 +107,7 @@ def open_remote(target: str, *, certs: str = "", token: str = "", room: CopyRoom
     room.count()
     for file in _AT_START:
         coordinator.copy(file)
-    return FolderReader(coordinator.folder, cache=room.folder, coordinator=coordinator)
+    return FolderReader(coordinator.folder, cache=room.folder, coordinator=coordinator, address=target)
 
 
 class RemoteCoordinator:

@@ -46,6 +46,17 @@ _SERVICES: Final = {
     "environment": "fourfold-reward",
 }
 """Distributions of services."""
+_OPTION_ROLES: Final = {
+    "rank": "trainer",
+    "interface": "trainer",
+    "evaluate": "coordinator",
+    "list": "reward",
+    "scorer": "reward",
+    "pool": "rollout",
+    "engine": "gateway",
+    "gateway": "environment",
+}
+"""Options of `fourfold serve` that one role alone reads."""
 _STDOUT: Final = 1
 # Of a service and its processes, unless the user has set them. Both are read when torch is loaded.
 _ENVIRONMENT: Final = {
@@ -278,16 +289,17 @@ class _Serve:
         if args.role != "coordinator":  # it builds no kernels, and tells commands that fit the PATH of its user
             # vLLM's GPU kernels are built by ninja, which is in this environment even if that is not activated.
             os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        for name, role in _OPTION_ROLES.items():
+            if getattr(args, name) not in (None, False, "", []) and args.role != role:
+                print(
+                    f"fourfold serve {args.role}: --{name} is an option of `fourfold serve {role}`; remove it",
+                    file=sys.stderr,
+                )
+                return 2
         if args.list:
-            return self._list_verifiers(args.role)
+            return self._list_verifiers()
         if args.recipe is None:
             print("fourfold serve: the recipe is missing; give the path of a TOML file", file=sys.stderr)
-            return 2
-        if (args.rank is not None or args.interface) and args.role != "trainer":
-            print(f"fourfold serve {args.role}: --rank and --interface are for a trainer; remove them", file=sys.stderr)
-            return 2
-        if args.evaluate and args.role != "coordinator":
-            print(f"fourfold serve {args.role}: --evaluate is for a coordinator; remove it", file=sys.stderr)
             return 2
         from fourfold import config
 
@@ -325,11 +337,8 @@ class _Serve:
         code: int = service(options)
         return code
 
-    def _list_verifiers(self, role: str) -> int:
-        if role != "reward":
-            print(f"fourfold serve {role}: --list is for `fourfold serve reward`; remove it", file=sys.stderr)
-            return 2
-        service = _load("fourfold.services", role, _SERVICES[role])
+    def _list_verifiers(self) -> int:
+        service = _load("fourfold.services", "reward", _SERVICES["reward"])
         verifiers = importlib.import_module(service.__module__.rpartition(".")[0] + ".verifiers")
         for name, line in verifiers.DESCRIPTIONS:
             print(f"{name:22} {line}")

@@ -45,9 +45,26 @@ def test_anything_else_is_refused(text: str) -> None:
         _ranks(text)
 
 
-def test_other_services_have_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "rollout", "recipe.toml", "--rank", "0"]) == 2
-    assert "--rank and --interface are for a trainer; remove them" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "role"),
+    [
+        (["rollout", "r.toml", "--rank", "0"], "trainer"),
+        (["rollout", "r.toml", "--interface", "eth0"], "trainer"),
+        (["trainer", "r.toml", "--evaluate"], "coordinator"),
+        (["rollout", "--list"], "reward"),
+        (["rollout", "r.toml", "--scorer", "x"], "reward"),
+        (["reward", "r.toml", "--pool", "x"], "rollout"),
+        (["rollout", "r.toml", "--engine", "h:1"], "gateway"),
+        (["rollout", "r.toml", "--gateway", "h:1"], "environment"),
+    ],
+)
+def test_an_option_of_another_service_is_refused(
+    words: list[str], role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = next(word for word in words if word.startswith("--"))
+    assert main(["serve", *words]) == 2
+    said = f"fourfold serve {words[0]}: {option} is an option of `fourfold serve {role}`; remove it\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ async def coordinator_of(target: str, *, batch: int) -> AsyncIterator[ScoringCoo
     registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=b"")
     router = Router(registry, open_channel=channel, wait_seconds=_WAIT_SECONDS)
     table = ScorerTable(config, registry, router)
-    scoring = Scoring(config, router, table)
+    scoring = Scoring(config, router, table, run=config.name)
 
     async def save(_state: str) -> None:
         return

@@ -149,6 +149,40 @@ def test_the_chart_fits_the_schemas_of_kubernetes(reference: bool) -> None:
                 assert parse(words[1], words[2:])[1].target == f"127.0.0.1:{PORTS[role]}"
 
 
+def secret(folder: Path, *more: str) -> None:
+    """Write the files that a secret with the certificates of a run holds."""
+    folder.mkdir()
+    roles = ("coordinator", "trainer", "rollout", "reward", "reference", "viewer", "operator")
+    for name in ("ca.pem", *(f"{role}-0.pem" for role in roles), *more):
+        (folder / name).write_text(name)
+
+
+@pytest.mark.parametrize("more", [(), ("revoked.txt", "tokens.txt")])
+def test_a_pod_has_the_keys_of_its_own_roles_only(more: tuple[str, ...], tmp_path: Path) -> None:
+    secret(tmp_path / "secret", *more)
+    pods = [pod for document in rendered(reference=True) if (pod := document.get("spec", {}).get("template"))]
+    assert len(pods) == 4
+    for number, pod in enumerate(pods):
+        certs = tmp_path / f"certs-{number}"
+        certs.mkdir()
+        shell, option, script = pod["spec"]["initContainers"][0]["command"]
+        script = script.replace("/secret", str(tmp_path / "secret")).replace("/certs/", f"{certs}/")
+        subprocess.run([shell, option, script], check=True, timeout=10)
+        own = {f"{container['name']}-0.pem" for container in pod["spec"]["containers"]}
+        assert {path.name for path in certs.iterdir()} == {"ca.pem", *own, *more}
+        assert {path.stat().st_mode & 0o777 for path in certs.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("page", [DEPLOY / "helm/fourfold/values.yaml", DEPLOY.parent / "docs/deploy.md"])
+def test_the_secret_of_the_printed_command_has_no_key_of_the_ca(page: Path, tmp_path: Path) -> None:
+    secret(tmp_path / "certs", "ca-key.pem", "issued.txt", "tokens.txt")
+    (line,) = re.findall(r"kubectl create secret .*", page.read_text())
+    script = f'kubectl() {{ printf "%s\\n" "$@"; }}; {line}'
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=10)
+    files = {Path(word.partition("=")[2]).name for word in done.stdout.split() if word.startswith("--from-file=")}
+    assert files == {path.name for path in (tmp_path / "certs").iterdir()} - {"ca-key.pem", "issued.txt"}
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_unit_files_have_known_settings(tmp_path: Path) -> None:
     units = []

@@ -1,12 +1,22 @@
-{{/* Pod settings that every service has; certificates must have mode 0600 and belong to the service's user. */}}
+{{/*
+Pod settings that every service has. Call with dict "root" . "roles" (list ROLE ...).
+A pod has the private keys of its own roles only; certificates must have mode 0600 and belong to the service's user.
+*/}}
 {{- define "fourfold.pod" -}}
 securityContext: {runAsNonRoot: true, runAsUser: 10001, runAsGroup: 10001, fsGroup: 10001, seccompProfile: {type: RuntimeDefault}}
 automountServiceAccountToken: false
 enableServiceLinks: false
 initContainers:
   - name: certificates
-    image: {{ .Values.images }}fourfold-coordinator:{{ .Values.tag }}
-    command: [sh, -c, "cp -L /secret/* /certs/ && chmod 600 /certs/*"]
+    image: {{ .root.Values.images }}fourfold-coordinator:{{ .root.Values.tag }}
+    command:
+      - sh
+      - -ec
+      - |
+        cd /secret
+        cp -L ca.pem{{ range .roles }} {{ . }}-0.pem{{ end }} /certs/
+        for file in revoked.txt tokens.txt; do if [ -e $file ]; then cp -L $file /certs/; fi; done
+        chmod 600 /certs/*
     securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
     volumeMounts:
       - {name: secret, mountPath: /secret}

@@ -194,3 +194,8 @@ def test_unit_files_have_known_settings(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", *units], capture_output=True, text=True, check=False, timeout=30
     )
     assert [line for line in done.stderr.splitlines() if str(tmp_path) in line] == []
+
+
+def test_systemd_signals_the_service_and_not_its_ranks_and_engines() -> None:
+    for path in (DEPLOY / "systemd").glob("*.service"):
+        assert "\nKillMode=mixed\n" in path.read_text()

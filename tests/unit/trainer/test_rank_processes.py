@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,6 +195,21 @@ def test_batches_that_do_not_come_are_an_error_with_a_deadline() -> None:
     with pytest.raises(Unavailable, match="sent close instead of micro-batch 1 of 2"):
         next(iter(QueuedBatches(2, messages, timeout=0.01)))
     assert messages.get_nowait().name == "close", "the rank still ends"
+
+
+def test_a_signal_to_all_processes_leaves_the_ranks_to_rank_0(tmp_path: Path) -> None:
+    ranks = LocalRanks(run_dir=tmp_path, name="trainer-0", on_death=lambda _reason: None)
+    try:
+        (connection,) = ranks.start([1], timeout=60)
+        child = ranks._supervisor.children["trainer-0-rank-1"]
+        with connection:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(child.pid, number)
+            time.sleep(0.3)
+            assert child.alive
+    finally:
+        ranks.close()
+    assert not child.alive
 
 
 class Dying:

@@ -83,7 +83,9 @@ def run_rank(make: Callable[[Mapping[str, Any], Config], RankWorker], *, start_s
     machines.
     """
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to rank 0, too, which then ends this process
+    # A terminal, systemd and SLURM signal all processes; rank 0 ends this one after its checkpoint.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[-1])

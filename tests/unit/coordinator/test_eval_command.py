@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +48,15 @@ def test_an_evaluation_leaves_the_public_port_of_the_run_free() -> None:
     keys = ["view.public_listen=127.0.0.1:8441", "security.directory=certs", "security.tokens_file=certs/tokens.txt"]
     args = argparse.Namespace(recipe=Path("recipes/quickstart.toml"), set=keys, data=[], lm_eval="")
     assert evaluate._evaluation_config(args, "model").view.public_listen == ""
+
+
+def test_the_command_for_a_run_by_hand_has_a_held_out_set_and_starts_services() -> None:
+    (line,) = re.findall(r"^fourfold eval runs/by-hand (.*)", Path("docs/by_hand.md").read_text(), re.MULTILINE)
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    words = ["runs/by-hand", "--recipe", "recipes/by_hand.toml", *line.split()]
+    config = evaluate._evaluation_config(parser.parse_args(words), "MODEL")
+    assert config.data.held_out and config.rollout.replicas and all(table.replicas for table in config.reward)
 
 
 def test_a_table_of_many_k_has_the_smallest_and_the_largest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -27,14 +28,11 @@ MONITORING = DEPLOY.parent / "docs/monitoring.md"
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Yield file name and words of each command `fourfold ...` in the unit files and the SLURM script."""
+    """Yield file name and words of each command `fourfold ...` in the unit files."""
     for path in sorted((DEPLOY / "systemd").glob("*.service")):
         for line in re.findall(r"^ExecStart=\S+/fourfold (.*)$", path.read_text(), re.MULTILINE):
             line = line.replace("%i", "trainer").replace("$ARGUMENTS", "--rank 8-15")
             yield path.name, shlex.split(re.sub(r"\$\{\w+\}", "127.0.0.1:1", line))
-    for role, line in re.findall(r"^ *on \S+ (\w+) (--.*)$", (DEPLOY / "slurm/run.sbatch").read_text(), re.MULTILINE):
-        words = shlex.split(line.replace("$begin-$end", "0-7"))
-        yield "run.sbatch", ["serve", role, "recipe.toml", *words]
 
 
 @pytest.mark.parametrize(("name", "words"), list(commands()))
@@ -42,10 +40,78 @@ def test_commands_are_accepted(name: str, words: list[str]) -> None:
     parse(words[0], words[1:])
 
 
-def test_there_are_commands_in_every_kind_of_file() -> None:
-    assert [name for name, _ in commands()] == [
-        "fourfold-coordinator.service", "fourfold@.service", *["run.sbatch"] * 4
-    ]  # fmt: skip
+def test_there_are_commands_in_every_unit_file() -> None:
+    assert [name for name, _ in commands()] == ["fourfold-coordinator.service", "fourfold@.service"]
+
+
+SLURM_PROGRAMS = {
+    "scontrol": 'echo "$NODES"',
+    "getent": 'echo "10.0.0.${2#node} STREAM $2"',
+    # The coordinator ends when all services have started, and the script ends the others.
+    "srun": """echo "$@" >> "$STARTED"
+case "$*" in *"serve coordinator"*) tries=0
+  while [ "$(wc -l < "$STARTED")" -lt "$COUNT" ] && [ $tries -lt 200 ]; do tries=$((tries + 1)); sleep 0.05; done
+esac""",
+}
+SLURM_RECIPE = """
+name = "x"
+steps = 1
+model = {source = "m", max_context_tokens = 64}
+data = {train = {path = "train.jsonl"}}
+sampling = {max_new_tokens = 8}
+batch = {prompts_per_step = 2, group_size = 2}
+trainer = {ranks = 4, replicas = 0}
+rollout = {replicas = 0}
+"""
+REWARD = '[[reward]]\nname = "reward"\nfunction = "last_number"\nreplicas = 0\n'
+JUDGE = REWARD.replace('"reward"', '"Judge_2"').replace("replicas = 0", "replicas = 2")
+KL = "algorithm = {kl = {coef = 0.01}}\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more", "besides"),
+    [
+        (["node1"], REWARD, {"reward-0": ("reward", "reward")}),
+        (
+            ["node1", "node2"],
+            f"{KL}reference = {{replicas = 0}}\n{REWARD}{JUDGE}",
+            {
+                "reference-0": ("reference", ""),
+                "reward-0": ("reward", "reward"),
+                "reward-judge-2-0": ("reward", "Judge_2"),
+                "reward-judge-2-1": ("reward", "Judge_2"),
+            },
+        ),
+        (["node1"], f'{KL}[[reward]]\ntarget = "10.0.0.9:1"\n', {"reference-0": ("reference", "")}),
+    ],
+    ids=["one node", "two nodes", "a scorer elsewhere"],
+)
+def test_a_slurm_job_starts_what_the_recipe_asks_for(
+    nodes: list[str], more: str, besides: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
+    for name, script in SLURM_PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "recipe.toml").write_text(SLURM_RECIPE + more)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    env |= {"SLURM_JOB_NODELIST": "node[1-2]", "NODES": "\n".join(nodes), "STARTED": f"{tmp_path}/started"}
+    env["COUNT"] = str(count := 2 + len(nodes) + len(besides))
+    line = ["bash", str(DEPLOY / "slurm/run.sbatch"), str(tmp_path / "recipe.toml"), "6000"]
+    subprocess.run(line, env=env, check=True, timeout=60)
+    found: dict[str, tuple[str, str]] = {}
+    ranks, listening = [], []
+    for started in (tmp_path / "started").read_text().splitlines():
+        where, _, words = started.partition(" fourfold ")
+        _, args = parse("serve", words.split()[1:])
+        found |= {args.member_id: (args.role, args.scorer)} if args.member_id else {}
+        ranks += list(args.rank or ())
+        listening.append(args.listen)
+        address = "127.0.0.1" if len(nodes) == 1 else f"10.0.0.{re.findall('--nodelist=node(.)', where)[0]}"
+        assert args.listen.startswith(f"{address}:") and (args.role == "coordinator") == (not args.coordinator)
+        assert args.role != "rollout" or f"--nodelist={nodes[-1]} " in where
+    assert found == besides and sorted(ranks) == [0, 1, 2, 3]
+    assert len(listening) == len(set(listening)) == count
 
 
 @pytest.mark.parametrize("name", ["slurm/run.sbatch", "entrypoint"])

@@ -159,6 +159,7 @@ def _pages(folder: Path) -> dict[str, str]:
         "samples": f"{base}/samples",
         "sample": f"{base}/sample/{sample}",
         "search": f"{base}/samples?text={MARKED_WORD}",
+        "answers": f"{base}/answers",
         "timeline": f"{base}/timeline",
         "weights": f"{base}/weights",
         "recipe": f"{base}/recipe",

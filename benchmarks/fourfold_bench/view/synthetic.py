@@ -26,6 +26,7 @@ MARKED_WORD: Final = "zanzibar"
 """A word of one trajectory in a thousand."""
 GROUP_SIZE: Final = 8
 _PROMPT_TOKENS: Final = 64
+_ANSWERS: Final = 10  # to held-out prompts, as in the report of a run
 _RECIPE: Final = """
 name = "{name}"
 seed = 1
@@ -136,12 +137,29 @@ class SyntheticRun:
         return f"p{step * self.shape.prompts_per_step + place:07d}-0"
 
     def finish(self) -> None:
-        """Write report.json."""
+        """Write report.json, with two evaluations and answers to the same prompts in both."""
+        before, after = (
+            {"step": step, "score": score, "half_width": 0.1, "n": _ANSWERS, "missing": 0}
+            for step, score in ((0, 0.0), (self.shape.steps, 1.0))
+        )
         report = {
-            "name": self.folder.name, "seed": 1, "steps": self.shape.steps, "evals": [], "diagnosis": [],
-            "answers_before": [], "answers_after": [],
+            "name": self.folder.name, "seed": 1, "steps": self.shape.steps, "evals": [before, after], "diagnosis": [],
+            "eval_before": before, "answers_before": self._answers(score=0.0),
+            "eval_after": after, "answers_after": self._answers(score=1.0),
         }  # fmt: skip
         (self.folder / "report.json").write_text(json.dumps(report))
+
+    def _answers(self, *, score: float) -> list[dict[str, Any]]:
+        prompts = [self._text(self._ids(np.random.default_rng(index), _PROMPT_TOKENS)) for index in range(_ANSWERS)]
+        return [
+            {
+                "prompt": prompt,
+                "completion": self._text(self._ids(self._random, self.shape.tokens)),
+                "answer": str(index),
+                "score": score,
+            }
+            for index, prompt in enumerate(prompts)
+        ]
 
     def _trajectories(self, step: int) -> Iterator[Trajectory]:
         for place in range(self.shape.prompts_per_step):

@@ -10,6 +10,7 @@ import subprocess
 import tokenize
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
@@ -206,6 +207,12 @@ def test_every_preset_has_a_recipe_that_says_what_is_special() -> None:
         assert lines[0].startswith("# ") and len(lines) <= 45, "short, and its first line says what is special"
         clips = recipe.algorithm.loss.compares_with_old and recipe.batch.updates_per_step == 1
         assert ("no clip takes effect" in path.read_text()) == clips, preset
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
+def test_a_page_for_the_choice_of_a_preset_names_all(page: str) -> None:
+    names = re.findall(r'[`"]([a-z][a-z+*-]+)[`"]', (ROOT / page).read_text())
+    assert [preset for preset in config.PRESETS if not any(fnmatch(preset, name) for name in names)] == []
 
 
 def test_distributions_move_together() -> None:

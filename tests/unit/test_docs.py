@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
+import fourfold
 from fourfold.agent.v1 import agent_service_pb2 as agent
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config.agents import GatewayConfig
@@ -196,6 +197,16 @@ def test_the_monitoring_page_has_every_exported_metric() -> None:
         MONITORING.write_text(head + rule + rows)
     else:
         assert found == rows, f"an exported metric changed; write the table with {UPDATE}=1"
+
+
+def test_the_monitoring_page_lists_the_services_of_its_table() -> None:
+    (listed,) = re.findall(r"OpenMetrics: (.*?)\. The endpoint", MONITORING.read_text(), re.DOTALL)
+    assert set(re.split(r",\s+|\sand\s", listed)) == set(EXPORTED_BY_SERVICE) - {"every service"}
+
+
+def test_the_page_of_clients_lists_all_of_them() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `Async\1` \|", (ROOT / "docs/clients/index.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(name for name in fourfold.__all__ if re.fullmatch(r"(?!Async)\w+Client", name))
 
 
 def _rows(head: str) -> list[list[str]]:

@@ -16,6 +16,8 @@ from typing import NamedTuple, TypeGuard
 
 import pytest
 
+import fourfold
+import fourfold_reward
 from fourfold import config
 from fourfold.cli import main as cli_main
 from fourfold.errors import FourfoldError
@@ -218,7 +220,11 @@ def test_a_page_for_the_choice_of_a_preset_names_all(page: str) -> None:
 def test_distributions_move_together() -> None:
     loaded = [tomllib.loads(path.read_text())["project"] for path in PROJECTS]
     versions = {project["version"] for project in loaded}
-    assert len(loaded) == 6 and len(versions) == 1
+    assert len(loaded) == 6
+    chart = (ROOT / "deploy/helm/fourfold/Chart.yaml").read_text()
+    versions |= set(re.findall(r"^(?:version|appVersion): (.+)$", chart, re.MULTILINE))
+    versions |= {fourfold.__version__, fourfold_reward.__version__}
+    assert len(versions) == 1, "docs/releasing.md lists the files"
     for project in loaded[1:]:
         ours = [d for d in project["dependencies"] if re.match(r"fourfold\b", d)]
         assert len(ours) == 1 and ours[0].endswith(f"=={next(iter(versions))}"), project["name"]

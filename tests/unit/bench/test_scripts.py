@@ -83,3 +83,12 @@ def test_a_finished_run_becomes_a_result(
 def test_every_script_explains_itself(name: str) -> None:
     done = _run(f"fourfold_bench.{name}", "--help")
     assert done.returncode == 0 and "--save" in done.stdout, done.stderr[-2000:]
+
+
+def test_the_readme_has_every_program_and_every_shared_module() -> None:
+    text = (ROOT / "benchmarks/README.md").read_text()
+    modules = sorted((ROOT / "benchmarks/fourfold_bench").glob("[a-z]*.py"))
+    assert [path.name for path in modules if f"`{path.name}`" not in text] == []
+    programs = [path for path in modules if "sys.exit(run_script(" in path.read_text()]
+    assert len(programs) > 10
+    assert [path.name for path in programs if f"\n| `{path.name}` | " not in text] == []

@@ -200,7 +200,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 async def test_tasks_of_the_harness_run_on_the_engines(
     make_evaluation: Callable[..., EvaluationStage], tmp_path: Path, kind: str, more: str, metric: str
 ) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="tests/packaging runs it with the extra lm-eval")
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     data = write_set(tmp_path / "products.jsonl", range(12))
@@ -229,7 +229,7 @@ async def test_tasks_of_the_harness_run_on_the_engines(
 async def test_a_task_that_the_harness_does_not_have_ends_the_evaluation(
     make_evaluation: Callable[..., EvaluationStage], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="tests/packaging runs it with the extra lm-eval")
     stage = make_evaluation(data={"holdout": None})
     (stage.folder / "lm-eval.json").write_text(json.dumps({"tasks": ["nothing"], "include_path": ""}))
     await stage.start()

@@ -235,7 +235,10 @@ async def test_a_refused_request_is_not_tried_elsewhere(pool: EnginePool, start:
     assert sum(len(e.requests) for e in engines) == 1
 
 
-async def test_a_turn_with_a_grammar_begins_again_and_repeats_no_token(pool: EnginePool, start: Start) -> None:
+@pytest.mark.parametrize("flush", [None, 0.0])
+async def test_an_interrupted_turn_with_a_grammar_continues_after_its_tokens(
+    pool: EnginePool, start: Start, flush: float | None
+) -> None:
     engine = await start("a")
 
     async def end() -> bool:
@@ -243,11 +246,10 @@ async def test_a_turn_with_a_grammar_begins_again_and_repeats_no_token(pool: Eng
         return True
 
     engine.on_partial = end
-    assert await sample(pool, turn(grammar="[0-9]*")) == {0: ANSWER}
-    assert [len(r.prompt_token_ids) for r in engine.requests] == [len(PROMPT)] * 2
-    engine.on_partial = end
-    with pytest.raises(Unavailable, match="repeat the turn"):
-        await sample(pool, turn(grammar="[0-9]*", flush=0.0))
+    assert await sample(pool, turn(grammar="[0-9]*", flush=flush)) == {0: ANSWER}
+    asked = [(len(r.prompt_token_ids) - len(PROMPT), r.grammar_prefix_count) for r in engine.requests]
+    assert asked == [(0, 0), (1, 1)]
+    assert engine.requests[1].sampling_params.grammar == engine.requests[0].sampling_params.grammar
 
 
 async def test_a_turn_ends_at_its_deadline_and_when_its_agent_leaves(pool: EnginePool, start: Start) -> None:

@@ -5,9 +5,8 @@
                 v
     prompt + ids so far --> engine B --> ... until all samples are finished
 
-Tokens are checked before they are passed on, and stay valid when their engine fails later. A sample with a grammar is
-not continued, because an engine cannot enter a grammar in its middle: it begins again, which needs that nothing of it
-was passed on yet.
+Tokens are checked before they are passed on, and stay valid when their engine fails later. The grammar of a sample
+continues after the ids so far, too (`grammar_prefix_count`).
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ class _Turn:
         self._queue: asyncio.Queue[rollout.SampleChunk | None] = asyncio.Queue()
         self._tries = 0
         self._held: dict[int, list[rollout.SampleChunk]] = {}  # by sample: not passed on before it is finished
-        self._restarts = turn.group.params.HasField("grammar")
 
     async def chunks(self) -> AsyncGenerator[rollout.SampleChunk, None]:
         count = self._turn.group.count
@@ -182,15 +180,6 @@ class _Turn:
 
     def _keep(self, index: int, draft: CompletionDraft, parts: dict[int, Parts]) -> None:
         """Keep the tokens of an unfinished sample; end it if they need no continuation."""
-        if draft.token_count and self._restarts:
-            if self._turn.flush_seconds is not None:
-                raise Unavailable(
-                    "an engine ended a turn with a grammar, which cannot continue elsewhere; repeat the turn",
-                    reason="INTERRUPTED",
-                    retry_after=0.5,
-                )
-            self._held.pop(index, None)
-            return
         if draft.token_count:
             parts[index] = (*parts[index], draft.join())
         if not parts[index]:

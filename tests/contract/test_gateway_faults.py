@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,20 @@ async def test_a_repeated_turn_whose_agent_leaves_does_not_end_the_first_one(gat
     assert await first == await third
     assert len(gateway.engine.requests) == 1 and session.trajectory.turn_count == 1
     assert not session.running
+
+
+async def test_a_turn_without_a_session_holds_its_quota_until_its_engine_call_has_ended(gateway: Gateway) -> None:
+    async def hang() -> None:
+        await asyncio.sleep(30)
+
+    gateway.engine.on_partial = hang
+    request = pb.GenerateRequest(chat=pb.Chat(messages=[USER]))
+    request.flush_interval.FromMilliseconds(1)
+    (engine,) = gateway.engines.usable
+    async with aclosing(gateway.core.generate(Caller(LOCAL_AGENT), request, timeout=10)) as chunks:
+        await anext(chunks)
+        assert engine.in_flight == 1
+    assert engine.in_flight == 0
 
 
 @pytest.mark.parametrize("fault", ["agent leaves", "disk is late"])

@@ -93,8 +93,9 @@ class Generator:
         if session is None:
             plan = await self._plan(request, None)
             with self._quotas.tokens(caller.principal, self._cost(plan)):
-                async for chunk in self._sample(plan, timeout):
-                    yield chunk
+                async with aclosing(self._chunks(plan, timeout, {})) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
             return
         session.check_open()
         if session.closing.locked():  # a turn that begins now would not be in the trajectory
@@ -182,8 +183,9 @@ class Generator:
         if any(not 1 <= len(stop) <= _MAX_STOP_CHARACTERS for stop in asked.stop):
             raise InvalidInput(f"sampling_params.stop: each text must have 1 to {_MAX_STOP_CHARACTERS} characters")
         _check("sampling_params.stop_token_ids", len(asked.stop_token_ids), 0, _MAX_STOP_IDS)
-        seed = asked.seed if asked.HasField("seed") else secrets.randbelow(_MAX_SEED >> 1)
-        _check("sampling_params.seed", seed, 0, _MAX_SEED - 1 - MAX_SAMPLES)
+        seed = asked.seed if asked.HasField("seed") else secrets.randbelow(_MAX_SEED)
+        _check("sampling_params.seed", seed, 0, _MAX_SEED - 1)
+        seed %= _MAX_SEED - MAX_SAMPLES  # the seed of the last sample is valid, too
         if asked.HasField("max_tokens"):
             _check("sampling_params.max_tokens", asked.max_tokens, 1, 1 << 30)
             room = min(room, asked.max_tokens)
@@ -273,11 +275,6 @@ class Generator:
                     go_back()
                 raise
         session.set(session.stored)  # tells those who watch it
-
-    async def _sample(self, plan: _Plan, timeout: float) -> AsyncGenerator[pb.TurnChunk, None]:
-        async with aclosing(self._chunks(plan, timeout, {})) as chunks:
-            async for chunk in chunks:
-                yield chunk
 
     async def _chunks(
         self, plan: _Plan, timeout: float, completions: dict[int, Completion]
@@ -407,4 +404,4 @@ def _digest(request: pb.GenerateRequest) -> bytes:
 
 def _check(what: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise InvalidInput(f"{what} is {value:g}; it must be in [{low:g}, {high:g}]")
+        raise InvalidInput(f"{what} is {value}; it must be in [{low}, {high}]")

@@ -1,0 +1,48 @@
+"""The HTTP port of a gateway with the real sessions and generator behind it, on a toy engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fourfold.config.agents import GatewayConfig
+from fourfold_rollout.gateway.generation import MAX_SAMPLES
+from fourfold_rollout.gateway.http.server import serve_http
+from tests.contract.test_gateway import Gateway
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "3 * 4 ="}]}
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
+    gateway = Gateway(tmp_path)
+    await gateway.start_run()
+    await gateway.engine.start()
+    await gateway.start()
+    yield gateway
+    await gateway.stop()
+    await gateway.run_server.stop(0)
+    await gateway.engine.kill()
+
+
+@asynccontextmanager
+async def connected(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
+    server = await serve_http(gateway.core, GatewayConfig(), None)
+    try:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            yield client
+    finally:
+        await server.stop(1.0)
+
+
+@pytest.mark.parametrize("seed", [-1, 0, (1 << 53) - 1, -(1 << 63), (1 << 63) - 1])
+async def test_every_seed_that_openai_allows_gives_valid_seeds_to_all_samples(gateway: Gateway, seed: int) -> None:
+    async with connected(gateway) as client:
+        response = await client.post("/v1/chat/completions", json=CHAT | {"seed": seed, "n": 2})
+    assert (response.status_code, len(response.json()["choices"])) == (200, 2)
+    assert 0 <= gateway.engine.requests[0].sampling_params.seed <= (1 << 53) - MAX_SAMPLES

@@ -91,8 +91,9 @@ def _make(args: argparse.Namespace) -> str:
   directory = "{directory}"
   tokens_file = "{directory / certs.TOKENS_FILE}"
 
-A machine needs ca.pem, MEMBER.pem of each service that runs on it, tokens.txt for a rollout service, viewer-0.pem for
-`fourfold run` and `fourfold watch`, and operator-0.pem for `fourfold reward`. Do not copy ca-key.pem and issued.txt.
+A machine needs ca.pem, MEMBER.pem of each service that runs on it, tokens.txt for rollout services, gateways and the
+coordinator of a run with view.public_listen, viewer-0.pem for `fourfold run` and `fourfold watch`, and operator-0.pem
+for `fourfold reward`. Do not copy ca-key.pem and issued.txt.
 An external agent needs ca.pem and this token, which is not shown again:
 
   {token}
@@ -192,7 +193,7 @@ def _action(actions: Any, name: str, text: str, *, directory: bool = True) -> ar
 
 def _members(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     parser.add_argument(name, **options)
-    text = "host name or address of rollout services for agents whose TLS library checks it; may be repeated"
+    text = "host name or address by which agents reach rollout services and gateways; may be repeated"
     _repeatable(parser, "--host", text, metavar="HOST")
     _days(parser)
 

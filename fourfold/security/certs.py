@@ -3,12 +3,12 @@
     DIR/ca.pem          certificate of the CA; every process needs it
     DIR/MEMBER.pem      certificate and private key of one member, e.g. rollout-0.pem
     DIR/revoked.txt     revoked certificates; absent until the first revocation
-    DIR/tokens.txt      SHA-256 of the bearer tokens, for rollout services
+    DIR/tokens.txt      SHA-256 of the bearer tokens, for services with a public port
     DIR/ca-key.pem      private key of the CA; never leaves this folder
     DIR/issued.txt      every issued certificate; never leaves this folder
 
-`material.py` documents the names in a member's certificate. Certificates of rollout services also contain host names,
-for agents whose TLS library checks the host name. Needs `cryptography` (`fourfold[certs]`).
+`material.py` documents the names in a member's certificate. Certificates of rollout services and gateways also contain
+host names, for agents whose TLS library checks the host name. Needs `cryptography` (`fourfold[certs]`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ TOKENS_FILE: Final = "tokens.txt"
 FIRST_OF_EACH: Final = tuple(Principal(role, f"{role}-0") for role in ROLES)
 
 _KEY_FILE: Final = "ca-key.pem"
+_CA_NAMES: Final = ("ca", "ca-key")  # a member's file of such a name would replace the CA's
+_HOST_ROLES: Final = ("rollout", "gateway")  # agents connect only to these; a host name does not prove a role
 _ISSUED_FILE: Final = "issued.txt"
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 _HOST: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -73,14 +75,14 @@ class Issued:
 
 
 def parse_member(text: str) -> Principal:
-    """Return the principal of "rollout-0" or "reward/math"; the role must exist, and the name be a DNS label."""
+    """Return the principal of "rollout-0" or "reward/math"; the role must exist, and the name be a free DNS label."""
     role, slash, name = text.partition("/")
     if not slash:
         role, name = text.partition("-")[0], text
-    if role not in ROLES or not MEMBER_NAME.fullmatch(name) or name == "ca":
+    if role not in ROLES or not MEMBER_NAME.fullmatch(name) or name in _CA_NAMES:
         raise ConfigError(
             f"member {text!r:.80}: give ROLE-NUMBER or ROLE/NAME, with a role of {', '.join(ROLES)} and a name of 1 to "
-            f"63 lower-case letters, digits and dashes"
+            f"63 lower-case letters, digits and dashes, but not {' or '.join(_CA_NAMES)}, whose files are the CA's"
         )
     return Principal(role, name)
 
@@ -94,8 +96,8 @@ def make(
 ) -> str:
     """Make a CA, certificates of its members that are valid for `days`, and one token; return the token.
 
-    A missing folder is made with mode 0700. `hosts` are names and addresses at which agents reach the rollout services,
-    besides this machine.
+    A missing folder is made with mode 0700. `hosts` are names and addresses at which agents reach rollout services and
+    gateways, besides this machine.
 
     Raises:
         ConfigError: a host is malformed, or the folder already has a CA. Nothing is overwritten.
@@ -197,7 +199,7 @@ def add_token(
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Remove a token's line. Rollout services refuse the token from its next call on."""
+    """Remove a token's line. Services that read the file refuse the token from its next call on."""
     if name not in read_tokens(path):
         raise ConfigError(f"{path}: has no token named {name!r:.80}; `fourfold certs token list` shows them")
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -214,7 +216,7 @@ def _with_hosts(members: Sequence[Principal], hosts: Sequence[str]) -> list[tupl
     names = [member.name for member in members]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"two members are named {twice[0]!r}; a member id occurs once in a run")
-    return [(member, tuple(hosts) if member.role == "rollout" else ()) for member in members]
+    return [(member, tuple(hosts) if member.role in _HOST_ROLES else ()) for member in members]
 
 
 def _chosen(directory: Path, names: Sequence[str]) -> list[Issued]:
@@ -273,7 +275,7 @@ def _leaf(
 ) -> x509.Certificate:
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri(member))]
     names += [x509.DNSName(server_name(member)), x509.DNSName(server_name(Principal(member.role)))]
-    if member.role == "rollout":  # agents connect only to rollout services; a host name does not prove a role
+    if member.role in _HOST_ROLES:
         names += [_general_name(host) for host in dict.fromkeys((*_LOCAL, *hosts))]
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())

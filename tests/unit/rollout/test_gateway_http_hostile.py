@@ -196,13 +196,12 @@ async def test_a_port_in_use_is_named() -> None:
 
 async def test_tls_uses_the_certificates_of_the_run_and_follows_their_renewal(tmp_path: Path) -> None:
     folder = tmp_path / "pki"
-    certs.make(folder, ["trainer.internal"])
-    security = Security.load(SecurityConfig(directory=str(folder)), Principal("rollout", "rollout-0"))
+    certs.make(folder)
+    security = Security.load(SecurityConfig(directory=str(folder)), Principal("gateway", "gateway-0"))
     assert security is not None
     server = await serve_http(FakeAgentApi(), GatewayConfig(http_listen="0.0.0.0:0"), security)
     port = int(server.address.rsplit(":", 1)[1])
     context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
-    context.check_hostname = False
     seen = set[bytes]()
     try:
         for _ in range(2):
@@ -211,7 +210,7 @@ async def test_tls_uses_the_certificates_of_the_run_and_follows_their_renewal(tm
             writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
             assert b"toy" in await reader.read()
             writer.close()
-            certs.renew(folder, ["rollout-0"])
+            certs.renew(folder, ["gateway-0"])
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.TransportError):
                 await client.get(f"http://127.0.0.1:{port}/v1/models")

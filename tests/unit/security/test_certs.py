@@ -36,13 +36,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "certs"
 
 
-def test_certificates_name_the_member_and_those_of_rollout_services_hosts(folder: Path) -> None:
+def test_certificates_name_the_member_and_those_that_agents_connect_to_hosts(folder: Path) -> None:
     for role in ROLES:
         who = f"{role}-0"
         uris, dns, addresses = names(folder / f"{who}.pem")
         assert uris == [f"spiffe://fourfold/svc/{role}/{who}"]
         assert dns[:2] == [f"{who}.{role}.fourfold", f"{role}.fourfold"]
-        if role == "rollout":
+        if role in ("rollout", "gateway"):
             assert dns[2:] == ["localhost", "trainer.internal"]
             assert addresses == {"127.0.0.1", "::1", "10.0.0.5"}
         else:
@@ -82,13 +82,26 @@ def test_a_malformed_host_is_refused_before_anything_is_written(tmp_path: Path, 
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("member", ["rollout", "rollout-", "Rollout-0", "rollout_0", "ca", "reward/ca", "x-0", "x/y-0"])
+@pytest.mark.parametrize(
+    "member",
+    ["rollout", "rollout-", "Rollout-0", "rollout_0", "ca", "reward/ca", "reward/ca-key", "x-0", "x/y-0"],
+)
 def test_a_malformed_member_is_refused(member: str) -> None:
     if member == "rollout":  # a name may equal a role
         assert certs.parse_member(member) == Principal("rollout", "rollout")
         return
     with pytest.raises(ConfigError, match="give ROLE-NUMBER or ROLE/NAME"):
         certs.parse_member(member)
+
+
+@pytest.mark.parametrize("name", ["ca", "ca-key"])
+def test_no_member_replaces_a_file_of_the_authority(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    before = (folder / f"{name}.pem").read_bytes()
+    assert cli_main.main(["certs", "add", str(folder), f"reward/{name}"]) == 1
+    assert "not ca or ca-key, whose files are the CA's" in capsys.readouterr().err
+    assert (folder / f"{name}.pem").read_bytes() == before
 
 
 def test_a_recipe_says_how_many_members_there_are(tmp_path: Path) -> None:

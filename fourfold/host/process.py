@@ -59,6 +59,7 @@ class ChildProcess:
         self.started = time.monotonic()
         self.target = ""  # host:port of the READY line; empty until the line has been read
         self.death: Death | None = None
+        self.reaped = False  # from then on the kernel may give the pid to another process
         self._changed = changed
         self._log_lock = threading.Lock()
         self._oom_kills = oom_kill_count()
@@ -108,25 +109,29 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, unless it is dead."""
-        # The process is a zombie until `reap`, so the pid cannot be another one's.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def give_notice(self) -> None:
         """Send NOTICE to the process, unless it is dead."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, NOTICE)
+        self._signal(NOTICE)
 
     def kill_group(self) -> None:
-        """SIGKILL the whole process group; members of it may outlive their leader."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """SIGKILL the whole process group, unless the process is reaped; members of it may outlive their leader."""
+        if not self.reaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self, timeout_seconds: float = _REAP_SECONDS) -> None:
-        """Collect the exit status of a process that was killed."""
+        """Collect the exit status of a process whose group was killed."""
         self._waiter.join(timeout_seconds)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout_seconds)
+            self.reaped = True
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self.reaped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def _wait(self) -> None:
         # WNOWAIT leaves a zombie: its pid and group id cannot be reused before `reap`.
@@ -167,7 +172,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._rotation: threading.Thread | None = None
         self._all: list[ChildProcess] = []
-        self._reported: set[int] = set()
+        self._reported: set[ChildProcess] = set()
 
     def start(self, command: Command) -> ChildProcess:
         """Start a child. It replaces a dead child of the same name and continues its log."""
@@ -201,8 +206,8 @@ class Supervisor:
 
     def deaths(self) -> list[Death]:
         """Return the deaths since the last call, the first one first."""
-        new = [child for child in self._all if child.death is not None and child.pid not in self._reported]
-        self._reported.update(child.pid for child in new)
+        new = [child for child in self._all if child.death is not None and child not in self._reported]
+        self._reported.update(new)
         return sorted((child.death for child in new if child.death is not None), key=lambda death: death.time)
 
     def is_ready(self, name: str) -> bool:
@@ -236,7 +241,7 @@ class Supervisor:
         """End every child and all their descendants: SIGTERM at once, SIGKILL after the grace. Idempotent."""
         self._stopping.set()
         # While the parents live: an orphan is adopted by init, and only the tag would still identify it.
-        self._adopted.add(descendants({child.pid for child in self._all}))
+        self._adopt_descendants()
         for child in self._all:
             if child.alive:
                 child.terminate()
@@ -263,8 +268,11 @@ class Supervisor:
                 if child.alive:
                     child.rotate_log()
 
+    def _adopt_descendants(self) -> None:
+        self._adopted.add(descendants({child.pid for child in self._all if not child.reaped}))
+
     def _kill_all(self) -> None:
-        self._adopted.add(descendants({child.pid for child in self._all}))
+        self._adopt_descendants()
         for child in self._all:
             child.kill_group()
         self._adopted.kill()

@@ -264,6 +264,58 @@ def test_stop_ends_all_at_once_and_kills_what_ignores_it(supervisor: Supervisor,
         supervisor.start(shell("late", "true"))
 
 
+def test_a_reaped_process_is_not_signalled_under_a_pid_that_may_be_another_ones(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced = supervisor.start(shell("rollout-0", "exit 1"))
+    wait_for(lambda: not replaced.alive)
+    stopped = supervisor.start(shell("rollout-0", "sleep 60"))
+    used: list[int] = []
+    killpg, find = os.killpg, process.descendants
+
+    def kill_group(pid: int, number: int) -> None:
+        used.append(pid)
+        killpg(pid, number)
+
+    def find_descendants(roots: set[int]) -> set[int]:
+        used.extend(roots)
+        return find(roots)
+
+    monkeypatch.setattr(os, "killpg", kill_group)
+    monkeypatch.setattr(process, "descendants", find_descendants)
+    supervisor.stop(grace_seconds=0)
+    assert set(used) == {stopped.pid}
+    used.clear()
+    supervisor.stop()
+    monkeypatch.setattr(os, "kill", lambda pid, number: used.append(pid))
+    for child in (replaced, stopped):
+        child.terminate()
+        child.give_notice()
+    assert not used
+
+
+def test_children_that_outlive_their_leader_in_its_group_end_when_it_is_replaced(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    first = supervisor.start(shell("rollout-0", f"sleep 60 & echo $! > {tmp_path}/pid; exit 1"))
+    wait_for(lambda: not first.alive)
+    left = int((tmp_path / "pid").read_text())
+    assert is_running(left)
+    supervisor.start(shell("rollout-0", "sleep 60"))
+    wait_for(lambda: not is_running(left))
+
+
+def test_a_death_under_a_pid_that_was_used_before_is_reported(supervisor: Supervisor) -> None:
+    first = supervisor.start(shell("rollout-0", "exit 1"))
+    wait_for(lambda: not first.alive)
+    assert [death.exit_code for death in supervisor.deaths()] == [1]
+    second = supervisor.start(shell("rollout-0", "exit 2"))
+    wait_for(lambda: not second.alive)
+    second.reap()
+    second.pid = first.pid
+    assert [death.exit_code for death in supervisor.deaths()] == [2]
+
+
 def test_kill_does_not_wait(supervisor: Supervisor) -> None:
     child = supervisor.start(shell("deaf", "trap '' TERM; echo READY a:1; while :; do sleep 1; done"))
     supervisor.wait_ready(["deaf"], timeout_seconds=10)

@@ -833,7 +833,7 @@ class SamplingParams(_message.Message):
     max_tokens: _builtins.int
     """Largest number of tokens to sample, at least 1 when set. Default: up to the context length."""
     seed: _builtins.int
-    """Seed of the request, in [0, 2^53); sample i uses seed + i. Default: drawn by the gateway."""
+    """Seed of the request, in [0, 2^53); sample i uses seed mod (2^53 - 256) + i. Default: drawn by the gateway."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end a turn, at most 16 of at most 256 characters; the turn ends with the token that completes one. The

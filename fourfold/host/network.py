@@ -17,19 +17,28 @@ log = logging.getLogger("fourfold.host")
 NCCL_VARIABLE: Final = "NCCL_SOCKET_IFNAME"
 
 
-def nccl_interface(host: str) -> str:
-    """Return the interface for NCCL of a service that others reach at `host`; that of the user's variable wins.
+def nccl_interface(host: str, interface: str = "") -> str:
+    """Return NCCL's variable for a service that others reach at `host`, or on a named interface; the user's value wins.
 
-    It is "lo" for a service on loopback, which no other machine reaches, and with a warning if no interface has `host`.
+    It names "lo" for a service on loopback, which no other machine reaches, and with a warning if no interface has
+    `host`.
     """
-    if given := os.environ.get(NCCL_VARIABLE):
-        return given
+    # NCCL takes a plain name for the beginning of one: "eth1" would also be eth10.
+    return os.environ.get(NCCL_VARIABLE) or f"={interface or _interface_for_nccl(host)}"
+
+
+def _interface_for_nccl(host: str) -> str:
     if is_loopback(host):
         return "lo"
     try:
         return interface_of(host)
     except ConfigError as error:  # behind a translation of addresses; weights by other ways need no NCCL
-        log.warning("NCCL uses loopback alone; for weights between machines set %s. reason=%s", NCCL_VARIABLE, error)
+        log.warning(
+            "NCCL uses loopback alone; for weights between machines set %s to the interface of their network. "
+            "reason=%s",
+            NCCL_VARIABLE,
+            error,
+        )
         return "lo"
 
 
@@ -49,6 +58,4 @@ def interface_of(host: str) -> str:
         if wanted & {address.address.partition("%")[0] for address in addresses}:
             return name
     known = ", ".join(sorted(interfaces))
-    raise ConfigError(
-        f"no network interface of this machine has the address {host}; name one of {known} with --interface"
-    )
+    raise ConfigError(f"no network interface of this machine has the address {host}; it has {known}")

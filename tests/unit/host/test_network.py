@@ -23,25 +23,34 @@ def _interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     ("host", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("::1", "lo"), ("10.0.0.1", "eth1")]
 )
 def test_nccl_uses_the_interface_of_the_address(host: str, interface: str) -> None:
-    assert nccl_interface(host) == interface
+    assert nccl_interface(host) == f"={interface}", "NCCL would take a plain name for the beginning of one"
+
+
+def test_a_named_interface_wins_over_that_of_the_address() -> None:
+    assert nccl_interface("10.0.0.1", "ib0") == "=ib0"
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NCCL_VARIABLE, "")
+    assert nccl_interface("10.0.0.1") == "=eth1"
 
 
 def test_the_variable_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NCCL_VARIABLE, "ib0")
-    assert nccl_interface("10.0.0.1") == nccl_interface("127.0.0.1") == "ib0"
+    assert {nccl_interface("10.0.0.1"), nccl_interface("127.0.0.1"), nccl_interface("10.0.0.1", "eth1")} == {"ib0"}
 
 
 def test_an_address_of_no_interface_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert nccl_interface("10.0.0.2") == "lo"
+    assert nccl_interface("10.0.0.2") == "=lo"
 
     def unknown(*_args: object, **_keys: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert nccl_interface("engine.example") == "lo"
+    assert nccl_interface("engine.example") == "=lo"
     first, second = (record.getMessage() for record in caplog.records)
     assert "NCCL uses loopback alone; for weights between machines set NCCL_SOCKET_IFNAME" in first
-    assert "no network interface of this machine has the address 10.0.0.2" in first
+    assert first.endswith("no network interface of this machine has the address 10.0.0.2; it has eth1, lo")
     assert "the host name 'engine.example' is unknown here" in second

@@ -63,13 +63,12 @@ def test_variables_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nccl_uses_the_network_of_the_address_of_an_engine_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "interface_of", {"10.0.0.1": "eth1"}.__getitem__)
     for gpus, host, given, expected in (
-        (1, "10.0.0.1", "", "eth1"),
+        (1, "10.0.0.1", "", "=eth1"),
         (1, "10.0.0.1", "ib0", "ib0"),
-        (1, "127.0.0.1", "", "lo"),
-        (0, "10.0.0.1", "", "lo"),
+        (1, "127.0.0.1", "", "=lo"),
+        (0, "10.0.0.1", "", "=lo"),
     ):
-        os.environ.pop("NCCL_SOCKET_IFNAME", None)
-        os.environ |= {"NCCL_SOCKET_IFNAME": given} if given else {}
+        os.environ["NCCL_SOCKET_IFNAME"] = given
         prepare(gpus=gpus, host=host)
         assert os.environ["NCCL_SOCKET_IFNAME"] == expected, (gpus, host, given)
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from fourfold.config import Config
-from fourfold.errors import DeadlinePassed, Unavailable
+from fourfold.errors import ConfigError, DeadlinePassed, Unavailable
 from fourfold.host.network import NCCL_VARIABLE
 from fourfold.host.postmortem import Death
 from fourfold_trainer.batches import dummy_value_batch, to_arrays
@@ -25,7 +25,7 @@ from fourfold_trainer.ranks import rank_processes
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.ranks.local_ranks import LocalRanks
 from fourfold_trainer.ranks.main import QueuedBatches
-from fourfold_trainer.ranks.placement import place_ranks, rank_environment
+from fourfold_trainer.ranks.placement import collective_interface, place_ranks, rank_environment
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_processes import RankProcesses, SharedBatches
 
@@ -58,13 +58,19 @@ def test_a_critic_is_in_the_ranks_of_the_policy_or_on_gpus_after_them() -> None:
     assert held(apart, critic=True) == [(0, 3, "critic", 2), (1, 3, "critic", 3), (2, 3, "critic", 4)]
     last = rank_environment(apart, place_ranks(apart, critic=True)[2])
     assert (last["RANK"], last["WORLD_SIZE"], last["LOCAL_RANK"]) == ("2", "3", "4")
-    assert last["NCCL_SOCKET_IFNAME"] == last["GLOO_SOCKET_IFNAME"] == "lo"
+    assert (last["NCCL_SOCKET_IFNAME"], last["GLOO_SOCKET_IFNAME"]) == ("=lo", "lo"), "gloo takes names alone"
 
 
 def test_nccl_has_the_network_of_the_service_also_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NCCL_VARIABLE, "eth1")  # as the service sets it
     found = rank_environment(recipe(), place_ranks(recipe(), critic=False)[0])
     assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("eth1", "lo")
+
+
+def test_an_address_of_no_interface_advises_to_name_one() -> None:
+    assert collective_interface("203.0.113.1", "eth1") == "eth1"
+    with pytest.raises(ConfigError, match=r"address 203\.0\.113\.1; it has .*lo.*; name an interface with --interface"):
+        collective_interface("203.0.113.1", "")
 
 
 def group(second: ThreadPoolExecutor | None) -> DistributedEngine:

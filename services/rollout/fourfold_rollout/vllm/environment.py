@@ -70,7 +70,8 @@ def prepare(settings: EngineSettings, host: str) -> None:
     Call it before torch and vLLM are imported: OpenMP reads its variables when it is loaded.
     """
     os.environ.update(_ALWAYS)
-    defaults = {**_DEFAULTS, NCCL_VARIABLE: nccl_interface(host) if settings.gpus else "lo"}
+    os.environ[NCCL_VARIABLE] = nccl_interface(host if settings.gpus else "localhost")
+    defaults = dict(_DEFAULTS)
     if settings.gpus == 0:
         # The worker runs in vLLM's core process, which saves a process and an import of vLLM.
         defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -27,7 +27,6 @@ import grpc
 from fourfold.coordinator.client import RendezvousClient
 from fourfold.errors import FourfoldError, InvalidInput, PermissionDenied, Unauthenticated, Unavailable, WrongState
 from fourfold.host import logs
-from fourfold.host.network import interface_of
 from fourfold.host.process import NOTICE
 from fourfold.host.process_tree import PARENT_PID_VARIABLE, die_with_parent
 from fourfold.model import folder
@@ -40,7 +39,7 @@ from fourfold.trainer.v1 import rank_service_pb2 as pb
 from fourfold.trainer.v1 import rank_service_pb2_grpc as pb_grpc
 from fourfold.weights.transport.locality import host_id
 from fourfold_trainer.ranks.local_ranks import PROGRAM, LocalRanks
-from fourfold_trainer.ranks.placement import ADDRESS_VARIABLE, INTERFACE_VARIABLE
+from fourfold_trainer.ranks.placement import ADDRESS_VARIABLE, INTERFACE_VARIABLE, collective_interface
 
 _log = logging.getLogger("fourfold.trainer")
 
@@ -200,7 +199,7 @@ class RankHolder:
             "start_seconds": self._options.config.trainer.attach_seconds + _HELLO_SECONDS,
         }
         address = _own_address(rank_zero)
-        interface = self._options.interface or interface_of(address)
+        interface = collective_interface(address, self._options.interface)
         return ranks.start(
             list(self._ranks),
             timeout=self._options.config.trainer.step_timeout_seconds,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from fourfold.config import Config
-from fourfold.host.network import NCCL_VARIABLE
+from fourfold.errors import ConfigError
+from fourfold.host.network import NCCL_VARIABLE, interface_of, nccl_interface
 
 INTERFACE_VARIABLE: Final = "FOURFOLD_RANK_INTERFACE"
 """Environment variable with the network interface of collectives; unset: loopback."""
@@ -54,13 +55,25 @@ def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
 
     Collectives use loopback, unless the ranks are on several machines.
     """
+    interface = os.environ.get(INTERFACE_VARIABLE, "lo")
     return {
         "DS_ACCELERATOR": config.trainer.device,
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.gpu),
         "WORLD_SIZE": str(place.rank_count),
-        "GLOO_SOCKET_IFNAME": os.environ.get(INTERFACE_VARIABLE, "lo"),
+        "GLOO_SOCKET_IFNAME": interface,
         # Of the user, or that on which engines of other machines reach the service.
-        NCCL_VARIABLE: os.environ.get(NCCL_VARIABLE, os.environ.get(INTERFACE_VARIABLE, "lo")),
+        NCCL_VARIABLE: nccl_interface("localhost", interface),
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def collective_interface(address: str, given: str) -> str:
+    """Return the interface of collectives: the given one, or without one that of this machine's address.
+
+    Raises ConfigError: no interface has the address.
+    """
+    try:
+        return given or interface_of(address)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; name an interface with --interface") from None

@@ -22,14 +22,13 @@ from typing import Final, NoReturn
 
 from fourfold.coordinator.client import RendezvousClient
 from fourfold.errors import ConfigError, FourfoldError
-from fourfold.host.network import interface_of
 from fourfold.model import folder
 from fourfold.rpc.channel import open_channel, split_target
 from fourfold.security.access import COORDINATOR
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold.trainer.v1 import rank_service_pb2 as pb
 from fourfold.trainer.v1 import rank_service_pb2_grpc as pb_grpc
-from fourfold_trainer.ranks.placement import INTERFACE_VARIABLE
+from fourfold_trainer.ranks.placement import INTERFACE_VARIABLE, collective_interface
 from fourfold_trainer.ranks.rank_processes import OtherMachines
 from fourfold_trainer.ranks.remote_ranks import RemoteRanks
 from fourfold_trainer.service.rank_servicer import RankServicer
@@ -71,7 +70,7 @@ class MeetingPoint:
             DeadlinePassed: too few ranks are there after trainer.attach_seconds.
         """
         trainer, address = self._options.config.trainer, split_target(self._host.target)[0]
-        os.environ[INTERFACE_VARIABLE] = self._options.interface or interface_of(address)
+        os.environ[INTERFACE_VARIABLE] = collective_interface(address, self._options.interface)
         remote = RemoteRanks(
             self._held.stop,
             trainer.ranks,

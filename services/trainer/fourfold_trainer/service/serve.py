@@ -49,7 +49,7 @@ async def _serve(options: ServeOptions) -> tuple[int, MeetingPoint | None]:
     run_dir = (options.run_dir or Path("runs") / config.name).absolute()
     host = ServiceHost(options, role=ROLE_TRAINER)
     if config.trainer.device == "cuda":  # engines on other machines get weights by NCCL
-        os.environ.setdefault(NCCL_VARIABLE, options.interface or nccl_interface(options.host))
+        os.environ[NCCL_VARIABLE] = nccl_interface(options.host, options.interface)
     point = None if options.ranks is None or len(options.ranks) == config.trainer.ranks else MeetingPoint(options, host)
     loop = asyncio.get_running_loop()
 

@@ -18,6 +18,7 @@ from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold.host import logs, postmortem, process
 from fourfold.host.postmortem import Death, log_tail
 from fourfold.host.process import Command, Supervisor
+from fourfold.host.process_tree import descendants
 
 
 @pytest.fixture
@@ -271,7 +272,7 @@ def test_a_reaped_process_is_not_signalled_under_a_pid_that_may_be_another_ones(
     wait_for(lambda: not replaced.alive)
     stopped = supervisor.start(shell("rollout-0", "sleep 60"))
     used: list[int] = []
-    killpg, find = os.killpg, process.descendants
+    killpg = os.killpg
 
     def kill_group(pid: int, number: int) -> None:
         used.append(pid)
@@ -279,10 +280,10 @@ def test_a_reaped_process_is_not_signalled_under_a_pid_that_may_be_another_ones(
 
     def find_descendants(roots: set[int]) -> set[int]:
         used.extend(roots)
-        return find(roots)
+        return descendants(roots)
 
     monkeypatch.setattr(os, "killpg", kill_group)
-    monkeypatch.setattr(process, "descendants", find_descendants)
+    monkeypatch.setattr("fourfold.host.process.descendants", find_descendants)
     supervisor.stop(grace_seconds=0)
     assert set(used) == {stopped.pid}
     used.clear()
@@ -330,6 +331,7 @@ _PARENT = """
 import sys, time
 from pathlib import Path
 from fourfold.host.process import Command, Supervisor
+from fourfold.host.process_tree import descendants
 supervisor = Supervisor(Path(sys.argv[1]))
 supervisor.start(Command(name="child", argv=tuple(sys.argv[2:])))
 time.sleep(60)

@@ -19,6 +19,7 @@ from typing import Final, Protocol, Self
 import grpc
 import psutil
 
+from fourfold.address import is_wildcard
 from fourfold.conformance.calls import unary
 from fourfold.conformance.checks import Checks, Skipped, Violation
 from fourfold.conformance.coordinator import Call, FakeCoordinator, LeaseRecord
@@ -411,7 +412,7 @@ async def check_dialled(probe: MembershipProbe) -> None:
 
 async def _addresses(host: str) -> set[str]:
     """Return the IP addresses under which a program of this machine reaches a host that a server listens on."""
-    if host in ("0.0.0.0", "::"):
+    if is_wildcard(host):
         found = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     else:
         infos = await asyncio.get_running_loop().getaddrinfo(host, None)

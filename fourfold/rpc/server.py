@@ -111,7 +111,7 @@ class Server:
         servers = [self._make_server(interceptor) for _ in range(self._acceptors)]
         address = join_target(self._host, self._port)
         # gRPC's own exception has no cause, and gRPC prints the cause on stderr.
-        if reason := _bind_error(self._host, self._port):
+        if reason := bind_error(self._host, self._port):
             raise ConfigError(f"{self._key} = {address!r}: {reason}")
         port = self._port
         for server in servers:
@@ -184,7 +184,7 @@ class Server:
             raise ConfigError(f"{self._key} = {address!r}: the port could not be opened; {hint}") from None
 
 
-def _bind_error(host: str, port: int) -> str:
+def bind_error(host: str, port: int) -> str:
     """Try to listen on an address; return the reason why that fails, or an empty string."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -193,9 +193,14 @@ def _bind_error(host: str, port: int) -> str:
             probe.bind(address)
             probe.listen()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return f"port {port} is in use by another process; choose another one, or port 0 for any free one"
-        if error.errno == errno.EACCES:
-            return f"port {port} needs privileges; choose one above 1023"
-        return f"this machine cannot listen there ({error.strerror or error}); give one of its own addresses"
+        return explain_bind(error, port)
     return ""
+
+
+def explain_bind(error: OSError, port: int) -> str:
+    """Return the reason why this machine could not listen on a port, with the fix."""
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} is in use by another process; choose another one, or port 0 for any free one"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs privileges; choose one above 1023"
+    return f"this machine cannot listen there ({error.strerror or error}); give one of its own addresses"

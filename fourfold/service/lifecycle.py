@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from fourfold.address import is_wildcard
 from fourfold.config import Config
 from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
@@ -315,7 +316,7 @@ class ServiceHost:
     def _advertised(self, port: int) -> str:
         """Return "host:port" for other services."""
         host = self.options.host
-        if host in ("0.0.0.0", "::"):
+        if is_wildcard(host):
             raise ConfigError(
                 f"listen = {self.options.listen!r} is every address of this machine; give the one that others "
                 f"connect to with --advertise HOST"

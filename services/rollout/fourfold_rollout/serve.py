@@ -7,9 +7,8 @@ import gc
 import hashlib
 import json
 import os
-import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +23,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from fourfold.rpc.channel import split_target
+from fourfold.rpc.server import bind_error
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold.weights.transport.locality import host_id
 from fourfold_rollout.engine import EngineSettings
@@ -47,7 +47,7 @@ def main(options: ServeOptions) -> int:
     """Serve until a signal or a fatal error. The process exits here."""
     config, pool = options.config, _pool(options)
     host = ServiceHost(options, role=Role.ROLE_ROLLOUT)
-    check_ports(options.listen, config.rollout.public_listen)
+    check_ports({"listen": options.listen, "rollout.public_listen": config.rollout.public_listen})
     folder = model_folder.resolve(config.model.source)
     host.tokenizer_sha256 = tokenizer_sha256(folder)
     settings = engine_settings(config, pool, folder)
@@ -71,20 +71,17 @@ def main(options: ServeOptions) -> int:
     os._exit(code)
 
 
-def check_ports(*addresses: str) -> None:
+def check_ports(addresses: Mapping[str, str]) -> None:
     """Check that the ports are free, before the engine starts. Empty addresses are ignored.
+
+    Args:
+        addresses: by the key or option that sets each.
 
     Raises ConfigError: another process uses the port, or this machine does not have the address.
     """
-    for address in filter(None, addresses):
-        host, port = split_target(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            socket.create_server((host, port), family=family).close()
-        except OSError as error:
-            raise ConfigError(
-                f"listen = {address!r}: {error.strerror or error}; choose another address, or port 0 for any free port"
-            ) from None
+    for key, address in addresses.items():
+        if address and (reason := bind_error(*split_target(address))):
+            raise ConfigError(f"{key} = {address!r}: {reason}")
 
 
 def _pool(options: ServeOptions) -> RolloutPool:

@@ -190,7 +190,7 @@ async def test_beyond_loopback_http_needs_tls() -> None:
 
 async def test_a_port_in_use_is_named() -> None:
     async with served() as server:
-        with pytest.raises(ConfigError, match="cannot listen"):
+        with pytest.raises(ConfigError, match=r"^gateway\.http_listen = .*: port \d+ is in use by another process"):
             await serve_http(FakeAgentApi(), GatewayConfig(http_listen=server.address), None)
 
 
@@ -201,6 +201,9 @@ async def test_tls_uses_the_certificates_of_the_run_and_follows_their_renewal(tm
     assert security is not None
     server = await serve_http(FakeAgentApi(), GatewayConfig(http_listen="0.0.0.0:0"), security)
     port = int(server.address.rsplit(":", 1)[1])
+    assert server.url_by("gateway.internal") == f"https://gateway.internal:{port}", (
+        "0.0.0.0 is no address to connect to"
+    )
     context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
     seen = set[bytes]()
     try:

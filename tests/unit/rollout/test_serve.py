@@ -79,7 +79,9 @@ def test_broken_config_json_is_named(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_found_before_the_engine_starts(unused_port: int) -> None:
-    check_ports("127.0.0.1:0", "", f"127.0.0.1:{unused_port}")
+    taken = f"127.0.0.1:{unused_port}"
+    check_ports({"listen": "127.0.0.1:0", "rollout.public_listen": taken})
+    check_ports({"listen": taken, "rollout.public_listen": ""})
     with socket.create_server(("127.0.0.1", unused_port)):
-        with pytest.raises(ConfigError, match=rf"'127\.0\.0\.1:{unused_port}': Address already in use"):
-            check_ports(f"127.0.0.1:{unused_port}")
+        with pytest.raises(ConfigError, match=rf"^rollout\.public_listen = '{taken}': port {unused_port} is in use by"):
+            check_ports({"listen": "127.0.0.1:0", "rollout.public_listen": taken})

@@ -88,7 +88,7 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
         if config.gateway.http_listen:
             http = await serve_http(core, config.gateway, host.security)
             host.on_drain.append(lambda: http.stop(_GRACE_SECONDS))
-            core.http_url = http.url
+            core.http_url = http.url_by(options.host)
 
     async def stop() -> None:
         for task in tasks:

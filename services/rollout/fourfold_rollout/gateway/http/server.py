@@ -18,10 +18,12 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from fourfold.address import is_wildcard
 from fourfold.config.agents import GatewayConfig
 from fourfold.errors import ConfigError, FourfoldError, Unavailable
 from fourfold.rpc.channel import is_loopback, join_target, split_target
 from fourfold.rpc.connection_limit import MAX_PER_ADDRESS
+from fourfold.rpc.server import explain_bind
 from fourfold.security.access import Security
 from fourfold_rollout.gateway.api import AgentApi
 from fourfold_rollout.gateway.http.app import GatewayApp
@@ -152,7 +154,12 @@ class HttpServer:
     @property
     def url(self) -> str:
         """Base URL of the HTTP API, such as "http://127.0.0.1:8000"; after `start`."""
-        return f"{'http' if self._security is None else 'https'}://{self.address}"
+        return self.url_by(self._host)
+
+    def url_by(self, host: str) -> str:
+        """Return the base URL for other machines, which reach this one by `host` if the server has every address."""
+        address = join_target(host if is_wildcard(self._host) else self._host, self._port)
+        return f"{'http' if self._security is None else 'https'}://{address}"
 
     async def start(self) -> str:
         """Listen on the current event loop, and return `address`; raise ConfigError if that is not possible."""
@@ -166,10 +173,8 @@ class HttpServer:
                 self._connection, self._host, self._port, backlog=_BACKLOG, **options
             )
         except OSError as error:
-            raise ConfigError(
-                f"gateway.http_listen = {self.address!r}: cannot listen there ({error.strerror or error}); choose "
-                f"another port, or port 0 for any free one"
-            ) from None
+            reason = explain_bind(error, self._port)
+            raise ConfigError(f"gateway.http_listen = {self.address!r}: {reason}") from None
         self._port = self._server.sockets[0].getsockname()[1]
         log.info("HTTP started url=%s", self.url)
         return self.address

@@ -153,6 +153,14 @@ def test_a_function_of_a_service_by_hand_is_tried_if_its_file_is_here(folder: Pa
     assert found.notes["reward"][0].startswith("mine.py:reward could not be tried on this machine: ")
 
 
+def test_a_function_of_a_service_by_hand_that_always_fails_is_a_warning(folder: Path) -> None:
+    write_reward(folder, "return missing")
+    found = check(folder, "reward.replicas=0")
+    (warning,) = found.warnings
+    assert warning.startswith("reward.function = 'mine.py:reward' fails for every reference answer that it was tried")
+    assert "NameError: name 'missing' is not defined" in warning and "reward" not in found.notes
+
+
 def test_held_out_prompts_that_are_trained_and_evaluations_that_never_come_are_warnings(folder: Path) -> None:
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS[:2], {"question": "new"}]))
     interval, trained = check(folder, 'data.eval=[{path="test.jsonl"}]').warnings

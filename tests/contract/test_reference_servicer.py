@@ -18,7 +18,14 @@ transformers = pytest.importorskip("transformers", reason="the reference service
 
 from fourfold.arrays import Float32Array  # noqa: E402
 from fourfold.contract import CONTRACT_VERSION  # noqa: E402
-from fourfold.errors import ConfigError, DeadlinePassed, Overloaded, Unavailable  # noqa: E402
+from fourfold.errors import (  # noqa: E402
+    ConfigError,
+    DeadlinePassed,
+    Internal,
+    Overloaded,
+    Unavailable,
+    WrongState,
+)
 from fourfold.model.tokenizer import tokenizer_sha256  # noqa: E402
 from fourfold.nn import logprobs  # noqa: E402
 from fourfold.reference.client import AsyncReferenceClient  # noqa: E402
@@ -50,11 +57,17 @@ def load(folder: Path, *, dtype: str = "float32", tokens_per_batch: int = 128, *
 
 
 @pytest.fixture
-async def connect(serve: Serve, folder: Path) -> AsyncIterator[Connect]:
+def failures() -> list[str]:
+    """What the service ended with."""
+    return []
+
+
+@pytest.fixture
+async def connect(serve: Serve, folder: Path, failures: list[str]) -> AsyncIterator[Connect]:
     servicers: list[ReferenceServicer] = []
 
     async def start(*, ready: bool = True, model: Any = None) -> AsyncReferenceClient:
-        servicer = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT)
+        servicer = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT, on_failure=failures.append)
         servicers.append(servicer)
         if ready:
             servicer.set_ready(model or load(folder), tokenizer_sha256=tokenizer_sha256(folder))
@@ -263,20 +276,47 @@ async def test_cancelled_call_does_not_stop_the_other_calls_of_its_batch(connect
     assert (slow.batches, slow.stopped) == ([2, 4], 1)
 
 
-async def test_failed_batch_is_an_error_of_its_calls_only(connect: Connect) -> None:
+def failing(error: Exception) -> Callable[..., list[Any]]:
+    def fail(*_args: Any, **_kwargs: Any) -> list[Any]:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (RuntimeError("a bug"), Internal, "internal error"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            WrongState,
+            "no memory.* reference.tokens_per_batch = 4",
+        ),
+    ],
+)
+async def test_failed_batch_is_an_error_of_its_calls_only(
+    connect: Connect, failures: list[str], error: Exception, kind: type[Exception], text: str
+) -> None:
     slow = Slow()
     broken = slow.logprobs
-
-    def fail(*_args: Any, **_kwargs: Any) -> list[Any]:
-        raise RuntimeError("CUDA out of memory")
-
     client = await connect(model=slow)
-    slow.logprobs = fail  # type: ignore[method-assign]
-    with pytest.raises(grpc.aio.AioRpcError):
-        await ask(client, experience("a", [1, 2]))
+    slow.logprobs = failing(error)  # type: ignore[method-assign]
+    with pytest.raises(kind, match=text):
+        await client_call(client)
     slow.logprobs = broken  # type: ignore[method-assign]
     slow.go.set()
     assert len(await ask(client, experience("b", [1, 2]))) == 1
+    assert not failures
+
+
+async def test_a_lost_gpu_ends_the_service(connect: Connect, failures: list[str]) -> None:
+    slow = Slow()
+    client = await connect(model=slow)
+    slow.logprobs = failing(RuntimeError("CUDA error: device-side assert triggered"))  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="stopping; try another one"):
+            await client_call(client)
+    assert failures == ["the reference model failed: RuntimeError: CUDA error: device-side assert triggered"]
 
 
 async def test_too_many_calls_are_refused_with_a_delay(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,7 +293,7 @@ async def serve_all(serve: Serve, tmp_path: Path) -> AsyncIterator[System]:
     allowed = AllowedVerifiers(default=loader.find("mine.py:reward", directory=tmp_path), others={}, tasks={})
     pool = WorkerPool(verifier=allowed.default, options={}, processes=1, timeout_seconds=1.0, on_failure=fatal.append)
     reward = RewardServicer(pool, allowed.find)
-    reference = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT)
+    reference = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT, on_failure=fatal.append)
     reference.set_ready(Reference(), tokenizer_sha256=SHA256)  # type: ignore[arg-type]
     added = [
         (rollout_pb, "RolloutService", rollout_grpc, rollout),

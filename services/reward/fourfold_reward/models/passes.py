@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fourfold.arrays import Float32Array
+from fourfold.nn.gpu_errors import is_fatal
 from fourfold_reward.models.calls import Entry
 from fourfold_reward.models.packed import Passes
 from fourfold_reward.protocol import Outcome
@@ -180,15 +181,6 @@ class PassThread:
         self.tokens += sum(len(entry.token_ids) for entry in running.entries)
         outcomes = [(entry, _scored(float(score))) for entry, score in zip(running.entries, scores, strict=True)]
         self._deliver(outcomes, seconds)
-
-
-def is_fatal(error: Exception) -> bool:
-    """Return whether no CUDA call can succeed in this process any more."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    kind = getattr(torch, "AcceleratorError", None)
-    text = str(error)
-    return (kind is not None and isinstance(error, kind)) or "CUDA error" in text or "device-side assert" in text
 
 
 def _scored(score: float) -> Outcome:

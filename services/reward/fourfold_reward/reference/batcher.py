@@ -9,18 +9,24 @@ arrive while a batch is computed form the next one.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from fourfold.arrays import Float32Array, Int32Array
-from fourfold.host.timing import Histogram
-from fourfold_reward.reference.model import ReferenceModel
+import torch
 
+from fourfold.arrays import Float32Array, Int32Array
+from fourfold.errors import WrongState
+from fourfold.host.timing import Histogram
+from fourfold.nn.gpu_errors import is_fatal
+from fourfold_reward.reference.model import ReferenceModel, Stopped
+
+_log = logging.getLogger(__name__)
 # Many passes per batch waste little on the last, partly filled pass. Few passes keep the wait for a response short.
 PASSES_PER_BATCH: Final = 8
 _NEWEST_WEIGHT: Final = 0.2
@@ -36,7 +42,9 @@ class _Call:
 class DynamicBatcher:
     """Queue of calls for one model. Use it from one event loop; the model runs in a thread, one batch at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: Callable[[str], None]) -> None:
+        """Make a queue; `on_failure` is called with a message when no pass is possible any more."""
+        self._on_failure = on_failure
         self.mean_seconds = 1.0  # moving average of the duration of a batch
         # Totals of the batches so far; the thread writes them.
         self.batch_seconds = Histogram()
@@ -54,7 +62,12 @@ class DynamicBatcher:
     async def logprobs(
         self, model: ReferenceModel, token_ids: Sequence[Int32Array], temperatures: Sequence[float]
     ) -> list[Float32Array]:
-        """Return the result of `model.logprobs` for the samples of one call. Raises Stopped: `closing` was set."""
+        """Return the result of `model.logprobs` for the samples of one call.
+
+        Raises:
+            Stopped: `closing` was set, or no pass is possible any more.
+            WrongState: the GPU has no memory for a pass.
+        """
         call = _Call(token_ids=token_ids, temperatures=temperatures, rows=asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         if self._task is None:
@@ -67,7 +80,7 @@ class DynamicBatcher:
         while calls := self._next_batch(model.tokens_per_batch * PASSES_PER_BATCH):
             done = loop.run_in_executor(self._thread, self._compute, model, calls)
             await asyncio.wait({done})  # not `await done`: an error belongs to the calls of this batch only
-            error = done.exception()
+            error = self._caller_error(done.exception(), model)
             for index, call in enumerate(calls):
                 if call.rows.cancelled():
                     continue
@@ -76,6 +89,20 @@ class DynamicBatcher:
                 else:
                     call.rows.set_result(done.result()[index])
         self._task = None
+
+    def _caller_error(self, error: BaseException | None, model: ReferenceModel) -> BaseException | None:
+        """Return what the calls of a batch raise for an error of the model."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return WrongState(
+                f"the GPU has no memory for a pass; lower reference.tokens_per_batch = {model.tokens_per_batch}",
+                reason="OUT_OF_MEMORY",
+            )
+        if error is None or not is_fatal(error):
+            return error
+        _log.critical("forward passes ended", exc_info=error)
+        self.closing.set()
+        self._on_failure(f"the reference model failed: {type(error).__name__}: {error}"[:2000])
+        return Stopped()
 
     def _next_batch(self, max_tokens: int) -> list[_Call]:
         """Take the oldest waiting calls that fit, and at least one."""

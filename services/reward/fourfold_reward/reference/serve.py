@@ -25,7 +25,9 @@ async def serve(options: ServeOptions) -> int:
     config = options.config
     # Room for health checks and GetInfo besides the calls of ComputeLogprobs.
     host = ServiceHost(options, role=Role.ROLE_REFERENCE, max_concurrent_rpcs=MAX_CALLS + 64)
-    servicer = ReferenceServicer(name=config.model.source, max_context_tokens=config.model.max_context_tokens)
+    servicer = ReferenceServicer(
+        name=config.model.source, max_context_tokens=config.model.max_context_tokens, on_failure=host.fatal
+    )
     service = pb.DESCRIPTOR.services_by_name["ReferenceService"]
     host.server.add(service, add_ReferenceServiceServicer_to_server, servicer)
     host.exporter.add(reference_source(servicer.batcher))

@@ -5,6 +5,7 @@ The model runs in a thread, so that health checks and GetInfo are answered at an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -28,13 +29,19 @@ _MAX_RETRY_AFTER_SECONDS: Final = 30.0
 class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
     """Computes log-probabilities. Calls fail with UNAVAILABLE until `set_ready`."""
 
-    def __init__(self, *, name: str, max_context_tokens: int) -> None:
-        """Serve a model that may still be loading; `name` is the model's in the recipe."""
+    def __init__(self, *, name: str, max_context_tokens: int, on_failure: Callable[[str], None]) -> None:
+        """Serve a model that may still be loading.
+
+        Args:
+            name: the model's in the recipe.
+            max_context_tokens: of the longest sample.
+            on_failure: called with a message when the model cannot compute any more.
+        """
         self._name = name
         self._max_context_tokens = max_context_tokens
         self._model: ReferenceModel | None = None
         self._tokenizer_sha256 = b""
-        self.batcher = DynamicBatcher()
+        self.batcher = DynamicBatcher(on_failure)
         self._calls = self._waiting_bytes = 0
 
     def set_ready(self, model: ReferenceModel, *, tokenizer_sha256: bytes) -> None:

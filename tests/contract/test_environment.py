@@ -26,6 +26,7 @@ from fourfold_reward.environment.spec import PYTHON_TOOL, EnvironmentSpec
 from fourfold_reward.worker_sandbox import WorkerSandbox
 from tests.conftest import Serve
 from tests.fakes.agent import FakeGateway, Policy, text_of
+from tests.fakes.stage import until
 
 ROOT = Path(__file__).parents[2]
 RECIPE: dict[str, Any] = {
@@ -250,6 +251,7 @@ async def test_a_faulty_environment_costs_its_episode_and_the_next_one_runs(
     s = await stage()
     assert (await s.outcome(answer=answer)).abandon_reason == reason
     assert (await s.outcome()).reward == 2
+    await until(lambda: not s.runner.running)
     assert s.runner.outcomes == {reason: 1, "DONE": 1}
 
 

@@ -21,7 +21,7 @@ from fourfold.rpc.server import Server
 from fourfold_reward.environment.gateways import Gateway
 from fourfold_reward.environment.members import RunGateways
 from fourfold_reward.environment.pool import EnvironmentPool
-from fourfold_reward.environment.runner import EpisodeLimits, Runner
+from fourfold_reward.environment.runner import EpisodeLimits, Play, Runner
 from fourfold_reward.environment.spec import EnvironmentSpec
 from fourfold_reward.worker_sandbox import WorkerSandbox
 from tests.conftest import Serve
@@ -206,6 +206,19 @@ async def test_a_session_that_the_gateway_does_not_close_is_abandoned(stage: Mak
     """The service does not see the turns of an agent that calls the model itself."""
     s = await stage("Caller", network=True)
     assert (await s.outcome()).abandon_reason == "ENVIRONMENT_ERROR" and len(s.gateway.refused) == 1
+    await s.reached(lambda: not s.runner.running)
+    assert s.runner.outcomes == {"ENVIRONMENT_ERROR": 1}
+
+
+async def test_an_episode_that_ends_with_a_bug_is_counted_once(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_play: Play) -> None:
+        raise RuntimeError("a bug")
+
+    s = await stage()
+    monkeypatch.setattr(Play, "outcome", fail)
+    s.gateway.add(text="problem")
+    await s.reached(lambda: bool(s.runner.outcomes) and not s.runner.running)
+    assert s.runner.outcomes == {"INTERNAL": 1}
 
 
 async def test_the_end_of_a_group_leaves_time_to_hand_in_what_there_is(stage: Make) -> None:

@@ -133,7 +133,6 @@ class Runner:
         self._running.discard(episode)
         self._slots.release()
         if not episode.cancelled() and (error := episode.exception()) is not None:
-            self.outcomes["INTERNAL"] += 1
             _log.error("episode failed", exc_info=error)
 
     async def _run(self, gateway: AgentGateway, info: pb.GetInfoResponse, leased: pb.Task) -> None:
@@ -152,23 +151,27 @@ class Runner:
             if not self.draining:
                 raise
         finally:
-            self.outcomes[outcome.abandon_reason or ("TRUNCATED" if outcome.truncated else "DONE")] += 1
-            if play.opened:
-                await asyncio.shield(self._close(gateway, outcome))
+            await asyncio.shield(self._end(gateway, outcome, opened=play.opened))
 
-    async def _close(self, gateway: AgentGateway, outcome: pb.CloseSessionRequest) -> None:
+    async def _end(self, gateway: AgentGateway, outcome: pb.CloseSessionRequest, *, opened: bool) -> None:
+        """Close the session of an episode, if it was opened, and count the episode."""
+        ended = await self._close(gateway, outcome) if opened else outcome
+        self.outcomes[ended.abandon_reason or ("TRUNCATED" if ended.truncated else "DONE")] += 1
+
+    async def _close(self, gateway: AgentGateway, outcome: pb.CloseSessionRequest) -> pb.CloseSessionRequest:
+        """Close a session; return what it ended with."""
         until = asyncio.get_running_loop().time() + _CLOSE_SECONDS
         try:
             await gateway.close_session(outcome, until=until)
         except FourfoldError as error:  # the session expires, and the task is leased again
             if outcome.abandon_reason and isinstance(error, NotFound):
-                return  # it was being opened, and is not
+                return outcome  # it was being opened, and is not
             _log.warning("session not closed: session=%s cause=%s", outcome.session_id, error.message)
             if not outcome.abandon_reason and isinstance(error, InvalidInput | WrongState):
                 # Open, it would keep its task until it has been idle for longer than an episode.
                 refused = pb.CloseSessionRequest(session_id=outcome.session_id, abandon_reason="ENVIRONMENT_ERROR")
-                self.outcomes[refused.abandon_reason] += 1
-                await self._close(gateway, refused)
+                return await self._close(gateway, refused)
+        return outcome
 
 
 @dataclass(slots=True)

@@ -73,8 +73,10 @@ class AllowedVerifiers:
 
 
 def _find(name: str, key: str, config: Config) -> Verifier:
+    sources = (*config.data.train, *config.data.eval)
+    fields = dict.fromkeys([config.data.answer_field, *(s.answer_field for s in sources if s.answer_field)])
     try:
-        return replace(loader.find(name, directory=Path.cwd()), answer_field=config.data.answer_field)
+        return replace(loader.find(name, directory=Path.cwd()), answer_fields=tuple(fields))
     except VerifierError as error:
         raise ConfigError(f"{key} = {error}") from None
 

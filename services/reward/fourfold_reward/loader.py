@@ -38,7 +38,7 @@ class Verifier:
     module: str = ""  # for `package.module:function`
     function: str = ""  # name in the file or module; empty for a built-in verifier
     version: str = ""  # of the package, or start of the SHA-256 of the source, which for a module is known after `load`
-    answer_field: str = "answer"  # column of the reference answer, for functions that take columns by name
+    answer_fields: tuple[str, ...] = ("answer",)  # names of the reference answer for functions that read columns
 
     @property
     def builtin(self) -> bool:
@@ -96,7 +96,7 @@ def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verif
     if not callable(function):
         raise VerifierError(f"{verifier.name!r} is {function!r:.100}; it must be a function; name one of that file")
     try:
-        adapted, reads = adapt(function, answer_field=verifier.answer_field)
+        adapted, reads = adapt(function, answer_fields=verifier.answer_fields)
     except TypeError as error:
         raise VerifierError(f"{verifier.name!r}: {error}") from None
     return adapted, verifier if verifier.file else _with_version(verifier, module), reads

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
@@ -38,12 +38,12 @@ class Reads(NamedTuple):
     messages: bool = False
 
 
-def adapt(function: Callable[..., Any], *, answer_field: str) -> tuple[RewardFunction, Reads]:
+def adapt(function: Callable[..., Any], *, answer_fields: Sequence[str]) -> tuple[RewardFunction, Reads]:
     """Return a function of one sample that calls `function` as its signature wants, and what it reads.
 
     Args:
         function: of one of the three forms; plain or async.
-        answer_field: name of the column with the reference answer.
+        answer_fields: columns with the reference answer: that of [data], and those of sources with another one.
 
     Raises:
         TypeError: the signature is none of these, or needs what only a trainer has.
@@ -59,7 +59,7 @@ def adapt(function: Callable[..., Any], *, answer_field: str) -> tuple[RewardFun
         for name in _OF_A_TRAINER:
             if name in names and signature.parameters[name].default is inspect.Parameter.empty:
                 raise TypeError(f"it needs {name}, which only a trainer of TRL has; give the parameter a default")
-        call = functools.partial(_call_trl, _TrlForm.of(signature, answer_field))
+        call = functools.partial(_call_trl, _TrlForm.of(signature, answer_fields))
         return _wrap(function, call), Reads(tokens=not names.isdisjoint(_TOKENS), messages=True)
     try:
         signature.bind(object())
@@ -113,29 +113,31 @@ def _openrlhf_result(answer: Any) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _TrlForm:
-    """The parameters of a function of TRL; its answer is named by the last part of COLUMN.KEY."""
+    """The parameters of a function of TRL; its answer is named by the last parts of COLUMN.KEY."""
 
     names: Collection[str]
     required: Collection[str]
     any_column: bool  # it takes **kwargs
-    answer_field: str
+    answer_names: Sequence[str]
 
     @classmethod
-    def of(cls, signature: inspect.Signature, answer_field: str) -> _TrlForm:
+    def of(cls, signature: inspect.Signature, answer_fields: Sequence[str]) -> _TrlForm:
         parameters = signature.parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         return cls(
             names=frozenset(p.name for p in named),
             required=frozenset(p.name for p in named if p.default is p.empty),
             any_column=any(p.kind is p.VAR_KEYWORD for p in parameters),
-            answer_field=answer_field.rpartition(".")[2],
+            answer_names=[field.rpartition(".")[2] for field in answer_fields],
         )
 
 
 def _call_trl(form: _TrlForm, function: Callable[..., Any], sample: ScoreInput) -> tuple[Any, Callable[[Any], Result]]:
     metrics: dict[str, Any] = {}
     completion = [{"role": "assistant", "content": sample.completion}] if sample.messages else sample.completion
-    columns = {**sample.metadata, form.answer_field: sample.answer or None}
+    answer = sample.answer or None
+    # The row of one source may have another column under the name that another source has its answer under.
+    columns = {**dict.fromkeys(form.answer_names, answer), **sample.metadata, form.answer_names[0]: answer}
     arguments = {name: [value] for name, value in columns.items()} | {
         "prompts": [list(sample.messages) if sample.messages else sample.prompt],
         "completions": [completion],

@@ -113,6 +113,12 @@ def test_a_mistake_in_the_file_names_its_line(folder: Path) -> None:
         check(folder)
 
 
+def test_a_function_that_names_the_answer_column_of_a_source_gets_it(folder: Path) -> None:
+    write_rows(folder, [{"question": row["question"], "solution": row["answer"]} for row in ROWS])
+    (folder / "mine.py").write_text("def reward(completions, solution):\n    return [float(len(solution[0]))]\n")
+    assert "score 1, 1, 1, 1." in check(folder, 'data.train.answer_field="solution"').notes["reward"][0]
+
+
 def test_a_function_that_raises_shows_error_file_and_line(folder: Path) -> None:
     write_reward(folder, "return 1 / len(sample.completion) * missing")
     with pytest.raises(

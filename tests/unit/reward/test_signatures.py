@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ SAMPLE = ScoreInput(
 PLAIN = ScoreInput(sample_id="s", prompt="2 + 2 =", completion=" 4", answer="4", metadata={"level": 3})
 
 
-def score(function: Callable[..., Any], sample: ScoreInput = SAMPLE, *, answer_field: str = "answer") -> Outcome:
-    adapted, _ = adapt(function, answer_field=answer_field)
+def score(
+    function: Callable[..., Any], sample: ScoreInput = SAMPLE, *, answer_fields: Sequence[str] = ("answer",)
+) -> Outcome:
+    adapted, _ = adapt(function, answer_fields=answer_fields)
     result = adapted(sample)
     return outcome_of(asyncio.run(result) if asyncio.iscoroutine(result) else result)
 
@@ -49,7 +51,7 @@ def test_a_function_of_openrlhf_gets_texts_and_its_numbers_are_components() -> N
     assert calls == [(["<user>2 + 2?<end>It is 4."], ["<user>2 + 2?<end>"], ["4"], {})]
     assert outcome.score == 0.5
     assert outcome.components == {"scores": 1.0, "accuracy": 0.5, "length": 8.0}
-    assert adapt(reward_func, answer_field="answer")[1] == Reads()
+    assert adapt(reward_func, answer_fields=["answer"])[1] == Reads()
 
 
 @pytest.mark.parametrize("answer", [np.array([2.0]), [2.0], 2.0, np.float32(2), np.array(2.0), {"rewards": [2.0]}])
@@ -72,7 +74,7 @@ def test_a_function_of_trl_gets_the_conversation_and_the_columns() -> None:
         calls.append((prompts, completions, solution, columns))
         return [float(solution[0] in completions[0][0]["content"])]
 
-    assert score(accuracy, answer_field="solution").score == 1.0
+    assert score(accuracy, answer_fields=["solution"]).score == 1.0
     ((prompts, completions, solution, columns),) = calls
     assert prompts == [[{"role": "user", "content": "2 + 2?"}]]
     assert completions == [[{"role": "assistant", "content": "It is 4."}]]
@@ -83,8 +85,16 @@ def test_a_function_of_trl_gets_the_conversation_and_the_columns() -> None:
         [[7, 8, 9]],
     )
     assert "answer" not in columns
-    score(accuracy, answer_field="reward_model.solution")
+    score(accuracy, answer_fields=["reward_model.solution"])
     assert calls[1][2] == solution
+
+
+def test_the_answer_has_the_names_of_all_sources_that_the_row_leaves_free() -> None:
+    def columns_of(completions: Any, **columns: Any) -> list[float]:
+        assert (columns["answer"], columns["solution"], columns["level"]) == (["4"], ["4"], [3])
+        return [1.0]
+
+    assert score(columns_of, answer_fields=["answer", "extra.solution", "level"]).score == 1.0
 
 
 def test_a_plain_prompt_makes_texts_as_in_trl() -> None:
@@ -125,7 +135,7 @@ def test_components_come_from_log_metric_or_from_the_element() -> None:
 def test_a_function_that_takes_ids_reads_tokens(name: str) -> None:
     namespace: dict[str, Any] = {}
     exec(f"def count({name}, **kwargs):\n    return [float(len(ids)) for ids in {name}]", namespace)
-    assert adapt(namespace["count"], answer_field="answer")[1] == Reads(tokens=True, messages=True)
+    assert adapt(namespace["count"], answer_fields=["answer"])[1] == Reads(tokens=True, messages=True)
     assert score(namespace["count"]).score == 3.0
 
 
@@ -160,7 +170,7 @@ def _two(first: Any, second: Any) -> float:
 )
 def test_a_signature_that_cannot_be_called_is_refused(function: Callable[..., Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
-        adapt(function, answer_field="answer")
+        adapt(function, answer_fields=["answer"])
 
 
 @pytest.mark.parametrize(

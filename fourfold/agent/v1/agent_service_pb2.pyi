@@ -233,7 +233,7 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """At most 8 MiB; may be empty."""
+    """At most 8 MiB, and on a public port what a request of 1 MiB has room for; may be empty."""
     add_special_tokens: _builtins.bool
     """Add the tokenizer's special tokens, such as a begin token."""
     def __init__(
@@ -675,7 +675,7 @@ class OwnGroup(_message.Message):
     description: _builtins.str
     """The problem in words, for displays and scorers, at most 64 KiB; may be empty."""
     answer: _builtins.str
-    """Reference answer for scorers; empty: none."""
+    """Reference answer for scorers, at most 64 KiB; empty: none."""
     metadata_json: _builtins.str
     """Other fields for scorers: a JSON object, at most 64 KiB; empty: {}."""
     def __init__(
@@ -1113,7 +1113,7 @@ class ScoreTokensRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """At least 2, each in the vocabulary, at most the context length."""
+        """2 to 4,096 and fewer than the context length, each in the vocabulary."""
 
     def __init__(
         self,

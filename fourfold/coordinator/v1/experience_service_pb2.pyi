@@ -249,11 +249,11 @@ class JoinGroupRequest(_message.Message):
     key: _builtins.str
     """Key of the group, chosen by the agent: [A-Za-z0-9_-]{1,128}."""
     owner: _builtins.str
-    """Name of the agent's token, which separates the keys of different agents; may be empty."""
+    """Name of the agent's token, which separates the keys of different agents, at most 64 KiB; may be empty."""
     description: _builtins.str
     """The problem in words, at most 64 KiB."""
     answer: _builtins.str
-    """Reference answer; empty: none."""
+    """Reference answer, at most 64 KiB; empty: none."""
     metadata_json: _builtins.str
     """Other fields: a JSON object, at most 64 KiB; empty: {}."""
     gateway: _builtins.str

@@ -493,7 +493,7 @@ class Member(_message.Message):
     member_id: _builtins.str
     """From RegisterRequest; never empty."""
     role: _builtins.str
-    """"rollout", "trainer", "reward" or "reference"."""
+    """"rollout", "trainer", "reward", "reference", "gateway" or "environment"."""
     target: _builtins.str
     """Address that others dial, HOST:PORT; never empty."""
     policy_version: _builtins.int

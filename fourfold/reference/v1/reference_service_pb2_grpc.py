@@ -61,6 +61,7 @@ class ReferenceServiceServicer(object):
     def ComputeLogprobs(self, request, context):
         """Returns the log-probability of every token. Idempotent; safe to retry on UNAVAILABLE.
         INVALID_ARGUMENT: a sample is malformed; the message names it. Nothing was computed.
+        FAILED_PRECONDITION: the GPU has no memory for a pass.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

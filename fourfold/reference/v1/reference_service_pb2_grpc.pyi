@@ -38,6 +38,7 @@ class ReferenceServiceStub:
     ComputeLogprobs: _grpc.UnaryUnaryMultiCallable[_reference_service_pb2.ComputeLogprobsRequest, _reference_service_pb2.ComputeLogprobsResponse]
     """Returns the log-probability of every token. Idempotent; safe to retry on UNAVAILABLE.
     INVALID_ARGUMENT: a sample is malformed; the message names it. Nothing was computed.
+    FAILED_PRECONDITION: the GPU has no memory for a pass.
     """
 
 @_typing.type_check_only
@@ -50,6 +51,7 @@ class ReferenceServiceAsyncStub(ReferenceServiceStub):
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_reference_service_pb2.ComputeLogprobsRequest, _reference_service_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
     """Returns the log-probability of every token. Idempotent; safe to retry on UNAVAILABLE.
     INVALID_ARGUMENT: a sample is malformed; the message names it. Nothing was computed.
+    FAILED_PRECONDITION: the GPU has no memory for a pass.
     """
 
 class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -71,6 +73,7 @@ class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_reference_service_pb2.ComputeLogprobsResponse, _abc.Awaitable[_reference_service_pb2.ComputeLogprobsResponse]]:
         """Returns the log-probability of every token. Idempotent; safe to retry on UNAVAILABLE.
         INVALID_ARGUMENT: a sample is malformed; the message names it. Nothing was computed.
+        FAILED_PRECONDITION: the GPU has no memory for a pass.
         """
 
 def add_ReferenceServiceServicer_to_server(servicer: ReferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

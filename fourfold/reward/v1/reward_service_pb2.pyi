@@ -286,8 +286,10 @@ class SampleError(_message.Message):
     help. 0 (OK) breaks the contract.
     """
     reason: _builtins.str
-    """UPPER_SNAKE_CASE, 1 to 63 characters, for programs. Fourfold's own service sends TIMEOUT,
-    RAISED, NOT_FINITE, NOT_A_NUMBER, WORKER_DIED, NOT_FOUND and BAD_METADATA.
+    """UPPER_SNAKE_CASE, 1 to 63 characters, for programs. Fourfold's own service sends, for functions: TIMEOUT,
+    WORKER_DIED, RAISED, NOT_FINITE, NOT_A_NUMBER, NOT_FOUND, BAD_METADATA and BAD_TOKEN_REWARDS; for reward
+    models also TOO_LONG, BAD_TEXT and OUT_OF_MEMORY; for programs, servers and judges also BAD_RESPONSE,
+    BAD_VERDICT, UNREACHABLE, OVERLOADED and REFUSED.
     """
     message: _builtins.str
     """Text, at most 1,000 characters, without secrets; may be empty."""

@@ -15,6 +15,8 @@ MAX_NUMBER: Final = 2**53
 MAX_RAISED_VERSION: Final = 2**52
 # Most receivers of a group, and most groups, of a weight transfer. Each takes memory before the first one connects.
 MAX_RECEIVERS: Final = 4096
+# Tokens of ScoreTokens. vLLM computes the logits of all positions at once: float32 [tokens, vocabulary].
+MAX_SCORED_TOKENS: Final = 4096
 # Experiences in one message of TrainStep. A step has any number of messages, and a sample is in one.
 TRAIN_MESSAGE_BYTES: Final = 4 << 20
 # A chunk costs about 0.3 ms beside its bytes, and the time of one chunk is added to a transfer for each engine of a

@@ -313,14 +313,24 @@ async def test_agents_that_wait_for_tasks_leave_room_for_renewals(
 # -- what the run would refuse ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{"metrics": {"a b": 1.0}}, {"metrics": {"": 1.0}}, {"reward": 1e300}])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"metrics": {"a b": 1.0}}, "metric 'a b': a name has"),
+        ({"metrics": {"": 1.0}}, "metric '': a name has"),
+        ({"metrics": {"a": float("nan")}}, "metric 'a' is nan; it must be a finite number"),
+        ({"reward": float("inf")}, "reward is inf; it must be a finite number"),
+        ({"reward": 1e300}, "reward is 1e.300; it must be a float32, at most 3.403e.38"),
+        ({"turn_rewards": [pb.TurnReward(turn_index=3, reward=float("nan"))]}, "the reward of turn 3 is nan"),
+    ],
+)
 async def test_an_outcome_that_the_run_would_refuse_is_refused_at_once(
-    gateway: Gateway, fields: dict[str, Any]
+    gateway: Gateway, fields: dict[str, Any], text: str
 ) -> None:
     """Otherwise the whole trajectory would be lost, as a fault of the gateway."""
     await gateway.open()
     await gateway.turn([USER])
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidInput, match=text):
         await gateway.close(**{"reward": 1.0} | fields)
     await gateway.close(reward=1.0, metrics={"tools/calls_1.2": 1.0})
 

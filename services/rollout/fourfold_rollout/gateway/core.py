@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.bounds import MAX_SCORED_TOKENS
 from fourfold.config import Config
 from fourfold.contract import CONTRACT_VERSION
 from fourfold.coordinator.v1 import experience_service_pb2 as experience
@@ -215,8 +216,8 @@ class GatewayCore:
     # -- text ---------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, caller: Caller, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        if len(request.text.encode()) > _MAX_TEXT_BYTES:
-            raise InvalidInput(f"the text has {len(request.text)} characters; at most {_MAX_TEXT_BYTES} bytes")
+        if (size := len(request.text.encode())) > _MAX_TEXT_BYTES:
+            raise InvalidInput(f"the text has {size} bytes; at most {_MAX_TEXT_BYTES} are allowed: send it in parts")
         encode = self._tokenizer.encode
         ids = await asyncio.to_thread(encode, request.text, add_special=request.add_special_tokens)
         return pb.TokenizeResponse(token_ids=ids)
@@ -316,9 +317,9 @@ class GatewayCore:
             raise WrongState("this run takes no groups of agents; set agents.source = 'groups'", reason="NO_OWN_GROUPS")
         group = request.own_group
         check_id(group.key, "own_group.key")
-        for name in ("description", "metadata_json"):
-            if len(getattr(group, name).encode()) > _MAX_JSON_BYTES:
-                raise InvalidInput(f"own_group.{name} has more than {_MAX_JSON_BYTES} bytes")
+        for name in ("description", "answer", "metadata_json"):
+            if (size := len(getattr(group, name).encode())) > _MAX_JSON_BYTES:
+                raise InvalidInput(f"own_group.{name} has {size} bytes; the limit is {_MAX_JSON_BYTES}")
         _check_object(group.metadata_json, "own_group.metadata_json")
         return await link.join_group(
             experience.JoinGroupRequest(
@@ -343,9 +344,9 @@ class GatewayCore:
 
     async def score_tokens(self, caller: Caller, request: pb.ScoreTokensRequest) -> pb.ScoreTokensResponse:
         ids, size = list(request.token_ids), self._tokenizer.vocabulary_size
-        most = self._config.model.max_context_tokens
+        most = min(MAX_SCORED_TOKENS, self._config.model.max_context_tokens - 1)
         if not 2 <= len(ids) <= most or not all(0 <= i < size for i in ids):
-            raise InvalidInput(f"{len(ids)} token_ids; 2 to {most} ids in [0, {size}) can be scored")
+            raise InvalidInput(f"token_ids has {len(ids)} tokens; it must have 2 to {most}, each in [0, {size})")
         with self._quotas.tokens(caller.principal, len(ids)):
             logprobs, version = await self._engines.call(
                 caller.session_id or str(caller.principal),
@@ -457,11 +458,17 @@ def _check_outcome(request: pb.CloseSessionRequest) -> str:
     kind = request.WhichOneof("outcome")
     if kind is None or (kind == "score" and not request.score):
         raise InvalidInput("the outcome is missing; set reward, score = true, or abandon_reason")
-    numbers = [request.reward, *request.metrics.values(), *(turn.reward for turn in request.turn_rewards)]
-    if not all(map(math.isfinite, numbers)) or abs(request.reward) > _MAX_REWARD:
-        raise InvalidInput("a reward or a metric is not finite, or the reward is no float32")
-    if (wrong := next((name for name in request.metrics if not _METRIC.fullmatch(name)), None)) is not None:
-        raise InvalidInput(f"metric {wrong[:80]!r}: a name has 1 to 63 characters of [A-Za-z0-9_./-]")
+    numbers = [
+        ("reward", request.reward),
+        *((f"metric {name[:80]!r}", value) for name, value in request.metrics.items()),
+        *((f"the reward of turn {turn.turn_index}", turn.reward) for turn in request.turn_rewards),
+    ]
+    if wrong := next((f"{what} is {value}" for what, value in numbers if not math.isfinite(value)), ""):
+        raise InvalidInput(f"{wrong}; it must be a finite number")
+    if abs(request.reward) > _MAX_REWARD:
+        raise InvalidInput(f"reward is {request.reward}; it must be a float32, at most {_MAX_REWARD:.4g} in size")
+    if (unnamed := next((name for name in request.metrics if not _METRIC.fullmatch(name)), None)) is not None:
+        raise InvalidInput(f"metric {unnamed[:80]!r}: a name has 1 to 63 characters of [A-Za-z0-9_./-]")
     if kind == "abandon_reason" and not _REASON.fullmatch(request.abandon_reason):
         raise InvalidInput(f"abandon_reason is {request.abandon_reason[:80]!r}; give UPPER_SNAKE_CASE, at most 63")
     if len(request.metrics) > _MAX_METRICS:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fourfold.bounds import MAX_SCORED_TOKENS
 from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import AlreadyExists, InvalidInput, Overloaded, PermissionDenied
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
@@ -36,8 +37,6 @@ _SHORTEST_FLUSH_SECONDS: Final = 0.01
 _LONG_FLUSH_SECONDS: Final = 1.0
 # Tokens count at their worst case, prompt plus max_tokens. Most samples stop earlier, so twice the cache is promised.
 _TOKENS_PROMISED_PER_CACHED: Final = 2
-# vLLM computes the logits of all positions at once: float32 [tokens, vocabulary].
-_MAX_SCORED_TOKENS: Final = 4096
 _MAX_GRAMMAR_BYTES: Final = 64 << 10
 _RETRY_SECONDS: Final = 0.5
 _SUPERSEDE_SECONDS: Final = 2.0
@@ -178,7 +177,7 @@ def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal
 
 def parse_score(request: pb.ScoreTokensRequest, limits: GenerateLimits, caller: Principal) -> GenerateCall:
     """Check a request for log-probabilities; it counts as a sample of one token. Errors as of `parse`."""
-    ids, most = request.token_ids, min(_MAX_SCORED_TOKENS, limits.max_context_tokens - 1)
+    ids, most = request.token_ids, min(MAX_SCORED_TOKENS, limits.max_context_tokens - 1)
     if not 2 <= len(ids) <= most:
         raise InvalidInput(f"token_ids has {len(ids)} tokens; it must have 2 to {most}, fewer than the context")
     counted = pb.GenerateRequest(request_id=f"score-{uuid.uuid4().hex}", prompt_token_ids=ids)

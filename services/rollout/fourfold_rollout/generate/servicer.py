@@ -265,7 +265,9 @@ async def _limited(seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise DeadlinePassed("the call did not end before its deadline; give it more time") from None
+        raise DeadlinePassed(
+            f"the call did not end within the {seconds:.3g} s that its deadline left; give it more time"
+        ) from None
 
 
 def _draining() -> Unavailable:

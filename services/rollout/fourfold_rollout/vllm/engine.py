@@ -345,7 +345,7 @@ class VllmEngine:
             await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 await self._check_alive()
-                raise DeadlinePassed(f"the engine has not answered for {timeout} s")
+                raise DeadlinePassed(f"the engine has not answered for {timeout:.1f} s")
         finally:
             if not task.done():
                 task.cancel()

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Final
 
 import numpy as np
@@ -36,28 +38,30 @@ _FILTERS: Final = ((1.0, 0), (0.9, 2))  # (top_p, top_k) of each sample
 async def warm_up(engine: RolloutEngine, *, timeout: float = _TIMEOUT_SECONDS) -> None:
     """Sample and probe. Call it before the engine serves any request. Raises DeadlinePassed."""
     began = time.monotonic()
-    try:
-        async with asyncio.timeout(timeout):
-            for top_p, top_k in _FILTERS:
-                await _sample(engine, top_p, top_k)
-            await engine.prompt_logprobs(_PROMPT)
-    except TimeoutError:
-        raise DeadlinePassed(
-            f"the engine did not finish its warm-up in {timeout:.0f} s, the limit for a start; see the engine's log"
-        ) from None
+    async with _limited("its warm-up", timeout):
+        for top_p, top_k in _FILTERS:
+            await _sample(engine, top_p, top_k)
+        await engine.prompt_logprobs(_PROMPT)
     _log.info("Engine warmed up", extra={"seconds": round(time.monotonic() - began, 1)})
 
 
-async def prove_updates(engine: RolloutEngine, *, timeout: float = _PROOF_SECONDS) -> None:
+async def prove_updates(
+    engine: RolloutEngine, *, timeout: float = _PROOF_SECONDS, probe_timeout: float = _TIMEOUT_SECONDS
+) -> None:
     """Prove, with an engine that serves no request yet, that weight updates replace all that it computes with.
 
     If the model cannot be updated, the engine serves the weights that it has, and refuses updates with the reason.
-    Raises WrongState: an update left something stale, and the engine has lost its weights.
+
+    Raises:
+        DeadlinePassed: the proof, or a probe before or after it, did not end in time.
+        WrongState: an update left something stale, and the engine has lost its weights.
     """
     began = time.monotonic()
-    before = await engine.prompt_logprobs(_PROBE)
+    async with _limited("a probe before the proof of updates", probe_timeout):
+        before = await engine.prompt_logprobs(_PROBE)
     refusal = await engine.prove_updates(timeout=timeout)
-    after = await engine.prompt_logprobs(_PROBE)
+    async with _limited("a probe after the proof of updates", probe_timeout):
+        after = await engine.prompt_logprobs(_PROBE)
     difference = float(np.abs(np.subtract(before, after)[1:]).max())
     if not difference <= _ROUNDING:  # true for NaN, too
         raise not_proven(
@@ -67,6 +71,17 @@ async def prove_updates(engine: RolloutEngine, *, timeout: float = _PROOF_SECOND
         _log.warning("Weight updates will be refused. reason=%s", refusal)
     else:
         _log.info("Weight updates proven", extra={"seconds": round(time.monotonic() - began, 1)})
+
+
+@asynccontextmanager
+async def _limited(what: str, seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlinePassed(
+            f"the engine did not finish {what} in {seconds:.0f} s, the limit for a start; see the engine's log"
+        ) from None
 
 
 async def _sample(engine: RolloutEngine, top_p: float, top_k: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -49,6 +50,23 @@ async def test_the_proof_of_updates_is_compared_by_a_probe() -> None:
         with pytest.raises(WrongState, match="differ by") as caught:
             await prove_updates(engine)
         assert caught.value.reason == ARCHITECTURE_NOT_VERIFIED
+
+
+@pytest.mark.parametrize(("hangs", "place"), [(1, "before"), (2, "after")])
+async def test_a_probe_around_the_proof_has_a_deadline(hangs: int, place: str) -> None:
+    engine, probes = FakeEngine(), 0
+    answer = engine.prompt_logprobs
+
+    async def probe(token_ids: Sequence[int], *, first: bool = True) -> list[float]:
+        nonlocal probes
+        probes += 1
+        if probes == hangs:
+            await asyncio.sleep(60)
+        return await answer(token_ids, first=first)
+
+    engine.prompt_logprobs = probe  # type: ignore[method-assign]
+    with pytest.raises(DeadlinePassed, match=f"did not finish a probe {place} the proof of updates in 0 s"):
+        await asyncio.wait_for(prove_updates(engine, probe_timeout=0.01), 10)
 
 
 async def test_an_engine_that_cannot_be_updated_serves_and_says_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -184,7 +185,8 @@ class TextProcess:
             self._free.get_nowait()
         if process is not None:
             process.kill()
-            process.wait(_RETRY_SECONDS)
+            # The event loop must not wait for a process that the kernel cannot end at once.
+            threading.Thread(target=process.wait, name="reap-text-process", daemon=True).start()
 
 
 async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:

@@ -347,6 +347,16 @@ async def test_an_error_within_a_stream_ends_it() -> None:
                 pass
 
 
+async def test_an_error_within_streamed_responses_has_the_next_number() -> None:
+    api = FakeAgentApi(error=Unavailable("the engine died"), error_after=1)
+    body = {"model": "m", "input": "2+2?", "stream": True}
+    async with served(api) as server, httpx.AsyncClient(base_url=server.url) as client:
+        text = (await client.post("/v1/responses", json=body, timeout=20)).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert len(events) > 2 and (events[-1]["type"], events[-1]["message"]) == ("error", "the engine died")
+
+
 async def test_url_and_key_choose_the_session() -> None:
     api = FakeAgentApi()
     async with connected(api, "/sessions/s1/v1") as client:

@@ -107,6 +107,7 @@ class _Exchange:
         self._path: str = scope["path"]
         self._anthropic = self._path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
         self._started = False
+        self._written: Any = None  # the stream that is sent
         self._body_read = False
         self._answering = False
         self._gone = False  # the client disconnected
@@ -260,7 +261,7 @@ class _Exchange:
 
     async def _stream(self, stream: Any) -> None:
         """Send server-sent events; the response starts with the first, so that errors before it have their status."""
-        events = stream.events()
+        self._written, events = stream, stream.events()
         clock = asyncio.get_running_loop().time
         sent = clock()
         try:
@@ -286,7 +287,8 @@ class _Exchange:
             await self._reply(status_of(error), encode(body), headers)
             return
         if self._path.endswith("/v1/responses"):
-            body = {"type": "error", **body["error"], "sequence_number": 0}
+            number = 0 if self._written is None else self._written.next_number
+            body = {"type": "error", **body["error"], "sequence_number": number}
         name = b"event: error\n" if "type" in body else b""
         event = name + b"data: " + encode(body) + b"\n\n"
         with suppress(TimeoutError):  # a client that does not read

@@ -216,7 +216,8 @@ class Stream:
     def __init__(self, turn: Turn, texts: TokenTexts, *, live: bool) -> None:
         """Make a stream. `live`: send text as it comes; otherwise the items, when they are complete."""
         self._turn, self._texts, self._live = turn, texts, live
-        self._number = -1
+        self.next_number = 0
+        """Sequence number of the next event."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield events; the turn is aborted when the iterator is closed."""
@@ -284,6 +285,6 @@ class Stream:
         return out + self._event("response.content_part.done", **place, part=part)
 
     def _event(self, name: str, /, **values: Any) -> bytes:
-        self._number += 1
-        body = encode({"type": name, **values, "sequence_number": self._number})
+        body = encode({"type": name, **values, "sequence_number": self.next_number})
+        self.next_number += 1
         return b"event: %b\ndata: %b\n\n" % (name.encode(), body)

@@ -1,8 +1,8 @@
 """Runs a gRPC server with Fourfold's limits, health, reflection, authorization, deadlines and error details.
 
 Health: "" is SERVING as soon as the server listens; the full name of each service, while the service is ready. An
-internal server uses plain text on loopback and mTLS elsewhere. A public server serves only `RolloutService`, over TLS
-with bearer tokens, or in plain text on loopback.
+internal server uses plain text on loopback and mTLS elsewhere. A public server serves only services of
+`PUBLIC_SERVICES`, and health, over TLS with bearer tokens, or in plain text on loopback.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Inside a deployment every member has a certificate of one private CA (`fourfold certs`), whose URI
 `spiffe://fourfold/svc/ROLE/MEMBER` is its principal. `POLICY` maps each service to the roles that may call it. A client
-checks the server's principal too. External agents have a bearer token for a public port, which serves only
-`RolloutService` and health.
+checks the server's principal too. Callers outside of it have a bearer token for a public port, which serves only the
+services of `PUBLIC_SERVICES`, and health.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ class _Visitor:
         return bool(data)
 
     def reply(self, value: bytes) -> None:
-        # Replies are far smaller than a socket's buffer; a member that reads none loses its connection.
+        # Replies are far smaller than a socket's buffer. One that does not fit, because its member reads none, is
+        # dropped, and the member ends by its deadline.
         with suppress(OSError):
             self.connection.send(_REPLY.pack(len(value)) + value)
 

@@ -75,7 +75,7 @@ class RunGateways:
                 self._members[name].leasing = None
 
     async def close(self) -> None:
-        """End the episodes that still run."""
+        """Stop leasing, and wait for the episodes that still run."""
         tasks = [task for member in self._members.values() for task in member.tasks]
         for task in tasks:
             task.cancel()

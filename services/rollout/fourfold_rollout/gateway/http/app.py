@@ -288,7 +288,7 @@ class _Exchange:
             return
         if self._path.endswith("/v1/responses"):
             number = 0 if self._written is None else self._written.next_number
-            body = {"type": "error", **body["error"], "sequence_number": number}
+            body = {**body["error"], "type": "error", "sequence_number": number}
         name = b"event: error\n" if "type" in body else b""
         event = name + b"data: " + encode(body) + b"\n\n"
         with suppress(TimeoutError):  # a client that does not read

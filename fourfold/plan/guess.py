@@ -51,8 +51,8 @@ def device_of(config: Config, gpus: Sequence[Gpu]) -> Device | None:
         flops = cpu_flops()
         return Device(
             title="this machine's CPU, by a product of matrices",
-            train_flops=0.5 * flops,
-            engine_flops=0.3 * flops,
+            train_flops=0.6 * flops,
+            engine_flops=0.5 * flops,
             bytes_per_second=8e9,
             copy_bytes_per_second=2.5e9,
             step_seconds=10e-3,

@@ -110,7 +110,7 @@ def test_the_plan_names_what_it_guesses_from(tmp_path: Path, monkeypatch: pytest
     assert "for the 10 steps, if every answer has 512 tokens" in text
     monkeypatch.setattr(module, "cpu_flops", lambda: 1e11)
     here = device_of(configuration.load(ROOT / "recipes/quickstart.toml"), [])
-    assert here is not None and here.train_flops == 5e10
+    assert here is not None and here.train_flops == 6e10
     assert cpu_flops() > 1e8
 
 

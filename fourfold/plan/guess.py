@@ -1,8 +1,8 @@
 """Guesses the rates of the cost model before the first run, from data sheets of GPUs, or from a product on this CPU.
 
-    trainer    a token takes its FLOP / (share of the peak x ranks)
+    trainer    a token takes its FLOP / (share of the peak x ranks), and an optimizer step some time of its own
     engine     a step reads the weights (`base`), computes each sample (`per_sample`), reads the KV cache
-    publish    the bytes of the weights at the speed of a copy
+    publish    the bytes of the weights at the speed of a copy, and the calls of an update
 
 `tests/unit/plan/test_guess.py` compares the guesses with measured steps; they are within a factor of two.
 """
@@ -38,9 +38,11 @@ class Device:
 
     title: str
     train_flops: float  # FLOP/s of passes with gradients
+    update_seconds: float  # of an optimizer step, beside its FLOP
     engine_flops: float  # FLOP/s of a decoding batch
     bytes_per_second: float  # of memory, as an engine reads it
     copy_bytes_per_second: float  # of weights from the trainer to the engines
+    publish_seconds: float  # of a weight update, beside its bytes
     step_seconds: float  # of an engine step at least
     sample_seconds: float  # of each sample in it, beside its FLOP
 
@@ -52,9 +54,11 @@ def device_of(config: Config, gpus: Sequence[Gpu]) -> Device | None:
         return Device(
             title="this machine's CPU, by a product of matrices",
             train_flops=0.6 * flops,
+            update_seconds=1.0,
             engine_flops=0.5 * flops,
             bytes_per_second=8e9,
             copy_bytes_per_second=2.5e9,
+            publish_seconds=2.0,
             step_seconds=10e-3,
             sample_seconds=0.1e-3,
         )
@@ -64,9 +68,11 @@ def device_of(config: Config, gpus: Sequence[Gpu]) -> Device | None:
     return Device(
         title=f"the data sheet of {name}" + ("" if gpus else ", as this machine has no GPU"),
         train_flops=0.45 * speed.flops,
+        update_seconds=0.4,
         engine_flops=0.7 * speed.flops,
         bytes_per_second=0.8 * speed.bytes_per_second,
         copy_bytes_per_second=50e9,
+        publish_seconds=0.2,
         step_seconds=1.5e-3,
         sample_seconds=5e-6,
     )
@@ -104,7 +110,7 @@ def guess(config: Config, sizes: ModelSizes, device: Device, prompt_tokens: floa
         samples = config.batch.prompts_per_step * config.batch.group_size
         passes = samples * tokens * _forward_flop(shape, tokens)
         reference = passes / max(config.reference.replicas, 1) / device.train_flops
-    publish = weight_bytes(config, shape) / device.copy_bytes_per_second
+    publish = device.publish_seconds + weight_bytes(config, shape) / device.copy_bytes_per_second
     return Basis(
         rates=Rates(
             engine_step=engine,
@@ -113,6 +119,7 @@ def guess(config: Config, sizes: ModelSizes, device: Device, prompt_tokens: floa
             publish_seconds=publish,
             pause_seconds=publish,
             reward_seconds=reference,
+            other_seconds=config.batch.updates_per_step * device.update_seconds,
         ),
         prompt_tokens=prompt,
         mean_new_tokens=longest,
@@ -126,7 +133,8 @@ def guess_text(config: Config, sizes: ModelSizes, device: Device, prompt_tokens:
     work = workload(config, sizes.policy, basis, lag)
     step = predict(basis.rates, work, lag).step_seconds
     samples = config.batch.prompts_per_step * config.batch.group_size
-    training = samples * (basis.prompt_tokens + basis.mean_new_tokens) / basis.rates.train_tokens_per_second
+    tokens = samples * (basis.prompt_tokens + basis.mean_new_tokens)
+    training = tokens / basis.rates.train_tokens_per_second + basis.rates.other_seconds
     return (
         f"a guess from {device.title}, right within a factor of two: about {_about(step)} a step, of which the trainer "
         f"takes {_about(training)}, and {_about(step * config.steps)} for the {config.steps:,} steps, if every answer "

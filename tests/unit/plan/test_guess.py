@@ -16,7 +16,7 @@ from fourfold.model.folder import folder_shape
 from fourfold.plan import guess as module
 from fourfold.plan.cost import predict
 from fourfold.plan.guess import cpu_flops, device_of, guess, guess_text, parameters_per_token
-from fourfold.plan.models import ModelSizes
+from fourfold.plan.models import ModelSizes, model_sizes
 from fourfold.plan.rates import workload
 from fourfold_bench.models import SHAPES, parameter_count
 
@@ -70,9 +70,18 @@ def test_a_guess_is_within_a_factor_of_two_of_the_measured_step(name: str, tmp_p
     basis = guess(config, sizes, device, used["prompt_tokens"])
     work = workload(config, sizes.policy, basis, 0)
     step = predict(basis.rates, work, 0).step_seconds
-    training = document["results"]["tokens"]["trained"] / basis.rates.train_tokens_per_second
+    training = document["results"]["tokens"]["trained"] / basis.rates.train_tokens_per_second + basis.rates.other_seconds
     assert 1 / 2 < step / phases["wall"] < 2
     assert 1 / 2 < training / phases["train"] < 2
+
+
+def test_a_step_of_a_small_model_takes_its_launches() -> None:
+    config = configuration.load(ROOT / "recipes/quickstart_gpu.toml")
+    sizes, device = model_sizes(config), device_of(config, H200)
+    assert device is not None
+    basis = guess(config, sizes, device, 43)
+    step = predict(basis.rates, workload(config, sizes.policy, basis, 0), 0).step_seconds
+    assert 1 / 2 < step / 0.9 < 2, "0.9 s: README.md"
 
 
 def test_more_work_takes_longer(tmp_path: Path) -> None:

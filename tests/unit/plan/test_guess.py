@@ -70,7 +70,8 @@ def test_a_guess_is_within_a_factor_of_two_of_the_measured_step(name: str, tmp_p
     basis = guess(config, sizes, device, used["prompt_tokens"])
     work = workload(config, sizes.policy, basis, 0)
     step = predict(basis.rates, work, 0).step_seconds
-    training = document["results"]["tokens"]["trained"] / basis.rates.train_tokens_per_second + basis.rates.other_seconds
+    trained, rates = document["results"]["tokens"]["trained"], basis.rates
+    training = trained / rates.train_tokens_per_second + rates.other_seconds
     assert 1 / 2 < step / phases["wall"] < 2
     assert 1 / 2 < training / phases["train"] < 2
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from fourfold.config import Config
 from fourfold.host.gpu_speed import gpu_speed
 from fourfold.host.hardware import Gpu
@@ -81,6 +79,8 @@ def device_of(config: Config, gpus: Sequence[Gpu]) -> Device | None:
 @functools.cache
 def cpu_flops() -> float:
     """Return the float32 FLOP/s of this machine: the best of three products."""
+    import numpy as np  # the plans of other recipes need no numpy
+
     matrix = np.ones((_SIZE, _SIZE), np.float32)
     seconds = []
     for _ in range(3):

@@ -135,8 +135,10 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
 
 
 def _guess(config: Config, sizes: ModelSizes, gpus: Sequence[Gpu], found: Preflight) -> str:
-    if config.agents.source != "none" or (device := device_of(config, gpus)) is None:
-        return f"unknown. {NO_RATES}"  # of agents, the number of turns
+    elsewhere = config.trainer.device == "cpu" and found.prompt_tokens is None  # its data are not on this machine
+    # Of agents, the number of turns is unknown.
+    if elsewhere or config.agents.source != "none" or (device := device_of(config, gpus)) is None:
+        return f"unknown. {NO_RATES}"
     return f"{guess_text(config, sizes, device, found.prompt_tokens)} {NO_RATES}"
 
 

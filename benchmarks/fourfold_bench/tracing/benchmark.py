@@ -12,6 +12,7 @@ from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, o
 OFF: Final = "off"
 _DEFAULT_RATIO: Final = "0.01"
 _GOAL_SHARE: Final = 0.01
+_SCRAPE_SECONDS: Final = 15  # Prometheus asks so often, as in deploy/prometheus
 _SPAN_TEXTS: Final = {
     "off": "not traced",
     "made": "made and put into the queue",
@@ -37,10 +38,10 @@ class TracingSettings(BenchmarkSettings):
 
 
 class TracingBenchmark(Benchmark[TracingSettings]):
-    """Measures what traces cost the coordinator."""
+    """Measures what traces and scrapes cost the coordinator."""
 
     name = "tracing"
-    summary = "CPU time of traces, of the coordinator per sample and of each span"
+    summary = "CPU time of traces, of the coordinator per sample and of each span, and of a scrape"
     settings = TracingSettings
     libraries = ("grpcio", "protobuf", "opentelemetry-sdk", "opentelemetry-exporter-otlp")
 
@@ -64,6 +65,9 @@ class TracingBenchmark(Benchmark[TracingSettings]):
         run = results["coordinator_us"]
         added = ", ".join(f"{value['median']:+.0f} us at {key}" for key, value in run["added_per_sample"].items())
         lines.append(f"whole coordinator without traces: {run['per_sample'][OFF]['median']:.0f} us per sample; {added}")
+        scrape = results["scrape_us"]["median"]
+        share = scrape / 1e6 / _SCRAPE_SECONDS
+        lines.append(f"scrape of its metrics: {scrape:,.0f} us; {share:.3%} of the time at one in {_SCRAPE_SECONDS} s")
         texts = ((_SPAN_TEXTS[name], value["median"]) for name, value in results["span_us"].items())
         return [*lines, *(f"span, {text}: {value:.1f} us" for text, value in texts)]
 

@@ -1,7 +1,8 @@
-"""Runs the coordinator with simulated engines and traces, and measures the CPU time of single spans."""
+"""Runs the coordinator with simulated engines and traces; measures the CPU time of single spans and of scrapes."""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
 from fourfold import metrics as m
+from fourfold.rpc.call_stats import CallStats
+from fourfold.service.exporter import TEXT, Exporter
 from fourfold.tracing import spans
 from fourfold.tracing.export import SpanQueue, TraceFile, Tracing, readable_span
 from fourfold.tracing.propagation import outgoing
@@ -21,7 +24,10 @@ from fourfold_bench.engines.benchmark import EngineSettings
 from fourfold_bench.engines.measure import Scene
 from fourfold_bench.harness import BenchmarkRun
 from fourfold_bench.tracing.benchmark import OFF, TracingSettings
+from fourfold_coordinator.reporting.exported import RunSource
+from fourfold_coordinator.state.faults import FaultLog
 from fourfold_coordinator.state.ledger import SampleState
+from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.state.sample_traces import GENERATE, SCORE, TRAIN_STEP, SampleTraces, step_attributes
 
 _ENGINES: Final = 10
@@ -30,6 +36,7 @@ _NAME: Final = "fourfold.rollout.v1.RolloutService/Generate"
 _ATTRIBUTES: Final = {"rpc.system.name": "grpc", "rpc.method": _NAME, "fourfold.member": "rollout-0"}
 _TRACED_SAMPLES: Final = 320
 _MOST_SAMPLES: Final = 32_000
+_PAGES: Final = 10  # of one round
 _GROUP: Final = 8
 _ANSWER: Final = TrainStepResponse(step=1, policy_version=1, metrics=dict.fromkeys((m.POLICY_LOSS, m.GRAD_NORM), 0.5))
 _RESOURCE: Final[dict[str, spans.Value]] = {"service.name": "benchmark"}
@@ -40,6 +47,7 @@ def measure(settings: TracingSettings, run: BenchmarkRun) -> dict[str, Any]:
     return {
         "traces_us": _traces_us(settings, run.folder),
         "span_us": _span_us(settings, run.folder),
+        "scrape_us": _scrape_us(settings, run.folder / "ledger.sqlite"),
         "coordinator_us": _coordinator_us(settings, run.folder / "run"),
     }
 
@@ -114,6 +122,20 @@ def _span_us(settings: TracingSettings, folder: Path) -> dict[str, Any]:
         found["written"].append(1e6 * (time.process_time() - began) / settings.spans)
         found["encoded"].append(_encode_us(made))
     return {name: _summary(values) for name, values in found.items()}
+
+
+def _scrape_us(settings: TracingSettings, ledger: Path) -> dict[str, Any]:
+    """Return the CPU time of a page of the coordinator's metrics endpoint, with every metric of a step."""
+    board, taken = RunBoard(name="benchmark", step_count=10), list[float]()
+    board.status.steps.add(step=1).metrics.update(dict.fromkeys(m.METRICS, 0.5))
+    source = RunSource(board, FaultLog(), ledger)
+    for _ in range(settings.rounds * _PAGES):
+        exporter = Exporter("coordinator", stats=CallStats(), ready=lambda: True)  # one keeps its page for a second
+        exporter.add(source.read, refresh=source.refresh)
+        began = time.process_time()
+        asyncio.run(exporter.page(TEXT))
+        taken.append(1e6 * (time.process_time() - began))
+    return _summary([statistics.fmean(taken[i::_PAGES]) for i in range(_PAGES)])
 
 
 def _make() -> Span:

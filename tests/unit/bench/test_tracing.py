@@ -27,7 +27,7 @@ def document(added: float) -> dict[str, Any]:
     spans = {"off": each(0.4), "made": each(5.0), "written": each(20.0), "encoded": each(50.0)}
     return {
         "parameters": settings().document(),
-        "results": {"traces_us": traces, "coordinator_us": coordinator, "span_us": spans},
+        "results": {"traces_us": traces, "coordinator_us": coordinator, "span_us": spans, "scrape_us": each(7500.0)},
     }
 
 
@@ -36,6 +36,7 @@ def test_the_cost_is_compared_with_a_step() -> None:
     assert lines[0].endswith("a step of 512 samples in 3.9 s")
     assert lines[2:4] == ["sample_ratio = 0.01: 4.00 us, 0.0525%", "sample_ratio = 1: 300.00 us, 3.9385%"]
     assert lines[4].endswith("without traces: 250 us per sample; -3 us at 0.01, +290 us at 1")
+    assert lines[5] == "scrape of its metrics: 7,500 us; 0.050% of the time at one in 15 s"
 
 
 def test_the_default_share_costs_less_than_a_hundredth_of_a_step() -> None:

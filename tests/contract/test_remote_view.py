@@ -169,6 +169,7 @@ def test_a_coordinator_that_is_gone_leaves_its_copy(start: Start, folder: Path, 
     with TestClient(make_app(RunFolders([reader])), base_url=LOCAL) as client:
         page = client.get("/run/one").text
         assert "The coordinator does not answer. The copy ends after step 3 of 9. If the run has stopped," in page
+        assert "<body data-live>" in page, "it shows by itself that the coordinator answers again"
         assert "no updates are in progress" not in client.get("/run/one/weights").text
     assert reader.steps() and reader.weight_plane() is None and reader.evaluations() == [row]
     with pytest.raises(errors.Unavailable, match=r"coordinator service at .*nothing listens there"):

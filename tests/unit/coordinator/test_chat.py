@@ -125,6 +125,8 @@ def test_a_run_gives_its_model_system_message_and_temperature(tmp_path: Path) ->
             chat.main(parser.parse_args([str(tmp_path), "--temperature", value]))
     with pytest.raises(ConfigError, match="--max-tokens 0: an answer has at least one token"):
         chat.main(parser.parse_args([str(tmp_path), "--max-tokens", "0"]))
+    with pytest.raises(ConfigError, match="--ca and --token are for a service that runs already; add --target"):
+        chat.main(parser.parse_args([str(tmp_path), "--token", "x"]))
     (tmp_path / "config.toml").unlink()
     assert settings(str(tmp_path / "model")) == ("", None, 1.0)
 

@@ -80,6 +80,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--temperature {args.temperature:g}: it must be {MIN_TEMPERATURE} to 2, or 0 for greedy decoding"
         )
+    if (args.ca or args.token) and not args.target:
+        raise ConfigError("--ca and --token are for a service that runs already; add --target, or leave them out")
     args.token = read_token(args.token or (os.environ.get(_TOKEN_VARIABLE, "") if args.ca else ""))
     source = use_run(args, find_run(Path(args.model))) or args.model
     notes = run_notes(args.system or "", Path(source).parent)

@@ -29,6 +29,7 @@ _SHOWN: Final = (
 )  # fmt: skip
 _WEIGHT_CHARTS: Final = ("weights/", m.TIME_PUBLISH, m.TIME_WAKE, m.TIME_SLEEP)
 _MAX_CHARTS: Final = 60
+_LIVE: Final = ("running", "unreachable")  # states in which a page shows what is new by itself
 _MAX_ALARMS: Final = 100
 _MAX_MEMBERS: Final = 60  # rows of a timeline
 _MAX_RUNS: Final = 8  # of a comparison
@@ -85,7 +86,7 @@ def head(reader: RunReader) -> dict[str, Any]:
     return {
         "name": reader.name,
         "state": state,
-        "live": state == "running",
+        "live": state in _LIVE,
         "faults": reader.faults,
         "notice": notice_of(reader),
     }
@@ -133,7 +134,7 @@ def several(readers: Sequence[RunReader]) -> dict[str, Any]:
     def faults() -> list[str]:
         return [f"{reader.name}: {text}" for reader in readers for text in reader.faults()]
 
-    return {"live": any(reader.state() == "running" for reader in readers), "faults": faults}
+    return {"live": any(reader.state() in _LIVE for reader in readers), "faults": faults}
 
 
 def overview(request: Request) -> Response:
@@ -293,7 +294,7 @@ def timeline(request: Request) -> Response:
     return render(
         "timeline.html",
         request,
-        **{**head(reader), "live": reader.state() == "running" and wanted is None},
+        **{**head(reader), "live": reader.state() in _LIVE and wanted is None},
         step=step,
         last=last,
         svg=gantt(rows, seconds - begin) if rows else "",

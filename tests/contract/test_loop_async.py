@@ -316,7 +316,7 @@ async def test_an_evaluation_waits_for_no_engine_that_waits_for_the_update(
     await asyncio.sleep(0.1)
     stage.rollouts = [FakeRollout("rollout-0", stage.config)]
     await stage.rollouts[0].join(stage.address)
-    assert await stage.finish(10) == 0
+    assert await stage.finish(40) == 0
     check_books(stage)
     assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
     rows = {row["step"]: row for row in stage.lines("metrics.jsonl")}

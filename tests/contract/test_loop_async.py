@@ -305,9 +305,12 @@ async def test_an_evaluation_waits_for_no_engine_that_waits_for_the_update(
     stage = make_stage(steps=6, **lag(2))
     engine = stage.rollouts[0]
 
+    killed = list[asyncio.Task[None]]()
+
     async def leave() -> None:
         if engine.begun[-1] == 2:
             await engine.leave()
+            killed.append(asyncio.create_task(engine.kill()))
             raise Unavailable("the engine's process was killed")
 
     engine.on_begin = leave
@@ -316,7 +319,7 @@ async def test_an_evaluation_waits_for_no_engine_that_waits_for_the_update(
     await asyncio.sleep(0.1)
     stage.rollouts = [FakeRollout("rollout-0", stage.config)]
     await stage.rollouts[0].join(stage.address)
-    assert await stage.finish(40) == 0
+    assert await stage.finish(10) == 0
     check_books(stage)
     assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
     rows = {row["step"]: row for row in stage.lines("metrics.jsonl")}
@@ -324,7 +327,7 @@ async def test_an_evaluation_waits_for_no_engine_that_waits_for_the_update(
     assert rows[2]["eval/policy_version_min"] == rows[2]["eval/policy_version_max"] in (3, 4)
     assert (rows[4]["eval/policy_version_min"], rows[4]["eval/policy_version_max"]) == (4, 4)
     assert "evaluation used newer weights, as no engine kept those of its step: step=2 policy_version=2" in caplog.text
-    await engine.kill()
+    await killed[0]
 
 
 @pytest.mark.parametrize("dies", [False, True])

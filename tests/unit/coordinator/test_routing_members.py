@@ -16,6 +16,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rollout.load import EngineLoad
+from fourfold_coordinator.routing import replica as replica_module
 from fourfold_coordinator.routing import router
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import Replica
@@ -149,6 +150,19 @@ async def test_a_departed_replica_is_released(scene: Scene) -> None:
     del replica
     gc.collect()
     assert left() is None, "a run of many days sees many engines come and go"
+
+
+async def test_a_departed_member_that_hangs_keeps_no_call(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, token = scene.join("engine", Role.ROLE_ROLLOUT, 1)
+    call = asyncio.create_task(replica.call(asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    scene.registry.deregister(token)
+    await asyncio.sleep(0.5)
+    assert not call.done(), "it finishes its calls"
+    monkeypatch.setattr(replica_module, "STALL_SECONDS", 0.1)
+    with pytest.raises(Unavailable) as error:
+        await asyncio.wait_for(call, 5)
+    assert error.value.reason == "LEASE_ENDED"
 
 
 async def test_the_channel_of_a_departed_replica_is_closed_after_its_last_call(scene: Scene) -> None:

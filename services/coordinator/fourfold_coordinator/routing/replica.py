@@ -135,6 +135,7 @@ class Replica:
         self.weights = TrainerWeightClient(channel, peer=member.peer)
         self._unusable_reason = NOT_INSPECTED
         self.gone = ""  # why it is no member any more; empty while it is one
+        self._left_at = math.inf  # when it became none, on the monotonic clock
         self.breaker = CircuitBreaker()
         # Calls in flight.
         self.outstanding = 0  # samples
@@ -301,9 +302,19 @@ class Replica:
 
     def leave(self, reason: str, *, cut: bool) -> None:
         """Note that it is no member any more; with `cut`, end its calls in flight."""
-        self.gone = self.unusable_reason = reason
+        self.gone, self._left_at = reason, self._clock.monotonic()
+        self.unusable_reason = reason
         if cut:
             self._cut(self._lease_ended)
+
+    def end_late_calls(self) -> None:
+        """End the calls that a member which left has not finished in STALL_SECONDS: nobody watches its load."""
+        if self._clock.monotonic() - self._left_at >= STALL_SECONDS:
+            self._cut(self._lease_ended)
+
+    def fits(self, version: int | None) -> bool:
+        """Return whether it may get calls that need this policy version; None: any."""
+        return not self.unusable_reason and (version is None or self.version >= version)
 
     def end_stalled_calls(self, now: float) -> bool:
         """End the calls in flight of an engine that has samples and samples no token; return whether it is one."""

@@ -388,7 +388,7 @@ class Router:
     def has_spare(self, role: int, demand: Demand, *, version: int, without: Replica) -> bool:
         """Return whether a replica other than `without` has room now, and no call waits for one."""
         now = self.clock.monotonic()
-        others = [r for r in self.replicas(role) if r is not without and _fits(r, version) and r.breaker.admits(now)]
+        others = [r for r in self.replicas(role) if r is not without and r.fits(version) and r.breaker.admits(now)]
         return not self._turns[role, ""].locked() and any(replica.room(demand, now) >= 1 for replica in others)
 
     def engine_metrics(self) -> dict[str, float]:
@@ -411,7 +411,7 @@ class Router:
     def room(self, role: int, demand: Demand, *, version: int | None = None) -> float:
         """Return the number of such calls that the replicas would begin at once; infinite if they have no limit."""
         now = self.clock.monotonic()
-        usable = (r for r in self.replicas(role) if _fits(r, version) and r.breaker.admits(now))
+        usable = (r for r in self.replicas(role) if r.fits(version) and r.breaker.admits(now))
         return sum(replica.room(demand, now) for replica in usable)
 
     @asynccontextmanager
@@ -472,7 +472,7 @@ class Router:
     def _fitting(self, wanted: _Wanted) -> list[Replica]:
         """Return all replicas that may get a call; the pinned one alone if it is there and did not fail it."""
         found = wanted.choose(self.replicas(wanted.role, wanted.pool))
-        fitting = [r for r in found if _fits(r, wanted.version)]
+        fitting = [r for r in found if r.fits(wanted.version)]
         return [r for r in fitting if r.key == wanted.pin and r.key not in wanted.avoid] or fitting
 
     def _ranked(self, wanted: _Wanted, now: float) -> list[Replica]:
@@ -482,7 +482,7 @@ class Router:
         demand = wanted.demand
 
         def fits(replica: Replica) -> bool:
-            return _fits(replica, wanted.version) and replica.breaker.admits(now) and replica.takes(demand.samples)
+            return replica.fits(wanted.version) and replica.breaker.admits(now) and replica.takes(demand.samples)
 
         def free(replica: Replica) -> bool:
             return replica.key not in wanted.avoid and not self._is_full(replica, demand, now)
@@ -564,9 +564,12 @@ class Router:
         self.notify()
 
     async def _close_channels(self) -> None:
-        for replica in [replica for replica in self._leaving if not replica.busy]:
-            self._leaving.remove(replica)
-            await replica.channel.close()
+        for replica in list(self._leaving):
+            if replica.busy:
+                replica.end_late_calls()
+            else:
+                self._leaving.remove(replica)
+                await replica.channel.close()
 
     async def _inspect(self, replica: Replica) -> None:
         try:
@@ -593,7 +596,3 @@ async def rest_after(began: float) -> None:
     `began` is when the pass began, on the clock of `time.perf_counter`.
     """
     await asyncio.sleep(_REST_SHARE * (time.perf_counter() - began))
-
-
-def _fits(replica: Replica, version: int | None) -> bool:
-    return not replica.unusable_reason and (version is None or replica.version >= version)

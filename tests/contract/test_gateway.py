@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -210,16 +211,25 @@ class Gateway:
 USER = pb.Message(role="user", content="3 * 4 =")
 
 
-@pytest.fixture
-async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
-    gateway = Gateway(tmp_path)
+@asynccontextmanager
+async def running_gateway(folder: Path) -> AsyncIterator[Gateway]:
+    """Run a gateway with its run and one engine within the block."""
+    gateway = Gateway(folder)
     await gateway.start_run()
     await gateway.engine.start()
     await gateway.start()
-    yield gateway
-    await gateway.stop()
-    await gateway.run_server.stop(0)
-    await gateway.engine.kill()
+    try:
+        yield gateway
+    finally:
+        await gateway.stop()
+        await gateway.run_server.stop(0)
+        await gateway.engine.kill()
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
+    async with running_gateway(tmp_path) as gateway:
+        yield gateway
 
 
 async def test_three_turns_by_messages_are_one_segment_in_the_runs_store(gateway: Gateway) -> None:

@@ -29,20 +29,14 @@ from fourfold.security.principal import LOCAL_AGENT
 from fourfold_rollout.gateway import coordinator_link, core, sessions
 from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.store import StoredSession
-from tests.contract.test_gateway import USER, Gateway
+from tests.contract.test_gateway import USER, Gateway, running_gateway
 from tests.fakes.stage import until
 
 
 @pytest.fixture
 async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
-    gateway = Gateway(tmp_path)
-    await gateway.start_run()
-    await gateway.engine.start()
-    await gateway.start()
-    yield gateway
-    await gateway.stop()
-    await gateway.run_server.stop(0)
-    await gateway.engine.kill()
+    async with running_gateway(tmp_path) as gateway:
+        yield gateway
 
 
 async def lease(gateway: Gateway) -> pb.Task:

@@ -13,21 +13,15 @@ import pytest
 from fourfold.config.agents import GatewayConfig
 from fourfold_rollout.gateway.generation import MAX_SAMPLES
 from fourfold_rollout.gateway.http.server import serve_http
-from tests.contract.test_gateway import Gateway
+from tests.contract.test_gateway import Gateway, running_gateway
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "3 * 4 ="}]}
 
 
 @pytest.fixture
 async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
-    gateway = Gateway(tmp_path)
-    await gateway.start_run()
-    await gateway.engine.start()
-    await gateway.start()
-    yield gateway
-    await gateway.stop()
-    await gateway.run_server.stop(0)
-    await gateway.engine.kill()
+    async with running_gateway(tmp_path) as gateway:
+        yield gateway
 
 
 @asynccontextmanager

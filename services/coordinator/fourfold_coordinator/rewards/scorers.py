@@ -33,7 +33,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, InvalidInput, NotFound, Unavailable, WrongState
 from fourfold.host.clock import utc_text
 
-from ..routing.cancellation import CancelScopes
+from ..routing.cancellation import CancelScopes, completed
 from ..routing.registry import Registry
 from ..routing.replica import NOT_INSPECTED
 from ..routing.router import Router
@@ -373,16 +373,9 @@ class ScorerTable:
             self._end_unused(before)
             self._router.notify()
 
-        change = asyncio.ensure_future(apply())
-        try:
-            await asyncio.shield(change)
-        except asyncio.CancelledError:
-            # The deadline of the call has passed, or its client has left. If the ledger alone had the change, the next
-            # coordinator would go on with other scorers than this one.
-            await asyncio.wait([change])
-            if not change.cancelled():
-                change.exception()  # asyncio logs an exception that no code retrieves
-            raise
+        # The deadline of the call may pass, or its client leave. If the ledger alone had the change, the next
+        # coordinator would go on with other scorers than this one.
+        await completed(apply())
 
     def _end_unused(self, deployments: Iterable[Deployment]) -> None:
         used = {d.pool for scorer in self.scorers for d in scorer.deployments}

@@ -1,10 +1,13 @@
-"""Ends many awaits together. One costs a timeout that never expires; a task for it would cost three times as much."""
+"""Ends many awaits together, and completes work that a cancellation would stop half-way.
+
+An await that is ended costs a timeout that never expires; a task for it would cost three times as much.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -37,3 +40,15 @@ class CancelScopes:
         for scope in self._open:
             if not scope.expired():  # by an earlier call, whose cancellation the await still handles
                 scope.reschedule(0.0)
+
+
+async def completed(work: Coroutine[Any, Any, T]) -> T:
+    """Await work that a cancellation does not stop half-way: it is passed on when the work has ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # asyncio logs an exception that no code retrieves
+        raise

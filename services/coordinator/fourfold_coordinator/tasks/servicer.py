@@ -31,6 +31,7 @@ from fourfold.security import principal
 from fourfold.security.principal import LOCAL
 
 from ..data.prompts import own_prompt
+from ..routing.cancellation import completed
 from ..state.experiences import ExperienceStore
 from ..state.faults import FaultLog
 from ..state.samples import Trajectory, shortest
@@ -229,16 +230,9 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         if message.HasField("reward"):
             trajectory = trajectory.with_score(shortest(message.reward), AGENT_SCORER)
         run.board.begin_storing(attempt)
-        storing = asyncio.ensure_future(_store(run, attempt, trajectory, digest))
-        try:
-            await asyncio.shield(storing)
-        except asyncio.CancelledError:
-            # The gateway died, or left. A sample of which only the store knows would keep its group open for ever, and
-            # the same trajectory, which comes again, could not be stored twice.
-            await asyncio.wait([storing])
-            if not storing.cancelled():
-                storing.exception()  # asyncio logs an exception that no code retrieves
-            raise
+        # The gateway may die, or leave. A sample of which only the store knows would keep its group open for ever, and
+        # the same trajectory, which comes again, could not be stored twice.
+        await completed(_store(run, attempt, trajectory, digest))
 
     def _rules(self, attempt: Attempt) -> TrajectoryRules:
         run, config = self._run, self._run.config

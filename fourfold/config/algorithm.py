@@ -85,14 +85,16 @@ class CorrectionConfig(Table):
         # A kind of another type may not be hashable; pydantic reports it.
         if not isinstance(given, dict) or given.get("kind") not in tuple(corrections.DEFAULT_BOUNDS):
             return given
+        low, high = corrections.DEFAULT_BOUNDS[given["kind"]]
+        bounds = {"low": low, "high": high}
         unread = corrections.UNREAD.get(given["kind"])
-        if unread in given:
+        # The default is accepted: `dump` and `model_dump` write it, and services read it back.
+        if unread and given.get(unread, bounds[unread]) != bounds[unread]:
             read = "high" if unread == "low" else "low"
             raise ValueError(
                 f"{unread} = {given[unread]} has no effect: kind = `{given['kind']}` reads `{read}` alone; remove it"
             )
-        low, high = corrections.DEFAULT_BOUNDS[given["kind"]]
-        return {"low": low, "high": high, **given}
+        return {**bounds, **given}
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:

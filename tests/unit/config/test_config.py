@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fourfold import config
 from fourfold.algorithm.advantages import Gae, Grpo
+from fourfold.algorithm.corrections import DEFAULT_BOUNDS
 from fourfold.algorithm.losses import CispoLoss, GspoLoss, PpoLoss, SapoLoss
 from fourfold.config import Config
 from fourfold.config.reward import JudgeConfig, RewardConfig
@@ -492,6 +493,14 @@ def test_a_kind_of_correction_brings_its_bounds(tmp_path: Path) -> None:
     }.items():
         correction = config.load(write(tmp_path, text + keys + "\n")).algorithm.correction
         assert (correction.low, correction.high) == bounds, keys
+
+
+@pytest.mark.parametrize("kind", DEFAULT_BOUNDS)
+def test_a_correction_is_read_back_as_it_was_written(tmp_path: Path, kind: str) -> None:
+    text = f'{RECIPE}[algorithm]\npreset = "cispo"\n[algorithm.correction]\nkind = "{kind}"\n'
+    found = config.load(write(tmp_path, text))
+    assert Config.model_validate(found.model_dump(mode="json")) == found
+    assert config.load(write(tmp_path, config.dump(found))) == found
 
 
 def test_a_bound_that_a_kind_of_correction_does_not_read_is_refused(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= _MAX:  # false for NaN, too
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, at most {_MAX:g}")
     return value
 
 
 def positive_whole(text: str) -> int:
     """Return a whole number above 0."""
     if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0, of at most {_MAX_DIGITS} digits")
     return int(text)

@@ -25,9 +25,11 @@ _SPEEDS: Final = (
     (r"\bH100 NVL\b", GpuSpeed(835e12, 3.9e12)),  # nvidia.com/en-us/data-center/h100
     (r"\bH100 PCIe\b", GpuSpeed(756e12, 2e12)),
     (r"\bH200 NVL\b", GpuSpeed(835e12, 4.8e12)),  # nvidia.com/en-us/data-center/h200
+    (r"\bGH200 480GB\b", GpuSpeed(989.5e12, 4e12)),  # 96 GB of HBM3
     (r"\bG?H200\b", GpuSpeed(989.5e12, 4.8e12)),  # the SXM boards
     (r"\bG?H100\b|\bH800\b", GpuSpeed(989.5e12, 3.35e12)),
     (r"\bH20\b", GpuSpeed(148e12, 4e12)),
+    (r"\bA100.*40GB\b", GpuSpeed(312e12, 1.555e12)),
     (r"\bA[18]00\b", GpuSpeed(312e12, 2e12)),  # nvidia.com/en-us/data-center/a100
     (r"\bA40\b", GpuSpeed(150e12, 0.696e12)),
     (r"\bA30\b", GpuSpeed(165e12, 0.933e12)),

@@ -4,7 +4,8 @@
     engine     a step reads the weights (`base`), computes each sample (`per_sample`), reads the KV cache
     publish    the bytes of the weights at the speed of a copy, and the calls of an update
 
-`tests/unit/plan/test_guess.py` compares the guesses with measured steps; they are within a factor of two.
+`tests/unit/plan/test_guess.py` compares the guesses for an H200 with measured steps; those are within a factor of two.
+The shares of a CPU are from one measured run, and other GPUs have those of the H200.
 """
 
 from __future__ import annotations
@@ -135,10 +136,11 @@ def guess_text(config: Config, sizes: ModelSizes, device: Device, prompt_tokens:
     samples = config.batch.prompts_per_step * config.batch.group_size
     tokens = samples * (basis.prompt_tokens + basis.mean_new_tokens)
     training = tokens / basis.rates.train_tokens_per_second + basis.rates.other_seconds
+    steps = f"{_about(step * config.steps)} for the {config.steps:,} steps"
     return (
-        f"a guess from {device.title}, right within a factor of two: about {_about(step)} a step, of which the trainer "
-        f"takes {_about(training)}, and {_about(step * config.steps)} for the {config.steps:,} steps, if every answer "
-        f"has {basis.longest_new_tokens:,} tokens; without scoring, evaluations and checkpoints."
+        f"a guess from {device.title}; on an H200, guesses were within a factor of two. About {_about(step)} a step, "
+        f"of which the trainer takes {_about(training)}, and {steps}, if every answer has "
+        f"{basis.longest_new_tokens:,} tokens; without scoring, evaluations and checkpoints."
     )
 
 

@@ -331,7 +331,6 @@ _PARENT = """
 import sys, time
 from pathlib import Path
 from fourfold.host.process import Command, Supervisor
-from fourfold.host.process_tree import descendants
 supervisor = Supervisor(Path(sys.argv[1]))
 supervisor.start(Command(name="child", argv=tuple(sys.argv[2:])))
 time.sleep(60)

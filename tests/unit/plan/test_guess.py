@@ -116,7 +116,7 @@ def test_the_plan_names_what_it_guesses_from(tmp_path: Path, monkeypatch: pytest
     elsewhere = device_of(config, [])
     assert elsewhere is not None
     text = guess_text(config, sizes, elsewhere, None)
-    assert text.startswith("a guess from the data sheet of H100, as this machine has no GPU, right within a factor")
+    assert text.startswith("a guess from the data sheet of H100, as this machine has no GPU; on an H200, guesses")
     assert "for the 10 steps, if every answer has 512 tokens" in text
     monkeypatch.setattr(module, "cpu_flops", lambda: 1e11)
     here = device_of(configuration.load(ROOT / "recipes/quickstart.toml"), [])

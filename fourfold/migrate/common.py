@@ -146,14 +146,9 @@ def steps(
         known = f"at most {limit:,} are used" if limit else f"{ASSUMED_ROWS:,} are assumed"
         draft.check(
             f"steps = {count}: the configuration does not have the number of rows of the data; {known}. Import again "
-            f"with --rows N, or correct steps" + (", and warmup_steps with it" if _has_warmup_share(draft) else "")
+            f"with --rows N, or correct steps, and warmup_steps where it is not 0"
         )
     return count
-
-
-def _has_warmup_share(draft: Draft) -> bool:
-    """Return whether a flag gives the warm-up as a share of the steps; 1 and more is a number of steps."""
-    return any(0 < (draft.flags[name] or 0) < 1 for name in draft.flags.table if "warmup" in name)
 
 
 def _count_rows(draft: Draft) -> int:

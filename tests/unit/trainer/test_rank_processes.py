@@ -62,9 +62,9 @@ def test_a_critic_is_in_the_ranks_of_the_policy_or_on_gpus_after_them() -> None:
 
 
 def test_nccl_has_the_network_of_the_service_also_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NCCL_VARIABLE, "eth1")  # as the service sets it
+    monkeypatch.setenv(NCCL_VARIABLE, "=eth1")  # as the service sets it
     found = rank_environment(recipe(), place_ranks(recipe(), critic=False)[0])
-    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("eth1", "lo")
+    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=eth1", "lo")
 
 
 def test_an_address_of_no_interface_advises_to_name_one() -> None:

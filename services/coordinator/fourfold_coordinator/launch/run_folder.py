@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
+from pydantic import ValidationError
+
 from fourfold import config as configuration
 from fourfold import hub
 from fourfold.config import Config
@@ -64,7 +66,9 @@ def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[
         candidate = name if number == 1 else f"{name}-{number}"
         try:
             named = Config.model_validate({**tables, "name": candidate})
-        except ValueError:
+        except ValidationError as error:
+            if any(each["loc"] != ("name",) for each in error.errors()):
+                raise
             raise ConfigError(f"name = {candidate!r}: 1 to 64 characters of A-Z a-z 0-9 _ -; choose another") from None
         try:
             (root / candidate).mkdir(parents=True)

@@ -46,7 +46,7 @@ class MasterWeights:
 def find_master_weights(optimizer: Any, model: Any, *, stage: int, rank: int) -> MasterWeights:
     """Return the masters of this rank, from private fields of DeepSpeed's optimizers.
 
-    `optimizer` and `model` are those of DeepSpeed's engine; at stage 0 in float32 that is the torch optimizer itself.
+    `optimizer` and `model` are those of DeepSpeed's engine; at stage 0 that is the torch optimizer itself.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     find = (_whole_parameters, _group_parts, _group_parts, _parameter_partitions)[stage]

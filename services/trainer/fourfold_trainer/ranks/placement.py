@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-from fourfold.host.network import NCCL_VARIABLE, interface_of, nccl_interface
+from fourfold.host.network import NCCL_VARIABLE, interface_of
 
 INTERFACE_VARIABLE: Final = "FOURFOLD_RANK_INTERFACE"
 """Environment variable with the network interface of collectives; unset: loopback."""
@@ -55,7 +55,7 @@ def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
 
     Collectives use loopback, unless the ranks are on several machines.
     """
-    interface = os.environ.get(INTERFACE_VARIABLE, "lo")
+    interface = os.environ.get(INTERFACE_VARIABLE) or "lo"
     return {
         "DS_ACCELERATOR": config.trainer.device,
         "RANK": str(place.rank),
@@ -63,7 +63,7 @@ def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
         "WORLD_SIZE": str(place.rank_count),
         "GLOO_SOCKET_IFNAME": interface,
         # Of the user, or that on which engines of other machines reach the service.
-        NCCL_VARIABLE: nccl_interface("localhost", interface),
+        NCCL_VARIABLE: os.environ.get(NCCL_VARIABLE) or f"={interface}",
         "TOKENIZERS_PARALLELISM": "false",
     }
 

@@ -65,10 +65,10 @@ def compute_before(
     *,
     trains_policy: bool,
 ) -> ModelOutputs:
-    """Return what the advantages need; with old log-probabilities, these cover all sampled tokens.
+    """Return the values of a critic, and old log-probabilities of all sampled tokens if they are needed now.
 
-    Those that only the loss needs are computed afterwards, for those samples alone that have an advantage. A critic's
-    pass and that of the policy run at the same time.
+    They are needed for the advantages, or with a critic for the loss: its pass and that of the policy run at the same
+    time. Otherwise `with_old_logprobs` computes those of the samples that have an advantage.
 
     Args:
         steps: samples of each optimizer step of the first epoch.

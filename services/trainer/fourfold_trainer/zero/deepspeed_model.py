@@ -110,7 +110,7 @@ class DeepSpeedModel:
     def _step(self, learning_rate: float, max_grad_norm: float) -> float:
         for group in self._inner.param_groups:
             group["lr"] = learning_rate
-        if self._is_plain:  # DeepSpeed does not check for overflow here
+        if self._stage == 0:  # DeepSpeed uses the optimizer unwrapped, and does not check for overflow
             self._engine._config.gradient_clipping = max_grad_norm  # private: the setting cannot change otherwise
             gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -190,15 +190,10 @@ class DeepSpeedModel:
         leave()  # the group of all models of this process
 
     @property
-    def _is_plain(self) -> bool:
-        """Return whether DeepSpeed uses the optimizer unwrapped, on the weights: at stage 0, which is float32 alone."""
-        return self._stage == 0
-
-    @property
     def _inner(self) -> Any:
-        """Return the torch optimizer inside DeepSpeed's wrapper."""
+        """Return the torch optimizer inside DeepSpeed's wrapper; stage 0, which is float32 alone, has no wrapper."""
         wrapper = self._engine.optimizer
-        return wrapper if self._is_plain else wrapper.optimizer
+        return wrapper.optimizer if self._stage else wrapper
 
     def _state(self, index: int) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint keeps of one master, by kind."""

@@ -92,6 +92,15 @@ def format_score(score: float, half_width: float | None, scored: int, missing: i
     return f"{score:.2f}{spread} ({format_answers(scored, missing)})"
 
 
+def format_short_score(score: float, scored: int, missing: int, *notes: str) -> str:
+    """Return a held-out score with notes in parentheses; the number of its answers if some have no score.
+
+    Example: "1.00 (step 0; 1 of 240 answers; 239 without a score)".
+    """
+    words = [*notes, *([format_answers(scored, missing)] if missing else [])]
+    return f"{score:.2f}" + (f" ({'; '.join(words)})" if words else "")
+
+
 def format_answers(scored: int, missing: int) -> str:
     """Return the number of answers with a score and, if there are any, of those without one, as text.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -164,16 +163,17 @@ def test_a_run_in_use_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch, lo
 
 
 def test_no_run_is_started_in_a_folder_that_is_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deleted, rmtree = list[Path](), shutil.rmtree
+    taken, rename = list[Path](), Path.rename
 
-    def delete(path: Path) -> None:
+    def take(path: Path, target: Path) -> Path:
         assert is_locked(path / RUN_LOCK)
-        deleted.append(path)
-        rmtree(path)
+        taken.append(path)
+        return rename(path, target)
 
-    monkeypatch.setattr(shutil, "rmtree", delete)
+    monkeypatch.setattr(Path, "rename", take)
     assert call("delete", "runs/old", "runs/old", "runs/new", "--yes") == 0
-    assert deleted == [Path("runs/old"), Path("runs/new")]
+    assert taken == [Path("runs/old"), Path("runs/new")]
+    assert not any(path.name.endswith(".deleted") for path in root.iterdir())
 
 
 def test_the_deletion_of_a_part_is_no_change_of_a_run(root: Path) -> None:

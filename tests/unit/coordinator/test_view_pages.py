@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -206,6 +207,18 @@ def test_a_held_out_score_names_the_answers_without_a_score(folders: list[Path],
         whole = client.get("/run/two").text
         assert "0.5 &plusmn; 0.1 <small>(8 answers)</small>" in whole and "without a score" not in whole
         assert "one: step 0: 239 of 240" in client.get("/compare?run=one&run=two").text
+
+
+def test_a_copy_says_where_its_run_is_continued(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    copy = tmp_path / "home/fourfold/view/remote/0123/one"
+    shutil.copytree(folders[0], copy)
+    (copy / "report.json").unlink()
+    with TestClient(make_app(RunFolders([copy], cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        shown = client.get("/run/one").text
+    assert "This is a copy, which ends after step 3 of 9." in shown and "fourfold run --resume runs/one<" in shown
 
 
 def test_every_page_of_an_interrupted_run_says_how_to_continue(folders: list[Path], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from fourfold_coordinator.launch.run_folder import (
     locked,
     write_stop_reason,
 )
-from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.state.ledger import Ledger, Progress
 
 CONFIG: Any = configuration.load("recipes/quickstart.toml", ["steps=30"])
 
@@ -67,7 +67,12 @@ def test_a_run_that_a_signal_stopped_names_the_signal(tmp_path: Path) -> None:
     ("phase", "steps", "code", "output"),
     [
         (pb.RUN_PHASE_STOPPED, 0, 1, r"^\S+ does not run: it stopped after step 0.*run --resume \S+"),
-        (pb.RUN_PHASE_FAILED, 0, 1, r"^rollout-0 died\n.*run --resume \S+"),
+        (
+            pb.RUN_PHASE_FAILED,
+            0,
+            1,
+            r"^rollout-0 died\nNo step was done\. Its logs are in \S+/logs, or in \S+\.failed/logs",
+        ),
         (pb.RUN_PHASE_FAILED, 10, 1, r"^rollout-0 died\n.*run --resume \S+"),  # the report of 10 steps, before 30
         (pb.RUN_PHASE_DONE, 30, 0, r"^\nquickstart is done: 30 steps"),
         (pb.RUN_PHASE_DONE, 0, 0, r"^$"),  # its report is on another machine
@@ -81,6 +86,7 @@ def test_a_watcher_sees_how_a_run_ends(
         dashboard.update(pb.RunStatus(phase=phase, failure="rollout-0 died" * (phase == pb.RUN_PHASE_FAILED)))
 
     monkeypatch.setattr(watch, "_show", show)
+    monkeypatch.setattr(watch, "last_progress", lambda _folder: Progress(steps, None))
     (tmp_path / "config.toml").write_text(configuration.dump(CONFIG))
     (tmp_path / "coordinator.address").write_text("127.0.0.1:1")
     report = {"name": "quickstart", "steps": steps, "seconds": 9.0, "seed": 1, "peak_memory_bytes": 1e9}

@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="a rollout service that runs already")
     parser.add_argument("--ca", type=Path, metavar="FILE", help="ca.pem of that service's deployment")
     parser.add_argument(
-        "--token", default="", help=f"bearer token for its public port, or @FILE; default: that of ${_TOKEN_VARIABLE}"
+        "--token",
+        default="",
+        help=f"bearer token for its public port, or @FILE; with --ca, the default is that of ${_TOKEN_VARIABLE}",
     )
     parser.add_argument("--system", help="system message; default: that of the run, or none")
     parser.add_argument("--temperature", type=float, help="0: greedy decoding; default: that of the run, or 1")

@@ -25,7 +25,7 @@ from fourfold import metrics
 from fourfold.config import Config
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.plan.batch import batch_plan
-from fourfold.text import format_answers, format_duration
+from fourfold.text import format_duration, format_short_score
 
 from ..launch.fleet import COORDINATOR
 from .event_lines import OVER, EventLines, asynchrony_rows, phase_times, recovery_line
@@ -307,10 +307,7 @@ def panel_rows(
 
 
 def _score(record: pb.EvalRecord | pb.EvalSetRecord, *notes: str) -> str:
-    """Return a score with notes in parentheses; if answers have no score, their number is one."""
-    if record.missing_count:
-        notes += (format_answers(record.answer_count, record.missing_count),)
-    return f"{record.mean_score:.2f}" + (f" ({'; '.join(notes)})" if notes else "")
+    return format_short_score(record.mean_score, record.answer_count, record.missing_count, *notes)
 
 
 def _phase_text(status: pb.RunStatus) -> str:

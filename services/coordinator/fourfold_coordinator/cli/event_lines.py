@@ -153,7 +153,7 @@ class EventLines:
         new = []
         found = _records(status, self._printed)
         for key, line in sorted(found, key=lambda item: (item[0][1], _KIND_ORDER.index(item[0][0]))):
-            if key not in self._printed and (key[0] != "eval" or key[1] <= last):
+            if key[0] != "eval" or key[1] <= last:
                 self._printed.add(key)
                 new.append(line)
         return new

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold.errors import ConfigError
-from fourfold.text import align_columns, format_answers, format_bytes, format_duration
+from fourfold.text import align_columns, format_bytes, format_duration, format_short_score
 
 from ..launch.run_folder import (
     CONFIG_FILE,
@@ -43,6 +43,7 @@ from ..launch.run_folder import (
 from ..state.ledger import EvalRow, read_evals, read_progress
 
 _ROOT: Final = Path("runs")
+_DELETED_SUFFIX: Final = ".deleted"  # of a folder whose deletion was interrupted
 _DAY_SECONDS: Final = 86_400
 _USED: Final = ("running", "evaluating")  # states in which the folder may not be deleted
 # Folders of a run by the part that `--only` names.
@@ -156,10 +157,9 @@ def _list(root: Path) -> int:
 
 
 def _score(row: EvalRow, step: int) -> str:
-    """Return a held-out score, with its step if later ones are done, and with its answers if some have no score."""
-    words = [f"step {row.step}"] if row.step != step else []
-    words += [format_answers(row.answer_count, row.missing_count)] if row.missing_count else []
-    return f"{row.score:.2f}" + (f" ({'; '.join(words)})" if words else "")
+    """Return a held-out score, with its step if later ones are done."""
+    notes = [f"step {row.step}"] if row.step != step else []
+    return format_short_score(row.score, row.answer_count, row.missing_count, *notes)
 
 
 def _chosen(args: argparse.Namespace) -> list[Run]:
@@ -204,10 +204,16 @@ def _delete(runs: Sequence[Run], only: Sequence[str], *, ask: bool) -> int:
         return 1
     _check_unused([read_run(_checked(run.folder)) for run in runs])  # time has passed since the question
     for run in runs:
+        gone = run.folder.with_name(run.folder.name + _DELETED_SUFFIX)
+        shutil.rmtree(gone, ignore_errors=True)
         with locked(run.folder / RUN_LOCK, "`fourfold runs delete`"):
-            for path in targets:
+            if not only:
+                run.folder.rename(gone)
+            for path in targets if only else ():
                 if path.is_relative_to(run.folder):
                     shutil.rmtree(path)
+        if not only:
+            shutil.rmtree(gone)  # not under the lock: NFS keeps an open file, and the folder with it
     _unlink_latest(run.folder.parent for run in runs)
     print(f"deleted {total}")
     return 0

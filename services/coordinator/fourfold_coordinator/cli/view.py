@@ -74,8 +74,8 @@ def main(args: argparse.Namespace) -> int:
     import uvicorn
 
     from ..view.app import make_app
-    from ..view.reader import RunFolders, cache_folder
-    from ..view.remote import COPY_GIB, REMOTE, CopyRoom, open_remote
+    from ..view.reader import REMOTE, RunFolders, cache_folder
+    from ..view.remote import COPY_GIB, CopyRoom, open_remote
 
     room = CopyRoom(cache_folder() / REMOTE, args.copy_limit or COPY_GIB)
     run_token = _read_token(args.run_token_file, "--run-token-file") if args.run_token_file else ""

@@ -19,6 +19,7 @@ from fourfold.security.access import COORDINATOR, VIEWER, Security
 from ..launch.run_folder import (
     CONFIG_FILE,
     COORDINATOR_LOCK,
+    FAILED_SUFFIX,
     find_run,
     is_finished,
     is_locked,
@@ -62,6 +63,10 @@ def _print_end(run_dir: Path, config: Config, status: pb.RunStatus) -> int:
         return 0
     if status.phase == pb.RUN_PHASE_DONE:  # its report is not in this folder
         return 0
+    if status.phase == pb.RUN_PHASE_FAILED and not last_progress(run_dir).step:
+        where = f"{run_dir}/logs, or in {run_dir}{FAILED_SUFFIX}/logs if `fourfold run` started it"
+        print(f"{status.failure}\nNo step was done. Its logs are in {where}; correct the cause, and start it again.")
+        return 1
     failure = [status.failure] if status.phase == pb.RUN_PHASE_FAILED else []
     print("\n".join([*failure, *stopped_lines(run_dir, config)]))
     return 1

@@ -191,7 +191,7 @@ def read_address(run_dir: Path) -> str:
 
 
 def write_stop_reason(run_dir: Path, reason: str) -> None:
-    """Store what stopped a run, for its coordinator and for `fourfold watch`; an empty reason forgets it."""
+    """Store what stopped a run, for its coordinator and for what describes its stop; an empty reason forgets it."""
     with suppress(OSError):
         if reason:
             (run_dir / STOP_FILE).write_text(reason, encoding="utf-8")

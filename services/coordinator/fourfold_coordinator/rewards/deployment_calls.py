@@ -23,6 +23,8 @@ import asyncio
 import hashlib
 import math
 import os
+import re
+import shlex
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -364,9 +366,10 @@ def restart_advice(table: RewardConfig, run: str, member: Member) -> str:
     launched = PARENT_PID_VARIABLE in os.environ and table.replicas and not member.permanent
     if not launched or not (":" in table.function or table.command):
         return ""
+    pattern = shlex.quote(f"/{re.escape(run)}/config.toml --member-id {member.member_id} ")
     return (
-        f"; correct `{table.title}`, then end its service, which the launcher starts again with the new code, on its "
-        f"machine: pkill -f '[ /]{run}/config.toml --member-id {member.member_id} '"
+        f"samples without a score: correct `{table.title}`, then end its service, which the launcher starts again with "
+        f"the new code, on its machine: pkill -f {pattern}"
     )
 
 

@@ -155,7 +155,9 @@ class Replica:
         self.pure = False  # of a reward service: an equal sample has an equal score
         self.inspected_at = 0.0  # time of the last GetInfo, on the monotonic clock
         self.scorer = ""  # of a reward service, as name@version
-        self.advice = ""  # for users who watch the run, what to do about `failure_text`
+        self.advice = (
+            ""  # for users who watch the run: how to correct a scorer that scored no sample; until a call succeeds
+        )
         self._version = -1
 
     @property
@@ -187,6 +189,11 @@ class Replica:
     def title(self) -> str:
         """Return the name for users, with that of its scorer if it has one."""
         return f"{self.member.member_id} ({self.scorer})" if self.scorer else self.member.member_id
+
+    @property
+    def condition_text(self) -> str:
+        """Return what users who watch the run read while the breaker is open."""
+        return "; ".join(filter(None, (self.failure_text, self.advice)))
 
     @property
     def failure_text(self) -> str:

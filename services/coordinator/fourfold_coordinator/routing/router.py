@@ -344,7 +344,7 @@ class Router:
         else:
             breaker.record_failure(error, now)
         if breaker.open and not replica.gone:
-            self.faults.show(replica.member.member_id, replica.title, replica.failure_text + replica.advice)
+            self.faults.show(replica.member.member_id, replica.title, replica.condition_text)
 
     def record_success(self, replica: Replica) -> None:
         """Forget a replica's earlier failures, and stop showing them."""

@@ -28,6 +28,7 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.disk import append_lines, free_gib, is_full
 from fourfold.host.program import resume_command
 
+from ..routing.cancellation import completed
 from .run_board import RunBoard
 
 log = logging.getLogger("fourfold.coordinator")
@@ -75,15 +76,7 @@ class DiskWriter:
         """
 
         async def attempt() -> T:
-            thread = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
-            try:
-                return await asyncio.shield(thread)
-            except asyncio.CancelledError:
-                while not thread.done():
-                    with contextlib.suppress(asyncio.CancelledError):  # the first one is raised below
-                        await asyncio.wait([thread])
-                thread.exception()  # asyncio logs an exception that no code retrieves
-                raise
+            return await completed(asyncio.to_thread(work, *args, **kwargs))
 
         return await self._until_room(attempt)
 

@@ -358,10 +358,13 @@ class GroupProducer:
         if not batch.groups:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(batch.dropped.items()))
             faults, tables = context.router.faults, [scorer.table for scorer in context.scorers.scorers]
-            prefixes = ("", *map(drop_prefix, tables))
-            kinds = {reason.removeprefix(prefix) for reason in batch.dropped for prefix in prefixes}
-            failed = {name.rpartition("-")[0] for name in faults.members(kinds)}
-            scorers = [table.title for table in tables if table.member_prefix in failed]
+            kinds, scorers = {*batch.dropped}, list[str]()
+            for table in tables:
+                prefix = drop_prefix(table) if len(tables) > 1 else ""
+                own = {reason.removeprefix(prefix) for reason in batch.dropped if reason.startswith(prefix)}
+                kinds |= own
+                if table.member_prefix in {name.rpartition("-")[0] for name in faults.members(own)}:
+                    scorers.append(table.title)
             repair = f"; correct {', '.join(f'`{title}`' for title in scorers)}" if scorers else ""
             raise WrongState(
                 f"step {step}: no group is left to train on; dropped samples: {reasons}; "

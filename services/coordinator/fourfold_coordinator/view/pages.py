@@ -19,7 +19,7 @@ from ..launch.stopped_run import describe_stop, log_of
 from ..state.eval_results import SetResult
 from ..state.ledger import EvalRow, Progress
 from .charts import PHASES, Line, gantt, kind_of, line_chart
-from .reader import RunFolders, RunReader
+from .reader import REMOTE, RunFolders, RunReader, cache_folder
 from .templates import is_number, render
 
 # Charts that a run shows unless the user chooses others.
@@ -121,6 +121,9 @@ def notice_of(reader: RunReader) -> Notice | None:
                 f"The coordinator does not answer. The copy ends {where} If the run has stopped, continue it on the "
                 f"machine of its coordinator:"
             )
+        return Notice(text=text, command=f"fourfold run --resume runs/{reader.folder.name}", is_bad=True)
+    if reader.folder.resolve().is_relative_to((cache_folder() / REMOTE).resolve()):
+        text = f"This is a copy, which ends {where} If the run has stopped, continue it on its coordinator's machine:"
         return Notice(text=text, command=f"fourfold run --resume runs/{reader.folder.name}", is_bad=True)
     stop = describe_stop(reader.folder, progress)
     return Notice(

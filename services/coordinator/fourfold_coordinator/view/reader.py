@@ -196,13 +196,17 @@ class LocalCoordinator:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._fault = folder, ""
+        self._finished: tuple[tuple[float, float], bool] = ((0.0, 0.0), False)  # by the times of the files it is from
 
     def state(self) -> str:
-        """Return the state: the coordinator writes its address when it starts, and the report at the end.
+        """Return the state: finished with a report of all steps, running if the coordinator's address answers.
 
         The coordinator of a shared folder may be on another machine, and not be reachable from here.
         """
-        if is_finished(self._folder):
+        times = _time_of(self._folder / REPORT_FILE), _time_of(self._folder / CONFIG_FILE)
+        if times != self._finished[0]:  # to parse both files takes 4 ms
+            self._finished = times, is_finished(self._folder)
+        if self._finished[1]:
             return "finished"
         try:  # not by its lock file: a coordinator that starts at that moment would find it locked
             target = split_target(read_address(self._folder))
@@ -516,6 +520,10 @@ def _is_kept(index: TrajectoryIndex, samples: Path) -> bool:
         return not index.pending_bytes() or index.path.stat().st_mtime >= samples.stat().st_mtime - _RECORDER_SECONDS
     except (OSError, sqlite3.Error):
         return False
+
+
+REMOTE: Final = "remote"
+"""Folder in `cache_folder` that has the copies of runs on other machines."""
 
 
 def cache_folder() -> Path:

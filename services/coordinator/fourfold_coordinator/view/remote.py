@@ -28,7 +28,7 @@ from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, PeerFaul
 
 from ..launch.copied_files import FILES
 from ..launch.run_folder import is_finished
-from .reader import FolderReader, cache_folder
+from .reader import REMOTE, FolderReader, cache_folder
 
 T = TypeVar("T")
 
@@ -39,7 +39,6 @@ _MOST_BYTES: Final = {
     files_pb.RUN_FILE_REPORT: 1 << 28,
     files_pb.RUN_FILE_TOKENIZER: 1 << 28,
 }
-REMOTE: Final = "remote"
 """Folder of the copies, in the cache."""
 COPY_GIB: Final = 32.0
 """Default of `--copy-limit`: some twenty runs of 100,000 trajectories of 1,024 tokens."""

@@ -33,10 +33,11 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, InvalidInput, NotFound, Unavailable, WrongState
 from fourfold.host.clock import utc_text
 
-from ..routing.cancellation import CancelScopes, completed
+from ..routing.cancellation import CancelScopes
 from ..routing.registry import Registry
 from ..routing.replica import NOT_INSPECTED
 from ..routing.router import Router
+from ..state.completion import completed
 
 T = TypeVar("T")
 

@@ -1,14 +1,10 @@
-"""Ends many awaits together, and completes work that a cancellation would stop half-way.
-
-An await that is ended costs a timeout that never expires; a task for it would cost three times as much.
-"""
+"""Ends many awaits together. One costs a timeout that never expires; a task for it would cost three times as much."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -41,17 +37,3 @@ class CancelScopes:
         for scope in self._open:
             if not scope.expired():  # by an earlier call, whose cancellation the await still handles
                 scope.reschedule(0.0)
-
-
-async def completed(work: Coroutine[Any, Any, T]) -> T:
-    """Await work that a cancellation does not stop half-way: it is passed on when the work has ended."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with suppress(asyncio.CancelledError):  # the first one is raised below
-                await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # asyncio logs an exception that no code retrieves
-        raise

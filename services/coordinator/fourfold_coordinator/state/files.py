@@ -28,7 +28,7 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.disk import append_lines, free_gib, is_full
 from fourfold.host.program import resume_command
 
-from ..routing.cancellation import completed
+from .completion import completed
 from .run_board import RunBoard
 
 log = logging.getLogger("fourfold.coordinator")

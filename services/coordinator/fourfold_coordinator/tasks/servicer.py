@@ -31,7 +31,7 @@ from fourfold.security import principal
 from fourfold.security.principal import LOCAL
 
 from ..data.prompts import own_prompt
-from ..routing.cancellation import completed
+from ..state.completion import completed
 from ..state.experiences import ExperienceStore
 from ..state.faults import FaultLog
 from ..state.samples import Trajectory, shortest

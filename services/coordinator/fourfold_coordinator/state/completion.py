@@ -1,0 +1,24 @@
+"""Completes work that a cancellation would stop half-way, such as a change of which the ledger alone would know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def completed(work: Coroutine[Any, Any, T]) -> T:
+    """Await work that a cancellation does not stop half-way: it is passed on when the work has ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # the first one is raised below
+                await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # asyncio logs an exception that no code retrieves
+        raise

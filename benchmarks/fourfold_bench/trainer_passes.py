@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,16 @@ def samples_of(rows: Sequence[Int32Array], vocabulary: int) -> list[Sample]:
     return samples
 
 
-def recipe(settings: PassSettings, model: Path, sample_count: int, **tables: dict[str, Any]) -> Config:
-    """Return the recipe of a run; `tables` has its keys besides those of `settings`."""
+def recipe(
+    settings: PassSettings,
+    model: Path,
+    sample_count: int,
+    *,
+    batch: Mapping[str, Any] = MappingProxyType({}),
+    algorithm: Mapping[str, Any] = MappingProxyType({}),
+    trainer: Mapping[str, Any] = MappingProxyType({}),
+) -> Config:
+    """Return the recipe of a run; the tables have keys besides those of `settings`."""
     return Config.model_validate(
         {
             "name": "passes",
@@ -91,14 +100,14 @@ def recipe(settings: PassSettings, model: Path, sample_count: int, **tables: dic
                 "prompts_per_step": -(-sample_count // 8),
                 "group_size": 8,
                 "tokens_per_micro_batch": settings.micro_batch,
-                **tables.get("batch", {}),
+                **batch,
             },
-            "algorithm": tables.get("algorithm", {}),
+            "algorithm": dict(algorithm),
             "trainer": {
                 "device": settings.device,
                 "ranks": settings.ranks,
                 "liger_kernels": settings.liger,
-                **tables.get("trainer", {}),
+                **trainer,
             },
         }
     )

@@ -83,8 +83,14 @@ KL = "algorithm = {kl = {coef = 0.01}}\n"
             },
         ),
         (["node1"], f'{KL}[[reward]]\ntarget = "10.0.0.9:1"\n', {"reference-0": ("reference", "")}),
+        (
+            ["node1"],
+            'agents = {source = "tasks"}\ngateway = {replicas = 0}\n'
+            f'environment = {{replicas = 1, kind = "python", source = "e.py:E"}}\n{REWARD}',
+            {"gateway-0": ("gateway", ""), "environment-0": ("environment", "")},  # agents give their own rewards
+        ),
     ],
-    ids=["one node", "two nodes", "a scorer elsewhere"],
+    ids=["one node", "two nodes", "a scorer elsewhere", "agents"],
 )
 def test_a_slurm_job_starts_what_the_recipe_asks_for(
     nodes: list[str], more: str, besides: dict[str, tuple[str, str]], tmp_path: Path

@@ -14,7 +14,10 @@ initContainers:
       - -ec
       - |
         cd /secret
-        cp -L ca.pem{{ range .roles }} {{ . }}-0.pem{{ end }} /certs/
+        for file in ca.pem{{ range .roles }} {{ . }}-0.pem{{ end }}; do
+          [ -e $file ] || { echo "the secret has no $file; make it with: fourfold certs add certs ${file%.pem}" >&2; exit 1; }
+          cp -L $file /certs/
+        done
         for file in revoked.txt tokens.txt; do if [ -e $file ]; then cp -L $file /certs/; fi; done
         chmod 600 /certs/*
     securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}

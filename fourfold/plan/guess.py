@@ -11,6 +11,7 @@ The shares of a CPU are from one measured run, and other GPUs have those of the 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def device_of(config: Config, gpus: Sequence[Gpu]) -> Device | None:
     if config.trainer.device == "cpu":
         flops = cpu_flops()
         return Device(
-            title="this machine's CPU, by a product of matrices",
+            title="this machine's CPU, by a product of matrices" + _load_note(),
             train_flops=0.6 * flops,
             update_seconds=1.0,
             engine_flops=0.5 * flops,
@@ -75,6 +76,12 @@ def device_of(config: Config, gpus: Sequence[Gpu]) -> Device | None:
         step_seconds=1.5e-3,
         sample_seconds=5e-6,
     )
+
+
+def _load_note() -> str:
+    """Return a warning if other work takes more than a quarter of this machine."""
+    load = os.getloadavg()[0]
+    return f" beside other work (load {load:.1f}: it is faster alone)" if load > (os.cpu_count() or 1) / 4 else ""
 
 
 @functools.cache

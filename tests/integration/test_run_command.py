@@ -71,7 +71,7 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
 
     again = stage.start("--resume", "runs/toy")
     output, _ = again.communicate(timeout=20)
-    assert again.returncode == 0 and "runs/toy is finished already." in output
+    assert again.returncode == 0 and "runs/toy is finished already, with 6 steps." in output
     longer = stage.start("--resume", "runs/latest", "--set", "steps=7")
     output, errors = longer.communicate(timeout=40)
     assert longer.returncode == 0 and "toy is done: 7 steps" in output, errors

@@ -233,7 +233,8 @@ def test_every_page_of_an_interrupted_run_says_how_to_continue(folders: list[Pat
             assert not [text for text in texts if text not in shown], f"{page}: {shown}"
 
     with TestClient(make_app(RunFolders([stopped, failed], cache=tmp_path / "cache")), base_url=LOCAL) as client:
-        says(client, "one", "stopped after step 3 of 9. It has no checkpoint", f"{program()} run --resume {stopped}<")
+        says(client, "one", "stopped after step 3 of 9. The run has no checkpoint")
+        says(client, "one", f"{program()} run --resume {stopped}<")
         says(client, "one", f"{stopped}/logs/coordinator-0.log")
         says(client, "two.failed", 'class="state failed"', "failed before its first step", "coordinator-0.log")
         ledger = Ledger(stopped / "ledger.sqlite")

@@ -100,7 +100,7 @@ def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
     folder = tmp_path / "a run"
     first, second, third, _ = stopped_lines(folder, CONFIG)
     assert first.endswith("it stopped after step 0 of 30.")
-    assert (second, third) == ("It has no checkpoint. To start it again:", f"  {resume_command(folder)}")
+    assert (second, third) == ("The run has no checkpoint. To start it again:", f"  {resume_command(folder)}")
     assert resume_command(folder).endswith(f" run --resume '{folder}'")
 
 

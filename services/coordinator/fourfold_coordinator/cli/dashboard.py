@@ -174,6 +174,8 @@ class Dashboard:
 
     def _panel(self) -> RenderableType:
         seconds = time.monotonic() - self._began
+        if self._status.HasField("start_time"):  # `fourfold watch` begins later than the run
+            seconds = max(seconds, time.time() - self._status.start_time.ToNanoseconds() / 1e9)
         footer = f"{format_duration(seconds)} elapsed"
         if self._schedule is not None and (left := self._schedule.time_left(self._status)) is not None:
             footer += f", about {format_duration(left)} left"

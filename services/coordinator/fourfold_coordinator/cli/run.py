@@ -109,7 +109,8 @@ def main(args: argparse.Namespace) -> int:
             run_dir, config = make_run_dir(config, args.name or config.name)
         with locked(run_dir / RUN_LOCK, "`fourfold run`"):
             if args.resume is not None and is_finished(run_dir, config):
-                print(f"{run_dir} is finished already. To train further, add --set steps=N with a larger N.")
+                more = f"To train further, add --set steps=N with an N above {config.steps}."
+                print(f"{run_dir} is finished already, with {config.steps} steps. {more}")
                 return _print_report(run_dir)
             if args.resume is not None and args.set:
                 replace_file(run_dir / CONFIG_FILE, [configuration.dump(config)])
@@ -348,7 +349,10 @@ def _resumed_config(run_dir: Path, args: argparse.Namespace) -> Config:
         raise ConfigError("--name and --resume exclude each other: a resumed run keeps its name")
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run (no config.toml); give one of runs/")
-    return configuration.load(run_dir / CONFIG_FILE, args.set)
+    config = configuration.load(run_dir / CONFIG_FILE, args.set)
+    if config.steps < (done := last_progress(run_dir).step):
+        raise ConfigError(f"steps = {config.steps}: {run_dir} has done {done} steps; give --set steps={done} or more")
+    return config
 
 
 def _print_report(run_dir: Path) -> int:

@@ -112,7 +112,7 @@ def find_run(path: Path) -> Path:
         exists = path.exists()
     except OSError as error:  # such as a name that is too long
         raise ConfigError(
-            f"{clean(str(path), 80)}: cannot be read ({error.strerror}); give a folder of runs/ or of a model"
+            f"{clean(str(path), 80)}: cannot be read ({error.strerror}); give the name of a folder"
         ) from None
     if not exists and ":" not in str(path):  # not hf:OWNER/NAME
         runs = {

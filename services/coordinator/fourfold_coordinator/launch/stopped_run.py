@@ -34,10 +34,11 @@ def describe_stop(run_dir: Path, progress: Progress) -> StoppedRun:
     """Return what the folder of a run says of its stop."""
     reason = read_stop_reason(run_dir)
     if progress.checkpoint_step is None:
-        resumption = "It has no checkpoint. To start it again"
+        done = f" of its {_steps(progress.step)}" if progress.step else ""
+        resumption = f"The run has no checkpoint{done}. To start it again"
     else:
         lost = max(progress.step - progress.checkpoint_step, 0)
-        repeated = f", and repeats {lost} step{'s' if lost > 1 else ''}" if lost else ""
+        repeated = f", and repeats {_steps(lost)}" if lost else ""
         resumption = f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}"
     return StoppedRun(
         how=f"was stopped by {reason}" if reason else "stopped",
@@ -45,6 +46,10 @@ def describe_stop(run_dir: Path, progress: Progress) -> StoppedRun:
         command=resume_command(run_dir),
         log="" if reason else log_of(run_dir),
     )
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
 
 
 def log_of(run_dir: Path) -> str:

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import grpc
 
-from fourfold.cli.numbers import positive
 from fourfold.config import SecurityConfig
 from fourfold.conformance.checks import Finding, Status
 from fourfold.conformance.gateway import CHECKS as GATEWAY_CHECKS
@@ -73,7 +72,7 @@ def _add_common(parser: argparse.ArgumentParser, service: str) -> None:
     optional = "?" if service == "reward" else None
     parser.add_argument("target", nargs=optional, metavar="HOST:PORT", help="address of the service, which is running")
     parser.add_argument(
-        "--timeout", type=positive, default=_SECONDS, metavar="SECONDS", help="limit of a call; default 30"
+        "--timeout", type=float, default=_SECONDS, metavar="SECONDS", help="limit of a call; default 30"
     )
     parser.add_argument(
         "--certs", type=Path, metavar="DIR", help="folder of `fourfold certs`, for a service with TLS; or its ca.pem"
@@ -123,7 +122,7 @@ def _add_reward(parser: argparse.ArgumentParser) -> None:
         "again, and ended with SIGTERM; without it, start the service yourself",
     )
     parser.add_argument(
-        "--ttl", type=positive, default=3.0, metavar="SECONDS", help="time to live of a membership; default 3"
+        "--ttl", type=float, default=3.0, metavar="SECONDS", help="time to live of a membership; default 3"
     )
 
 

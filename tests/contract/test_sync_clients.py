@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,8 +64,11 @@ def server() -> Iterator[Running]:
     running.stop()
 
 
-def loop_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+def loop_threads() -> list[str]:
+    """Return where each loop thread of this process is, so that a failure says what one that remains waits for."""
+    frames = sys._current_frames()
+    alive = [thread.ident or 0 for thread in threading.enumerate() if thread.name == THREAD]
+    return ["".join(traceback.format_stack(frames.get(ident))) for ident in alive]
 
 
 def test_a_sample_is_drawn_whole_or_in_chunks(server: Running) -> None:

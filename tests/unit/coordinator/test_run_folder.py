@@ -47,7 +47,7 @@ def test_a_wrong_name_names_the_nearest_run(
 
 def test_a_name_that_is_no_path_is_an_error() -> None:
     with pytest.raises(
-        ConfigError, match=r"^x{5,76}\S*: cannot be read \(File name too long\); give a folder of runs/"
+        ConfigError, match=r"^x{5,76}\S*: cannot be read \(File name too long\); give the name of a folder"
     ):
         find_run(Path("x" * 300))
 

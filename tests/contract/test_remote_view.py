@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,6 +99,21 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path / "host" / "one")
 
 
+Open = Callable[..., FolderReader]
+
+
+@pytest.fixture
+def open_remote(start: Start, tmp_path: Path) -> Iterator[Open]:
+    """Open remote runs with their copies in `tmp_path`. They are closed before the coordinators of `start`."""
+    with ExitStack() as opened:
+
+        def enter(target: str, **options: Any) -> FolderReader:
+            return opened.enter_context(remote.open_remote(target, **({"room": _room(tmp_path)} | options)))
+
+        yield enter
+    assert not [thread.name for thread in threading.enumerate() if thread.name in ("copy", "fourfold-clients")]
+
+
 def _room(tmp_path: Path, gib: float = remote.COPY_GIB) -> remote.CopyRoom:
     return remote.CopyRoom(tmp_path / "cache", gib)
 
@@ -110,9 +126,11 @@ def _until(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def test_the_pages_of_a_remote_run_equal_those_of_its_machine(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_the_pages_of_a_remote_run_equal_those_of_its_machine(
+    start: Start, open_remote: Open, folder: Path, tmp_path: Path
+) -> None:
     coordinator = start(folder)
-    reader = remote.open_remote(coordinator.target, room=_room(tmp_path))
+    reader = open_remote(coordinator.target)
     local = FolderReader(folder, cache=tmp_path / "local")
     assert (reader.name, reader.state(), reader.steps()) == ("one", "running", local.steps())
     assert reader.recipe() == local.recipe()
@@ -127,9 +145,9 @@ def test_the_pages_of_a_remote_run_equal_those_of_its_machine(start: Start, fold
 
 
 def test_new_lines_arrive_and_a_restart_from_a_checkpoint_replaces_old_ones(
-    start: Start, folder: Path, tmp_path: Path
+    start: Start, open_remote: Open, folder: Path, tmp_path: Path
 ) -> None:
-    reader = remote.open_remote(start(folder).target, room=_room(tmp_path))
+    reader = open_remote(start(folder).target)
     copy = reader.folder / SAMPLES_FILE
     source = folder / SAMPLES_FILE
 
@@ -153,14 +171,16 @@ def test_new_lines_arrive_and_a_restart_from_a_checkpoint_replaces_old_ones(
     assert reader.faults() == []
 
 
-def test_a_coordinator_that_is_gone_leaves_its_copy(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_a_coordinator_that_is_gone_leaves_its_copy(
+    start: Start, open_remote: Open, folder: Path, tmp_path: Path
+) -> None:
     ledger = Ledger(folder / LEDGER_FILE)
     answers = [{"prompt": "p", "completion": "c", "answer": "a", "score": 1.0}]
     row = EvalRow(step=0, score=0.5, half_width=None, answer_count=8, missing_count=0, answers=answers)
     ledger.add_eval(row)
     ledger.close()
     coordinator = start(folder)
-    reader = remote.open_remote(coordinator.target, room=_room(tmp_path))
+    reader = open_remote(coordinator.target)
     assert reader.state() == "running"
     _until(lambda: reader.evaluations() == [row], "evaluations come from the ledger")
     coordinator.stop()
@@ -173,13 +193,15 @@ def test_a_coordinator_that_is_gone_leaves_its_copy(start: Start, folder: Path, 
         assert "no updates are in progress" not in client.get("/run/one/weights").text
     assert reader.steps() and reader.weight_plane() is None and reader.evaluations() == [row]
     with pytest.raises(errors.Unavailable, match=r"coordinator service at .*nothing listens there"):
-        remote.open_remote(coordinator.target, room=_room(tmp_path))
+        open_remote(coordinator.target)
 
 
-def test_two_machines_may_have_runs_with_the_same_name(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_two_machines_may_have_runs_with_the_same_name(
+    start: Start, open_remote: Open, folder: Path, tmp_path: Path
+) -> None:
     coordinators = [start(folder), start(write_run(tmp_path / "other" / "one"))]
     (tmp_path / "other" / "one" / "report.json").unlink()
-    readers = [remote.open_remote(each.target, room=_room(tmp_path)) for each in coordinators]
+    readers = [open_remote(each.target) for each in coordinators]
     second = f"one@{coordinators[1].target}"
     runs = RunFolders(readers)
     assert [reader.name for reader in readers] == ["one", second]
@@ -189,10 +211,12 @@ def test_two_machines_may_have_runs_with_the_same_name(start: Start, folder: Pat
         assert f"<strong>{second}</strong>" in page and "<code>fourfold run --resume runs/one</code>" in page
 
 
-def test_what_a_coordinator_said_last_of_the_run_remains(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_what_a_coordinator_said_last_of_the_run_remains(
+    start: Start, open_remote: Open, folder: Path, tmp_path: Path
+) -> None:
     (folder / "report.json").unlink()
     coordinator = start(folder)
-    reader = remote.open_remote(coordinator.target, room=_room(tmp_path))
+    reader = open_remote(coordinator.target)
     coordinator.board.set_phase(run.RUN_PHASE_STOPPED)
     _until(lambda: reader.state() == "stopped", "the end is seen")
     coordinator.stop()
@@ -200,7 +224,7 @@ def test_what_a_coordinator_said_last_of_the_run_remains(start: Start, folder: P
     assert reader.state() == "stopped"
 
 
-def test_a_token_needs_the_scope_view(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_a_token_needs_the_scope_view(start: Start, open_remote: Open, folder: Path, tmp_path: Path) -> None:
     directory = tmp_path / "certs"
     certs.make(directory, [])
     tokens = directory / "tokens.txt"
@@ -213,12 +237,12 @@ def test_a_token_needs_the_scope_view(start: Start, folder: Path, tmp_path: Path
     authority = tmp_path / "laptop"
     authority.mkdir()
     (authority / "ca.pem").write_bytes((directory / "ca.pem").read_bytes())
-    opened = remote.open_remote(public, certs=str(authority), token=viewer, room=_room(tmp_path))
+    opened = open_remote(public, certs=str(authority), token=viewer)
     assert opened.steps()
-    assert remote.open_remote(internal, certs=str(directory), room=_room(tmp_path)).steps()
+    assert open_remote(internal, certs=str(directory)).steps()
     for token, text in ((agent, "may not call GetRun: its scopes are generate, info, train"), ("x" * 20, "unknown")):
         with pytest.raises((errors.PermissionDenied, errors.Unauthenticated), match=text):
-            remote.open_remote(public, certs=str(authority), token=token, room=_room(tmp_path))
+            open_remote(public, certs=str(authority), token=token)
     for role in ("gateway", "environment", "reward"):  # some of them may call RunService
         asyncio.run(_is_refused(internal, role, directory))
 
@@ -278,14 +302,14 @@ class _Mixed(RunFileServicer):
 
 
 def test_what_a_hostile_coordinator_sends_is_its_named_fault_and_the_rest_is_shown(
-    start: Start, folder: Path, tmp_path: Path
+    start: Start, open_remote: Open, folder: Path, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret.toml"
     secret.write_text("[batch]\nprompts_per_step = 2\n")
     recipe = folder / "config.toml"
     recipe.write_text(f'include = "{secret}"\n' + recipe.read_text())
     coordinator = start(folder, _Mixed(folder, folder / "tokenizer.json"))
-    reader = remote.open_remote(coordinator.target, room=_room(tmp_path))
+    reader = open_remote(coordinator.target)
     sent = f"coordinator service at {coordinator.target}: "
     with TestClient(make_app(RunFolders([reader])), base_url=LOCAL) as client:
         _until(lambda: "9 trajectories" in client.get("/run/one/samples").text, "samples come, too")
@@ -299,11 +323,11 @@ def test_what_a_hostile_coordinator_sends_is_its_named_fault_and_the_rest_is_sho
         assert "a number in the status is not finite" in client.get("/run/one").text
 
 
-def test_an_endless_recipe_is_refused(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_an_endless_recipe_is_refused(start: Start, open_remote: Open, folder: Path, tmp_path: Path) -> None:
     (folder / "config.toml").write_text("# no end\n" * 20_000)
     coordinator = start(folder)
     with pytest.raises(errors.PeerFault, match=rf"{coordinator.target}: .*config.toml has more than 131,072 bytes"):
-        remote.open_remote(coordinator.target, room=_room(tmp_path))
+        open_remote(coordinator.target)
 
 
 def test_a_viewer_that_leaves_while_a_file_is_opened_leaves_no_open_file(
@@ -346,11 +370,13 @@ class _Endless(RunFileServicer):
             offset += 30_000
 
 
-def test_all_copies_together_stay_below_the_limit(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_all_copies_together_stay_below_the_limit(
+    start: Start, open_remote: Open, folder: Path, tmp_path: Path
+) -> None:
     coordinator = start(folder, _Endless(folder, folder / "tokenizer.json"))
     room = _room(tmp_path, 0.001)
     limit = int(0.001 * (1 << 30))
-    reader = remote.open_remote(coordinator.target, room=room)
+    reader = open_remote(coordinator.target, room=room)
     rule = rf"--copy-limit 0.001: timeline.jsonl of the coordinator service at {coordinator.target} would exceed"
 
     def faults() -> str:
@@ -370,9 +396,11 @@ def test_all_copies_together_stay_below_the_limit(start: Start, folder: Path, tm
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", ".."])
-def test_a_hostile_name_of_a_run_leaves_the_cache(start: Start, folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_hostile_name_of_a_run_leaves_the_cache(
+    start: Start, open_remote: Open, folder: Path, tmp_path: Path, name: str
+) -> None:
     coordinator = start(folder)
     coordinator.board.status.name = name
     with pytest.raises(errors.PeerFault, match="is no name of a run"):
-        remote.open_remote(coordinator.target, room=_room(tmp_path))
+        open_remote(coordinator.target)
     assert not (tmp_path / "cache").exists()

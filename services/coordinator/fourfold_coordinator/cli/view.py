@@ -8,13 +8,17 @@ import re
 import secrets
 import shlex
 import socket
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fourfold.errors import ConfigError
 from fourfold.rpc.channel import is_loopback, join_target, split_target
 
 from ..launch.run_folder import find_run
+
+if TYPE_CHECKING:
+    from ..view.reader import RunFolders  # needs packages that `main` checks first
 
 _ROOT: Final = Path("runs")
 _PORT: Final = 8440
@@ -71,23 +75,37 @@ def main(args: argparse.Namespace) -> int:
     if not token and not is_loopback(host):
         token = secrets.token_urlsafe(_TOKEN_BYTES)
     _check_remote(args)
-    import uvicorn
+    with ExitStack() as opened:
+        _serve(args, _open_runs(args, opened), host, port, token)
+    return 0
 
-    from ..view.app import make_app
+
+def _open_runs(args: argparse.Namespace, opened: ExitStack) -> RunFolders:
+    """Return the runs of the command line, those of other machines until `opened` is closed."""
     from ..view.reader import REMOTE, RunFolders, cache_folder
     from ..view.remote import COPY_GIB, CopyRoom, open_remote
 
     room = CopyRoom(cache_folder() / REMOTE, args.copy_limit or COPY_GIB)
-    run_token = _read_token(args.run_token_file, "--run-token-file") if args.run_token_file else ""
+    token = _read_token(args.run_token_file, "--run-token-file") if args.run_token_file else ""
     runs = [
-        open_remote(run, certs=args.certs, token=run_token, room=room) if _is_address(run) else find_run(Path(run))
+        opened.enter_context(open_remote(run, certs=args.certs, token=token, room=room))
+        if _is_address(run)
+        else find_run(Path(run))
         for run in args.runs
     ]
     folders = RunFolders(runs, root=None if runs else _ROOT)
     if not args.runs and not folders.all():
         raise ConfigError(f"{_ROOT}/: no runs are here; start one (fourfold run RECIPE.toml), or give folders of runs")
+    return folders
+
+
+def _serve(args: argparse.Namespace, runs: RunFolders, host: str, port: int, token: str) -> None:
+    import uvicorn
+
+    from ..view.app import make_app
+
     config = uvicorn.Config(
-        make_app(folders, token=token),
+        make_app(runs, token=token),
         log_level="warning",
         server_header=False,
         ssl_certfile=args.tls_cert,
@@ -106,7 +124,6 @@ def main(args: argparse.Namespace) -> int:
         # Flushed: the reader may be a program.
         print(f"runs: {scheme}://{place}/{f'?token={token}' if token else ''}   (Ctrl-C ends)", flush=True)
         uvicorn.Server(config).run(sockets=[listener])
-    return 0
 
 
 def _check_remote(args: argparse.Namespace) -> None:

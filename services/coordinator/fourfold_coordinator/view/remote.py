@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -81,8 +81,11 @@ def _size(path: Path) -> int:
         return 0
 
 
-def open_remote(target: str, *, certs: str = "", token: str = "", room: CopyRoom | None = None) -> FolderReader:
-    """Return a reader of the run of a coordinator.
+@contextlib.contextmanager
+def open_remote(
+    target: str, *, certs: str = "", token: str = "", room: CopyRoom | None = None
+) -> Iterator[FolderReader]:
+    """Yield a reader of the run of a coordinator, and end its calls and the copy afterwards.
 
     Args:
         target: "HOST:PORT" of the coordinator, or of its `view.public_listen` with a token.
@@ -96,17 +99,22 @@ def open_remote(target: str, *, certs: str = "", token: str = "", room: CopyRoom
     """
     room = room or CopyRoom(cache_folder() / REMOTE, COPY_GIB)
     peer = f"coordinator service at {target}"
-    runs = CoordinatorClient(target, certs=certs, token=token, timeout=_RPC_SECONDS)
-    files = RunFileClient(target, certs=certs, token=token, timeout=_FILE_SECONDS)
-    name = runs.get_run().name
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise PeerFault(peer, "BAD_RESPONSE", f"GetRun: {name!r:.80} is no name of a run")
-    place = hashlib.sha256(target.encode()).hexdigest()[:16]
-    coordinator = RemoteCoordinator(runs, files, room.folder / place / name, peer, room)
-    room.count()
-    for file in _AT_START:
-        coordinator.copy(file)
-    return FolderReader(coordinator.folder, cache=room.folder, coordinator=coordinator, address=target)
+    with (
+        CoordinatorClient(target, certs=certs, token=token, timeout=_RPC_SECONDS) as runs,
+        RunFileClient(target, certs=certs, token=token, timeout=_FILE_SECONDS) as files,
+    ):
+        name = runs.get_run().name
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise PeerFault(peer, "BAD_RESPONSE", f"GetRun: {name!r:.80} is no name of a run")
+        place = hashlib.sha256(target.encode()).hexdigest()[:16]
+        coordinator = RemoteCoordinator(runs, files, room.folder / place / name, peer, room)
+        room.count()
+        for file in _AT_START:
+            coordinator.copy(file)
+        try:
+            yield FolderReader(coordinator.folder, cache=room.folder, coordinator=coordinator, address=target)
+        finally:
+            coordinator.close()
 
 
 class RemoteCoordinator:
@@ -120,6 +128,15 @@ class RemoteCoordinator:
         self._asked = 0.0  # for the state, on the monotonic clock
         self._answer = "running"  # the last state that the coordinator gave
         self._follower: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """End the calls and the copy."""
+        self._closed.set()
+        self._files.close()  # ends a call of the follower, which would take up to its timeout
+        self._runs.close()
+        if self._follower is not None:
+            self._follower.join(_RPC_SECONDS)
 
     def state(self) -> str:
         """Return the state, and keep the copy up to date for a while."""
@@ -153,7 +170,7 @@ class RemoteCoordinator:
 
     def _follow(self) -> None:
         """Update the copy as long as pages ask for the state."""
-        while time.monotonic() - self._asked < _IDLE_SECONDS:
+        while not self._closed.is_set() and time.monotonic() - self._asked < _IDLE_SECONDS:
             self._room.count()
             for file, name in FILES.items():
                 try:
@@ -163,7 +180,7 @@ class RemoteCoordinator:
                     break
                 except (FourfoldError, OSError) as error:  # OSError: the disk of this machine
                     self._faults[name] = f"{name} was not copied: {error}"
-            time.sleep(_UPDATE_SECONDS)
+            self._closed.wait(_UPDATE_SECONDS)
 
     def copy(self, file: files_pb.RunFile.ValueType) -> None:
         """Append to the copy of a file what it lacks; raise FourfoldError or OSError.

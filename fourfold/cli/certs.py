@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ def complete(words: Sequence[str]) -> list[str]:
             f"`fourfold certs` has no action {words[0]!r}; did you mean `{near}`? A folder of that name needs the long "
             f"form: `fourfold certs make {words[0]}`"
         )
+    if len(words) > 1 and words[1] in _ACTIONS:
+        swapped = shlex.join([words[1], words[0], *words[2:]])
+        raise ConfigError(f"the action comes before the folder: `fourfold certs {swapped}`")
     return ["make", *words]
 
 

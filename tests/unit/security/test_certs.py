@@ -220,6 +220,12 @@ def test_a_misspelt_action_makes_no_authority(
     assert cli_main.main(["certs", "make", words[0]]) == 0
 
 
+def test_an_action_after_the_folder_is_named_in_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["certs", f"{tmp_path}/a b", "add", "reward-1"]) == 1
+    assert f"comes before the folder: `fourfold certs add '{tmp_path}/a b' reward-1`" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_the_authority_nothing_is_issued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "ca-key.pem").unlink()
     assert cli_main.main(["certs", "renew", str(folder)]) == 1

@@ -109,6 +109,9 @@ CLIENT_OPTIONS: Final[Options] = (
     # services would not reach a restarted coordinator.
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    # By default, channels of a process to one address without TLS share a connection: a new channel to a restarted
+    # service would fail until an older one, whose connection attempt failed, tries again.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.service_config", SERVICE_CONFIG),
 )
 

@@ -30,7 +30,7 @@ from fourfold.trainer.client import AsyncTrainerClient
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from tests.conftest import Serve
-from tests.fakes.servicers import REWARD, Reward, Rollout, Trainer, generated, score_item
+from tests.fakes.servicers import REWARD, Reward, Rollout, Trainer, generated, sample, score_item
 
 RAISED = [
     errors.InvalidInput("x is 1; it must be 2"),
@@ -289,13 +289,26 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
     await first.stop(0)
 
 
+async def test_a_new_channel_reaches_a_service_that_is_back_on_its_port(unused_port: int) -> None:
+    target = f"127.0.0.1:{unused_port}"
+    async with open_channel(target, None) as older:
+        with pytest.raises(errors.Unavailable, match="nothing listens there"):
+            await AsyncTrainerClient(older, peer="trainer-0").train_step(1, [], timeout=5)
+        server = Server(listen=target, security=None)
+        server.add(*Trainer().servicer())
+        await server.start()
+        server.set_ready(True)
+        async with open_channel(target, None) as newer:  # while the older one waits for its next attempt
+            assert await AsyncTrainerClient(newer, peer="trainer-0").train_step(1, [sample("a")], timeout=5)
+        await server.stop(0)
+
+
 async def test_several_acceptors_are_one_server() -> None:
     server = Server(listen="127.0.0.1:0", security=None, acceptors=4)
     server.add(*Reward().servicer())
     target = await server.start()
     server.set_ready(True)
-    options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a connection for each channel
-    channels = [grpc.aio.insecure_channel(target, options=options) for _ in range(16)]
+    channels = [open_channel(target, None) for _ in range(16)]
     calls = [AsyncRewardClient(channel, peer="reward-0").score([score_item("a")], timeout=5) for channel in channels]
     assert len(await asyncio.gather(*calls)) == 16
     for acceptors in (1, 4):

@@ -29,7 +29,7 @@ from fourfold.host.process import raise_file_limit
 from fourfold.host.process_tree import die_with_parent
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rpc.channel import CLIENT_OPTIONS, SERVER_OPTIONS
+from fourfold.rpc.channel import SERVER_OPTIONS, open_channel
 from fourfold.rpc.codec import pack_floats
 from fourfold.service.membership import Membership
 
@@ -271,9 +271,7 @@ async def _serve(plan: DriverPlan) -> None:
     targets = [await engine.start() for engine in engines]
     print(f"READY {targets[0]}", flush=True)
     address = await asyncio.to_thread(wait_for_address, Path(plan.address_file))
-    # A connection for each engine, as of services on their own.
-    options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-    channels = [grpc.aio.insecure_channel(address, options=options) for _ in engines]
+    channels = [open_channel(address, None) for _ in engines]
     members = [
         Membership(
             MembershipClient(channel, peer="coordinator"),

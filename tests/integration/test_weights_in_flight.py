@@ -19,7 +19,7 @@ from fourfold.rollout.client import AsyncRolloutClient, Completion, RolloutContr
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
-from tests.support.rollout_process import Publisher, Service, plain, request, start, until_running, until_sampled
+from tests.support.rollout_process import Publisher, Service, plain, request, start, until_sampled
 from tests.support.tiny_models import VOCABULARY_SIZE
 from tests.support.versioned_weights import forward
 
@@ -218,7 +218,7 @@ async def test_new_samples_of_a_cached_prompt_read_nothing_old(
     prompt, first = prompt_of(4), engine.publisher.version
     model = await engine.publisher.open(tiny_model("qwen2", seed=40 + mode, dtype="float32"))
     running = engine.start(prompt, samples=2, max_tokens=100)
-    await until_running(engine.client, True, PATIENCE)
+    await until_sampled(engine.client, 8, PATIENCE)  # of both samples
     await engine.publish(model, mode)
     for sample in await engine.start(prompt, samples=2, max_tokens=20):
         assert versions(sample) == [engine.publisher.version]

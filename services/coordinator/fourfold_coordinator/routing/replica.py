@@ -155,9 +155,8 @@ class Replica:
         self.pure = False  # of a reward service: an equal sample has an equal score
         self.inspected_at = 0.0  # time of the last GetInfo, on the monotonic clock
         self.scorer = ""  # of a reward service, as name@version
-        self.advice = (
-            ""  # for users who watch the run: how to correct a scorer that scored no sample; until a call succeeds
-        )
+        # For users who watch the run: how to correct a scorer that scored no sample; until a call succeeds.
+        self.advice = ""
         self._version = -1
 
     @property

@@ -28,7 +28,7 @@ from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, PeerFaul
 
 from ..launch.copied_files import FILES
 from ..launch.run_folder import is_finished
-from .reader import REMOTE, FolderReader, cache_folder
+from .reader import FolderReader
 
 T = TypeVar("T")
 
@@ -39,7 +39,6 @@ _MOST_BYTES: Final = {
     files_pb.RUN_FILE_REPORT: 1 << 28,
     files_pb.RUN_FILE_TOKENIZER: 1 << 28,
 }
-"""Folder of the copies, in the cache."""
 COPY_GIB: Final = 32.0
 """Default of `--copy-limit`: some twenty runs of 100,000 trajectories of 1,024 tokens."""
 _RPC_SECONDS: Final = 5.0
@@ -82,22 +81,19 @@ def _size(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def open_remote(
-    target: str, *, certs: str = "", token: str = "", room: CopyRoom | None = None
-) -> Iterator[FolderReader]:
+def open_remote(target: str, *, room: CopyRoom, certs: str = "", token: str = "") -> Iterator[FolderReader]:
     """Yield a reader of the run of a coordinator, and end its calls and the copy afterwards.
 
     Args:
         target: "HOST:PORT" of the coordinator, or of its `view.public_listen` with a token.
+        room: folder for copies, and their limit.
         certs: folder with viewer-0.pem, or with a token only ca.pem; empty: no TLS, on this machine.
         token: with the scope `view`; empty: the certificate is presented.
-        room: folder for copies, and their limit; None: the folder of the user and the default.
 
     Raises:
         FourfoldError: the address is malformed, the coordinator does not answer or refuses the caller, or the copy
             exceeds its limit.
     """
-    room = room or CopyRoom(cache_folder() / REMOTE, COPY_GIB)
     peer = f"coordinator service at {target}"
     with (
         CoordinatorClient(target, certs=certs, token=token, timeout=_RPC_SECONDS) as runs,

@@ -524,6 +524,49 @@ async def test_the_speed_is_measured_with_finished_samples_and_an_engine_is_on_t
     await asyncio.gather(*tasks)
 
 
+def measure_speed(engine: Replica, tokens_per_second: int) -> None:
+    """Let one sample, alone on the engine, have had this speed."""
+    engine.measure(tokens_per_second, since=SYSTEM_CLOCK.monotonic() - 1, area=-1.0)
+
+
+async def test_calls_that_fill_all_engines_begin_at_once_although_one_engine_is_a_little_faster(bench: Bench) -> None:
+    engines = [bench.join(name, capacity=64, role=Role.ROLE_ROLLOUT) for name in ("a", "b")]
+    measure_speed(engines[0], 1200)
+    measure_speed(engines[1], 1000)
+    gate = asyncio.Event()
+
+    async def work(_: Replica) -> None:
+        await gate.wait()
+
+    budget, demand = RetryBudget(infrastructure=5, data=1), Demand(samples=2, tokens=1000)
+    tasks = [
+        asyncio.create_task(bench.router.call(Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend))
+        for _ in range(64)
+    ]
+    await asyncio.sleep(0.05)
+    assert [engine.outstanding for engine in engines] == [64, 64], "a second round of the faster one would end later"
+    gate.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_full_engine_has_room_when_its_oldest_samples_have_had_their_time(bench: Bench) -> None:
+    engine = bench.join("a", capacity=4, role=Role.ROLE_ROLLOUT)
+    now = SYSTEM_CLOCK.monotonic
+    demand = Demand(samples=2, tokens=300)
+    with engine.in_flight(demand), engine.in_flight(demand):
+        assert engine.seconds_until_room(2, now()) == 0, "nothing is known of its speed"
+    measure_speed(engine, 100)
+    with engine.in_flight(demand) as oldest:
+        assert engine.seconds_until_room(2, now()) == 0
+        await asyncio.sleep(0.5)
+        with engine.in_flight(demand):
+            assert engine.seconds_until_room(2, now()) == pytest.approx(600 / 100 - 0.5, abs=0.2)
+            assert engine.seconds_until_room(4, now()) == pytest.approx(600 / 100, abs=0.2)
+            assert engine.seconds_until_room(2, now() + 9) == 0, "they are late, and may end at any time"
+            oldest.end()
+            assert engine.seconds_until_room(2, now()) == 0
+
+
 async def test_many_changes_that_follow_each_other_are_one_notice(bench: Bench) -> None:
     wakes = 0
 

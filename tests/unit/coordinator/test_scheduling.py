@@ -61,6 +61,8 @@ SLOW, FAST = C(name="slow", outstanding=0, speed=1.0), C(name="fast", outstandin
         ([SLOW, FAST], 19.0, "fast"),
         ([SLOW, FAST], 20.0, "slow"),  # other calls take as long
         ([SLOW, replace(FAST, outstanding=190)], 0.0, "slow"),
+        ([SLOW, replace(FAST, wait=13.0)], 0.0, "fast"),
+        ([SLOW, replace(FAST, wait=14.0)], 0.0, "slow"),  # its samples end too late
         ([SLOW, replace(FAST, quiet=19.0)], 0.0, "fast"),
         ([SLOW, replace(FAST, quiet=20.0)], 0.0, "slow"),  # it may hang
         ([SLOW, replace(FAST, speed=None)], 0.0, "slow"),

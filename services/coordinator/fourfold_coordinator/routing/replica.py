@@ -91,12 +91,12 @@ class Flight:
 
     def __init__(self, replica: Replica, demand: Demand) -> None:
         self.samples, self.size = demand.samples, demand.size
-        self._replica, (self._began, self._area) = replica, replica.add_outstanding(demand.samples, demand.size)
+        self._replica, (self.began, self._area) = replica, replica.add_outstanding(demand.samples, demand.size)
 
     def finish_sample(self, tokens: int) -> None:
         """Note that the replica finished one sample, of so many sampled tokens: it may get other work for it."""
         if self.samples:
-            self._replica.measure(tokens, since=self._began, area=self._area)
+            self._replica.measure(tokens, since=self.began, area=self._area)
             self._release(1, self.size // self.samples)
 
     def end(self) -> None:
@@ -140,6 +140,7 @@ class Replica:
         # Calls in flight.
         self.outstanding = 0  # samples
         self.outstanding_size = 0  # in the measure of `Demand.size`
+        self._flights: dict[Flight, None] = {}  # in the order of their start
         self.load = EngineLoad()
         self._measured = MeasuredSpeed()
         self._changed_at = self._finished_at = clock.monotonic()  # of the outstanding samples; of the last finished one
@@ -218,11 +219,13 @@ class Replica:
     def in_flight(self, demand: Demand) -> Iterator[Flight]:
         """Count a call in the replica's load and in its breaker within the block."""
         flight = Flight(self, demand)
+        self._flights[flight] = None
         work = self._timeline.during(self.member.member_id, _PHASES.get(self.member.role, "work"))
         try:
             with self.breaker.in_flight(), self.load.in_flight(demand.tokens), work:
                 yield flight
         finally:
+            del self._flights[flight]
             flight.end()
 
     def add_outstanding(self, samples: int, size: int) -> tuple[float, float]:
@@ -271,6 +274,21 @@ class Replica:
     def has_room(self, samples: int) -> bool:
         """Return whether it may get so many samples more; a call that it refused next to others may fit alone."""
         return all(self.outstanding + samples <= limit for limit in self._sample_limits())
+
+    def seconds_until_room(self, samples: int, now: float) -> float:
+        """Return when so many samples more are expected to have room; 0 if they have, or if the speed is not known.
+
+        By Little's law a sample takes as long as the engine would need for all its outstanding work. Samples that
+        began together also end together: an engine that was just filled has no room before its whole work is done.
+        """
+        missing = self.outstanding + samples - min(self._sample_limits(), default=math.inf)
+        if missing <= 0 or not (speed := self.speed(now)):
+            return 0.0
+        for flight in self._flights:
+            missing -= flight.samples
+            if missing <= 0:
+                return max(flight.began + self.outstanding_size / speed - now, 0.0)
+        return 0.0
 
     def room(self, demand: Demand, now: float) -> float:
         """Return the number of such calls that fit now, by its limits and its KV cache; infinite if there are none."""

@@ -506,6 +506,7 @@ class Router:
                 held=held.get(replica.cache_key, 0),
                 avoided=replica.key in wanted.avoid,
                 full=self._is_full(replica, demand, now),
+                wait=replica.seconds_until_room(demand.samples, now),
                 quiet=replica.quiet(now),
             )
             for replica in replicas

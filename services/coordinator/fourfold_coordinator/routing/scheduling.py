@@ -52,13 +52,14 @@ class Candidate:
     held: int = 0  # leading tokens of the prompt that its prefix cache holds
     avoided: bool = False  # it failed this very call before
     full: bool = False  # it takes the call only when some of its samples are finished
+    wait: float = 0.0  # seconds until then, if it is full
     quiet: float = 0.0  # seconds since it finished a sample, or since it got work
 
 
 def choose_replica(candidates: Sequence[Candidate], size: int, *, backlog_seconds: float = 0.0) -> Candidate:
     """Return the candidate that is expected to finish a call of `size` first; if it is full, the call waits for it.
 
-        seconds = (outstanding + size - held) / speed
+        seconds = wait + (outstanding + size - held) / speed
 
     An unknown speed counts as the mean of the known ones. If no speed is known, the candidate with the least
     outstanding work wins. A held prefix saves its prefill, so that a call goes to the replica that holds it unless
@@ -67,8 +68,9 @@ def choose_replica(candidates: Sequence[Candidate], size: int, *, backlog_second
 
     A call waits for a full replica only if it then finishes earlier than at each one with room, and only if that one
     would finish it after `backlog_seconds`, when all replicas together will have done all other work, too: as long as
-    many calls wait, every replica with room is of use. Both speeds must be known. A full replica that is quiet for
-    longer than all its work should take may hang, and is not waited for.
+    many calls wait, every replica with room is of use. Both speeds must be known. A full replica that was just filled
+    has no room before the work of a whole round is done. One that is quiet for longer than all its work should take
+    may hang, and is not waited for.
     """
     known = [candidate.speed for candidate in candidates if candidate.speed is not None]
     mean_speed = fmean(known) if known else 1.0
@@ -78,7 +80,7 @@ def choose_replica(candidates: Sequence[Candidate], size: int, *, backlog_second
 
     def seconds(candidate: Candidate) -> float:
         work = candidate.outstanding + size - min(candidate.held, size)
-        return work / (candidate.speed or mean_speed)
+        return candidate.wait + work / (candidate.speed or mean_speed)
 
     def rank(candidate: Candidate) -> tuple[bool, bool, float, str]:
         return candidate.avoided, is_crowded(candidate), seconds(candidate), candidate.name

@@ -49,7 +49,7 @@ def recipe(**tables: dict[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize(
-    "name", ["0.43b-hybrid-2026-11-24", "0.43b-separate-2026-11-23", "1.5b-hybrid-sleep-cuda-2026-11-25",
+    "name", ["0.43b-hybrid-2026-11-27", "0.43b-separate-2026-11-23", "1.5b-hybrid-sleep-cuda-2026-11-25",
              "7b-hybrid-sleep-cuda-2026-11-26"]
 )  # fmt: skip
 def test_a_guess_is_within_a_factor_of_two_of_the_measured_step(name: str, tmp_path: Path) -> None:

@@ -283,6 +283,7 @@ class _Serve:
         parser.add_argument("--list", action="store_true", help="reward only: print the built-in verifiers")
 
     def main(self, args: argparse.Namespace) -> int:
+        from fourfold.host.imports import fast_imports
         from fourfold.host.process_tree import die_with_parent
 
         die_with_parent()
@@ -309,7 +310,8 @@ class _Serve:
         if settings.security.directory and os.environ.get("GRPC_VERBOSITY") == "ERROR":
             # A refused TLS handshake reaches no servicer. Only gRPC's core logs the reason, unless it is silenced.
             os.environ["GRPC_VERBOSITY"] = ""
-        service = _load("fourfold.services", args.role, _SERVICES[args.role])
+        with fast_imports():
+            service = _load("fourfold.services", args.role, _SERVICES[args.role])
         from fourfold.service.lifecycle import ServeOptions
 
         run_dir = args.run_dir

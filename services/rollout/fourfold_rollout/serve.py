@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fourfold.config import Config, RolloutPool
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
+from fourfold.host.imports import fast_imports
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.plan.batch import engine_limits
@@ -52,7 +53,8 @@ def main(options: ServeOptions) -> int:
     host.tokenizer_sha256 = tokenizer_sha256(folder)
     settings = engine_settings(config, pool, folder)
     environment.prepare(settings, options.host)
-    from fourfold_rollout.vllm.engine import VllmEngine
+    with fast_imports():
+        from fourfold_rollout.vllm.engine import VllmEngine
 
     parsers = config.rollout.tool_parser, config.rollout.reasoning_parser
     text = TextProcess(str(folder), *parsers)

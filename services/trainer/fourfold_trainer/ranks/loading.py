@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from fourfold.config import Config
+from fourfold.host.imports import fast_imports
 from fourfold.model import folder
 from fourfold_trainer.ranks.placement import RankPlacement, rank_environment
 from fourfold_trainer.ranks.worker import RankWorker
@@ -20,10 +21,11 @@ def make_worker(config: Config, model_folder: Path, place: RankPlacement, *, mee
     """
     os.environ.update(rank_environment(config, place))
     # Imported here, because DeepSpeed reads the environment at import.
-    import torch
+    with fast_imports():
+        import torch
 
-    from fourfold_trainer.zero.models import DeepSpeedCritic, DeepSpeedPolicy
-    from fourfold_trainer.zero.process_groups import join, make_exchange, make_file_group
+        from fourfold_trainer.zero.models import DeepSpeedCritic, DeepSpeedPolicy
+        from fourfold_trainer.zero.process_groups import join, make_exchange, make_file_group
 
     if config.trainer.device == "cpu" or config.trainer.offload != "none":  # the optimizer then runs on the CPU
         cores = len(os.sched_getaffinity(0))

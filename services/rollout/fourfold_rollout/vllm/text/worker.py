@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError, InvalidInput
+from fourfold.host.imports import fast_imports
 from fourfold.host.process_tree import die_with_parent
 from fourfold_rollout.engine import GrammarConstraint
 from fourfold_rollout.vllm.text import frames
@@ -69,7 +70,8 @@ def main(arguments: list[str]) -> int:
     die_with_parent(int(parent))
     descriptors = [int(argument) for argument in rest]
     try:
-        work = Work(Path(folder), tool_parser, reasoning_parser)
+        with fast_imports():
+            work = Work(Path(folder), tool_parser, reasoning_parser)
     except ConfigError as error:
         _send(descriptors[0], {"config_error": str(error)})
         return 1

@@ -1,0 +1,39 @@
+"""Tests imports without garbage collections."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from fourfold.host.imports import fast_imports
+
+
+@pytest.fixture(autouse=True)
+def collections() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_nothing_is_collected_meanwhile_and_what_was_made_is_left_out_of_later_collections() -> None:
+    frozen = gc.get_freeze_count()
+    with fast_imports():
+        assert not gc.isenabled()
+        kept = [[number] for number in range(100_000)]
+    assert gc.isenabled() and gc.get_freeze_count() > frozen + 100_000
+    assert len(kept) == 100_000
+
+
+def test_a_failed_import_leaves_collections_on() -> None:
+    with pytest.raises(ImportError), fast_imports():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_collections_that_were_off_stay_off() -> None:
+    gc.disable()
+    with fast_imports():
+        pass
+    assert not gc.isenabled()

@@ -1,6 +1,8 @@
 # Commands for users and developers. `make install` needs only Python 3.11 or 3.12 and g++.
 .PHONY: install quickstart setup test test-slow soak mutants check docs reference proto fmt help constraints clean
 bin := .venv/bin
+# Many containers set it. Every process would then compile our modules again, which takes 0.7 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 install:  ## set up the environment for runs on a CPU
 	@scripts/setup quickstart
@@ -18,7 +20,8 @@ test: setup  ## run all tests that are not slow; in two processes; under ten min
 
 test-slow: setup  ## run the slow tests, with real engines and trainers
 	@# In the order of the folders, the short files of tests/unit come last, and both processes end at the same time.
-	$(bin)/python -m pytest -m "slow and not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations 40 tests
+	$(bin)/python -m pytest -m "slow and not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations 40 \
+	  $$(grep -rl --include="test_*.py" "mark\.slow" tests | sort)
 
 soak: setup  ## run the tests that repeat for an hour or two, not in CI; SOAK_MINUTES: of the rollout service
 	FOURFOLD_FUZZ_CALLS=100000 $(bin)/python -m pytest -s tests/security/test_fuzz.py

@@ -185,13 +185,16 @@ MOMENTS: Final = {
     "committed": ("after:commit_checkpoint", False),
     "exporting": ("ExportModel", False),
 }
-# The others are for `make soak` and CI's slow tests.
-_QUICK: Final = ("saved",)
+# All but one are slow. These are like the one before or after them.
+_SOAK: Final = ("scoring", "answered", "looking up", "pausing", "probe", "reporting", "evaluated", "saving")
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in MOMENTS]
-)
+def _marks(moment: str) -> list[pytest.MarkDecorator]:
+    soak = [pytest.mark.soak] if moment in _SOAK else []
+    return [] if moment == "saved" else [pytest.mark.slow, *soak]
+
+
+@pytest.mark.parametrize("moment", [pytest.param(name, marks=_marks(name)) for name in MOMENTS])
 async def test_a_coordinator_that_is_killed_is_replaced_without_loss(
     make_stage: Callable[..., Stage], moment: str, record_property: Callable[[str, object], None]
 ) -> None:

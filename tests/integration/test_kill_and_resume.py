@@ -71,11 +71,9 @@ class Moment:
 # of parameters and each of the policy two; those of two models take turns. Of a checkpoint: file 2, load 147.
 MOMENTS: Final = {
     "one of each kind": (
-        Moment(0, "forward", 1),
         Moment(1, "file", 2),
         Moment(1, "backward", 4, 12),
         Moment(0, "updated", 4, 6),
-        Moment(1, "answer", 4),
         Moment(0, "load", 4, 100),
     ),
     "the first steps": (

@@ -65,6 +65,7 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(row)["step"] for row in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.soak  # the next test loses a node, too
 def test_a_run_goes_on_without_a_node_and_uses_it_again(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

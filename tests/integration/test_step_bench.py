@@ -43,6 +43,7 @@ def test_the_phases_of_real_steps_add_up(tmp_path: Path) -> None:
     assert not _processes(kept)
 
 
+@pytest.mark.soak
 def test_a_run_that_fails_says_what_died_and_stays(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     done = bench(*_SMALL, "--new-tokens", "24", "--kv-cache-gib", "100000", "--keep", str(kept), folder=tmp_path)

@@ -25,7 +25,13 @@ def _run(*words: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("options", [[], ["--zero3", "--ranks", "2", "--backend", "gloo"]], ids=["dense", "zero3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="dense", marks=pytest.mark.soak),
+        pytest.param(["--zero3", "--ranks", "2", "--backend", "gloo"], id="zero3"),
+    ],
+)
 def test_the_benchmark_measures_real_updates(options: list[str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     rounds = ("--rounds", "2", "--warm-up", "1", "--verified-rounds", "1", "--streams", "2", "--compare", "loop")
@@ -44,7 +50,7 @@ def test_the_benchmark_measures_real_updates(options: list[str], tmp_path: Path)
     assert result["parameters"]["backend"] == ("gloo" if options else "shm")
 
 
-@pytest.mark.parametrize("pause", ["keep", "recompute"])
+@pytest.mark.parametrize("pause", ["keep", pytest.param("recompute", marks=pytest.mark.soak)])
 def test_the_services_lose_no_token_over_updates_and_say_what_clients_wait(pause: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     rounds = ("--rounds", "2", "--warm-up", "1", "--verified-rounds", "1", "--streams", "4", "--context", "256")

@@ -28,6 +28,7 @@ from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.step.train_step import train_step
 
 STEPS: Final = 20
+RISE: Final = 0.12
 NEW_TOKENS: Final = 10
 PROMPTS: Final = np.arange(1, 25, dtype=np.int64).reshape(6, 4) * 17 % 512  # six prompts of four tokens
 # What learns at this size: GSPO's narrow clip needs several small updates, the critic a head start.
@@ -105,7 +106,7 @@ def _logprobs(model: Any, ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.floa
 
 
 def learn(preset: str, folder: Path, out: Path) -> list[float]:
-    """Train; return the mean reward of each step."""
+    """Train until the reward has risen, at most STEPS steps; return the mean reward of each step."""
     config = recipe(preset, folder)
     engine = DistributedEngine(config, folder, run_dir=out, member_id="trainer-0", on_death=_say)
     reference = load(folder)
@@ -116,10 +117,17 @@ def learn(preset: str, folder: Path, out: Path) -> list[float]:
         engine.export(exported)
         samples = sample(load(exported), reference, config, step=step)
         rewards.append(float(np.mean([s.score for s in samples])))
+        if has_learned(rewards):
+            break
         state = train_step(engine, samples, config, step=step, state=state).algorithm_state
     engine.leave()
     engine.close()
     return rewards
+
+
+def has_learned(rewards: Sequence[float]) -> bool:
+    """Return whether the last three steps are far above the first: nine times the error of the difference."""
+    return len(rewards) > 3 and bool(np.mean(rewards[-3:]) > rewards[0] + RISE)
 
 
 def load(folder: Path) -> Any:

@@ -23,12 +23,14 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
+from fourfold.cli.numbers import number, whole
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold_bench import record
 from fourfold_bench.gpus import check_present
 from fourfold_bench.processes import workplace
 from fourfold_bench.profiling import Profile
 
+_TYPES: Final[Mapping[type, Callable[[str], object]]] = {int: whole, float: number}
 _OPTION, _FLAG, _LIMITS = "option", "flag", "limits"  # keys of a field's metadata
 
 
@@ -106,7 +108,7 @@ class BenchmarkSettings:
                 words |= {"dest": each.name}
             elif kind == tuple[str, ...]:
                 words |= {"nargs": "*"}
-            parser.add_argument(flag, type=kind if kind in (int, float) else str, **words)
+            parser.add_argument(flag, type=_TYPES.get(kind, str), **words)
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> Self:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import grpc
 
+from fourfold.cli.numbers import number
 from fourfold.config import SecurityConfig
 from fourfold.conformance.checks import Finding, Status
 from fourfold.conformance.gateway import CHECKS as GATEWAY_CHECKS
@@ -72,7 +73,7 @@ def _add_common(parser: argparse.ArgumentParser, service: str) -> None:
     optional = "?" if service == "reward" else None
     parser.add_argument("target", nargs=optional, metavar="HOST:PORT", help="address of the service, which is running")
     parser.add_argument(
-        "--timeout", type=float, default=_SECONDS, metavar="SECONDS", help="limit of a call; default 30"
+        "--timeout", type=number, default=_SECONDS, metavar="SECONDS", help="limit of a call; default 30"
     )
     parser.add_argument(
         "--certs", type=Path, metavar="DIR", help="folder of `fourfold certs`, for a service with TLS; or its ca.pem"
@@ -101,7 +102,7 @@ def _add_reward(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--score-tolerance",
-        type=float,
+        type=number,
         default=0.0,
         metavar="X",
         help="largest difference between scores of equal samples, relative above 1; for models, whose rounding depends "
@@ -122,14 +123,14 @@ def _add_reward(parser: argparse.ArgumentParser) -> None:
         "again, and ended with SIGTERM; without it, start the service yourself",
     )
     parser.add_argument(
-        "--ttl", type=float, default=3.0, metavar="SECONDS", help="time to live of a membership; default 3"
+        "--ttl", type=number, default=3.0, metavar="SECONDS", help="time to live of a membership; default 3"
     )
 
 
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=number,
         default=0.1,
         metavar="NATS",
         help="largest mean difference between log-probabilities of sampling and of ScoreTokens; default 0.1",
@@ -326,10 +327,10 @@ def _read_unscorable(path: Path) -> list[pb.ScoreItem]:
         lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at U+2028, within a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--unscorable {path}: cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
+    for row_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"--unscorable {path}, line {number}"
+        where = f"--unscorable {path}, line {row_number}"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -338,7 +339,7 @@ def _read_unscorable(path: Path) -> list[pb.ScoreItem]:
             raise ConfigError(f"{where}: it must be an object of {', '.join(_FIELDS)}")
         try:
             item = pb.ScoreItem(
-                experience=Experience(sample_id=f"unscorable-{number}"),
+                experience=Experience(sample_id=f"unscorable-{row_number}"),
                 prompt_text=str(row.get("prompt", "")),
                 completion_text=str(row.get("completion", "")),
                 answer=str(row.get("answer", "")),

@@ -9,6 +9,22 @@ _MAX: Final = 1e12
 _MAX_DIGITS: Final = 12
 
 
+def number(text: str) -> float:
+    """Return a number; the command checks its range."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, such as 0.5") from None
+
+
+def whole(text: str) -> int:
+    """Return a whole number; the command checks its range."""
+    try:
+        return int(text)
+    except ValueError:  # also of thousands of digits
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} must be a whole number, such as 8") from None
+
+
 def positive(text: str) -> float:
     """Return a number above 0."""
     try:

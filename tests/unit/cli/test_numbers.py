@@ -24,6 +24,25 @@ def test_a_number_is_above_0(words: list[str], text: str, capsys: pytest.Capture
     assert f"{words[-1]}: {text!r} must be a number above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["new", "recipe.toml", "--steps", "1.5"], "'1.5' must be a whole number"),
+        (["new", "recipe.toml", "--gpus", "9" * 5000], f"'{'9' * 80}' must be a whole number"),
+        (["runs", "list", "--older-than", "a week"], "'a week' must be a number"),
+        (["conformance", "reward", "127.0.0.1:1", "--timeout", "abc"], "'abc' must be a number"),
+        (["bench", "step", "--steps", "x"], "'x' must be a whole number"),
+        (["bench", "step", "--timeout", "x"], "'x' must be a number"),
+    ],
+)
+def test_what_is_no_number_is_refused_with_the_rule(
+    words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert f"{words[-2]}: {rule}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["abc", "-4", "0", "1.5", "9" * 5000])
 @pytest.mark.parametrize("flag", ["--rows", "--gpus"])
 def test_a_count_is_a_whole_number_above_0(flag: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

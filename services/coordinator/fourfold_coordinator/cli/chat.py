@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
+from fourfold.cli.numbers import number, whole
 from fourfold.config import Config
 from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import ConfigError, WrongState
@@ -63,10 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"bearer token for its public port, or @FILE; with --ca, the default is that of ${_TOKEN_VARIABLE}",
     )
     parser.add_argument("--system", help="system message; default: that of the run, or none")
-    parser.add_argument("--temperature", type=float, help="0: greedy decoding; default: that of the run, or 1")
+    parser.add_argument("--temperature", type=number, help="0: greedy decoding; default: that of the run, or 1")
     parser.add_argument(
         "--max-tokens",
-        type=int,
+        type=whole,
         help=f"maximum length of an answer, whose end says if it was cut there; default: that of the run, or "
         f"{_MAX_TOKENS}",
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fourfold import config as configuration
+from fourfold.cli.numbers import whole
 from fourfold.config import PRESETS, DataConfig, DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import visible_gpus
@@ -87,9 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward", help="a built-in verifier, or FILE.py:FUNCTION; default: by the answers")
     parser.add_argument("--preset", metavar="NAME", help=f"algorithm: {', '.join(sorted(PRESETS))}; default: grpo")
     parser.add_argument("--system-prompt", metavar="TEXT", help="system message before each prompt; default: none")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer; default: 64, on GPUs 1024")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps, default: 100")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to use; default: all of this machine")
+    parser.add_argument("--max-new-tokens", type=whole, metavar="N", help="longest answer; default: 64, on GPUs 1024")
+    parser.add_argument("--steps", type=whole, metavar="N", help="training steps, default: 100")
+    parser.add_argument("--gpus", type=whole, metavar="N", help="GPUs to use; default: all of this machine")
     parser.add_argument("--yes", action="store_true", help="ask nothing: take the default of each option left out")
 
 

@@ -16,6 +16,7 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
+from fourfold.cli.numbers import number, whole
 from fourfold.coordinator.client import ScorerClient
 from fourfold.coordinator.v1 import scorer_service_pb2 as pb
 from fourfold.errors import ConfigError
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         action.add_argument("--recipe", type=Path, help="with HOST:PORT of a run with [security]: its TOML file")
         action.add_argument(
-            "--timeout", type=float, default=_TIMEOUT_SECONDS, metavar="SECONDS", help="of the call; default: 60"
+            "--timeout", type=number, default=_TIMEOUT_SECONDS, metavar="SECONDS", help="of the call; default: 60"
         )
         if name == "list":
             continue
@@ -63,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 help="address of a reward service that runs already; may be repeated",
             )
     choices = actions.choices
-    choices["add"].add_argument("--weight", type=float, default=1.0, help="factor of its score; default: 1")
-    choices["canary"].add_argument("--share", type=float, required=True, help="share of the groups, such as 0.25")
+    choices["add"].add_argument("--weight", type=number, default=1.0, help="factor of its score; default: 1")
+    choices["canary"].add_argument("--share", type=number, required=True, help="share of the groups, such as 0.25")
     choices["shadow"].add_argument(
         "--gradients", action="store_true", help="compare the policy gradients, too; costs two more passes per step"
     )
     promote = choices["promote"]
-    promote.add_argument("--min-rank-correlation", type=float, metavar="R", help="of a shadow: refuse below it")
-    promote.add_argument("--min-samples", type=int, default=0, metavar="N", help="of a shadow: refuse with fewer")
+    promote.add_argument("--min-rank-correlation", type=number, metavar="R", help="of a shadow: refuse below it")
+    promote.add_argument("--min-samples", type=whole, default=0, metavar="N", help="of a shadow: refuse with fewer")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fourfold.cli.numbers import number
 from fourfold.errors import ConfigError
 from fourfold.text import align_columns, format_bytes, format_duration, format_short_score
 
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=["list", "delete"], default="list", help="default: list")
     parser.add_argument("folders", nargs="*", type=Path, metavar="RUN_DIR", help="delete: folders of runs")
     parser.add_argument(
-        "--older-than", type=float, metavar="DAYS", help="delete: all runs that changed last before so many days"
+        "--older-than", type=number, metavar="DAYS", help="delete: all runs that changed last before so many days"
     )
     parser.add_argument(
         "--only", choices=[*_PARTS], action="append", default=[], help="delete: only this part of each run; repeatable"

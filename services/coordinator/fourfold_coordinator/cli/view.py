@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from fourfold.cli.numbers import number
 from fourfold.errors import ConfigError
 from fourfold.rpc.channel import is_loopback, join_target, split_target
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--copy-limit",
-        type=float,
+        type=number,
         metavar="GIB",
         help="for HOST:PORT: limit of all copies of such runs, with their indexes; default 32",
     )

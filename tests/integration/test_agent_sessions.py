@@ -68,7 +68,7 @@ class Size:
     seconds: float
 
 
-EVERYDAY, SOAK = Size(60, 6, 2, 3, 8, 240), Size(500, 50, 1, 22, 80, 1500)
+FEW, SOAK = Size(60, 6, 2, 3, 8, 240), Size(500, 50, 1, 22, 80, 1500)
 
 
 def make_config(folder: Path) -> Config:
@@ -191,7 +191,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 @pytest.mark.parametrize(
     "world",
     [
-        pytest.param(EVERYDAY, id="everyday", marks=pytest.mark.timeout(900)),
+        pytest.param(FEW, id="few", marks=[pytest.mark.soak, pytest.mark.timeout(900)]),
         pytest.param(SOAK, id="soak", marks=[pytest.mark.soak, pytest.mark.timeout(3000)]),
     ],
     indirect=True,

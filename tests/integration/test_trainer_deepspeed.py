@@ -203,10 +203,8 @@ def test_float32_logits_change_the_gradient_by_the_rounding_alone(one_rank: dict
 # ---- two ranks -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2, 3)],  # two ranks also run in test_trainer_service.py
-)
+@pytest.mark.slow  # two ranks also run in test_trainer_service.py
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_two_ranks_learn_and_restore_as_one(
     llama: Path, truth: dict[float, Arrays], tmp_path: Path, stage: int
 ) -> None:
@@ -214,6 +212,7 @@ def test_two_ranks_learn_and_restore_as_one(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_ranks_with_a_second_partition_learn_and_restore_as_one(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", "llama_tied", sizes=WIDE, dtype="float32")
     case = Case(name="four", model=str(model), ranks=4, hpz=2, budget=64)
@@ -231,7 +230,7 @@ def check_restored(case: Case, truth: Arrays, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_a_step_of_parts_on_two_ranks_learns_the_same(
     llama: Path, truth_of_parts: Arrays, tmp_path: Path, stage: int
 ) -> None:

@@ -56,6 +56,7 @@ def test_experts_learn_the_same_at_every_stage_and_on_two_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_scale_of_the_routers_loss_does_not_depend_on_the_split(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:

@@ -161,7 +161,7 @@ def test_two_ranks_go_on_bit_for_bit(two: tuple[Path, Arrays], llama: Path) -> N
     check_same(folder, "run 3", "again 3")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_pair_of_ranks_learns_the_same_at_the_other_stages(llama: Path, tmp_path: Path, stage: int) -> None:
     seen = run([case(tmp_path, llama, "pair", stage=stage, ranks=2, budget=64)], tmp_path)["pair"]
     check_learning(tmp_path, "pair", seen, llama)

@@ -106,7 +106,7 @@ def test_muon_at_every_stage(llama: Path, truth: dict[str, Arrays], tmp_path: Pa
     np.testing.assert_allclose(seen["poison"]["after"], wanted["after"], atol=2e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
 def test_offloading_changes_where_things_are_and_nothing_else(llama: Path, tmp_path: Path, dtype: str) -> None:
     kinds = ("train", "parts", "poison")
     engines = [(1, "none"), (2, "none"), (3, "none"), *OFFLOADS]
@@ -149,7 +149,7 @@ def goes_on(made: Copies, source: str, names: Sequence[str], dtype: str) -> None
             np.testing.assert_allclose(made.seen[name]["straight"], made.seen[source]["straight"], atol=0.1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
 def test_one_rank_goes_on_with_momentum_and_offloaded_moments_of_two_at_any_stage(
     llama: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -164,7 +164,10 @@ def test_one_rank_goes_on_with_momentum_and_offloaded_moments_of_two_at_any_stag
     goes_on(made, "two", list(engines), dtype)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [pytest.param(1, "none", marks=pytest.mark.soak), (2, "none"), (3, ALL)])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(2, "none"), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, "none"), (3, ALL)))],
+)
 def test_two_ranks_go_on_with_momentum_and_offloaded_moments_of_one(
     llama: Path, tmp_path: Path, stage: int, offload: str
 ) -> None:

@@ -23,7 +23,13 @@ from fourfold.weights.worker_control import unwrap
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("in_core", [False, True], ids=["service-core-worker", "service-core"])
+@pytest.mark.parametrize(
+    "in_core",
+    [
+        pytest.param(False, id="service-core-worker"),
+        pytest.param(True, id="service-core", marks=pytest.mark.soak),
+    ],
+)
 def test_verbs_cross_the_processes_and_the_engine_dies_with_its_service(
     in_core: bool, tiny_model: Callable[..., Path]
 ) -> None:

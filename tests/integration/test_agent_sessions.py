@@ -191,6 +191,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 @pytest.mark.parametrize(
     "world",
     [
+        # One minute; for those who change sessions.
         pytest.param(FEW, id="few", marks=[pytest.mark.soak, pytest.mark.timeout(900)]),
         pytest.param(SOAK, id="soak", marks=[pytest.mark.soak, pytest.mark.timeout(3000)]),
     ],

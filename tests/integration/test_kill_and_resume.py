@@ -70,7 +70,7 @@ class Moment:
 # Of a step on each rank: lookup 2, forward and backward 12, optimizer 6, because each step of the critic has one group
 # of parameters and each of the policy two; those of two models take turns. Of a checkpoint: file 2, load 147.
 MOMENTS: Final = {
-    "one of each kind": (
+    "in CI": (
         Moment(1, "file", 2),
         Moment(1, "backward", 4, 12),
         Moment(0, "updated", 4, 6),
@@ -260,7 +260,7 @@ async def undisturbed(trainers: Trainers) -> Truth:
 
 
 @pytest.mark.parametrize(
-    "place", ["one of each kind", *(pytest.param(place, marks=pytest.mark.soak) for place in list(MOMENTS)[1:])]
+    "place", ["in CI", *(pytest.param(place, marks=pytest.mark.soak) for place in list(MOMENTS)[1:])]
 )
 async def test_a_run_that_is_killed_again_and_again_goes_on_bit_for_bit(
     llama: Path, truth: Truth, tmp_path: Path, place: str

@@ -126,7 +126,7 @@ def learn(preset: str, folder: Path, out: Path) -> list[float]:
 
 
 def has_learned(rewards: Sequence[float]) -> bool:
-    """Return whether the last three steps are far above the first: nine times the error of the difference."""
+    """Return whether the last three steps are above the first by four times the standard error of the difference."""
     return len(rewards) > 3 and bool(np.mean(rewards[-3:]) > rewards[0] + RISE)
 
 

@@ -40,12 +40,13 @@ async def served(*, api: FakeAgentApi | None = None, **config: Any) -> AsyncIter
         await server.stop(1.0)
 
 
-async def exchange(server: HttpServer, *pieces: bytes) -> tuple[int, str]:
-    """Send bytes; return status and text of the response."""
+async def exchange(server: HttpServer, *pieces: bytes, pause: float = 0.0) -> tuple[int, str]:
+    """Send pieces of bytes, with a pause before each; return status and text of the response."""
     host, port = server.address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         for piece in pieces:
+            await asyncio.sleep(pause)
             writer.write(piece)
             await writer.drain()
         answer = await asyncio.wait_for(reader.read(65_536), 20)
@@ -153,6 +154,35 @@ async def test_connections_beyond_the_limit_get_503() -> None:
         for _, writer in held:
             writer.close()
             await writer.wait_closed()
+
+
+async def test_a_client_that_still_sends_gets_the_answer_and_no_reset() -> None:
+    late = post(GOOD)
+    unread = post(b"", length=400_000).replace(b"/v1/chat", b"/v2/chat")
+    async with served(max_connections=3, body_seconds=5) as server:
+        assert (await exchange(server, unread, *[b" " * 100_000] * 4, pause=0.05))[0] == 404
+        host, port = server.address.rsplit(":", 1)
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        assert (await exchange(server, late[:20], late[20:90], late[90:], pause=0.1))[0] == 503
+        for _, writer in held:
+            writer.close()
+            await writer.wait_closed()
+
+
+async def test_a_refused_client_that_does_not_end_is_cut_after_its_time() -> None:
+    async with served(max_connections=1, body_seconds=5) as server:
+        host, port = server.address.rsplit(":", 1)
+        _, held = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert b" 503 " in await asyncio.wait_for(reader.read(), 20)
+        with pytest.raises(OSError):
+            async with asyncio.timeout(20):
+                while True:
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.1)
+        writer.close()
+        held.close()
 
 
 class LimitedApi(FakeAgentApi):

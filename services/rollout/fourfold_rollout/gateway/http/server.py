@@ -1,7 +1,7 @@
 """Listens for HTTP: connections and their limits, TLS, start and stop.
 
-uvicorn parses requests (h11). Its own limits leave gaps that are closed here: headers that never end, and clients that
-open many connections.
+uvicorn parses requests (h11). Its own limits leave gaps that are closed here: headers that never end, clients that
+open many connections, and those that still send when they are refused.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fourfold.security.access import Security
 from fourfold_rollout.gateway.api import AgentApi
 from fourfold_rollout.gateway.http.app import GatewayApp
 from fourfold_rollout.gateway.http.errors import RequestError, encode, error_body, error_headers, status_of
+from fourfold_rollout.gateway.http.linger import Lingering, LingeringTransport
 
 log = logging.getLogger("fourfold.gateway.http")
 
@@ -48,7 +49,7 @@ class _Connection(H11Protocol):
     _host = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(LingeringTransport(transport, self.gateway.lingering, self._has_request))
         if not self.gateway.admit(self):
             error = Unavailable("the gateway has too many connections; use fewer, or try again", retry_after=1.0)
             self._refuse(error)
@@ -57,15 +58,17 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        assert isinstance(self.transport, LingeringTransport)
+        self.transport.lost()
         self._unwatch()
         self._unset_keepalive_if_required()
         self.gateway.release(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes; ignore them once the connection is refused."""
+        """Parse bytes; ignore them once the connection is refused, or closes."""
         head, rest = data[:_FIRST_BYTES], data[_FIRST_BYTES:]
         for part in (head, rest) if rest else (head,):
-            if self._refused:
+            if self._refused or self.transport.is_closing():
                 return
             super().data_received(part)
             if self.headers is not None and self.conn.their_state is h11.SEND_BODY:
@@ -81,6 +84,10 @@ class _Connection(H11Protocol):
         self._refuse(
             RequestError(f"the request is not valid HTTP, or its headers have more than {_MAX_HEADER_BYTES} bytes")
         )
+
+    def _has_request(self) -> bool:
+        """Whether the client has sent a whole request, and thus sends no more after the answer."""
+        return self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
 
     def _watch(self) -> None:
         """Close the connection if no headers come in time. The time runs on while more of the same headers come."""
@@ -125,6 +132,7 @@ class HttpServer:
         self.body_seconds = float(config.body_seconds)
         self._security = security
         self._max_connections = config.max_connections
+        self.lingering = Lingering()
         self._admitted = dict[_Connection, str]()
         self._by_host = Counter[str]()
         self._state = ServerState()

@@ -408,6 +408,7 @@ class WorkerPool:
             self._spares.append(worker)
         elif worker is not None:
             await self._discard(worker)
+        self._wake_runners()  # a sample may have got stuck meanwhile, with no room for another worker
 
     def _take_spare(self) -> WorkerProcess | None:
         self._spare_taken.set()

@@ -219,15 +219,24 @@ async def test_extra_workers_are_bounded_and_end_with_the_stuck_ones(
     monkeypatch.setattr(pool_module, "_SPARE_SECONDS", 0.5)
     monkeypatch.setattr(batch_module, "_FIRST_STUCK_SECONDS", 0.1)
     monkeypatch.setattr(batch_module, "_FIRST_STUCK_SHARE", 0.0)
-    pool = await make_pool(timeout=3)
+    pool = await make_pool(timeout=5)
+    start_spare = pool._start_spare
+
+    async def start_late() -> None:  # the second sample is stuck by then, and has no room for another worker
+        await until(lambda: pool.stuck >= 2)
+        await start_spare()
+
+    monkeypatch.setattr(pool, "_start_spare", start_late)
+    (first,) = pool.worker_pids()
     call = asyncio.create_task(score(pool, *["hang"] * 4))
     most = 0
     while not call.done():
-        most = max(most, pool.process_count)
+        if first in pool.worker_pids():
+            most = max(most, pool.process_count)
         assert len(pool.worker_pids()) <= 3
         await asyncio.sleep(0.02)
     assert {o.error_reason for o in call.result()} == {"TIMEOUT"}
-    assert most == 3
+    assert most == 3, "the spare worker did not take the third sample before the time of the first was up"
     assert (pool.process_count, pool.stuck, pool.busy) == (1, 0, 0)
     await until(lambda: len(pool.worker_pids()) == 1)
     assert (await score(pool, "ok 5"))[0].score == 5.0

@@ -20,7 +20,7 @@ import pytest
 
 from fourfold_bench import record
 from fourfold_coordinator.reporting import report
-from tests.support.fault_mutants import MUTANTS, run_mutant
+from tests.support.fault_mutants import MUTANTS, mutated, run_mutant
 from tests.support.fault_run import KINDS, FaultRun, Tally, build_clock
 from tests.support.fault_soak import FAULTS, STEPS
 from tests.support.memory_folder import memory_folder
@@ -95,6 +95,11 @@ async def test_a_hundred_thousand_samples_survive_faults_of_all_kinds(tmp_path: 
             libraries=("grpcio", "protobuf", "numpy"),
         )
         record.write(Path(RESULT), result)
+
+
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_each_fault_of_the_coordinator_has_its_place(name: str) -> None:
+    assert mutated(MUTANTS[name])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from fourfold_reward.protocol import Outcome
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
 SECRET = 918_273_645
+TEST_SECONDS = 0.7
 GOOD = f"def f(x):\n    return {SECRET} + x - x"
 TEST = f"assert f(2) == {SECRET}"
 PROGRAM_TEST = {"input": "2\n", "output": f"{SECRET}\n"}
@@ -168,7 +170,7 @@ async def started_pool() -> AsyncIterator[WorkerPool]:
         pytest.skip("this machine cannot enforce the sandbox")
     made = WorkerPool(
         verifier=loader.find("code_tests", directory=Path.cwd()),
-        options={"code_tests": {"test_seconds": 0.7, "seconds": 3.0, "memory_mib": 256}},
+        options={"code_tests": {"test_seconds": TEST_SECONDS, "seconds": 3.0, "memory_mib": 256}},
         processes=1,
         timeout_seconds=20,
         on_failure=lambda message: pytest.fail(message),
@@ -260,6 +262,28 @@ async def test_the_score_is_the_share_of_passed_tests(
 async def test_tests_share_the_time_of_the_sample(pool: WorkerPool) -> None:
     outcome = await score(pool, "import time\ntime.sleep(1000)", *[TEST] * 30)
     assert outcome.score == 0.0 and outcome.components["total"] == 30
+
+
+async def test_the_start_of_the_process_takes_no_time_of_the_test(pool: WorkerPool) -> None:
+    assert (await score(pool, GOOD, TEST)).score == 1.0
+    (zygote,) = psutil.Process(pool.worker_pids()[0]).children()
+    zygote.suspend()
+    late = asyncio.create_task(score(pool, GOOD, TEST))
+    await asyncio.sleep(2 * TEST_SECONDS)
+    zygote.resume()
+    assert (await late).score == 1.0
+
+
+async def test_a_zygote_that_dies_with_a_request_makes_no_score() -> None:
+    async with started_pool() as pool:
+        assert (await score(pool, GOOD, TEST)).score == 1.0
+        (zygote,) = psutil.Process(pool.worker_pids()[0]).children()
+        zygote.suspend()
+        late = asyncio.create_task(score(pool, GOOD, TEST))
+        await asyncio.sleep(0.3)
+        zygote.kill()
+        outcome = await late
+        assert outcome.error_reason in ("WORKER_DIED", "RAISED"), outcome
 
 
 @pytest.mark.slow

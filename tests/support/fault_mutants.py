@@ -42,7 +42,7 @@ MUTANTS: Final = {
     ),
     "restore keeps groups of lost weights": Mutant(
         "training/recovery.py",
-        "return [g for g in groups if all(v.policy_version <= newest for s in g.samples for v in s.version_spans)]",
+        "return [g for g in groups if all(v.policy_version <= newest for s in g.segments for v in s.version_spans)]",
         "return groups",
         ("lost weights", "groups admitted"),
     ),
@@ -62,21 +62,25 @@ MUTANTS: Final = {
     ),
     "open prompts are not drawn again": Mutant(
         "training/recovery.py",
-        "{*context.ledger.open_positions(), *(group.position for group in groups)}",
-        "{*(group.position for group in groups)}",
+        "{*(() if own else context.ledger.open_positions()), *kept}",
+        "kept",
         ("positions without an end",),
     ),
 }
+
+
+def mutated(mutant: Mutant) -> str:
+    """Return the text of the mutant's file; fail unless the text that it replaces is there once."""
+    text = (_PACKAGE / "fourfold_coordinator" / mutant.file).read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.file} has changed; repair this mutant: {mutant.old}"
+    return text.replace(mutant.old, mutant.new)
 
 
 def run_mutant(mutant: Mutant, folder: Path, *, seed: int, runs: int) -> dict[str, Any]:
     """Run the fault test on a mutant, until an invariant breaks; return its tally."""
     package = folder / "coordinator"
     shutil.copytree(_PACKAGE, package)
-    path = package / "fourfold_coordinator" / mutant.file
-    text = path.read_text()
-    assert text.count(mutant.old) == 1, f"{mutant.file} has changed; repair this mutant: {mutant.old}"
-    path.write_text(text.replace(mutant.old, mutant.new))
+    (package / "fourfold_coordinator" / mutant.file).write_text(mutated(mutant))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), *filter(None, sys.path)])}
     words = ["--seed", str(seed), "--runs", str(runs), "--out", str(folder / "result.json")]
     words += ["--fault", *mutant.fault] if mutant.fault else []

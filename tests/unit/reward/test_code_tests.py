@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +160,7 @@ def make_runner() -> Iterator[MakeRunner]:
 
 def test_names_of_python_and_of_tests_cannot_be_replaced(make_runner: MakeRunner) -> None:
     names = {"sorted": 1, "len": 1, "__name__": 1, "class": 1, "a b": 1, "f": {"o": 0}, "N": [1]}
-    found = make_runner({"names": names}).connection.load("")
+    found = make_runner({"names": names}).connection.names()
     assert set(found) == {"f", "N"}
     assert isinstance(found["f"], Remote) and found["N"] == [1]
 
@@ -167,25 +168,34 @@ def test_names_of_python_and_of_tests_cannot_be_replaced(make_runner: MakeRunner
 @pytest.mark.parametrize("answer", [b"[]", b"x", b"[" * 100_000, {}, {"names": 3}, {"names": {"f": {"z": 1}}}])
 def test_a_hostile_answer_is_a_failure(make_runner: MakeRunner, answer: Any) -> None:
     with pytest.raises(wire.WireError):
-        make_runner(answer).connection.load("")
+        make_runner(answer).connection.names()
 
 
 def test_a_runner_that_is_silent_or_announces_too_much_is_a_failure(make_runner: MakeRunner) -> None:
     with pytest.raises(wire.WireError, match="no answer"):
-        make_runner().connection.load("")
+        make_runner().connection.names()
     runner = make_runner()
     runner.theirs.sendall(struct.pack("<I", 1 << 31))
     with pytest.raises(wire.WireError, match="at most"):
-        runner.connection.load("")
+        runner.connection.names()
     runner = make_runner()
     runner.theirs.close()
     with pytest.raises(wire.WireError, match="ended"):
-        runner.connection.load("")
+        runner.connection.names()
+
+
+@pytest.mark.parametrize("sent", [b"", b"rea", b"stopped"])
+def test_a_runner_that_is_not_ready_did_not_start(sent: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with closing(ours), closing(theirs):
+        theirs.sendall(sent)
+        with pytest.raises(wire.WireError):
+            wire.wait_until_ready(ours, deadline=time.monotonic() + 0.1)
 
 
 def test_an_object_of_the_code_is_never_equal_and_its_texts_are_texts(make_runner: MakeRunner) -> None:
     answers = [{"value": value} for value in ({"o": 1}, "text", 3, True, [1, 2], 2, {"o": 2}, 5)]
-    remote = make_runner({"names": {"f": {"o": 0}}}, *answers).connection.load("")["f"]
+    remote = make_runner({"names": {"f": {"o": 0}}}, *answers).connection.names()["f"]
     thing = remote(4)
     for compare in (lambda: thing == 4, lambda: thing != 4, lambda: thing in [4]):
         with pytest.raises(wire.WireError, match="cannot compare"):
@@ -217,4 +227,4 @@ def test_an_object_of_the_code_is_never_equal_and_its_texts_are_texts(make_runne
 )
 def test_exceptions_become_built_in_ones(make_runner: MakeRunner, raised: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind):
-        make_runner({"raised": raised}).connection.load("")
+        make_runner({"raised": raised}).connection.names()

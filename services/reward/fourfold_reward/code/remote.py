@@ -21,9 +21,9 @@ class Connection:
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._connection, self._deadline = connection, deadline
 
-    def load(self, code: str) -> dict[str, Any]:
-        """Have the runner execute the code; return its names with their values. It raises what the code raises."""
-        answer = self._ask({"code": code})
+    def names(self) -> dict[str, Any]:
+        """Return the names of the code, which the runner has, with their values. It raises what the code raises."""
+        answer = self._answer()
         names = answer.get("names")
         if not isinstance(names, dict):
             raise wire.WireError("the code sent no names")
@@ -43,6 +43,9 @@ class Connection:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         wire.send(self._connection, request, deadline=self._deadline)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
         answer = wire.receive(self._connection, deadline=self._deadline)
         if "raised" in answer:
             _raise(answer["raised"])

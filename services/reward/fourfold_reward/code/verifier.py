@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import fourfold
 import fourfold_reward
-from fourfold_reward.code import remote, wire
+from fourfold_reward.code import remote, wire, zygote
 from fourfold_reward.sample import Abstain, InvalidSample, RewardFunction, Score, ScoreInput
 from fourfold_reward.text_rules import OptionError, check_names
 
@@ -35,7 +35,6 @@ _MAX_TESTS: Final = 512
 _MAX_OUTPUT: Final = 1 << 20
 # Of the input of a test, as JSON. The code has the rest of the frame; more code fails its tests.
 _MAX_INPUT_BYTES: Final = wire.MAX_FRAME_BYTES // 2
-_START_SECONDS: Final = 60.0
 # The sandbox shows the packages, but not the folder of a source checkout in which they are, so that an import by
 # `sys.path` does not find them.
 _BOOTSTRAP: Final = """
@@ -176,8 +175,11 @@ def _test_of(entry: object, number: int) -> _Test:
 
 
 def _passes(control: socket.socket, code: str, test: _Test, *, seconds: float, memory_mib: int) -> bool:
-    """Run one test in a new process; the verdict is made here."""
-    deadline = time.monotonic() + seconds
+    """Run one test in a new process; the verdict is made here.
+
+    The time of the test begins when the process is in its sandbox. Raises RuntimeError: it did not come so far, which
+    says nothing about the code.
+    """
     mode = "program" if test.check is None else "functions"
     ours, theirs = socket.socketpair()
     with closing(ours):
@@ -185,17 +187,32 @@ def _passes(control: socket.socket, code: str, test: _Test, *, seconds: float, m
             request = {"mode": mode, "seconds": seconds, "memory_mib": memory_mib}
             socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno()])
         try:
-            if test.check is None:
-                wire.send(ours, {"code": code, "stdin": test.stdin}, deadline=deadline)
-                return _same_text(_output(ours, deadline), test.stdout)
-            names = remote.Connection(ours, deadline).load(code)
-            for module in _MODULES:
-                names[module] = __import__(module)
-            exec(test.check, names | {"__name__": "test"})
-        except (Exception, SystemExit):
-            # The code or the test raised, or the code sent nonsense, too much, or nothing until the deadline.
-            return False
-        return time.monotonic() < deadline
+            return _verdict(ours, code, test, seconds=seconds)
+        finally:
+            control.send(zygote.STOP)
+
+
+def _verdict(connection: socket.socket, code: str, test: _Test, *, seconds: float) -> bool:
+    latest = time.monotonic() + zygote.START_SECONDS
+    try:
+        wire.send(connection, {"code": code, "stdin": test.stdin}, deadline=latest)
+        wire.wait_until_ready(connection, deadline=latest)
+    except wire.TooLargeError:
+        return False
+    except wire.WireError as error:
+        raise RuntimeError(f"the process for the code did not start: {error}") from None
+    deadline = time.monotonic() + seconds
+    try:
+        if test.check is None:
+            return _same_text(_output(connection, deadline), test.stdout)
+        names = remote.Connection(connection, deadline).names()
+        for module in _MODULES:
+            names[module] = __import__(module)
+        exec(test.check, names | {"__name__": "test"})
+    except (Exception, SystemExit):
+        # The code or the test raised, or the code sent nonsense, too much, or nothing until the deadline.
+        return False
+    return time.monotonic() < deadline
 
 
 def _output(connection: socket.socket, deadline: float) -> str:
@@ -237,7 +254,7 @@ def _start_zygote() -> socket.socket:
         raise OptionError("it starts processes, which needs reward.evaluate_text = true") from None
     finally:
         theirs.close()
-    ours.settimeout(_START_SECONDS)
+    ours.settimeout(zygote.START_SECONDS)
     try:
         ready = ours.recv(16)
     except TimeoutError:
@@ -245,7 +262,7 @@ def _start_zygote() -> socket.socket:
     if ready != b"ready":
         process.kill()
         raise OptionError("the process that starts the code did not start; its errors are in the service's log")
-    ours.settimeout(_START_SECONDS)
+    ours.settimeout(zygote.START_SECONDS)
     _end_with(process)
     return ours
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import struct
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 _HEADER: Final = struct.Struct("<I")
+_READY: Final = b"ready"
 MAX_FRAME_BYTES: Final = 4 << 20
 # Larger integers become texts, because json refuses those of more than 4,300 digits.
 _LARGE: Final = 1 << 53
@@ -25,11 +27,26 @@ class WireError(Exception):
     """The other side closed the connection, was too slow, or sent what it must not send."""
 
 
+class TooLargeError(WireError):
+    """A message has more bytes than a frame may have."""
+
+
+def report_ready(descriptor: int) -> None:
+    """Tell the scoring process that the runner is in its sandbox, and begins with the code."""
+    os.write(descriptor, _READY)
+
+
+def wait_until_ready(connection: socket.socket, *, deadline: float) -> None:
+    """Wait for the runner. Raises WireError: it ended, or was too slow."""
+    if _read(connection, len(_READY), deadline) != _READY:
+        raise WireError("the runner sent something else before the code ran")
+
+
 def send(connection: socket.socket, message: dict[str, Any], *, deadline: float | None = None) -> None:
     """Send one message; `deadline` is a time of time.monotonic(). Raises WireError."""
     body = json.dumps(message).encode()
     if len(body) > MAX_FRAME_BYTES:
-        raise WireError(f"a value has {len(body)} bytes; at most {MAX_FRAME_BYTES} are passed on")
+        raise TooLargeError(f"a value has {len(body)} bytes; at most {MAX_FRAME_BYTES} are passed on")
     try:
         _limit(connection, deadline)
         connection.sendall(_HEADER.pack(len(body)) + body)

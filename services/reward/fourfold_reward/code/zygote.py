@@ -1,7 +1,8 @@
 """Forks a runner for each test: `python -c BOOTSTRAP PARENT_PID SOCKET PACKAGE...` (`verifier._start_zygote`).
 
 A new interpreter takes 50 ms, a fork one. The zygote starts before its worker has seen a sample and gets no tests, so
-that no runner inherits an expected result. It kills a runner at its deadline, or when the next one is asked for.
+that no runner inherits an expected result. It kills a runner when the worker says STOP or asks for the next one; its
+own deadline is for a worker that says nothing more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from fourfold.sandbox import seccomp
 from fourfold_reward.code import runner
 
 MAX_REQUEST_BYTES: Final = 4096
+START_SECONDS: Final = 60.0
+"""Longest time until a runner is in its sandbox; it does not count for the test."""
+STOP: Final = b"stop"
 _OPEN_FILES: Final = 64
 _ADDRESSES: Final = 2  # address space per byte of memory: libraries reserve more than they use
 _CPU_SECONDS: Final = 60  # of the zygote itself, whose worker gave it a limit, until the next request
@@ -48,6 +52,8 @@ def main(arguments: list[str]) -> int:
             running = None
         if not message:
             return 0
+        if message == STOP:
+            continue
         sandbox.allow_cpu(_CPU_SECONDS)
         running = _Runner(json.loads(message), descriptors[0], control, policy)
         os.close(descriptors[0])
@@ -59,7 +65,7 @@ class _Runner:
     def __init__(
         self, request: dict[str, Any], connection: int, control: socket.socket, policy: sandbox.Policy
     ) -> None:
-        self._deadline = time.monotonic() + request["seconds"]
+        self._deadline = time.monotonic() + START_SECONDS + request["seconds"]
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:

@@ -193,6 +193,7 @@ def _passes(control: socket.socket, code: str, test: _Test, *, seconds: float, m
 
 
 def _verdict(connection: socket.socket, code: str, test: _Test, *, seconds: float) -> bool:
+    """Return whether the code passes the test in a runner that was asked for."""
     latest = time.monotonic() + zygote.START_SECONDS
     try:
         wire.send(connection, {"code": code, "stdin": test.stdin}, deadline=latest)
@@ -200,7 +201,10 @@ def _verdict(connection: socket.socket, code: str, test: _Test, *, seconds: floa
     except wire.TooLargeError:
         return False
     except wire.WireError as error:
-        raise RuntimeError(f"the process for the code did not start: {error}") from None
+        raise RuntimeError(
+            f"the process of a test was not in its sandbox within {zygote.START_SECONDS:g} s, or it ended "
+            f"before ({error}); this says nothing about the code: look for a lack of memory or processes"
+        ) from None
     deadline = time.monotonic() + seconds
     try:
         if test.check is None:

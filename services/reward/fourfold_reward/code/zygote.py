@@ -26,7 +26,7 @@ from fourfold_reward.code import runner
 
 MAX_REQUEST_BYTES: Final = 4096
 START_SECONDS: Final = 60.0
-"""Longest time until a runner is in its sandbox; it does not count for the test."""
+"""Longest time until the zygote is ready, or a runner is in its sandbox; it does not count for the test."""
 STOP: Final = b"stop"
 _OPEN_FILES: Final = 64
 _ADDRESSES: Final = 2  # address space per byte of memory: libraries reserve more than they use

@@ -11,20 +11,20 @@ _MAX_LINGERING: Final = 256
 
 
 class Lingering:
-    """The connections of a server that wait for the end of their clients."""
+    """Counts the connections of a server that wait for the end of their clients; further ones close at once."""
 
-    def __init__(self, limit: int = _MAX_LINGERING) -> None:
-        """Let at most `limit` connections wait; further ones close at once."""
-        self._limit, self._count = limit, 0
+    def __init__(self) -> None:
+        self._count = 0
 
     def enter(self) -> bool:
         """Count one connection; False when there are too many."""
-        if self._count >= self._limit:
+        if self._count >= _MAX_LINGERING:
             return False
         self._count += 1
         return True
 
     def leave(self) -> None:
+        """Count it no more."""
         self._count -= 1
 
 

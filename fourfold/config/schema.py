@@ -311,8 +311,9 @@ class RetryConfig(Table):
     service_wait_seconds: Seconds = 120.0
     """Longest wait for a service of a needed role, or for room on a full disk; then the run stops with the reason."""
     restarts: int = Field(default=3, ge=0)
-    """Times that the launcher restarts a dead service, or a coordinator that was killed. After a trainer's death the
-    run continues from the last checkpoint; after a coordinator's the trainer keeps its weights."""
+    """Times that the launcher restarts a dead service, or a coordinator that was killed, before the run trains its next
+    step. After a trainer's death the run continues from the last checkpoint; after a coordinator's the trainer keeps
+    its weights."""
 
 
 class SecurityConfig(Table):

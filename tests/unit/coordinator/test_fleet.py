@@ -477,6 +477,20 @@ def lost(name: str, *, was_ready: bool = True) -> Death:
     return replace(death(name, code=0, number=9, was_ready=was_ready), node="10.0.0.2", message="preempted")
 
 
+def test_a_run_that_trains_on_may_lose_a_process_again_and_again(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(retry={"restarts": 1}), clock)
+    for step in range(1, 6):
+        launcher.ready = set(launcher.names())
+        assert fleet.tick() is None
+        fleet.on_step(step)
+        launcher.dying = [death("rollout-0", number=9)]
+        assert fleet.tick() is None and launcher.names()[-1] == "rollout-0"
+    fleet.on_step(5)  # trained again after a restored checkpoint
+    assert fleet.tick() is None
+    launcher.dying = [death("rollout-0", number=9)]
+    assert (ending := fleet.tick()) is not None and "(retry.restarts = 1)" in ending.text
+
+
 def test_a_service_lost_with_its_node_waits_for_another_one_and_keeps_its_restarts(
     tmp_path: Path, clock: FakeClock
 ) -> None:

@@ -257,6 +257,7 @@ class RunCommand:
                     watching = asyncio.create_task(
                         follow(self._fleet.address, self._security, self._dashboard, ended=ended)
                     )
+                self._fleet.on_step(self._dashboard.status.step)
                 if ticks % round(1 / _TICK_SECONDS / _REDRAWS_PER_SECOND) == 0:
                     self._dashboard.set_services(self._fleet.states())
                     self._dashboard.refresh()

@@ -2,7 +2,7 @@
 
     coordinator --(coordinator.address)--> rollout, trainer, reward, ..., gateway --READY--> the run trains
          |                                            | dies
-         |- exit code 0: done, else: failed           '- restarted, at most retry.restarts times
+         |- exit code 0: done, else: failed           '- restarted, at most retry.restarts times until a step is trained
          '- killed: restarted at the same address, so that the services find it; they keep running
 
 A process that dies before it was ever ready ends the run: a restart would fail for the same reason.
@@ -56,7 +56,7 @@ class _Slot:
     """A service and the restarts of its process. Times are of the monotonic clock."""
 
     spec: ServiceSpec
-    restarts: int = 0
+    restarts: int = 0  # since a step was trained while the process was ready
     restart_at: float | None = None
     died_at: float | None = None  # the last death, until the process is ready again
     death: str = ""  # cause of the last death, one line
@@ -161,6 +161,7 @@ class Fleet:
         self._coordinator = _Slot(ServiceSpec(role="coordinator", name=COORDINATOR))
         self._slots = {service.name: _Slot(service) for service in services_of(config, evaluate=evaluate)}
         self._evaluate = evaluate
+        self._step = 0  # the last one that the run has reached
         self._deadline: float | None = None  # of the first start of all processes
         self._listen_deadline: float | None = None  # of a restarted coordinator
 
@@ -193,6 +194,19 @@ class Fleet:
         if self._deadline is not None and now > self._deadline:
             return self._on_deadline()
         return None
+
+    def on_step(self, step: int) -> None:
+        """Count restarts anew for the ready processes when `step` is further than the run has ever been.
+
+        The limit of restarts ends a run that makes no progress. One that trains on may lose a process now and then for
+        weeks. A step that is trained again after a checkpoint was restored is no progress.
+        """
+        if step <= self._step:
+            return
+        self._step = step
+        for slot in (self._coordinator, *self._slots.values()):
+            if slot.died_at is None and not slot.lost:
+                slot.restarts = 0
 
     def states(self) -> list[tuple[str, str]]:
         """Return name and state of each process, the coordinator first.

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import sysconfig
@@ -107,8 +108,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def machine() -> Iterator[Check]:
-    """Check Python, cores, memory, disk, compiler, GPUs, ports and sandbox."""
-    for check in (_python, _cores, _memory, _disk, _compiler, _gpus, _ports, _sandbox):
+    """Check Python, SQLite, cores, memory, disk, compiler, GPUs, ports and sandbox."""
+    for check in (_python, _sqlite, _cores, _memory, _disk, _compiler, _gpus, _ports, _sandbox):
         yield check()
 
 
@@ -118,6 +119,10 @@ def _python() -> Check:
         return Check("ok", text)
     fix = "python3.11 -m venv .venv && .venv/bin/pip install fourfold"
     return Check("missing", f"{text}; 3.11 or 3.12 is needed", fix)
+
+
+def _sqlite() -> Check:
+    return Check("ok", f"SQLite {sqlite3.sqlite_version}")  # for reports of crashes: it is part of Python
 
 
 def _cores() -> Check:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import re
 import shlex
+import sqlite3
 import subprocess
 import tokenize
 import tomllib
@@ -44,6 +46,8 @@ READMES += sorted(path for path in ROOT.glob("docs/**/*.md") if path.name != "cl
 UNSAFE_NAMES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "recv_pyobj", "send_pyobj"}
 UNSAFE_NAMES |= {"send_object_list", "recv_object_list"}
 UNSAFE_SETTING = re.compile("VLLM_ALLOW_INSECURE_" + r"SERIALIZATION\W+(1|true)", re.IGNORECASE)
+# In any program: statements that make a part of a schema.
+CREATES = re.compile(r"\bCREATE\s+((TEMP|TEMPORARY|UNIQUE|VIRTUAL)\s+)*(TABLE|INDEX|VIEW|TRIGGER)\s", re.IGNORECASE)
 # Written in parts, so that this file does not hold what it looks for.
 MACHINE_WORDS = re.compile(
     "|".join(
@@ -158,6 +162,40 @@ def test_nothing_runs_code_out_of_bytes() -> None:
 def test_unsafe_code_is_found(tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.py").write_text(text)
     assert _parse(tmp_path / "bad.py").unsafe
+
+
+def _crashing_indexes(source: str) -> list[str]:
+    """Return the partial indexes on tables WITHOUT ROWID that the schemas in a program make."""
+    nodes = list(ast.walk(ast.parse(source)))
+    formats = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in formats]
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            texts.append("".join(str(part.value) if isinstance(part, ast.Constant) else "0" for part in node.values))
+    found = []
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        for text in (text for text in texts if isinstance(text, str) and CREATES.search(text)):
+            db.executescript(text)
+        for (table,) in db.execute("SELECT name FROM pragma_table_list WHERE wr").fetchall():
+            found += [name for _, name, _, _, partial in db.execute(f"PRAGMA index_list({table})") if partial]
+    return found
+
+
+def test_no_schema_has_an_index_with_which_sqlite_crashes() -> None:
+    """SQLite 3.44.0 to 3.46.0, as in Ubuntu 24.04, crashes on an UPDATE of a column in the WHERE of such an index."""
+    shipped = [path for path in _sources() if path.relative_to(ROOT).parts[0] != "tests"]
+    schemas = {path: text for path in shipped if CREATES.search(text := path.read_text())}
+    assert {"ledger.py", "store.py", "trajectory_index.py"} <= {path.name for path in schemas}
+    assert {path.name: bad for path, text in schemas.items() if (bad := _crashing_indexes(text))} == {}
+
+
+@pytest.mark.parametrize(("table", "index", "found"), [("t WITHOUT ROWID", "WHERE a = 1", ["i"]), ("t", "", [])])
+def test_an_index_with_which_sqlite_crashes_is_found(table: str, index: str, found: list[str]) -> None:
+    name, *rest = table.split(" ", 1)
+    one = f"CREATE TABLE {name} (a INTEGER PRIMARY KEY) {''.join(rest)};"
+    two = f"create unique index if not exists i ON {name} (a) {index}"
+    assert _crashing_indexes(f"X = '{one}'\ndef f(db): db.execute('{two}')") == found
+    assert _crashing_indexes(f"V = 2\nX = f'{one} {two}; PRAGMA user_version = {{V}};'") == found
 
 
 def test_files_and_functions_keep_their_budgets() -> None:

@@ -13,6 +13,7 @@ import asyncio
 import gc
 import logging
 import os
+import sqlite3
 import sys
 import time
 import uuid
@@ -166,7 +167,7 @@ class Coordinator:
         self._assignments = options.assignments
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
-        log.info("coordinator started: folder=%s recipe=%s", folder, options.recipe)
+        log.info("coordinator started: folder=%s recipe=%s sqlite=%s", folder, options.recipe, sqlite3.sqlite_version)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
         self._board = RunBoard(
             name=config.name, step_count=config.steps, max_policy_lag=config.asynchrony.max_policy_lag

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ def test_development_machine_runs_every_service(capsys: pytest.CaptureFixture[st
     output = capsys.readouterr().out
     for role in ("rollout", "trainer", "reward", "reference", "coordinator"):
         assert f"  ok       {role}: fourfold-" in output
+    assert f"  ok       SQLite {sqlite3.sqlite_version}\n" in output
     assert f"Next: {program()} run recipes/quickstart.toml" in output
 
 

@@ -69,19 +69,18 @@ _UNFINISHED: Final = tuple(s for s in SampleState if s not in (SampleState.TRAIN
 
 # Stored as `PRAGMA user_version`. Version 0 had no table `records`, versions before 2 no column `evals.sets`.
 _VERSION: Final = 2
-# Not a parameter: SQLite cannot use a partial index for one. It would also prefer another index.
-_LEASED: Final = "samples INDEXED BY samples_leased WHERE state = 'LEASED'"
-# No index has the state, but for leased samples: each of a sample's five moves would write the index, too. Earlier
-# releases had one, `samples_by_step`.
+# No index has the state: each of a sample's five moves would write the index, too. Earlier releases had two,
+# `samples_by_step` and `samples_leased`. The latter was partial, with the state in its WHERE: SQLite 3.44.0 to 3.46.0
+# crashes on an UPDATE of such a column of a table WITHOUT ROWID.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samples (
   sample_id TEXT PRIMARY KEY, group_id TEXT NOT NULL, position INTEGER NOT NULL, step INTEGER NOT NULL,
   state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '') WITHOUT ROWID;
 DROP INDEX IF EXISTS samples_by_step;
+DROP INDEX IF EXISTS samples_leased;
 CREATE INDEX IF NOT EXISTS samples_of_step ON samples (step);
 CREATE INDEX IF NOT EXISTS samples_by_position ON samples (position);
-CREATE INDEX IF NOT EXISTS samples_leased ON samples (group_id) WHERE state = 'LEASED';
 CREATE TABLE IF NOT EXISTS records (
   sample_id TEXT PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (
@@ -470,7 +469,9 @@ class Ledger:
 
     def leased(self) -> dict[str, str]:
         """Return the id of the group of each sample in the batch that is leased, by sample id."""
-        return dict(self._db.execute(f"SELECT sample_id, group_id FROM {_LEASED}"))
+        # Only the step after the last one done is ever leased: the index of steps finds its few samples.
+        query = "SELECT sample_id, group_id FROM samples WHERE step = ? AND state = ?"
+        return dict(self._db.execute(query, (self.last_step() + 1, SampleState.LEASED)).fetchall())
 
     def acknowledge(self, step: int, *, policy_version: int, skipped_reason: str, data_position: int) -> None:
         """Record that the trainer has done `step`: its LEASED samples become TRAINED. A repeat changes nothing."""

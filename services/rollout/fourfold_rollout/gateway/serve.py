@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import importlib.util
 import logging
+import sqlite3
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +59,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
     options, config = host.options, host.options.config
     folder = (options.run_dir or Path("runs") / config.name) / "gateway" / options.member_id
+    _log.info("gateway started: folder=%s sqlite=%s", folder, sqlite3.sqlite_version)
     store = SessionStore(folder)
     engines = EnginePool(
         tokenizer_sha256=tokenizer.sha256, vocabulary_size=tokenizer.vocabulary_size, security=host.security

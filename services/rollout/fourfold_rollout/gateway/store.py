@@ -36,15 +36,17 @@ T = TypeVar("T")
 
 # Stored as `PRAGMA user_version`.
 _VERSION: Final = 1
-# A turn's rowid rises in the order in which the turns of a session finished.
+# A turn's rowid rises in the order in which the turns of a session finished. Earlier releases had two partial indexes:
+# SQLite 3.44.0 to 3.46.0 crashes on an UPDATE of a column in the WHERE of such an index, in a table WITHOUT ROWID.
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, key_digest BLOB NOT NULL, state INTEGER NOT NULL,
   task_id TEXT NOT NULL, group_id TEXT NOT NULL, task BLOB NOT NULL, idle_seconds REAL NOT NULL,
   created_at REAL NOT NULL, used_at REAL NOT NULL, settled_at REAL, reason TEXT NOT NULL, reward REAL,
   metrics TEXT NOT NULL, outcome_sha256 BLOB NOT NULL) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS sessions_unsettled ON sessions (state) WHERE settled_at IS NULL;
-CREATE INDEX IF NOT EXISTS sessions_settled ON sessions (settled_at) WHERE settled_at IS NOT NULL;
+DROP INDEX IF EXISTS sessions_unsettled;
+DROP INDEX IF EXISTS sessions_settled;
+CREATE INDEX IF NOT EXISTS sessions_by_settled ON sessions (settled_at);
 CREATE TABLE IF NOT EXISTS turns (
   id INTEGER PRIMARY KEY, session_id TEXT NOT NULL, number INTEGER NOT NULL, segment_index INTEGER NOT NULL,
   prompt_token_count INTEGER NOT NULL, finish_reason INTEGER NOT NULL, request_id TEXT NOT NULL,

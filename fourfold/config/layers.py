@@ -4,7 +4,8 @@
     recipe.toml               -> its keys replace those of the included files
     --set steps=3             -> replaces the key of all files
 
-Tables are joined key by key. Every other value, also an array and a list of tables, replaces the one before it.
+Tables are joined key by key. Every other value, also an array and a list of tables, replaces the one before it. A file
+that several others include is read once, and counts where it is included last.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fourfold.errors import ConfigError
 
@@ -90,29 +91,49 @@ def read_layers(path: Path, assignments: Sequence[str]) -> Layers:
         ConfigError: a file cannot be read, or is no TOML, or includes itself; an assignment is malformed.
     """
     layers = Layers(start=f"{path}:1")
-    _read_file(path, layers, ())
+    for layer in _read_file(path, (), {}):
+        layers.add(layer.tables, layer.places)
     for text in assignments:
         _assign(text, layers)
     return layers
 
 
-def _read_file(path: Path, layers: Layers, including: tuple[Path, ...]) -> None:
+class _Layer(NamedTuple):
+    """One file without those that it includes."""
+
+    path: Path
+    tables: dict[str, Any]
+    places: dict[_Keys, str]
+
+
+def _read_file(path: Path, including: tuple[Path, ...], known: dict[Path, list[_Layer]]) -> list[_Layer]:
+    """Return the layers of a file, itself the last. A file that several include is one layer, at its last place.
+
+    `known` has the layers of the files that were read.
+    """
+    own = path.resolve()
+    if own in known:
+        return known[own]
     tables, lines = _parse(path)
     includes = tables.pop(INCLUDE, [])
     where = f"{path}:{lines.get((INCLUDE,), 1)}  {INCLUDE} = {includes!r}"
     names = [includes] if isinstance(includes, str) else includes
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"{where}: must be the path of a TOML file, or a list of paths")
-    chain = (*including, path.resolve())
+    chain = (*including, own)
+    found: dict[Path, _Layer] = {}
     for name in names:
         included = path.parent / name
         if included.resolve() in chain:
             raise ConfigError(f"{where}: the files include each other in a circle; remove one of these lines")
         try:
-            _read_file(included, layers, chain)
+            for layer in _read_file(included, chain, known):
+                found.pop(layer.path, None)
+                found[layer.path] = layer
         except ConfigError as error:
             raise ConfigError(f"{where}: {error.message}") from None
-    layers.add(tables, {keys: f"{path}:{number}" for keys, number in lines.items()})
+    known[own] = [*found.values(), _Layer(own, tables, {keys: f"{path}:{number}" for keys, number in lines.items()})]
+    return known[own]
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[_Keys, int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fourfold import config
+from fourfold.config import layers
 from fourfold.errors import ConfigError
 from tests.unit.config.test_config import RECIPE, write
 
@@ -55,6 +56,27 @@ def test_a_rule_about_two_tables_is_named_at_its_first_key(tmp_path: Path) -> No
     assert "DIR/recipe.toml:18  the recipe: placement.colocated = true needs" in refused(path)
     plain = write(tmp_path, RECIPE)
     assert "--set placement.colocated  the recipe: placement.colocated" in refused(plain, "placement.colocated=true")
+
+
+def test_a_file_that_is_included_twice_is_read_once_and_counts_at_its_last_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    parse = layers._parse
+    monkeypatch.setattr(layers, "_parse", lambda path: (read.append(path.name), parse(path))[1])
+    levels = 40  # each reads the next twice, by two names
+    (tmp_path / f"{levels}.toml").write_text(RECIPE)
+    for level in range(levels):
+        link = tmp_path / f"link{level + 1}.toml"
+        link.symlink_to(f"{level + 1}.toml")
+        (tmp_path / f"{level}.toml").write_text(f'include = ["{level + 1}.toml", "{link.name}"]\nseed = {level}\n')
+    assert config.load(tmp_path / "0.toml").seed == 0 and len(read) == levels + 1
+    (tmp_path / "base.toml").write_text(RECIPE + "[retry]\nrestarts = 5\ndata = 9\n")
+    (tmp_path / "a.toml").write_text('include = "base.toml"\nseed = 3\n[retry]\ndata = 8\n')
+    (tmp_path / "b.toml").write_text('include = "base.toml"\n[retry]\nrestarts = 7\n')
+    (tmp_path / "top.toml").write_text('include = ["a.toml", "b.toml"]\n')
+    found = config.load(tmp_path / "top.toml")
+    assert (found.seed, found.retry.restarts, found.retry.data) == (3, 7, 9)
 
 
 @pytest.mark.parametrize(

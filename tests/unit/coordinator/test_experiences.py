@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,6 +163,40 @@ async def test_no_sample_is_ready_before_its_arrays_are_on_the_disk(
     assert events[:3] == written and events[-39:] == ["told"] * 39
     await put(shop.group(50))
     assert events[-4:] == [*written, "told"]
+
+
+async def test_an_attempt_of_an_agent_is_rolled_on_the_disk_when_keep_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway then forgets it: a power loss must leave the record, and the row that names it."""
+    shop = Shop(tmp_path)
+    issued = shop.ledger.issue(step=1, position=0, count=2)
+    shop.ledger.move(issued.sample_ids, SampleState.RUNNING)
+    monkeypatch.setattr(SegmentFiles, "append", _then_copy(SegmentFiles.append, tmp_path, "segment"))
+    monkeypatch.setattr(Ledger, "sync", _then_copy(Ledger.sync, tmp_path, "disk"))
+    for name in issued.sample_ids:
+        await shop.store.keep(trajectory(name, issued.group_id, seed=1))
+        kept = Shop(tmp_path / "disk")  # as it was on the disk when the last flush had ended
+        assert kept.ledger.state(name) is SampleState.ROLLED
+        before = Shop(tmp_path / "segment")
+        assert before.ledger.state(name) is SampleState.RUNNING, "no row names a record that is not on the disk"
+        assert kept.record_count() == before.record_count() + 1
+    assert shop.record_count() == 2
+
+
+def _then_copy(function: Callable[..., Any], folder: Path, name: str) -> Callable[..., Any]:
+    """Return a function after whose calls `folder/NAME` is a copy of the ledger."""
+
+    def call(*arguments: Any) -> Any:
+        result = function(*arguments)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir()
+        for path in folder.glob("ledger.sqlite*"):
+            if path.suffix != ".sqlite-shm":
+                shutil.copy(path, folder / name / path.name)
+        return result
+
+    return call
 
 
 async def test_a_writer_that_is_cancelled_leaves_the_work_to_the_others(

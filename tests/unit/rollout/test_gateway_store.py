@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import gc
+import os
 import signal
 import sqlite3
 import subprocess
@@ -282,13 +284,22 @@ async def test_a_killed_gateway_keeps_what_it_reported(tmp_path: Path) -> None:
 
 
 FULL_DISK = """
-import asyncio, dataclasses, resource, sys
+import asyncio, dataclasses, os, resource, sys
 from pathlib import Path
 from tests.unit.rollout.test_gateway_store import CLOSED, OPEN, some_turns
 from fourfold_rollout.gateway.store import SessionStore, StoredTurn, StoreFull
 
 async def main():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, resource.RLIM_INFINITY))
+    for _ in range(2):
+        try:
+            SessionStore(Path(sys.argv[1]))
+        except StoreFull as error:
+            print("opened:", error.retry_after, error, flush=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    descriptors = len(os.listdir("/proc/self/fd"))
     store = SessionStore(Path(sys.argv[1]))
+    assert descriptors < 12, "a store that cannot be opened keeps its folder, or its file"
     await store.put_session(OPEN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
     written = 0
@@ -314,9 +325,24 @@ def test_a_full_disk_is_named_and_nothing_is_half_written(tmp_path: Path) -> Non
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    assert "5.0" in result.stdout
+    *opened, written = result.stdout.splitlines()
+    told = f"{tmp_path}: the session store cannot be written"
+    assert [line.startswith(f"opened: 5.0 {told}") for line in opened] == [True, True], opened
+    assert written.startswith(f"5.0 {told}")
     assert "nothing was changed: make room on this disk" in result.stdout
     assert issubclass(StoreFull, Unavailable)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(errno.ENOSPC, StoreFull), (errno.EACCES, ConfigError)])
+def test_a_disk_without_room_for_the_lock_is_full_and_no_wrong_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
+) -> None:
+    def refuse(path: object, *_: object) -> int:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(store_module.os, "open", refuse)
+    with pytest.raises(expected, match=f"{tmp_path}: .*{os.strerror(number)}"):
+        SessionStore(tmp_path)
 
 
 def size_of(folder: Path) -> int:

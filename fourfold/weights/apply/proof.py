@@ -162,14 +162,23 @@ def kept_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensor_sums(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a value that equal tensors have in common: form, and sums over the bytes, plain and weighted."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    form = (tensor.dtype, tuple(tensor.shape), tensor.stride())
-    if not flat.numel():
+    """Return a value that equal tensors have in common, in any layout: form, and sums of the bytes, plain and weighted.
+
+    Tensors of other layouts are copied first, into memory without gaps.
+    """
+    form = (tensor.dtype, tuple(tensor.shape))
+    if not tensor.numel():
         return form
-    if flat.element_size() == 1:  # the sums are over words of 16 bits
-        flat = flat.view(torch.uint8)
-        flat = flat.to(torch.int16) if flat.numel() % 2 or flat.storage_offset() % 2 else flat
+    flat = tensor.detach().resolve_conj().resolve_neg()
+    if small := flat.element_size() == 1:
+        flat = flat.view(torch.uint8)  # a copy of bool would turn all bytes but 0 into 1
+    flat = flat.contiguous().reshape(-1)
+    # torch calls a single element with stride 0 contiguous, and refuses to view it in words of another size.
+    flat = flat.as_strided(flat.shape, (1,))
+    if small and flat.numel() % 2:  # the sums are over words of 16 bits
+        flat = flat.to(torch.int16)
+    elif flat.storage_offset() * flat.element_size() % 2:
+        flat = flat.clone()
     return *form, *span_sums(flat.view(torch.int16), 0)
 
 
@@ -179,7 +188,12 @@ def overwrite(tensor: torch.Tensor) -> None:
     Zeros stay: loaders fill the padding of a parameter with them, and an update need not write it again.
     """
     flat = tensor.detach()
-    words = flat.view(_WORDS[flat.element_size()]) if flat.dim() else flat.reshape(1).view(_WORDS[flat.element_size()])
+    for dim, stride in enumerate(flat.stride()):
+        if stride == 0:  # torch does not write to elements that share memory
+            flat = flat.narrow(dim, 0, min(flat.shape[dim], 1))
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.conj() if flat.is_conj() else flat)
+    words = flat.view(_WORDS[flat.element_size()])
     if not words.is_contiguous():
         words.masked_fill_(words != 0, -1)
         return
@@ -220,9 +234,14 @@ def _sums(model: ProvableModel) -> dict[str, object]:
     with torch.inference_mode():
         for name, tensor in model.state().items():
             if id(tensor) not in cache:
-                cache[id(tensor)] = (*tensor_sums(tensor), tensor.data_ptr() if fixed else 0)
+                cache[id(tensor)] = (*tensor_sums(tensor), *_layout(tensor), tensor.data_ptr() if fixed else 0)
             result[name] = cache[id(tensor)]
     return result
+
+
+def _layout(tensor: torch.Tensor) -> list[int]:
+    """Return the strides of the dimensions longer than 1: compiled code expects these to stay."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def _tensors_in(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:

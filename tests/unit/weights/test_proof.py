@@ -207,6 +207,53 @@ def test_overwriting_changes_all_but_zeros_and_the_sums_see_it(dtype: torch.dtyp
     assert scalar.float().item() != 3
 
 
+_DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+]
+
+
+def _layouts() -> Iterator[torch.Tensor]:
+    """Yield numbers in many layouts: none, one and several elements, transposed, expanded, with gaps and offsets."""
+    row = torch.arange(1, 13, dtype=torch.float32)
+    yield from (row[:0], row[:0].expand(3, 0), row[0], row[:1], row[3], row[3].expand(1), row[3].expand(1, 1))
+    yield from (row[:3].t(), row[1:4], row[1:5], row[::3], row[:1].expand(4), row[:3].expand(2, 3))
+    yield from (
+        row.view(3, 4).t(),
+        row.view(2, 3, 2).permute(2, 0, 1),
+        row.view(3, 4)[:, 1:3],
+        row.as_strided((5, 4), (2, 1)),
+    )
+    yield row.view(1, 3, 2, 2).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_sums_and_overwriting_take_every_layout(dtype: torch.dtype) -> None:
+    for numbers in _layouts():
+        memory = torch.zeros(max(numbers.untyped_storage().nbytes() // 4, 1)).copy_(
+            torch.empty(0).set_(numbers.untyped_storage())
+        )
+        values = memory.to(dtype).as_strided(numbers.shape, numbers.stride(), numbers.storage_offset())
+        packed = torch.empty(numbers.shape, dtype=dtype).copy_(values)
+        assert packed.numel() < 2 or packed.is_contiguous()
+        sums = tensor_sums(packed)
+        assert tensor_sums(values) == sums
+        others = packed.flatten().roll(1).reshape(packed.shape)
+        assert (tensor_sums(others) == sums) == (dtype == torch.bool or len(set(numbers.flatten().tolist())) < 2)
+        overwrite(values)
+        assert (tensor_sums(values) != sums) == bool(numbers.numel())
+
+
+def test_sums_of_contiguous_tensors_stay_as_they_are() -> None:
+    assert tensor_sums(torch.tensor([1, 2, 3], dtype=torch.uint8))[-2:] == (6, 14)
+    assert tensor_sums(torch.tensor([1, 2, 3, 4], dtype=torch.int8))[-2:] == (0x201 + 0x403, 0x201 + 2 * 0x403)
+    assert tensor_sums(torch.tensor([[1, 1 << 16]], dtype=torch.int32))[-2:] == (2, 5)
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert tensor_sums(conjugate) == tensor_sums(conjugate.resolve_conj())
+
+
 def test_tensors_are_found_wherever_a_layer_keeps_them() -> None:
     class Native:
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ import sys
 import uuid
 from typing import Any, Final
 
-from openai import APIError, AsyncOpenAI, BadRequestError
+from openai import APIError, AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
 # Tasks at a time. An engine samples many turns in little more time than one.
 _WORKERS: Final = 32
@@ -62,7 +62,9 @@ async def main(url: str) -> None:
     """Play all tasks; print the mean reward."""
     # The client repeats a call that fails while the run starts: for half a minute with so many retries.
     key = os.environ.get("OPENAI_API_KEY", "none")
-    client = AsyncOpenAI(base_url=url, api_key=key, timeout=120, max_retries=8)
+    # A gateway is not behind the proxy that http_proxy names. `trust_env=False` would also forget SSL_CERT_FILE.
+    http = DefaultAsyncHttpxClient(mounts={"http://": None, "https://": None})
+    client = AsyncOpenAI(base_url=url, api_key=key, timeout=120, max_retries=8, http_client=http)
     rewards: list[float] = []
     async with asyncio.TaskGroup() as group:
         for _ in range(_WORKERS):

@@ -28,7 +28,7 @@ from agents import (
     function_tool,
 )
 from agents.items import ToolCallItem
-from openai import APIError, AsyncOpenAI, BadRequestError
+from openai import APIError, AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
 # Tasks at a time. An engine samples many turns in little more time than one.
 _WORKERS: Final = 32
@@ -67,10 +67,10 @@ CALCULATOR: Final[Agent[Attempt]] = Agent(
 )
 
 
-async def solve(problem: str, answer: str, url: str, key: str) -> Attempt:
-    """Have the SDK solve one problem at a base URL, with a key."""
+async def solve(problem: str, answer: str, client: AsyncOpenAI) -> Attempt:
+    """Have the SDK solve one problem with a client."""
     found = Attempt()
-    provider = OpenAIProvider(base_url=url, api_key=key)
+    provider = OpenAIProvider(openai_client=client)
     config = RunConfig(model_provider=provider, tracing_disabled=True)  # traces go to OpenAI
     messages: Any = [*_EXAMPLE, {"role": "user", "content": problem}]
     try:
@@ -95,7 +95,7 @@ async def attempt(client: AsyncOpenAI, task: dict[str, Any]) -> Attempt:
     outcome: dict[str, Any] = {"abandon_reason": "AGENT_ERROR"}
     try:
         # The key of the session is all that the SDK needs: whatever it samples with the key belongs to the session.
-        found = await solve(problem, task["answer"], str(client.base_url), opened["session_key"])
+        found = await solve(problem, task["answer"], client.with_options(api_key=opened["session_key"]))
         metrics = {"right": found.right, "tool_calls": found.calls, "tool_calls_valid": found.valid}
         outcome = {"reward": 1.0 if found.right else 0.3 * (found.valid > 0), "metrics": metrics}
     finally:
@@ -124,7 +124,10 @@ async def main(url: str) -> None:
     """Play all tasks; print the share of valid tool calls."""
     # The client repeats a call that fails while the run starts: for half a minute with so many retries.
     key = os.environ.get("OPENAI_API_KEY", "none")
-    client, found = AsyncOpenAI(base_url=url, api_key=key, timeout=120, max_retries=8), list[Attempt]()
+    # A gateway is not behind the proxy that http_proxy names. `trust_env=False` would also forget SSL_CERT_FILE.
+    http = DefaultAsyncHttpxClient(mounts={"http://": None, "https://": None})
+    client = AsyncOpenAI(base_url=url, api_key=key, timeout=120, max_retries=8, http_client=http)
+    found = list[Attempt]()
     async with asyncio.TaskGroup() as group:
         for _ in range(_WORKERS):
             group.create_task(work(client, found))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from fourfold.errors import ConfigError, FourfoldError
+from fourfold.host import proxies
 from fourfold.text import nearest_name
 
 _MODULES: Final = {
@@ -104,6 +105,7 @@ class CommandModule(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, by default of this process's arguments, and print an expected error as one message."""
     words = list(sys.argv[1:] if argv is None else argv)
+    proxies.bypass(*proxies.THIS_MACHINE)
     try:
         code = _dispatch(words)
         sys.stdout.flush()

@@ -112,6 +112,8 @@ CLIENT_OPTIONS: Final[Options] = (
     # By default, channels of a process to one address without TLS share a connection: a new channel to a restarted
     # service would fail until an older one, whose connection attempt failed, tries again.
     ("grpc.use_local_subchannel_pool", 1),
+    # By default, gRPC connects through the proxy that http_proxy names, even on loopback (`fourfold.host.proxies`).
+    ("grpc.enable_http_proxy", 0),
     ("grpc.service_config", SERVICE_CONFIG),
 )
 

@@ -64,7 +64,8 @@ def example(request: pytest.FixtureRequest) -> tuple[Path, Command]:
 
 async def _call(example: tuple[Path, Command], program: str, *words: str, **env: str) -> str:
     folder, command = example
-    return await asyncio.to_thread(run, [*command(program), *words], folder, 60, {**os.environ, **env})
+    proxy = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # which must not be used
+    return await asyncio.to_thread(run, [*command(program), *words], folder, 60, {**os.environ, **proxy, **env})
 
 
 async def test_an_agent_plays_every_task_once_through_every_fault_that_may_be_repeated(

@@ -19,7 +19,7 @@ _TIMEOUT_SECONDS: Final = 60.0
 
 
 async def _serve(engine: str) -> None:
-    channel = grpc.aio.insecure_channel(engine)
+    channel = grpc.aio.insecure_channel(engine, options=[("grpc.enable_http_proxy", 0)])
     call: Any = channel.unary_stream(f"/{_SERVICE}/Generate")  # without serializers: messages stay bytes
 
     async def generate(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:

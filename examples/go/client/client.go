@@ -43,6 +43,7 @@ func Dial(target, role string) (*grpc.ClientConn, error) {
 	options := []grpc.DialOption{
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)),
 		grpc.WithDisableRetry(), // the contract's own rules are in Retrying
+		grpc.WithNoProxy(),      // services of a run are not behind the proxy that HTTPS_PROXY names
 	}
 	authority := os.Getenv("FOURFOLD_CA")
 	if authority == "" {

@@ -47,12 +47,15 @@ export function encode(name: string, message: object): Buffer {
   return type.serialize(message);
 }
 
+/** Options of a channel: services of a run are not behind the proxy that http_proxy names. */
+export const DIRECT: grpc.ChannelOptions = { "grpc.enable_http_proxy": 0 };
+
 /** Return credentials and options: TLS and a bearer token with FOURFOLD_CA and FOURFOLD_TOKEN, otherwise plain text. */
 export function connection(role: "rollout" | "gateway"): [grpc.ChannelCredentials, grpc.ChannelOptions] {
   const authority = process.env.FOURFOLD_CA;
   const limits = { "grpc.max_receive_message_length": 16 << 20, "grpc.keepalive_time_ms": 20_000 };
   // The contract's own retry rules are below; grpc-js would repeat some calls by itself.
-  const options: grpc.ChannelOptions = { ...limits, "grpc.enable_retries": 0 };
+  const options: grpc.ChannelOptions = { ...limits, ...DIRECT, "grpc.enable_retries": 0 };
   if (!authority) return [grpc.credentials.createInsecure(), options];
   const token = grpc.credentials.createFromMetadataGenerator((_, done) => {
     const metadata = new grpc.Metadata();

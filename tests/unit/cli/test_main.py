@@ -50,6 +50,16 @@ def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "did you mean `plan`?" in capsys.readouterr().err
 
 
+def test_no_command_reaches_this_machine_through_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "corp.example")
+    assert cli_main.main(["--version"]) == 0
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "corp.example,localhost,127.0.0.1,::1"
+
+
 def test_bad_recipe_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "bad.toml"
     recipe.write_text(QUICKSTART.read_text().replace("group_size", "group_sise"))

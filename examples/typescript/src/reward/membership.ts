@@ -11,7 +11,7 @@ import * as grpc from "@grpc/grpc-js";
 import type { Duration__Output } from "../gen/google/protobuf/Duration.js";
 import type { KeepAliveResponse__Output } from "../gen/fourfold/coordinator/v1/KeepAliveResponse.js";
 import type { RegisterResponse__Output } from "../gen/fourfold/coordinator/v1/RegisterResponse.js";
-import { MembershipService, isServiceError, unary, within } from "../client.js";
+import { DIRECT, MembershipService, isServiceError, unary, within } from "../client.js";
 
 const CALL_SECONDS = 5;
 const LEAVE_SECONDS = 0.5;
@@ -48,7 +48,8 @@ export class Membership {
   constructor(private readonly registration: Registration) {
     // After a failed connection, grpc-js would wait up to two minutes before it tries again.
     const backoff = { "grpc.initial_reconnect_backoff_ms": 500, "grpc.max_reconnect_backoff_ms": 5000 };
-    const options = { ...registration.options, ...backoff, "grpc.keepalive_time_ms": 20_000, "grpc.enable_retries": 0 };
+    const calls = { "grpc.keepalive_time_ms": 20_000, "grpc.enable_retries": 0 };
+    const options = { ...registration.options, ...DIRECT, ...backoff, ...calls };
     this.client = new MembershipService(registration.coordinator, registration.credentials, options);
   }
 

@@ -20,8 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+from urllib.parse import urlsplit
 
 from fourfold import sandbox
+from fourfold.host import proxies
 from fourfold.host.process_tree import die_with_parent
 from fourfold.text import MAX_ERROR, clean
 from fourfold_reward import protocol
@@ -154,6 +156,7 @@ class Worker:
                 return await self._call(episode, environment.step, wire.action_from(request["action"]))
             case "run":
                 endpoint = Endpoint(**request["endpoint"])
+                proxies.bypass(urlsplit(endpoint.base_url).hostname or "")  # for any client of the agent
                 return await self._call(episode, environment.run, wire.task_from(request["task"]), endpoint)
             case "truncate":
                 await _cancel(episode)

@@ -10,14 +10,13 @@ import asyncio
 import email.utils
 import json
 import time
-import urllib.request
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from fourfold.address import is_loopback
 from fourfold.errors import ConfigError
+from fourfold.host.proxies import proxy_for
 from fourfold.text import clean, public_url
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class JsonClient:
         """Host and path, which may be shown."""
         self._url, self._headers = url, dict(headers or {})
         self._connections, self._max_bytes = connections, max_bytes
-        self._proxy = _proxy_for(parts.scheme, self._host)
+        self._proxy = proxy_for(url)
         self._session: aiohttp.ClientSession | None = None
 
     def start(self) -> None:
@@ -162,13 +161,6 @@ class JsonClient:
         if 300 <= status < 400:
             return WebError("BAD_RESPONSE", f"{said}; redirects are not followed: give the final address", again=False)
         return WebError("BAD_RESPONSE", said, again=False)
-
-
-def _proxy_for(scheme: str, host: str) -> str | None:
-    """Return the proxy of the environment for a host; never one for this machine."""
-    if is_loopback(host) or host.endswith(".localhost") or urllib.request.proxy_bypass(host):
-        return None
-    return urllib.request.getproxies().get(scheme)
 
 
 def _seconds(retry_after: str) -> float:

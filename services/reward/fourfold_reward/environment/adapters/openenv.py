@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from fourfold.host.proxies import proxy_for
 from fourfold_reward.environment.adapters import Factory
 from fourfold_reward.environment.protocol import Action, Done, Observation, Task
 from fourfold_reward.environment.spec import EnvironmentSpec
@@ -63,7 +64,7 @@ class OpenEnvEpisode:
     async def reset(self, task: Task) -> Observation | Done:
         """Connect and begin an episode with the task's seed."""
         self._session = self._open_session()
-        self._socket = await self._session.ws_connect(self._url, max_msg_size=_MAX_BYTES)
+        self._socket = await self._session.ws_connect(self._url, max_msg_size=_MAX_BYTES, proxy=proxy_for(self._url))
         result = await self._ask("reset", {"seed": task.seed % (1 << 31), **self._reset})
         return result if isinstance(result, Done) else Observation(result)
 

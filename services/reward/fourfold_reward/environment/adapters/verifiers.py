@@ -35,7 +35,8 @@ def load(spec: EnvironmentSpec) -> Factory:
     with _no_signal_handlers():
         environment: Any = verifiers.load_environment(spec.source, **spec.options)
     # Copies share its connections. A new client reads the trusted certificates, which takes 40 ms of CPU.
-    shared = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=5)
+    http = openai.DefaultAsyncHttpxClient(mounts={"http://": None, "https://": None})  # the gateway needs no proxy
+    shared = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=5, http_client=http)
 
     def client(endpoint: Endpoint) -> Any:
         session = shared.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)

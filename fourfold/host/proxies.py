@@ -1,0 +1,51 @@
+"""Decides which addresses go through the proxy of the environment (http_proxy, https_proxy, no_proxy).
+
+    services of the run, this machine                    never: a proxy of a company does not reach them
+    scorers, judges and environments in a private network  never
+    the hub, and scorers, judges, environments, sinks and collectors elsewhere    as the environment says
+
+`fourfold.rpc.channel` turns the proxy off for every channel. Libraries read the environment, so `bypass` changes that.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from typing import Final
+from urllib.parse import urlsplit
+
+THIS_MACHINE: Final = ("localhost", "127.0.0.1", "::1")
+_PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
+_PRIVATE_DOMAINS: Final = (".localhost", ".local", ".internal", ".svc")
+
+
+def bypass(*hosts: str) -> None:
+    """Make libraries of this process, and its children, connect to `hosts` without a proxy."""
+    if not any(name.lower() in _PROXIES and value for name, value in os.environ.items()):
+        return
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    names = [name.strip() for name in known.split(",") if name.strip()]
+    if "*" not in names:  # which means all hosts, and only if it stands alone
+        value = ",".join(dict.fromkeys([*names, *hosts]))
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = value  # gRPC and curl read one, other libraries the other
+
+
+def proxy_for(url: str) -> str | None:
+    """Return the proxy of the environment for a URL (http, https, ws, wss), or None: connect directly."""
+    import urllib.request  # loads a client of HTTP, which most processes do without
+
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if is_private(host) or urllib.request.proxy_bypass(host):
+        return None
+    proxies = urllib.request.getproxies()
+    return proxies.get(parts.scheme.replace("ws", "http")) or proxies.get("all")
+
+
+def is_private(host: str) -> bool:
+    """Return whether a host is on this machine or in a private network; names are judged by their domain."""
+    try:
+        return not ipaddress.ip_address(host).is_global
+    except ValueError:
+        name = host.rstrip(".").lower()
+        return "." not in name or name.endswith(_PRIVATE_DOMAINS)

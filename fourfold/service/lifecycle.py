@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -129,6 +130,8 @@ class ServiceHost:
         self.on_signal: list[Callable[[], Awaitable[None]]] = []
         """Awaited before the drain that a signal starts, while the service works as before. They limit themselves, and
         a second signal ends the process. Not under a launcher: its signal ends the whole run."""
+        self.incarnation = uuid.uuid4().hex
+        """Of this process as a member of the run."""
         self.target = ""  # host:port for other services; set when the server listens
         self._servers = [self.server]
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -306,6 +309,7 @@ class ServiceHost:
             tokenizer_sha256=self.tokenizer_sha256,
             on_drain=self.stop,
             scorer=self.options.scorer,
+            incarnation=self.incarnation,
         )
 
     def _token_limits(self, name: str) -> Mapping[str, float]:

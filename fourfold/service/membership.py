@@ -54,8 +54,9 @@ class Membership:
         clock: Clock = SYSTEM_CLOCK,
         random_source: random.Random | None = None,
         scorer: str = "",
+        incarnation: str = "",
     ) -> None:
-        """Prepare a member with a new incarnation.
+        """Prepare a member; `incarnation` has 32 hexadecimal digits, by default new ones.
 
         `member_id` is the stable name of the slot, e.g. "rollout-0", and `target` the "host:port" of the service.
         `tokenizer_sha256` has 32 bytes, or none. `on_drain` is called each time the coordinator requests a drain.
@@ -70,7 +71,7 @@ class Membership:
         self._random = random_source or random.Random()
         self._lease: Lease | None = None
         self._failures = 0
-        self.incarnation = uuid.uuid4().hex
+        self.incarnation = incarnation or uuid.uuid4().hex
 
     async def run(self) -> None:
         """Register and keep alive until cancelled; raise the error if the coordinator can never accept it."""

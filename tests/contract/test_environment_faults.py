@@ -313,3 +313,24 @@ async def test_an_episode_goes_on_with_a_gateway_that_was_started_again_at_anoth
     finally:
         await gateways.close()
         await server.stop(0)
+
+
+async def test_an_episode_of_a_gateway_that_left_gives_its_place_to_the_tasks_of_another(stage: Make) -> None:
+    """The episode called the gateway until its time was over, and held its place."""
+    s = await stage(concurrent_episodes=1)
+    gone, other = Strict(), Strict()
+    gone.sample_seconds = 1000
+    gateways = RunGateways(s.runner, None)
+    (first, one), (second, two) = await listen(gone), await listen(other)
+    gateways.update({"gateway-0": one})
+    gone.add(text="x")
+    await s.reached(lambda: len(gone.turns) == 1)
+    try:
+        gateways.update({"gateway-1": two})
+        other.add(text="x")
+        (outcome,) = await other.wait(1)
+        assert outcome.reward == 2 and not gone.closed
+        assert s.runner.outcomes["GATEWAY_LEFT"] == 1
+    finally:
+        await gateways.close()
+        await asyncio.gather(first.stop(0), second.stop(0))

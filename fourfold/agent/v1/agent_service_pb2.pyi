@@ -513,6 +513,11 @@ class NextTaskRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WAIT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """Incarnation of the caller as a member of the run, 32 lower-case hexadecimal digits; environment services set it.
+    Their tasks and sessions end as soon as the member leaves the run or is replaced. Empty: the caller is no member.
+    """
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
         """Longest time to wait for a task, 0 to 60 s. Unset: 10 s."""
@@ -521,10 +526,11 @@ class NextTaskRequest(_message.Message):
         self,
         *,
         wait: _duration_pb2.Duration | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

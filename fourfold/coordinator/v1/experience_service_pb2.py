@@ -26,7 +26,7 @@ from fourfold.types.v1 import experience_pb2 as fourfold_dot_types_dot_v1_dot_ex
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0fourfold/coordinator/v1/experience_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\"fourfold/types/v1/experience.proto\x1a\x1egoogle/protobuf/duration.proto\"\x13\n\x11GetRunInfoRequest\"\xe9\x01\n\x12GetRunInfoResponse\x12\x10\n\x08run_name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\thas_tasks\x18\x03 \x01(\x08\x12\x16\n\x0ehas_own_groups\x18\x04 \x01(\x08\x12\x12\n\ngroup_size\x18\x05 \x01(\x05\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x16\n\x0emax_new_tokens\x18\x07 \x01(\x05\x12\x19\n\x11max_segment_count\x18\x08 \x01(\x05\x12\x12\n\nhas_scorer\x18\t \x01(\x08\x12\x16\n\x0estop_token_ids\x18\n \x03(\x05\"e\n\x11LeaseTasksRequest\x12\x16\n\x0emax_task_count\x18\x01 \x01(\x05\x12\'\n\x04wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07gateway\x18\x03 \x01(\t\"H\n\x12LeaseTasksResponse\x12\x32\n\x05tasks\x18\x01 \x03(\x0b\x32#.fourfold.coordinator.v1.LeasedTask\"\xac\x02\n\nLeasedTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\x05\x12\x12\n\ngroup_size\x18\x04 \x01(\x05\x12\x15\n\rmessages_json\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x07 \x01(\t\x12\x15\n\rmetadata_json\x18\x08 \x01(\t\x12&\n\x03ttl\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\ttime_left\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nevaluation\x18\x0b \x01(\x08\x12\x0c\n\x04seed\x18\x0c \x01(\x03\x12\r\n\x05lease\x18\r \x01(\t\"\x8f\x01\n\x10JoinGroupRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\x12\x0f\n\x07gateway\x18\x07 \x01(\t\"F\n\x11JoinGroupResponse\x12\x31\n\x04task\x18\x01 \x01(\x0b\x32#.fourfold.coordinator.v1.LeasedTask\"5\n\x11RenewTasksRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x0e\n\x06leases\x18\x02 \x03(\t\"S\n\x12RenewTasksResponse\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rgone_task_ids\x18\x02 \x03(\t\"K\n\x13ReleaseTasksRequest\x12\x34\n\x05tasks\x18\x01 \x03(\x0b\x32%.fourfold.coordinator.v1.ReleasedTask\"M\n\x0cReleasedTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x61gain\x18\x03 \x01(\x08\x12\r\n\x05lease\x18\x04 \x01(\t\"\x16\n\x14ReleaseTasksResponse\"S\n\x16PutTrajectoriesRequest\x12\x39\n\x0ctrajectories\x18\x01 \x03(\x0b\x32#.fourfold.coordinator.v1.Trajectory\"\x84\x02\n\nTrajectory\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12/\n\x08segments\x18\x02 \x03(\x0b\x32\x1d.fourfold.types.v1.Experience\x12\x13\n\x06reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x41\n\x07metrics\x18\x04 \x03(\x0b\x32\x30.fourfold.coordinator.v1.Trajectory.MetricsEntry\x12\x12\n\nturn_count\x18\x05 \x01(\x05\x12\r\n\x05lease\x18\x06 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"N\n\x17PutTrajectoriesResponse\x12\x33\n\x07results\x18\x01 \x03(\x0b\x32\".fourfold.coordinator.v1.PutResult\"K\n\tPutResult\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t2\x8f\x05\n\x11\x45xperienceService\x12\x65\n\nGetRunInfo\x12*.fourfold.coordinator.v1.GetRunInfoRequest\x1a+.fourfold.coordinator.v1.GetRunInfoResponse\x12\x65\n\nLeaseTasks\x12*.fourfold.coordinator.v1.LeaseTasksRequest\x1a+.fourfold.coordinator.v1.LeaseTasksResponse\x12\x62\n\tJoinGroup\x12).fourfold.coordinator.v1.JoinGroupRequest\x1a*.fourfold.coordinator.v1.JoinGroupResponse\x12\x65\n\nRenewTasks\x12*.fourfold.coordinator.v1.RenewTasksRequest\x1a+.fourfold.coordinator.v1.RenewTasksResponse\x12k\n\x0cReleaseTasks\x12,.fourfold.coordinator.v1.ReleaseTasksRequest\x1a-.fourfold.coordinator.v1.ReleaseTasksResponse\x12t\n\x0fPutTrajectories\x12/.fourfold.coordinator.v1.PutTrajectoriesRequest\x1a\x30.fourfold.coordinator.v1.PutTrajectoriesResponseB\\\n\x17\x66ourfold.coordinator.v1P\x01Z%fourfold/coordinator/v1;coordinatorv1\xaa\x02\x17\x46ourfold.Coordinator.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0fourfold/coordinator/v1/experience_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\"fourfold/types/v1/experience.proto\x1a\x1egoogle/protobuf/duration.proto\"\x13\n\x11GetRunInfoRequest\"\xe9\x01\n\x12GetRunInfoResponse\x12\x10\n\x08run_name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\thas_tasks\x18\x03 \x01(\x08\x12\x16\n\x0ehas_own_groups\x18\x04 \x01(\x08\x12\x12\n\ngroup_size\x18\x05 \x01(\x05\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x16\n\x0emax_new_tokens\x18\x07 \x01(\x05\x12\x19\n\x11max_segment_count\x18\x08 \x01(\x05\x12\x12\n\nhas_scorer\x18\t \x01(\x08\x12\x16\n\x0estop_token_ids\x18\n \x03(\x05\"\x80\x01\n\x11LeaseTasksRequest\x12\x16\n\x0emax_task_count\x18\x01 \x01(\x05\x12\'\n\x04wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x19\n\x11\x61gent_incarnation\x18\x04 \x01(\t\"H\n\x12LeaseTasksResponse\x12\x32\n\x05tasks\x18\x01 \x03(\x0b\x32#.fourfold.coordinator.v1.LeasedTask\"\xac\x02\n\nLeasedTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\x05\x12\x12\n\ngroup_size\x18\x04 \x01(\x05\x12\x15\n\rmessages_json\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x07 \x01(\t\x12\x15\n\rmetadata_json\x18\x08 \x01(\t\x12&\n\x03ttl\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\ttime_left\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nevaluation\x18\x0b \x01(\x08\x12\x0c\n\x04seed\x18\x0c \x01(\x03\x12\r\n\x05lease\x18\r \x01(\t\"\x8f\x01\n\x10JoinGroupRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\x12\x0f\n\x07gateway\x18\x07 \x01(\t\"F\n\x11JoinGroupResponse\x12\x31\n\x04task\x18\x01 \x01(\x0b\x32#.fourfold.coordinator.v1.LeasedTask\"\x8b\x01\n\x11RenewTasksRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x0e\n\x06leases\x18\x02 \x03(\t\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x0b\n\x03\x61ll\x18\x04 \x01(\x08\x12\x36\n\x08sessions\x18\x05 \x03(\x0b\x32$.fourfold.coordinator.v1.TaskSession\"\x8d\x01\n\x0bTaskSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nturn_count\x18\x02 \x01(\x05\x12\'\n\x04idle\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nexpires_in\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10ListTasksRequest\"F\n\x11ListTasksResponse\x12\x31\n\x05tasks\x18\x01 \x03(\x0b\x32\".fourfold.coordinator.v1.TaskState\"\xbb\x01\n\tTaskState\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x0f\n\x07gateway\x18\x02 \x01(\t\x12&\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nlease_left\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x07session\x18\x05 \x01(\x0b\x32$.fourfold.coordinator.v1.TaskSession\"S\n\x12RenewTasksResponse\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rgone_task_ids\x18\x02 \x03(\t\"K\n\x13ReleaseTasksRequest\x12\x34\n\x05tasks\x18\x01 \x03(\x0b\x32%.fourfold.coordinator.v1.ReleasedTask\"M\n\x0cReleasedTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x61gain\x18\x03 \x01(\x08\x12\r\n\x05lease\x18\x04 \x01(\t\"\x16\n\x14ReleaseTasksResponse\"S\n\x16PutTrajectoriesRequest\x12\x39\n\x0ctrajectories\x18\x01 \x03(\x0b\x32#.fourfold.coordinator.v1.Trajectory\"\x84\x02\n\nTrajectory\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12/\n\x08segments\x18\x02 \x03(\x0b\x32\x1d.fourfold.types.v1.Experience\x12\x13\n\x06reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x41\n\x07metrics\x18\x04 \x03(\x0b\x32\x30.fourfold.coordinator.v1.Trajectory.MetricsEntry\x12\x12\n\nturn_count\x18\x05 \x01(\x05\x12\r\n\x05lease\x18\x06 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"N\n\x17PutTrajectoriesResponse\x12\x33\n\x07results\x18\x01 \x03(\x0b\x32\".fourfold.coordinator.v1.PutResult\"K\n\tPutResult\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t2\xf3\x05\n\x11\x45xperienceService\x12\x65\n\nGetRunInfo\x12*.fourfold.coordinator.v1.GetRunInfoRequest\x1a+.fourfold.coordinator.v1.GetRunInfoResponse\x12\x65\n\nLeaseTasks\x12*.fourfold.coordinator.v1.LeaseTasksRequest\x1a+.fourfold.coordinator.v1.LeaseTasksResponse\x12\x62\n\tJoinGroup\x12).fourfold.coordinator.v1.JoinGroupRequest\x1a*.fourfold.coordinator.v1.JoinGroupResponse\x12\x65\n\nRenewTasks\x12*.fourfold.coordinator.v1.RenewTasksRequest\x1a+.fourfold.coordinator.v1.RenewTasksResponse\x12k\n\x0cReleaseTasks\x12,.fourfold.coordinator.v1.ReleaseTasksRequest\x1a-.fourfold.coordinator.v1.ReleaseTasksResponse\x12\x62\n\tListTasks\x12).fourfold.coordinator.v1.ListTasksRequest\x1a*.fourfold.coordinator.v1.ListTasksResponse\x12t\n\x0fPutTrajectories\x12/.fourfold.coordinator.v1.PutTrajectoriesRequest\x1a\x30.fourfold.coordinator.v1.PutTrajectoriesResponseB\\\n\x17\x66ourfold.coordinator.v1P\x01Z%fourfold/coordinator/v1;coordinatorv1\xaa\x02\x17\x46ourfold.Coordinator.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,36 +40,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETRUNINFOREQUEST']._serialized_end=164
   _globals['_GETRUNINFORESPONSE']._serialized_start=167
   _globals['_GETRUNINFORESPONSE']._serialized_end=400
-  _globals['_LEASETASKSREQUEST']._serialized_start=402
-  _globals['_LEASETASKSREQUEST']._serialized_end=503
-  _globals['_LEASETASKSRESPONSE']._serialized_start=505
-  _globals['_LEASETASKSRESPONSE']._serialized_end=577
-  _globals['_LEASEDTASK']._serialized_start=580
-  _globals['_LEASEDTASK']._serialized_end=880
-  _globals['_JOINGROUPREQUEST']._serialized_start=883
-  _globals['_JOINGROUPREQUEST']._serialized_end=1026
-  _globals['_JOINGROUPRESPONSE']._serialized_start=1028
-  _globals['_JOINGROUPRESPONSE']._serialized_end=1098
-  _globals['_RENEWTASKSREQUEST']._serialized_start=1100
-  _globals['_RENEWTASKSREQUEST']._serialized_end=1153
-  _globals['_RENEWTASKSRESPONSE']._serialized_start=1155
-  _globals['_RENEWTASKSRESPONSE']._serialized_end=1238
-  _globals['_RELEASETASKSREQUEST']._serialized_start=1240
-  _globals['_RELEASETASKSREQUEST']._serialized_end=1315
-  _globals['_RELEASEDTASK']._serialized_start=1317
-  _globals['_RELEASEDTASK']._serialized_end=1394
-  _globals['_RELEASETASKSRESPONSE']._serialized_start=1396
-  _globals['_RELEASETASKSRESPONSE']._serialized_end=1418
-  _globals['_PUTTRAJECTORIESREQUEST']._serialized_start=1420
-  _globals['_PUTTRAJECTORIESREQUEST']._serialized_end=1503
-  _globals['_TRAJECTORY']._serialized_start=1506
-  _globals['_TRAJECTORY']._serialized_end=1766
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=1709
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=1755
-  _globals['_PUTTRAJECTORIESRESPONSE']._serialized_start=1768
-  _globals['_PUTTRAJECTORIESRESPONSE']._serialized_end=1846
-  _globals['_PUTRESULT']._serialized_start=1848
-  _globals['_PUTRESULT']._serialized_end=1923
-  _globals['_EXPERIENCESERVICE']._serialized_start=1926
-  _globals['_EXPERIENCESERVICE']._serialized_end=2581
+  _globals['_LEASETASKSREQUEST']._serialized_start=403
+  _globals['_LEASETASKSREQUEST']._serialized_end=531
+  _globals['_LEASETASKSRESPONSE']._serialized_start=533
+  _globals['_LEASETASKSRESPONSE']._serialized_end=605
+  _globals['_LEASEDTASK']._serialized_start=608
+  _globals['_LEASEDTASK']._serialized_end=908
+  _globals['_JOINGROUPREQUEST']._serialized_start=911
+  _globals['_JOINGROUPREQUEST']._serialized_end=1054
+  _globals['_JOINGROUPRESPONSE']._serialized_start=1056
+  _globals['_JOINGROUPRESPONSE']._serialized_end=1126
+  _globals['_RENEWTASKSREQUEST']._serialized_start=1129
+  _globals['_RENEWTASKSREQUEST']._serialized_end=1268
+  _globals['_TASKSESSION']._serialized_start=1271
+  _globals['_TASKSESSION']._serialized_end=1412
+  _globals['_LISTTASKSREQUEST']._serialized_start=1414
+  _globals['_LISTTASKSREQUEST']._serialized_end=1432
+  _globals['_LISTTASKSRESPONSE']._serialized_start=1434
+  _globals['_LISTTASKSRESPONSE']._serialized_end=1504
+  _globals['_TASKSTATE']._serialized_start=1507
+  _globals['_TASKSTATE']._serialized_end=1694
+  _globals['_RENEWTASKSRESPONSE']._serialized_start=1696
+  _globals['_RENEWTASKSRESPONSE']._serialized_end=1779
+  _globals['_RELEASETASKSREQUEST']._serialized_start=1781
+  _globals['_RELEASETASKSREQUEST']._serialized_end=1856
+  _globals['_RELEASEDTASK']._serialized_start=1858
+  _globals['_RELEASEDTASK']._serialized_end=1935
+  _globals['_RELEASETASKSRESPONSE']._serialized_start=1937
+  _globals['_RELEASETASKSRESPONSE']._serialized_end=1959
+  _globals['_PUTTRAJECTORIESREQUEST']._serialized_start=1961
+  _globals['_PUTTRAJECTORIESREQUEST']._serialized_end=2044
+  _globals['_TRAJECTORY']._serialized_start=2047
+  _globals['_TRAJECTORY']._serialized_end=2307
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=2250
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=2296
+  _globals['_PUTTRAJECTORIESRESPONSE']._serialized_start=2309
+  _globals['_PUTTRAJECTORIESRESPONSE']._serialized_end=2387
+  _globals['_PUTRESULT']._serialized_start=2389
+  _globals['_PUTRESULT']._serialized_end=2464
+  _globals['_EXPERIENCESERVICE']._serialized_start=2467
+  _globals['_EXPERIENCESERVICE']._serialized_end=3222
 # @@protoc_insertion_point(module_scope)

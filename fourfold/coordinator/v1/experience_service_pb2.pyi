@@ -106,11 +106,16 @@ class LeaseTasksRequest(_message.Message):
     MAX_TASK_COUNT_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     GATEWAY_FIELD_NUMBER: _builtins.int
+    AGENT_INCARNATION_FIELD_NUMBER: _builtins.int
     max_task_count: _builtins.int
     """Largest number of tasks, 1 to 1,000."""
     gateway: _builtins.str
     """Member id of the gateway. Its tasks are leased again when it leaves the run, and faults of their trajectories are
     counted under it. With certificates it is that of the caller. Empty: the lease alone ends.
+    """
+    agent_incarnation: _builtins.str
+    """Incarnation of the environment service that asked for the tasks, as in NextTaskRequest: they are leased again as
+    soon as it has left the run. Empty: the lease alone ends.
     """
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
@@ -122,10 +127,11 @@ class LeaseTasksRequest(_message.Message):
         max_task_count: _builtins.int = ...,
         wait: _duration_pb2.Duration | None = ...,
         gateway: _builtins.str = ...,
+        agent_incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "max_task_count", b"max_task_count", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_incarnation", b"agent_incarnation", "gateway", b"gateway", "max_task_count", b"max_task_count", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -309,6 +315,15 @@ class RenewTasksRequest(_message.Message):
 
     TASK_IDS_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    gateway: _builtins.str
+    """Member id of the gateway, as in LeaseTasksRequest. Empty: unknown."""
+    all: _builtins.bool
+    """True: the gateway has begun, and these are all tasks that it has from an earlier process of its name. Others that
+    this one leased are leased again.
+    """
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At most 10,000."""
@@ -317,19 +332,149 @@ class RenewTasksRequest(_message.Message):
     def leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The lease of each task, in the same order; empty: no lease is compared. A task that has another lease is gone."""
 
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskSession]:
+        """The session of each task, in the same order; one without a session_id: none is open. Empty: not known."""
+
     def __init__(
         self,
         *,
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
         leases: _abc.Iterable[_builtins.str] | None = ...,
+        gateway: _builtins.str = ...,
+        all: _builtins.bool = ...,
+        sessions: _abc.Iterable[Global___TaskSession] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "task_ids", b"task_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "gateway", b"gateway", "leases", b"leases", "sessions", b"sessions", "task_ids", b"task_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewTasksRequest: _TypeAlias = RenewTasksRequest  # noqa: Y015
+
+@_typing.final
+class TaskSession(_message.Message):
+    """A session of an agent that attempts a task."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TURN_COUNT_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Its id at the gateway; empty: none is open, and the trajectory is on its way."""
+    turn_count: _builtins.int
+    """Turns so far."""
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """Time since the last call of its agent. Unset: a turn is sampled now."""
+
+    @_builtins.property
+    def expires_in(self) -> _duration_pb2.Duration:
+        """Time until it expires if its agent makes no call; above 0."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        turn_count: _builtins.int = ...,
+        idle: _duration_pb2.Duration | None = ...,
+        expires_in: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in", "idle", b"idle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in", "idle", b"idle", "session_id", b"session_id", "turn_count", b"turn_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskSession: _TypeAlias = TaskSession  # noqa: Y015
+
+@_typing.final
+class ListTasksRequest(_message.Message):
+    """Empty on purpose, so that fields can be added later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTasksRequest: _TypeAlias = ListTasksRequest  # noqa: Y015
+
+@_typing.final
+class ListTasksResponse(_message.Message):
+    """The leased tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskState]:
+        """In order of admission; empty: no task is leased."""
+
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[Global___TaskState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTasksResponse: _TypeAlias = ListTasksResponse  # noqa: Y015
+
+@_typing.final
+class TaskState(_message.Message):
+    """A leased task."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    LEASE_LEFT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    """Id of the sample in the run's ledger."""
+    gateway: _builtins.str
+    """Member id of the gateway; empty: unknown."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Time since it was leased; never negative."""
+
+    @_builtins.property
+    def lease_left(self) -> _duration_pb2.Duration:
+        """Time until the lease ends unless the gateway renews it; never negative."""
+
+    @_builtins.property
+    def session(self) -> Global___TaskSession:
+        """The session that the gateway told last. Unset: none was opened, or the gateway tells none."""
+
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        gateway: _builtins.str = ...,
+        age: _duration_pb2.Duration | None = ...,
+        lease_left: _duration_pb2.Duration | None = ...,
+        session: Global___TaskSession | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "lease_left", b"lease_left", "session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "gateway", b"gateway", "lease_left", b"lease_left", "session", b"session", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskState: _TypeAlias = TaskState  # noqa: Y015
 
 @_typing.final
 class RenewTasksResponse(_message.Message):

@@ -62,6 +62,11 @@ class ExperienceServiceStub(object):
                 request_serializer=fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ReleaseTasksRequest.SerializeToString,
                 response_deserializer=fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ReleaseTasksResponse.FromString,
                 _registered_method=True)
+        self.ListTasks = channel.unary_unary(
+                '/fourfold.coordinator.v1.ExperienceService/ListTasks',
+                request_serializer=fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ListTasksRequest.SerializeToString,
+                response_deserializer=fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ListTasksResponse.FromString,
+                _registered_method=True)
         self.PutTrajectories = channel.unary_unary(
                 '/fourfold.coordinator.v1.ExperienceService/PutTrajectories',
                 request_serializer=fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.PutTrajectoriesRequest.SerializeToString,
@@ -112,6 +117,13 @@ class ExperienceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTasks(self, request, context):
+        """Lists the tasks that are leased, with the sessions of agents that attempt them. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PutTrajectories(self, request, context):
         """Stores finished trajectories, at most 8 MiB encoded. Idempotent by task. One that is refused does not fail the call.
         """
@@ -146,6 +158,11 @@ def add_ExperienceServiceServicer_to_server(servicer, server):
                     servicer.ReleaseTasks,
                     request_deserializer=fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ReleaseTasksRequest.FromString,
                     response_serializer=fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ReleaseTasksResponse.SerializeToString,
+            ),
+            'ListTasks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTasks,
+                    request_deserializer=fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ListTasksRequest.FromString,
+                    response_serializer=fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ListTasksResponse.SerializeToString,
             ),
             'PutTrajectories': grpc.unary_unary_rpc_method_handler(
                     servicer.PutTrajectories,
@@ -291,6 +308,33 @@ class ExperienceService(object):
             '/fourfold.coordinator.v1.ExperienceService/ReleaseTasks',
             fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ReleaseTasksRequest.SerializeToString,
             fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ReleaseTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTasks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.coordinator.v1.ExperienceService/ListTasks',
+            fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ListTasksRequest.SerializeToString,
+            fourfold_dot_coordinator_dot_v1_dot_experience__service__pb2.ListTasksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,8 @@ class ExperienceServiceStub:
     """Extends the leases of tasks. Idempotent. Returns those that are gone."""
     ReleaseTasks: _grpc.UnaryUnaryMultiCallable[_experience_service_pb2.ReleaseTasksRequest, _experience_service_pb2.ReleaseTasksResponse]
     """Ends tasks without a trajectory. Idempotent."""
+    ListTasks: _grpc.UnaryUnaryMultiCallable[_experience_service_pb2.ListTasksRequest, _experience_service_pb2.ListTasksResponse]
+    """Lists the tasks that are leased, with the sessions of agents that attempt them. Idempotent."""
     PutTrajectories: _grpc.UnaryUnaryMultiCallable[_experience_service_pb2.PutTrajectoriesRequest, _experience_service_pb2.PutTrajectoriesResponse]
     """Stores finished trajectories, at most 8 MiB encoded. Idempotent by task. One that is refused does not fail the call."""
 
@@ -73,6 +75,8 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
     """Extends the leases of tasks. Idempotent. Returns those that are gone."""
     ReleaseTasks: _aio.UnaryUnaryMultiCallable[_experience_service_pb2.ReleaseTasksRequest, _experience_service_pb2.ReleaseTasksResponse]  # type: ignore[assignment]
     """Ends tasks without a trajectory. Idempotent."""
+    ListTasks: _aio.UnaryUnaryMultiCallable[_experience_service_pb2.ListTasksRequest, _experience_service_pb2.ListTasksResponse]  # type: ignore[assignment]
+    """Lists the tasks that are leased, with the sessions of agents that attempt them. Idempotent."""
     PutTrajectories: _aio.UnaryUnaryMultiCallable[_experience_service_pb2.PutTrajectoriesRequest, _experience_service_pb2.PutTrajectoriesResponse]  # type: ignore[assignment]
     """Stores finished trajectories, at most 8 MiB encoded. Idempotent by task. One that is refused does not fail the call."""
 
@@ -124,6 +128,14 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_experience_service_pb2.ReleaseTasksResponse, _abc.Awaitable[_experience_service_pb2.ReleaseTasksResponse]]:
         """Ends tasks without a trajectory. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ListTasks(
+        self,
+        request: _experience_service_pb2.ListTasksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_service_pb2.ListTasksResponse, _abc.Awaitable[_experience_service_pb2.ListTasksResponse]]:
+        """Lists the tasks that are leased, with the sessions of agents that attempt them. Idempotent."""
 
     @_abc_1.abstractmethod
     def PutTrajectories(

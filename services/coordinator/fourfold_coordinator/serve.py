@@ -109,7 +109,6 @@ log = logging.getLogger("fourfold.coordinator")
 _PROMPTS_KEY: Final = "prompts_sha256"
 _RUN_ID_KEY: Final = "run_id"
 _TRACING: Final = "tracing"  # subject of a condition
-_RESTART_SECONDS: Final = 30.0  # of a gateway that was stopped, until it renews the leases of its sessions
 _PROBE_TEXT: Final = "The quick brown fox jumps over the lazy dog."
 # Services load models at the start, and users start some of them by hand, so the first wait is longer than later ones.
 _START_SECONDS: Final = 900.0
@@ -197,7 +196,7 @@ class Coordinator:
         self._scorers = ScorerTable(config, self._registry, self._router)
         self._scoring = Scoring(config, self._router, self._scorers, run=folder.name)
         self._scorer_servicer = ScorerServicer(self._scorers, self._router)
-        self._tasks = TaskBoard(config.agents, max_refusals=config.retry.data)
+        self._tasks = TaskBoard(config.agents, max_refusals=config.retry.data, max_releases=config.retry.infrastructure)
         self._registry.add_listener(self._on_member)
         self._experience_servicer = ExperienceServicer()
         self._add_servicers()
@@ -222,10 +221,15 @@ class Coordinator:
         server.add(_service(experience_service_pb2), add_ExperienceServiceServicer_to_server, self._experience_servicer)
 
     def _on_member(self, member: Member, change: MemberChange) -> None:
-        """Return the tasks of a gateway that left. A new process of the same name has the sessions of the old one."""
-        if member.role == Role.ROLE_GATEWAY and change in (MemberChange.LEFT, MemberChange.EXPIRED):
-            restarts = change is MemberChange.LEFT  # perhaps: its sessions survive that
-            self._tasks.forget_gateway(member.member_id, after=_RESTART_SECONDS if restarts else 0.0)
+        """Return the tasks of an environment service or a gateway that has left.
+
+        The next process of a gateway has the sessions of the one before, and names their tasks (`RenewTasks`).
+        """
+        if member.role == Role.ROLE_ENVIRONMENT:
+            joined = change is MemberChange.JOINED
+            (self._tasks.welcome_agent if joined else self._tasks.forget_agent)(member.incarnation)
+        if member.role == Role.ROLE_GATEWAY and change is not MemberChange.REPLACED:
+            self._tasks.forget_gateways({each.member_id for each in self._registry.members(Role.ROLE_GATEWAY)})
 
     def _open_channel(self, member: Member) -> grpc.aio.Channel:
         """Open a channel to a member; with certificates, only a server with the member's identity is accepted.

@@ -39,8 +39,9 @@ def make_board(clock: FakeClock) -> TaskBoard:
     return TaskBoard(AgentsConfig(source="tasks", lease_seconds=10, group_seconds=25), clock=clock)
 
 
-def make_group(name: str = "g", *, evaluation: bool = False) -> TaskGroup:
-    return TaskGroup(group_id=name, prompt=PROMPT, task_ids=[f"{name}-0", f"{name}-1"], seed=3, evaluation=evaluation)
+def make_group(name: str = "g", *, evaluation: bool = False, size: int = 2) -> TaskGroup:
+    names = [f"{name}-{index}" for index in range(size)]
+    return TaskGroup(group_id=name, prompt=PROMPT, task_ids=names, seed=3, evaluation=evaluation)
 
 
 async def opened(board: TaskBoard, group: TaskGroup) -> asyncio.Task[None]:
@@ -95,7 +96,7 @@ async def test_a_group_does_not_close_while_a_trajectory_is_stored() -> None:
     await clock.advance(100)
     board.tick()
     assert not group.closed.is_set()
-    board.forget_gateway("gateway-0")
+    board.forget_gateways({"gateway-1"})
     assert attempt.state is AttemptState.STORING
     (segment,) = check_trajectory(trajectory(TASK), group_id="t", rules=RULES)
     board.take(attempt, Trajectory(prompt=PROMPT, sample=segment, completion=""), b"digest")
@@ -115,7 +116,7 @@ async def test_tasks_of_an_evaluation_are_leased_first_and_released_ones_end_or_
     board.release("e-0", "OTHER", again=True)
     states = [(a.state, a.reason) for a in evaluation.attempts]
     assert states == [(AttemptState.MISSING, "ABANDONED"), (AttemptState.WAITING, "")]
-    board.forget_gateway("gateway-0")
+    board.forget_gateways({"gateway-1"})
     assert leased[2].state is AttemptState.WAITING
 
 
@@ -147,18 +148,72 @@ async def test_a_lease_that_ended_neither_keeps_nor_ends_the_next_one() -> None:
     assert again.state is AttemptState.MISSING
 
 
-async def test_a_gateway_that_restarts_keeps_its_leases() -> None:
+async def test_tasks_belong_to_the_processes_that_attempt_them() -> None:
+    """An environment service was killed, and the run stood for 124 s: until its sessions had been idle for too long."""
+    board = make_board(FakeClock())
+    await opened(board, make_group(size=4))
+    old, other = await board.lease("gateway-0", 1, wait=0, agent="a" * 32), await board.lease("gateway-0", 1, wait=0)
+    board.forget_agent("a" * 32)
+    assert (old[0].state, other[0].state) == (AttemptState.WAITING, AttemptState.LEASED)
+    assert not await board.lease("gateway-0", 1, wait=0, agent="a" * 32), "a call of the dead process still waited"
+    board.welcome_agent("a" * 32)  # it was only slow
+    assert await board.lease("gateway-0", 1, wait=0, agent="a" * 32) == old
+
+
+async def test_a_new_gateway_keeps_the_tasks_that_it_names_and_others_are_leased_again(tmp_path: Path) -> None:
+    """A gateway was killed with tasks whose sessions were not open yet: they were lost until their leases ended."""
+    board = make_board(FakeClock())
+    await opened(board, make_group(size=4))
+    named, lost, moved, foreign = [
+        (await board.lease(name, 1, wait=0))[0] for name in ("gateway-0", "gateway-0", "gateway-0", "gateway-1")
+    ]
+    board.forget_gateways(set())  # it is the only one, and no other could lease them
+    assert named.state is AttemptState.LEASED
+    request = pb.RenewTasksRequest(
+        task_ids=[named.task_id, moved.task_id], leases=[named.lease, "older"], gateway="gateway-0", all=True
+    )
+    servicer = make_servicer(tmp_path, board, cast(Any, None))
+    gone = (await servicer.RenewTasks(request, cast(Any, None))).gone_task_ids
+    assert list(gone) == [moved.task_id]
+    states = [attempt.state for attempt in (named, lost, moved, foreign)]
+    leased, waiting = AttemptState.LEASED, AttemptState.WAITING
+    assert states == [leased, waiting, waiting, leased]
+    board.forget_gateways({"gateway-1"})
+    assert (named.state, foreign.state) == (waiting, leased)
+
+
+async def test_a_task_that_agents_give_back_again_and_again_is_missing() -> None:
+    board = make_board(FakeClock())
+    await opened(board, make_group(size=1))
+    for reason in ("SESSION_EXPIRED", "SESSION_EXPIRED", "ENVIRONMENT_DIED", "ENVIRONMENT_DIED"):
+        (attempt,) = await board.lease("gateway-0", 1, wait=0)
+        board.release(attempt.task_id, reason, again=True)
+    assert (attempt.state, attempt.reason) == (AttemptState.MISSING, "ENVIRONMENT_DIED")
+
+
+async def test_the_board_tells_for_which_sessions_it_waits_and_what_ends_that(tmp_path: Path) -> None:
     clock = FakeClock()
     board = make_board(clock)
-    await opened(board, make_group())
-    attempts = await board.lease("gateway-0", 2, wait=0)
-    board.forget_gateway("gateway-0", after=5)
-    await clock.advance(4)
-    board.tick()
-    assert board.renew(["g-0"], [attempts[0].lease]) == []
-    await clock.advance(2)
-    board.tick()
-    assert [attempt.state for attempt in attempts] == [AttemptState.LEASED, AttemptState.WAITING]
+    servicer = make_servicer(tmp_path, board, cast(Any, None))
+    servicer._clock = clock
+    await opened(board, make_group(size=5))
+    attempts = await board.lease("gateway-0", 4, wait=0)
+    request = pb.RenewTasksRequest(task_ids=[a.task_id for a in attempts[:3]], gateway="gateway-0")
+    for idle, seconds in ((30, 480), (20, 470), (None, 600)):
+        session = request.sessions.add(session_id=f"s{seconds}", turn_count=2)
+        session.expires_in.FromSeconds(seconds)
+        if idle:
+            session.idle.FromSeconds(idle)
+    await servicer.RenewTasks(request, cast(Any, None))
+    assert board.describe() == (
+        "gateway-0: 2 sessions idle, they expire in 8:00 min, 1 session at work, "
+        "1 task without a session, leased for 10 s; 1 task for which no agent asks"
+    )
+    await clock.advance(5)
+    tasks = (await servicer.ListTasks(pb.ListTasksRequest(), cast(Any, None))).tasks
+    found = [(t.gateway, t.session.session_id, t.session.idle.seconds, t.age.seconds) for t in tasks]
+    assert found == [("gateway-0", name, idle, 5) for name, idle in (("s480", 35), ("s470", 25), ("s600", 0), ("", 0))]
+    assert not tasks[2].session.HasField("idle") and not tasks[3].HasField("session")
 
 
 def make_servicer(

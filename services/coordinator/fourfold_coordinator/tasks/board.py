@@ -12,6 +12,8 @@ A group closes when no attempt is open any more, or at its deadline, which count
 joins with a new key takes the oldest one.
 
 Leases live in memory: after a restart of the coordinator its tasks are unknown, and their prompts are issued again.
+A lease belongs to a gateway, and to the process of the environment service that asked for it: it ends when that process
+has left the run, or when the next process of the gateway does not name the task (`keep`).
 Each lease has a random name. A gateway that was cut off, or that kept the sessions of another run with equal task ids,
 thus neither keeps nor ends the lease of another.
 """
@@ -20,9 +22,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -32,18 +35,22 @@ from fourfold.config import AgentsConfig
 from fourfold.errors import InvalidInput, NotFound, Overloaded, Unavailable, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.seeds import derive_seed
+from fourfold.text import format_duration
 
 from ..data.prompts import Prompt
 from ..state.samples import Trajectory
 
 log = logging.getLogger("fourfold.coordinator")
 
+SESSION_EXPIRED: Final = "SESSION_EXPIRED"  # reason of a gateway: its agent made no call for too long
 EXPIRED: Final = "EXPIRED"  # no trajectory came before the group's deadline
 BAD_TRAJECTORY: Final = "BAD_TRAJECTORY"  # what came breaks the contract
 _RETRY_SECONDS: Final = 2.0  # for agents that bring more groups than the run takes now
 _OPENING_SECONDS: Final = 10.0  # longest time from an offer that is taken to the issue of its samples
 _TICK_SECONDS: Final = 0.25
 _LEASE_BYTES: Final = 8  # random bytes of the name of a lease
+_MAX_LEFT: Final = 1_024  # processes of agents that left the run, which are remembered
+_IDLE_SECONDS: Final = 10.0  # without a call of its agent, a session is idle
 _SETTLED: Final = 1 << 16  # tasks of closed groups that are remembered, so that a repeated Put gets the same answer
 
 
@@ -60,6 +67,16 @@ class AttemptState(Enum):
 _OPEN: Final = (AttemptState.WAITING, AttemptState.LEASED, AttemptState.STORING)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSession:
+    """What a gateway told of the session that attempts a task. Times are monotonic."""
+
+    session_id: str
+    turn_count: int
+    idle_since: float | None  # None: a turn is sampled
+    expires_at: float
+
+
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One task: a sample of the ledger, or an answer of an evaluation."""
@@ -72,9 +89,13 @@ class Attempt:
     gateway: str = ""  # that has, or had, the lease
     lease: str = ""  # name of the newest one
     leases: set[str] = field(default_factory=set)  # names of all of them
+    agent: str = ""  # incarnation of the environment service that has the lease
+    session: AgentSession | None = None  # None: none was opened, or its gateway tells none
+    leased_at: float = 0.0  # monotonic
     lease_end: float = 0.0  # monotonic
     reason: str = ""  # why it is MISSING
     refused: int = 0  # trajectories that broke the contract
+    released: int = 0  # times that its agent gave it back
     digest: bytes = b""  # of the trajectory that was taken
     trajectory: Trajectory | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by a Put
@@ -121,15 +142,23 @@ class OwnProblem:
 class TaskBoard:
     """The open tasks of a run. Not thread-safe; `run` ends leases and groups in time."""
 
-    def __init__(self, config: AgentsConfig, *, max_refusals: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Start without groups. An attempt is MISSING after more than `max_refusals` malformed trajectories."""
+    def __init__(
+        self, config: AgentsConfig, *, max_refusals: int = 0, max_releases: int = 1, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        """Start without groups.
+
+        An attempt is MISSING after more than `max_refusals` malformed trajectories, or when agents gave it back more
+        than `max_releases` times.
+        """
         self._lease_seconds, self._group_seconds = config.lease_seconds, config.group_seconds
-        self._max_refusals, self._clock = max_refusals, clock
+        self._max_refusals, self._max_releases, self._clock = max_refusals, max_releases, clock
         self._groups: dict[str, TaskGroup] = {}  # open ones by id, in order of their opening
         self._tasks: dict[str, Attempt] = {}  # of open groups
         self._settled: OrderedDict[str, bytes] = OrderedDict()  # digest, or nothing, by task of closed groups
         self._offers: deque[asyncio.Future[OwnProblem]] = deque()
         self._own: dict[tuple[str, str], OwnProblem] = {}
+        self._left: deque[str] = deque(maxlen=_MAX_LEFT)  # incarnations of agents
+        self.moved_at = -math.inf  # when a trajectory or a turn came last, monotonic
         self._ends: Counter[str] = Counter()  # attempts since the last `take_metrics`, by the name of a metric
         self._changed = asyncio.Event()
         self._ended = False
@@ -186,17 +215,19 @@ class TaskBoard:
 
     # -- for gateways -----------------------------------------------------------------------------------------------
 
-    async def lease(self, gateway: str, count: int, *, wait: float) -> list[Attempt]:
+    async def lease(self, gateway: str, count: int, *, wait: float, agent: str = "") -> list[Attempt]:
         """Lease up to `count` waiting attempts of the run's own problems; wait for the first at most `wait` seconds.
 
+        `agent` is the incarnation of the environment service that asks; while it is no member it gets none.
         Raises WrongState when the run has ended.
         """
         end = self._clock.monotonic() + wait
         while True:
             changed = self._changed
-            chosen = [attempt for attempt, _ in zip(self._waiting(), range(count), strict=False)]
+            waiting = self._waiting() if agent not in self._left else ()
+            chosen = [attempt for attempt, _ in zip(waiting, range(count), strict=False)]
             for attempt in chosen:
-                self._grant(attempt, gateway)
+                self._grant(attempt, gateway, agent)
             left = end - self._clock.monotonic()
             if not chosen:
                 self._check_not_ended()
@@ -237,24 +268,41 @@ class TaskBoard:
         self._grant(attempt, gateway)
         return attempt
 
-    def renew(self, task_ids: Sequence[str], leases: Sequence[str] = ()) -> list[str]:
-        """Extend leases; return the tasks that are gone, or that have another lease than the one in `leases`."""
-        gone = []
-        for task_id, lease in zip(task_ids, leases or ("",) * len(task_ids), strict=True):
+    def renew(
+        self,
+        task_ids: Sequence[str],
+        leases: Sequence[str] = (),
+        sessions: Sequence[AgentSession | None] = (),
+    ) -> list[str]:
+        """Extend leases; return the tasks that are gone, or that have another lease than the one in `leases`.
+
+        `sessions` has the session of each task, unless it is empty.
+        """
+        gone, count = [], len(task_ids)
+        for task_id, lease, session in zip(task_ids, leases or ("",) * count, sessions or (None,) * count, strict=True):
             attempt = self._tasks.get(task_id)
             held = attempt is not None and attempt.state in (AttemptState.LEASED, AttemptState.STORING)
             if attempt is None or not held or lease not in ("", attempt.lease):
                 gone.append(task_id)
             else:
                 attempt.lease_end = self._clock.monotonic() + self._lease_seconds
+                before, attempt.session = attempt.session, session
+                if session is not None and (before is None or session.turn_count > before.turn_count):
+                    self.moved_at = self._clock.monotonic()
         return gone
+
+    def keep(self, gateway: str, leases: Collection[tuple[str, str]]) -> None:
+        """Return the tasks of a gateway that has begun anew, but for these tasks with their leases."""
+        for attempt in self._leased(lambda a: a.gateway == gateway and (a.task_id, a.lease) not in leases):
+            self._expire(attempt)
 
     def release(self, task_id: str, reason: str, *, again: bool, lease: str = "") -> None:
         """End an attempt without a trajectory; do nothing when it is not leased, or has another lease."""
         attempt = self._tasks.get(task_id)
         if attempt is not None and attempt.state is AttemptState.LEASED and lease in ("", attempt.lease):
             self._ends[m.TASKS_RELEASED] += 1
-            self._return(attempt, "" if again else reason)
+            attempt.released += reason != SESSION_EXPIRED  # agents that are gone are no fault of the task
+            self._return(attempt, "" if again and attempt.released <= self._max_releases else reason)
 
     def find(self, task_id: str) -> Attempt | bytes:
         """Return an attempt of an open group, or the digest of what was taken for a task of a closed one.
@@ -280,6 +328,7 @@ class TaskBoard:
     def take(self, attempt: Attempt, trajectory: Trajectory, digest: bytes) -> None:
         """Add a trajectory, which is durable, to its group."""
         attempt.state, attempt.trajectory, attempt.digest = AttemptState.TAKEN, trajectory, digest
+        self.moved_at = self._clock.monotonic()
         self._ends[m.TASKS_TAKEN] += 1
         self._close_if_done(attempt.group)
 
@@ -289,14 +338,49 @@ class TaskBoard:
         self._ends[m.TASKS_REFUSED] += 1
         self._return(attempt, BAD_TRAJECTORY if attempt.refused > self._max_refusals else "")
 
-    def forget_gateway(self, gateway: str, *, after: float = 0.0) -> None:
-        """Return the tasks of a gateway that left the run, unless it renews their leases within `after` seconds."""
-        end = self._clock.monotonic() + after
-        for attempt in list(self._tasks.values()):
-            if attempt.gateway == gateway and attempt.state is AttemptState.LEASED:
-                attempt.lease_end = min(attempt.lease_end, end)
-                if not after:
-                    self._expire(attempt)
+    def forget_gateways(self, live: Collection[str]) -> None:
+        """Return the tasks of gateways that are not live, unless there is no other one that could lease them."""
+        for attempt in self._leased(lambda a: a.gateway and a.gateway not in live) if live else ():
+            self._expire(attempt)
+
+    def forget_agent(self, incarnation: str) -> None:
+        """Return the tasks of an environment service that has left the run."""
+        self._left.append(incarnation)  # a call of `lease` may still wait for it
+        for attempt in self._leased(lambda a: a.agent == incarnation):
+            self._expire(attempt)
+
+    def welcome_agent(self, incarnation: str) -> None:
+        """Lease tasks to an environment service again, whose lease of the run had ended."""
+        if incarnation in self._left:
+            self._left.remove(incarnation)
+
+    def leased(self) -> list[Attempt]:
+        """Return the leased attempts, in order of admission."""
+        return self._leased(lambda _attempt: True)
+
+    def describe(self) -> str:
+        """Return for which agents the open groups wait, and what ends that; empty without open groups."""
+        now, states = self._clock.monotonic(), Counter(attempt.state for attempt in self._tasks.values())
+        parts: list[str] = []
+        by_gateway: dict[str, list[Attempt]] = {}
+        for attempt in self.leased():
+            by_gateway.setdefault(attempt.gateway or "unknown gateway", []).append(attempt)
+        for gateway, attempts in sorted(by_gateway.items()):
+            sessions = [attempt.session for attempt in attempts if attempt.session is not None]
+            idle = [s for s in sessions if s.idle_since is not None and now - s.idle_since >= _IDLE_SECONDS]
+            words = []
+            if idle:
+                left = format_duration(max(max(s.expires_at for s in idle) - now, 0.0))
+                words.append(f"{_count(len(idle), 'session')} idle, they expire in {left}")
+            if busy := len(sessions) - len(idle):
+                words.append(f"{_count(busy, 'session')} at work")
+            if without := [attempt for attempt in attempts if attempt.session is None]:
+                left = format_duration(max(max(attempt.lease_end for attempt in without) - now, 0.0))
+                words.append(f"{_count(len(without), 'task')} without a session, leased for {left}")
+            parts.append(f"{gateway}: {', '.join(words)}")
+        if waiting := states[AttemptState.WAITING]:
+            parts.append(f"{_count(waiting, 'task')} for which no agent asks")
+        return "; ".join(parts)
 
     def time_left(self, attempt: Attempt) -> float:
         """Return the seconds until the group of a leased attempt closes."""
@@ -345,12 +429,16 @@ class TaskBoard:
                 if attempt.state is AttemptState.WAITING:
                     yield attempt
 
-    def _grant(self, attempt: Attempt, gateway: str) -> None:
+    def _leased(self, chosen: Callable[[Attempt], object]) -> list[Attempt]:
+        return [a for a in self._tasks.values() if a.state is AttemptState.LEASED and chosen(a)]
+
+    def _grant(self, attempt: Attempt, gateway: str, agent: str = "") -> None:
         group, now = attempt.group, self._clock.monotonic()
         if attempt.state is AttemptState.WAITING:
             attempt.state, attempt.lease = AttemptState.LEASED, secrets.token_hex(_LEASE_BYTES)
             attempt.leases.add(attempt.lease)
-        attempt.gateway, attempt.lease_end = gateway, now + self._lease_seconds
+            attempt.leased_at, attempt.session = now, None
+        attempt.gateway, attempt.agent, attempt.lease_end = gateway, agent, now + self._lease_seconds
         if not group.leased:
             group.leased, group.deadline = True, now + self._group_seconds
             group.on_lease()
@@ -402,6 +490,10 @@ class TaskBoard:
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def check_reason(reason: str) -> str:

@@ -26,6 +26,7 @@ from fourfold.errors import (
     Unavailable,
     WrongState,
 )
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rpc.codec import check_id
 from fourfold.security import principal
 from fourfold.security.principal import LOCAL
@@ -35,7 +36,7 @@ from ..state.completion import completed
 from ..state.experiences import ExperienceStore
 from ..state.faults import FaultLog
 from ..state.samples import Trajectory, shortest
-from .board import BAD_TRAJECTORY, Attempt, AttemptState, OwnProblem, TaskBoard, check_reason
+from .board import BAD_TRAJECTORY, AgentSession, Attempt, AttemptState, OwnProblem, TaskBoard, check_reason
 from .check import TrajectoryRules, check_trajectory
 
 log = logging.getLogger("fourfold.coordinator")
@@ -67,8 +68,9 @@ class TaskSource:
 class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
     """Translates between messages and the task board; UNAVAILABLE until the run is assembled."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._source: TaskSource | None = None
+        self._clock = clock
 
     def open(self, source: TaskSource) -> None:
         """Serve the tasks of a run from now on."""
@@ -104,7 +106,9 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         wait = request.wait.ToNanoseconds() / 1e9 if request.HasField("wait") else _WAIT_SECONDS
         if not 0 <= wait <= _MAX_WAIT_SECONDS:
             raise InvalidInput(f"wait is {wait:g} s; it must be in [0, {_MAX_WAIT_SECONDS:g}]")
-        attempts = await run.board.lease(_gateway(request.gateway), request.max_task_count, wait=wait)
+        attempts = await run.board.lease(
+            _gateway(request.gateway), request.max_task_count, wait=wait, agent=request.agent_incarnation
+        )
         return pb.LeaseTasksResponse(tasks=[self._to_task(attempt) for attempt in attempts])
 
     async def JoinGroup(self, request: pb.JoinGroupRequest, context: Context) -> pb.JoinGroupResponse:
@@ -131,8 +135,20 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             raise InvalidInput(
                 f"{len(request.leases)} leases of {len(request.task_ids)} tasks; send one for each, or none"
             )
-        gone = self._run.board.renew(request.task_ids, request.leases)
+        if len(request.sessions) not in (0, len(request.task_ids)):
+            raise InvalidInput(
+                f"{len(request.sessions)} sessions of {len(request.task_ids)} tasks; send one for each, or none"
+            )
+        board, now = self._run.board, self._clock.monotonic()
+        if request.all and (gateway := _gateway(request.gateway)):
+            board.keep(gateway, set(zip(request.task_ids, request.leases, strict=True)) if request.leases else ())
+        gone = board.renew(request.task_ids, request.leases, [_session_from(s, now) for s in request.sessions])
         return pb.RenewTasksResponse(ttl=_duration(self._run.config.agents.lease_seconds), gone_task_ids=gone)
+
+    async def ListTasks(self, request: pb.ListTasksRequest, context: Context) -> pb.ListTasksResponse:
+        """List the leased tasks."""
+        now, attempts = self._clock.monotonic(), self._run.board.leased()
+        return pb.ListTasksResponse(tasks=[_state_of(attempt, now) for attempt in attempts])
 
     async def ReleaseTasks(self, request: pb.ReleaseTasksRequest, context: Context) -> pb.ReleaseTasksResponse:
         """End tasks without a trajectory."""
@@ -286,6 +302,37 @@ def _check_object(text: str) -> str:
     if not isinstance(value, dict):
         raise InvalidInput("metadata_json is not a JSON object; send {} or leave it empty")
     return text or "{}"
+
+
+def _session_from(message: pb.TaskSession, now: float) -> AgentSession | None:
+    if not message.session_id:
+        return None
+    return AgentSession(
+        session_id=message.session_id,
+        turn_count=message.turn_count,
+        idle_since=now - message.idle.ToNanoseconds() / 1e9 if message.HasField("idle") else None,
+        expires_at=now + message.expires_in.ToNanoseconds() / 1e9,
+    )
+
+
+def _state_of(attempt: Attempt, now: float) -> pb.TaskState:
+    state = pb.TaskState(
+        task_id=attempt.task_id,
+        gateway=attempt.gateway,
+        age=_duration(now - attempt.leased_at),
+        lease_left=_duration(attempt.lease_end - now),
+    )
+    if (session := attempt.session) is not None:
+        idle = None if session.idle_since is None else _duration(now - session.idle_since)
+        state.session.CopyFrom(
+            pb.TaskSession(
+                session_id=session.session_id,
+                turn_count=session.turn_count,
+                idle=idle,
+                expires_in=_duration(session.expires_at - now),
+            )
+        )
+    return state
 
 
 def _duration(seconds: float) -> Duration:

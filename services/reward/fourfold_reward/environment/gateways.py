@@ -71,8 +71,12 @@ class AgentGateway(Protocol):
 class Gateway:
     """One gateway. `until` is the time of the event loop after which a call is not repeated."""
 
-    def __init__(self, channel: grpc.aio.Channel, peer: str) -> None:
-        """Take an open channel, which the caller closes, and the name of the gateway for messages."""
+    def __init__(self, channel: grpc.aio.Channel, peer: str, *, incarnation: str = "") -> None:
+        """Take an open channel, which the caller closes, and the name of the gateway for messages.
+
+        `incarnation` is ours as a member of the run; empty: we are none.
+        """
+        self._incarnation = incarnation
         self.move(channel, peer)
 
     def move(self, channel: grpc.aio.Channel, peer: str) -> None:
@@ -91,7 +95,7 @@ class Gateway:
 
     async def next_task(self) -> pb.Task | None:
         """Lease a task; None if there is none now. A task of a lost response is leased again by the run."""
-        request = pb.NextTaskRequest(wait=Duration(seconds=_WAIT_SECONDS))
+        request = pb.NextTaskRequest(wait=Duration(seconds=_WAIT_SECONDS), incarnation=self._incarnation)
         response = await call(self._stub.NextTask, request, timeout=_WAIT_SECONDS + _CALL_SECONDS, peer=self.peer)
         if not response.HasField("task"):
             return None

@@ -46,9 +46,9 @@ class RunGateways:
     at the new address: at the old one, each of them would hold its place until its time is over.
     """
 
-    def __init__(self, runner: Runner, security: Security | None) -> None:
-        """Start without gateways."""
-        self._runner, self._security = runner, security
+    def __init__(self, runner: Runner, security: Security | None, *, incarnation: str = "") -> None:
+        """Start without gateways; `incarnation` is ours as a member of the run."""
+        self._runner, self._security, self._incarnation = runner, security, incarnation
         self._members: dict[str, _Member] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
@@ -73,6 +73,8 @@ class RunGateways:
                 _log.info("gateway left: gateway=%s", name)
                 leasing.cancel()
                 self._members[name].leasing = None
+            if targets:  # the run gives its tasks to the others; while it is the only one, its next process goes on
+                self._runner.give_up(self._members[name].gateway)
 
     async def close(self) -> None:
         """Stop leasing, and wait for the episodes that still run."""
@@ -86,7 +88,8 @@ class RunGateways:
         _log.info("gateway found: gateway=%s target=%s", name, target)
         channel, peer = open_gateway(target, self._security), f"gateway at {target}"
         if member is None:
-            member = self._members[name] = _Member(Gateway(channel, peer), target, [channel])
+            gateway = Gateway(channel, peer, incarnation=self._incarnation)
+            member = self._members[name] = _Member(gateway, target, [channel])
         else:
             member.gateway.move(channel, peer)
             member.target = target

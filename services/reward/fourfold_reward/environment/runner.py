@@ -73,7 +73,8 @@ class Runner:
         """Take a started pool. `concurrent` is the number of episodes at a time; `python` is the builtin tool."""
         self._pool, self._limits, self._python = pool, limits, python
         self._slots = asyncio.Semaphore(concurrent)
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], AgentGateway] = {}
+        self._given_up: set[asyncio.Task[None]] = set()  # episodes of gateways that left
         self.outcomes: Counter[str] = Counter()  # DONE, TRUNCATED, or the reason of a failure
         self.draining = False
 
@@ -116,7 +117,7 @@ class Runner:
                 self._slots.release()
                 continue
             episode = asyncio.create_task(self._run(gateway, info, task))
-            self._running.add(episode)
+            self._running[episode] = gateway
             own.add(episode)
             episode.add_done_callback(own.discard)
             episode.add_done_callback(self._on_end)
@@ -129,8 +130,16 @@ class Runner:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
 
+    def give_up(self, gateway: AgentGateway) -> None:
+        """End the episodes of a gateway that has left the run: other agents attempt their tasks."""
+        for episode, its_gateway in self._running.items():
+            if its_gateway is gateway and episode not in self._given_up:
+                self._given_up.add(episode)
+                episode.cancel()
+
     def _on_end(self, episode: asyncio.Task[None]) -> None:
-        self._running.discard(episode)
+        del self._running[episode]
+        self._given_up.discard(episode)
         self._slots.release()
         if not episode.cancelled() and (error := episode.exception()) is not None:
             _log.error("episode failed", exc_info=error)
@@ -144,14 +153,16 @@ class Runner:
         loop = asyncio.get_running_loop()
         play = Play(self._pool, self._limits, self._python, gateway, info, leased, until=loop.time() + seconds)
         outcome = pb.CloseSessionRequest(session_id=play.session_id, abandon_reason="INTERNAL")
+        given_up = False
         try:
             outcome = await play.outcome()
         except asyncio.CancelledError:
-            outcome.abandon_reason = "ENVIRONMENT_DRAINED"
-            if not self.draining:
+            given_up = asyncio.current_task() in self._given_up
+            outcome.abandon_reason = "GATEWAY_LEFT" if given_up else "ENVIRONMENT_DRAINED"
+            if not (self.draining or given_up):
                 raise
         finally:
-            await asyncio.shield(self._end(gateway, outcome, opened=play.opened))
+            await asyncio.shield(self._end(gateway, outcome, opened=play.opened and not given_up))
 
     async def _end(self, gateway: AgentGateway, outcome: pb.CloseSessionRequest, *, opened: bool) -> None:
         """Close the session of an episode, if it was opened, and count the episode."""

@@ -100,7 +100,7 @@ def _check(options: ServeOptions) -> None:
 
 async def _follow_gateways(host: ServiceHost, coordinator: str, runner: Runner) -> None:
     """Serve the gateways of the run as they come, move and go."""
-    gateways = RunGateways(runner, host.security)
+    gateways = RunGateways(runner, host.security, incarnation=host.incarnation)
     channel = open_channel(coordinator, host.security, server=COORDINATOR)
     client = AsyncCoordinatorClient(channel, peer=f"coordinator at {coordinator}")
     try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 
@@ -70,12 +70,22 @@ class CoordinatorLink:
         peer: str,
         on_delivered: OnDelivered,
         on_gone: Callable[[str, str], Awaitable[None]],
+        gateway: str = "",
+        sessions: Callable[[], Mapping[tuple[str, str], pb.TaskSession]] = dict,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Prepare; nothing is called yet. `on_gone` takes the id and the lease of a task that the run has given up."""
+        """Prepare; nothing is called yet.
+
+        `on_gone` takes the id and the lease of a task that the run has given up. `gateway` is our member id, and
+        `sessions` returns the open sessions by task and lease.
+        """
         self._stub: Any = ExperienceServiceStub(channel)
         self._store, self._peer, self._clock = store, peer, clock
         self._on_delivered, self._on_gone = on_delivered, on_gone
+        self._gateway, self._sessions = gateway, sessions
+        # Set when the run knows which tasks the last process of this gateway left to us. A task that was leased before
+        # would be returned as one of those that it lost.
+        self._named = asyncio.Event()
         self._tracked: set[tuple[str, str]] = set()  # tasks, with leases, of open sessions and of the outbox
         self._ttl = 3 * FIRST_RENEWAL_SECONDS
         self._wake = asyncio.Event()
@@ -106,17 +116,18 @@ class CoordinatorLink:
         """Deliver the outbox at once."""
         self._wake.set()
 
-    async def lease(self, wait: float) -> pb.LeasedTask | None:
-        """Lease one task; wait for it up to `wait` seconds."""
+    async def lease(self, wait: float, *, agent: str = "") -> pb.LeasedTask | None:
+        """Lease one task for an agent, a member with this incarnation; wait for it up to `wait` seconds."""
         end = self._clock.monotonic() + wait
         try:
             async with asyncio.timeout(max(wait, _RETRY_SECONDS)):
+                await self._named.wait()
                 await self._lease_calls.acquire()
         except TimeoutError:
             return None
         try:
             left = max(end - self._clock.monotonic(), 0.0)
-            request = pb.LeaseTasksRequest(max_task_count=1)
+            request = pb.LeaseTasksRequest(max_task_count=1, gateway=self._gateway, agent_incarnation=agent)
             request.wait.FromNanoseconds(int(left * 1e9))
             response: pb.LeaseTasksResponse = await self._call(self._stub.LeaseTasks, request, left + _TIMEOUT_SECONDS)
         finally:
@@ -128,6 +139,7 @@ class CoordinatorLink:
 
     async def join_group(self, request: pb.JoinGroupRequest) -> pb.LeasedTask:
         """Take a place in a group of the agents."""
+        request.gateway = self._gateway
         response: pb.JoinGroupResponse = await self._call(self._stub.JoinGroup, request, _TIMEOUT_SECONDS)
         return self._leased(response.task)
 
@@ -192,12 +204,19 @@ class CoordinatorLink:
 
     async def _renew(self) -> None:
         while True:
-            for leases in self._renewals():  # at once: the sessions of an earlier process may have little time left
+            wait, all_leases = min(self._ttl / 3, FIRST_RENEWAL_SECONDS), list(self._renewals())
+            # At once: the sessions of an earlier process may have little time left.
+            for leases in all_leases if self._named.is_set() else all_leases or [{}]:
                 try:
-                    await self._renew_some(leases)
+                    await self._renew_some(leases, are_all=not self._named.is_set() and len(all_leases) <= 1)
                 except FourfoldError as error:
                     _log.info("leases could not be renewed: tasks=%d error=%s", len(leases), error)
-            await self._clock.sleep(min(self._ttl / 3, FIRST_RENEWAL_SECONDS))
+                    if not self._named.is_set():
+                        wait = _RETRY_SECONDS
+                        break
+            else:
+                self._named.set()
+            await self._clock.sleep(wait)
 
     def _renewals(self) -> Iterator[dict[str, str]]:
         """Yield the leases for each call, by task. Two leases of one task are in different calls."""
@@ -207,8 +226,15 @@ class CoordinatorLink:
             left.difference_update(leases.items())
             yield leases
 
-    async def _renew_some(self, leases: dict[str, str]) -> None:
-        request = pb.RenewTasksRequest(task_ids=leases, leases=leases.values())
+    async def _renew_some(self, leases: dict[str, str], *, are_all: bool) -> None:
+        open_sessions = self._sessions()
+        request = pb.RenewTasksRequest(
+            task_ids=leases,
+            leases=leases.values(),
+            gateway=self._gateway,
+            all=are_all,
+            sessions=[open_sessions.get(lease, pb.TaskSession()) for lease in leases.items()],
+        )
         response: pb.RenewTasksResponse = await self._call(self._stub.RenewTasks, request, _TIMEOUT_SECONDS)
         self._ttl = max(response.ttl.ToNanoseconds() / 1e9, 1.0)
         for task_id in leases.keys() & set(response.gone_task_ids):

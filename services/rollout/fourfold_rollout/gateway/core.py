@@ -61,6 +61,8 @@ _METRIC: Final = re.compile(r"[A-Za-z0-9_./-]{1,63}")
 _MAX_REWARD: Final = 3.4028234663852886e38
 _MAX_LEASED: Final = 10_000
 _REASON: Final = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
+# Reasons of environment services that are not the fault of the task: it is attempted again, a few times at most.
+_AGAIN: Final = frozenset({"ENVIRONMENT_DRAINED", "ENVIRONMENT_DIED", "NO_ENVIRONMENT", "GATEWAY_ERROR"})
 # Methods of AgentService that the key of a session allows.
 _KEY_METHODS: Final = frozenset(
     {"GetInfo", "GetQuota", "Tokenize", "Detokenize", "ApplyChatTemplate", "Generate", "ScoreTokens", "CloseSession"}
@@ -146,6 +148,14 @@ class GatewayCore:
                 task = session.task
                 if task is not None and task.lease == lease:
                     await self._expire(session, "TASK_GONE")
+
+    def task_sessions(self) -> dict[tuple[str, str], experience.TaskSession]:
+        """Return what the run may know of the open sessions, by task and lease."""
+        return {
+            (session.stored.task_id, session.lease): session.task_message()
+            for session in self.sessions.live
+            if session.stored.task_id and session.stored.state == pb.SESSION_STATE_OPEN
+        }
 
     async def _expire(self, session: Session, reason: str) -> None:
         async with session.closing:
@@ -254,7 +264,7 @@ class GatewayCore:
         self.sessions.check_room(owner_of(caller.principal), trained=True)
         if len(self._leased) >= _MAX_LEASED:
             raise Overloaded("too many tasks wait for their sessions; open these first", retry_after=5.0)
-        task = await link.lease(wait)
+        task = await link.lease(wait, agent=request.incarnation)
         if task is None:
             return pb.NextTaskResponse()
         ttl = task.ttl.ToNanoseconds() / 1e9
@@ -371,7 +381,7 @@ class GatewayCore:
                 elif kind == "abandon_reason":
                     reason = request.abandon_reason
                     await self.sessions.settle(session, pb.SESSION_STATE_ABANDONED, reason, outcome_sha256=digest)
-                    await self._release(session, reason, again=False)
+                    await self._release(session, reason, again=reason in _AGAIN)
                 else:
                     await self._close(session, request, digest)
 

@@ -79,7 +79,15 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
             channel = open_channel(options.coordinator, host.security, server=COORDINATOR)
             host.on_drain.append(channel.close)
             peer = f"coordinator at {options.coordinator}"
-            core.link = CoordinatorLink(channel, store, peer=peer, on_delivered=core.on_delivered, on_gone=core.on_gone)
+            core.link = CoordinatorLink(
+                channel,
+                store,
+                peer=peer,
+                on_delivered=core.on_delivered,
+                on_gone=core.on_gone,
+                gateway=options.member_id,
+                sessions=core.task_sessions,
+            )
             await core.start()
             keep(core.link.run())
             keep(engines.follow(AsyncCoordinatorClient(channel, peer=peer)))

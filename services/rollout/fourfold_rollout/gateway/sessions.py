@@ -50,6 +50,8 @@ class Session:
 
     def __init__(self, stored: StoredSession, trajectory: Trajectory, conversation: Conversation, *, key: str) -> None:
         self.stored, self.trajectory, self.conversation = stored, trajectory, conversation
+        task = self.task
+        self.lease = task.lease if task is not None else ""  # of the run; the task never changes
         self.key = key  # until the first turn, for a repeated OpenSession; afterwards only its digest is known
         self.used = time.monotonic()
         self.turns_in_flight = 0
@@ -102,6 +104,14 @@ class Session:
         if self.turns_in_flight:
             return self.stored.idle_seconds
         return self.used + self.stored.idle_seconds - time.monotonic()
+
+    def task_message(self) -> experience.TaskSession:
+        """Return the session as the run sees it."""
+        result = experience.TaskSession(session_id=self.session_id, turn_count=self.trajectory.turn_count)
+        result.expires_in.FromNanoseconds(max(int(self.expires_in() * 1e9), 1))
+        if not self.turns_in_flight:
+            result.idle.FromNanoseconds(int((time.monotonic() - self.used) * 1e9))
+        return result
 
     def message(self) -> pb.Session:
         """Return the session as agents see it."""

@@ -18,6 +18,8 @@ from fourfold.text import choices, clean
 README: Final = "README.md"
 _DATA_FILES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".csv", ".tsv")
 _MODEL_FILES: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
+ADDITIONAL_TEMPLATES: Final = "additional_chat_templates"
+"""Folder of a model with chat templates besides chat_template.jinja, each a file NAME.jinja."""
 _NO_DATA: Final = re.compile(r"(^|/)(dataset_infos?|dataset_dict|state|config)\.json$|(^|/)\.")
 _SHARD: Final = re.compile(r"(?:^|/)([\w.]+?)-\d{5}-of-\d{5}(?:-\w+)?\.\w+$")
 _SPLIT_WORDS: Final[Mapping[str, str]] = {
@@ -33,7 +35,8 @@ def model_files(names: Iterable[str]) -> list[str]:
     return [
         name
         for name in names
-        if "/" not in name and name.endswith(_MODEL_FILES) and not name.startswith(("consolidated", "."))
+        if ("/" not in name and name.endswith(_MODEL_FILES) and not name.startswith(("consolidated", ".")))
+        or (name.startswith(f"{ADDITIONAL_TEMPLATES}/") and name.endswith(".jinja"))
     ]
 
 

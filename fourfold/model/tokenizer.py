@@ -32,29 +32,42 @@ Message = Mapping[str, Any]  # one chat message: at least "role" and "content"
 MARK: Final = "\udcff"
 """Stands after the first character of each look-alike in escaped text. No valid text has it: it is half a character."""
 
-_SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_DEFAULT_TEMPLATE: Final = "default"
+_TOOL_TEMPLATE: Final = "tool_use"  # name of the template for conversations with tools, if a model has several
 
 
 def tokenizer_sha256(folder: Path) -> bytes:
-    """Return the 32-byte hash of tokenizer.json and of the chat template in a model folder.
+    """Return the 32-byte hash of tokenizer.json and of the chat templates in a model folder.
 
     Raises:
         ConfigError: the folder has no tokenizer.json.
     """
-    parts = (_bytes(folder / "tokenizer.json"), (chat_template(folder) or "").encode())
+    templates = {_DEFAULT_TEMPLATE: "", **_used_templates(folder)}
+    parts = (_bytes(folder / "tokenizer.json"), *(text.encode() for text in templates.values()))
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
 
 
 def chat_template(folder: Path) -> str | None:
-    """Return the chat template of a model folder, from chat_template.jinja or tokenizer_config.json; None if none."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = _json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several templates with names
-        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    """Return the chat template of a model folder for conversations without tools; None if there is none."""
+    return _used_templates(folder).get(_DEFAULT_TEMPLATE)
+
+
+def _used_templates(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a model folder for conversations without and with tools, as far as it has them.
+
+    They are chat_template.jinja and the files of `hub.ADDITIONAL_TEMPLATES`, or else those of tokenizer_config.json.
+    """
+    files = {file.stem: file for file in (folder / hub.ADDITIONAL_TEMPLATES).glob("*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        files[_DEFAULT_TEMPLATE] = folder / "chat_template.jinja"
+    named: dict[str, Any] = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    if not named:
+        found = _json(folder / "tokenizer_config.json").get("chat_template")
+        if isinstance(found, list):  # several templates with names
+            named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+        else:
+            named = found if isinstance(found, dict) else {_DEFAULT_TEMPLATE: found}
+    return {name: named[name] for name in (_DEFAULT_TEMPLATE, _TOOL_TEMPLATE) if isinstance(named.get(name), str)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +82,7 @@ class Tokenizer:
     """Token ids are below this: the vocabulary of the model, or of the tokenizer if config.json gives none."""
     _folder: Path
     _tokenizer: tokenizers.Tokenizer
-    _template: jinja2.Template | None
+    _templates: Mapping[str, jinja2.Template]  # by name
     _special: Mapping[str, str]
     _token_bytes: TokenBytes | None  # of byte-level tokenizers
     _added: Mapping[int, str]  # texts of the added tokens: special tokens, and others that are never split
@@ -100,7 +113,6 @@ class Tokenizer:
         # tokenizer.json may switch both on, and both would change the ids.
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        template = chat_template(folder)
         special = special_tokens(folder)
         added = tokenizer.get_added_tokens_decoder()
         return Tokenizer(
@@ -109,7 +121,7 @@ class Tokenizer:
             vocabulary_size=_vocabulary_size(folder, tokenizer),
             _folder=folder,
             _tokenizer=tokenizer,
-            _template=_compile(template, folder) if template is not None else None,
+            _templates={name: _compile(text, folder) for name, text in _used_templates(folder).items()},
             _special=special,
             _token_bytes=TokenBytes(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None,
             _added={token_id: token.content for token_id, token in added.items()},
@@ -119,7 +131,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `render_chat` is possible."""
-        return self._template is not None
+        return _DEFAULT_TEMPLATE in self._templates
 
     @property
     def begin_token_id(self) -> int | None:
@@ -147,7 +159,8 @@ class Tokenizer:
             ConfigError: the model has no chat template.
             InvalidInput: the template cannot render the messages.
         """
-        if self._template is None:
+        name = _TOOL_TEMPLATE if tools and _TOOL_TEMPLATE in self._templates else _DEFAULT_TEMPLATE
+        if (template := self._templates.get(name)) is None:
             raise ConfigError(
                 f"{self._folder}: this model has no chat template; set data.chat = false to use prompts without a "
                 f"template, or use an instruction-tuned model"
@@ -155,12 +168,14 @@ class Tokenizer:
         import jinja2
 
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools or None,
-                documents=None,
-                **self._special,
+            return template.render(
+                {
+                    **self._special,
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": tools or None,
+                    "documents": None,
+                }
             )
         # A template is a program of others over data of others: it may fail in any of these ways.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
@@ -312,16 +327,21 @@ def _mark(match: re.Match[str]) -> str:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the texts of the special tokens of tokenizer_config.json, such as "eos_token", by their names there."""
+    """Return the texts of the named special tokens, such as "eos_token" and "image_token".
+
+    They are in tokenizer_config.json, also as the object `extra_special_tokens`. If that file does not list the added
+    tokens, as in older models, special_tokens_map.json comes first.
+    """
     config = _json(folder / "tokenizer_config.json")
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL:
-        value = config.get(name)
-        if isinstance(value, dict):  # an AddedToken as JSON
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
+    if "added_tokens_decoder" not in config:
+        config |= _json(folder / "special_tokens_map.json")
+    named: list[tuple[str, Any]] = [(name, value) for name, value in config.items() if name.endswith("_token")]
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        extra = config.get(key)
+        named += extra.items() if isinstance(extra, dict) else []
+    # An object is an AddedToken as JSON.
+    texts = ((name, value.get("content") if isinstance(value, dict) else value) for name, value in named)
+    return {name: text for name, text in texts if isinstance(text, str)}
 
 
 def _stop_token_ids(folder: Path, tokenizer: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:

@@ -117,6 +117,7 @@ def test_a_configuration_may_be_a_folder() -> None:
 
 def test_files_of_a_model() -> None:
     wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"]
+    wanted.append("additional_chat_templates/tool_use.jinja")
     unwanted = ["pytorch_model.bin", "x.py", "onnx/model.json", "consolidated.safetensors", ".gitattributes", "a.md"]
     assert model_files([*wanted, *unwanted]) == wanted
 

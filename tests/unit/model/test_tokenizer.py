@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,51 @@ def test_the_template_gets_the_tools(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.render_chat(USER, tools=[{"a": "\u00e9<"}]) == '[{"a": "\u00e9<"}]'
     assert tokenizer.render_chat(USER) == tokenizer.render_chat(USER, tools=[]) == "none"
+
+
+SHOW = "{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ boi_token }}|{{ x_token }}"
+
+
+@pytest.mark.parametrize(
+    ("config", "special_map", "expected"),
+    [
+        ({}, {"bos_token": "<|text|>", "eos_token": {"content": "<|end|>"}}, "<|text|>|<|end|>|||"),
+        ({"bos_token": "<|end|>"}, {"bos_token": "<|text|>"}, "<|text|>||||"),
+        ({"bos_token": "<|end|>", "added_tokens_decoder": {}}, {"bos_token": "<|text|>"}, "<|end|>||||"),
+        ({"image_token": "<i>", "boi_token": {"content": "<b>"}, "x_token": True}, {}, "||<i>|<b>|"),
+        ({"extra_special_tokens": {"image_token": "<i>"}}, {"x_token": "<x>"}, "||<i>||<x>"),
+        ({"bos_token": None, "extra_special_tokens": ["<x>"]}, {"additional_special_tokens": ["<y>"]}, "||||"),
+    ],
+)
+def test_templates_get_the_named_special_tokens_of_both_files(
+    folder: Path, config: dict[str, Any], special_map: dict[str, Any], expected: str
+) -> None:
+    write(folder, "tokenizer_config.json", config)
+    write(folder, "special_tokens_map.json", special_map)
+    (folder / "chat_template.jinja").write_text(SHOW)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.render_chat(USER) == expected
+    assert tokenizer.begin_token_id == {"<": 258 if expected[:3] == "<|t" else 257}.get(expected[0])
+
+
+@pytest.mark.parametrize("place", ["list", "files"])
+def test_a_model_may_have_another_template_for_tools(folder: Path, place: str) -> None:
+    (folder / "chat_template.jinja").unlink()
+    named = {"default": "D{{ tools }}", "tool_use": "T{{ tools[0].a }}", "rag": "{% if %}"}
+    if place == "list":
+        templates = [{"name": name, "template": template} for name, template in named.items()]
+        write(folder, "tokenizer_config.json", {"chat_template": templates})
+    else:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "chat_template.jinja").write_text(named.pop("default"))
+        for name, template in named.items():
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(template)
+        write(folder, "tokenizer_config.json", {"chat_template": "not used"})
+    tokenizer = Tokenizer.load(folder)
+    assert (tokenizer.render_chat(USER), tokenizer.render_chat(USER, tools=[{"a": 1}])) == ("DNone", "T1")
+    (folder / "chat_template.jinja").write_text("DNone")
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+    assert tokenizer_sha256(folder) != tokenizer.sha256
 
 
 def test_escaped_text_has_no_special_tokens(folder: Path) -> None:

@@ -286,6 +286,8 @@ def source(folder: Path) -> Path:
     for name in (*names, *others):
         (folder / name).write_text(f"{name} of the source")
     (folder / "original.json").mkdir()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("of the source")
     return folder
 
 
@@ -294,7 +296,9 @@ def test_an_export_has_the_tokenizers_files_and_the_trained_weights(tmp_path: Pa
     with atomic_folder(target) as partial:
         export(partial, torch.ones(2), source=source(tmp_path / "source"))
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "spiece.model", "merges.txt"}
-    assert {path.name for path in target.iterdir()} == copied | {"config.json", "model.safetensors"}
+    others = {"config.json", "model.safetensors", "additional_chat_templates"}
+    assert {path.name for path in target.iterdir()} == copied | others
+    assert (target / "additional_chat_templates" / "tool_use.jinja").read_text() == "of the source"
     assert all((target / name).read_text() == f"{name} of the source" for name in copied)
     assert json.loads((target / "config.json").read_text()) == {"model_type": "w", "id2label": {"0": "value"}}
     assert safetensors.torch.load_file(target / "model.safetensors")["w"].tolist() == [1, 1]
@@ -372,7 +376,7 @@ def test_an_export_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, disk
         disk.clear()
         with atomic_folder(tmp_path / "model") as partial:
             export(partial, torch.ones(2), source=tokenizer)
-            names = {path.name for path in partial.iterdir()}
+            names = {path.name for path in partial.rglob("*")}
         place = disk.index(("place", "model"))
         assert {name for what, name in disk[:place] if what == "flush"} == names | {partial.name}
         assert disk[place - 1] == ("flush", partial.name) and disk[place + 1 :] == [("flush", tmp_path.name)]

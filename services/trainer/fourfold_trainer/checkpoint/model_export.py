@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from fourfold import hub
 from fourfold.model.folder import WEIGHTS_FILE, WEIGHTS_INDEX
 from fourfold_trainer.checkpoint import store
 from fourfold_trainer.checkpoint.tensor_files import TensorFileWriter
@@ -98,11 +99,13 @@ def write_companions(model: Any, folder: Path, *, source: Path, settings: Mappin
         config = folder / "config.json"
         found = json.loads(config.read_text(encoding="utf-8")) | dict(settings)
         config.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        for path in source.iterdir():
+        for path in (*source.iterdir(), *(source / hub.ADDITIONAL_TEMPLATES).glob("*.jinja")):
             wanted = path.suffix in _COMPANIONS and not path.name.endswith(".index.json")
             if path.is_file() and wanted and path.name != "config.json":
-                shutil.copyfile(path, folder / path.name)
-        for path in folder.iterdir():
+                target = folder / path.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+        for path in folder.rglob("*"):
             store.sync(path)
 
 

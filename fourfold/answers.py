@@ -1,51 +1,119 @@
-"""Finds the final answer in a completion, so that answers can be compared: by a verifier, and in a majority vote."""
+"""Finds the final answer in a completion, so that answers can be compared: by a verifier, and in a majority vote.
+
+Also defines the text of a reference answer, which a row may have as any JSON value.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from decimal import Decimal
-from typing import Final
+from typing import Any, Final
 
-# A minus after a letter, a digit or a closing bracket is an operator. Commas may group thousands.
+ANSWER_VALUE: Final = "answer_value"
+"""Metadata field with the reference answer of a row that has another JSON value than a text."""
+
+# Full-width forms, which models write between East Asian characters, and the minus sign of mathematics.
+_PLAIN: Final = str.maketrans("０１２３４５６７８９．，－−", "0123456789.,--")  # noqa: RUF001
+# A minus with a space behind it is a sign where no operand can stand before it. At the beginning of a later line it is
+# the mark of a list.
+_SPACED_MINUS: Final = re.compile(r"(\A\s*|[=:,;({\[$*>][ \t]*|\b(?:is|are|equals)[ \t]+)-[ \t]+(?=\.?[0-9])")
+# The limit of nine digits is that of `Decimal`.
+_EXPONENT: Final = r"[+-]?[0-9]{1,9}(?!\.?[0-9])"
+# A minus after a letter, a digit or a closing bracket is an operator. Commas may group thousands. A power of ten
+# follows as an exponent (1e-07) or as a factor (1.5 x 10^11).
 _NUMBER: Final = re.compile(
-    r"(?:(?<![A-Za-z0-9_.)\]])[-\u2212])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<digits>(?:(?<![A-Za-z0-9_.)\]])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+))"
+    rf"(?:[eE](?P<exponent>{_EXPONENT})"
+    rf"| ?(?:[*×xX]|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?(?:(?P<power>{_EXPONENT})|\{{(?P<braced>{_EXPONENT})\}}))?"  # noqa: RUF001
 )
-_BRACE: Final = re.compile(r"\\boxed\{|[{}]")
+_SCIENTIFIC: Final = re.compile(rf"(?<![A-Za-z0-9_.,])[0-9]+(?:\.[0-9]+)?[eE]{_EXPONENT}(?![A-Za-z])")
+_BRACE: Final = re.compile(r"(?P<box>\\boxed\s*\{)|\\.|[{}]", re.DOTALL)
 _HASHES: Final = "####"
+_TAG: Final = r"(?:think|thinking|thought|reasoning|seed:think)>"
+_REASONING: Final = re.compile(rf"(?P<opens><{_TAG}|\[THINK\]|◁think▷)|</{_TAG}|\[/THINK\]|◁/think▷", re.IGNORECASE)
+_MAX_ZEROS: Final = 1000  # a number with more of them is written with an exponent
+
+
+def answer_text(value: Any) -> str:
+    """Return a reference answer as text: a text as it is, an empty one for null, any other value as JSON."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def without_reasoning(completion: str, prompt: str = "") -> str:
+    """Return a completion without its blocks of reasoning, as `<think>...</think>`.
+
+    A block without an end reaches to the end of the completion. One without a beginning starts with the completion:
+    `prompt`, with the chat template applied, may have opened it.
+    """
+    opened = list(_REASONING.finditer(prompt[-64:]))
+    inside = bool(opened and opened[-1]["opens"] and not prompt[-64:][opened[-1].end() :].strip())
+    kept, at = list[str](), 0
+    for tag in _REASONING.finditer(completion):
+        if not tag["opens"]:
+            kept, at, inside = kept if inside else [], tag.end(), False
+        elif not inside:
+            kept.append(completion[at : tag.start()])
+            inside = True
+    return "".join(kept) + ("" if inside else completion[at:])
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """Return the last integer or decimal number of a text, or None."""
+    """Return the last number of a text, or None. It may have a sign, groups of thousands, and a power of ten."""
     found = None
-    for found in _NUMBER.finditer(text):  # noqa: B007 - only the last match is needed
+    for found in _NUMBER.finditer(_plain(text)):  # noqa: B007 - only the last match is needed
         pass
-    return _to_number(found[0]) if found else None
+    return _to_number(found) if found else None
+
+
+def write_out_numbers(text: str) -> str:
+    """Return a text in which readers of mathematics find its numbers: `-5` for `- 5`, 0.0000001 for 1e-07."""
+    return _SCIENTIFIC.sub(lambda found: _number_text(Decimal(found[0])), _plain(text))
 
 
 def find_tagged(text: str) -> str | None:
-    """Return the text in the last `<answer>...</answer>`, without surrounding spaces, or None."""
-    for part in reversed(text.split("</answer>")[:-1]):
-        _, tag, inside = part.partition("<answer>")
-        if tag:
-            return inside.strip()
-    return None
+    """Return the text in the last `<answer>...</answer>`, without surrounding spaces, or None.
+
+    A last one without an end is empty: the answer was cut off, and an earlier one is not the final one.
+    """
+    _, tag, inside = text.rpartition("<answer>")
+    inside, closed, _ = inside.partition("</answer>")
+    return (inside.strip() if closed else "") if tag else None
 
 
-def final_answer(completion: str, reference: str = "") -> str:
+def find_boxed(text: str) -> str | None:
+    r"""Return the text in the last `\boxed{...}`, or None. A last one without an end is empty, as in `find_tagged`."""
+    open_braces: list[int] = []  # where the content of each box begins that is open; -1: of another brace
+    last, end = -1, -1
+    for brace in _BRACE.finditer(text):  # one pass: a completion may have thousands of boxes that are never closed
+        if brace["box"] or brace[0] == "{":
+            open_braces.append(brace.end() if brace["box"] else -1)
+            last, end = (brace.end(), -1) if brace["box"] else (last, end)
+        elif brace[0] == "}" and open_braces and open_braces.pop() == last:
+            end = brace.start() if end < 0 else end
+    if last < 0:
+        return None
+    return text[last:end].strip() if end >= 0 else ""
+
+
+def final_answer(completion: str, reference: str = "", *, prompt: str = "") -> str:
     r"""Return the final answer of a completion in a form in which equal answers are equal texts; empty: it has none.
 
-    It is the first of these that the completion has:
+    Blocks of reasoning do not count (`without_reasoning`). It is the first of these that the rest has:
 
     1. the text in the last `<answer>...</answer>`,
-    2. the text in the last `\boxed{...}` whose braces are closed,
+    2. the text in the last `\boxed{...}`,
     3. the rest of the line after the last `####`,
     4. the last number, if the reference answer has a number or there is none,
-    5. the whole completion.
+    5. the whole rest.
 
-    Surrounding spaces and dollar signs are removed. A number is written without group separators, leading or trailing
-    zeros: `1,200.50` is `1200.5`.
+    A last tag or box without an end is an empty answer. Surrounding spaces and dollar signs are removed. A number is
+    written without group separators, exponent, leading or trailing zeros: `1,200.50` is `1200.5`.
     """
-    for marked in (find_tagged(completion), _find_boxed(completion), _find_hashed(completion)):
+    completion = without_reasoning(completion, prompt)
+    for marked in (find_tagged(completion), find_boxed(completion), _find_hashed(completion)):
         if marked is not None:
             return _normalize(marked)
     if not reference or find_last_number(reference) is not None:
@@ -55,17 +123,6 @@ def final_answer(completion: str, reference: str = "") -> str:
     return _normalize(completion)
 
 
-def _find_boxed(text: str) -> str | None:
-    open_braces: list[int] = []  # where the content of each box begins that is open; -1: of another brace
-    last = range(0)
-    for brace in _BRACE.finditer(text):  # one pass: a completion may have thousands of boxes that are never closed
-        if brace[0] != "}":
-            open_braces.append(-1 if brace[0] == "{" else brace.end())
-        elif open_braces and (start := open_braces.pop()) > last.start:
-            last = range(start, brace.start())
-    return text[last.start : last.stop] if last.start else None
-
-
 def _find_hashed(text: str) -> str | None:
     _, mark, rest = text.rpartition(_HASHES)
     return rest.strip().partition("\n")[0] if mark else None
@@ -73,14 +130,24 @@ def _find_hashed(text: str) -> str | None:
 
 def _normalize(text: str) -> str:
     text = text.strip().strip("$").strip()
-    return _number_text(_to_number(text)) if _NUMBER.fullmatch(text) else text
+    found = _NUMBER.fullmatch(_plain(text))
+    return _number_text(_to_number(found)) if found else text
 
 
-def _to_number(text: str) -> Decimal:
-    return Decimal(text.replace(",", "").replace("\u2212", "-"))
+def _plain(text: str) -> str:
+    return _SPACED_MINUS.sub(r"\1-", text.translate(_PLAIN))
+
+
+def _to_number(found: re.Match[str]) -> Decimal:
+    power = found["exponent"] or found["power"] or found["braced"] or "0"
+    return Decimal(f"{found['digits'].replace(',', '')}e{power}")
 
 
 def _number_text(number: Decimal) -> str:
+    if not number:
+        return "0"
+    if abs(number.adjusted()) > _MAX_ZEROS:
+        digits = "".join(map(str, number.as_tuple().digits)).rstrip("0")
+        return f"{'-' if number < 0 else ''}{digits}E{number.adjusted()}"
     text = format(number, "f")
-    text = text.rstrip("0").rstrip(".") if "." in text else text
-    return "0" if text in ("-0", "") else text
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -11,14 +11,23 @@ from fourfold.answers import final_answer
     ("completion", "answer"),
     [
         ("<answer> 7 </answer> so 8", "7"),
-        ("<answer>1</answer> <answer>2</answer> <answer>3", "2"),
+        ("<answer>1</answer> <answer>2</answer>", "2"),
+        ("<answer>1</answer> <answer>2</answer> <answer>3", ""),
         (r"\boxed{\frac{1}{2}} or 3", r"\frac{1}{2}"),
-        (r"\boxed{1} then \boxed{2} then \boxed{3", "2"),
+        (r"\boxed{1} then \boxed{2", ""),
+        (r"\boxed{1} then \boxed {\left\{2\right.}", r"\left\{2\right."),
         (r"\boxed{a \boxed{b}", "b"),
         (r"text } \boxed{x}", "x"),
         ("so\n#### 1,200.50\nmore 3", "1200.5"),
         ("it is 007, or -12.0", "-12"),
         ("$-0.0$", "0"),
+        ("it is 1.50e11", "150000000000"),
+        ("#### 1.5 \u00d7 10^-3", "0.0015"),
+        ("$- \uff11\uff12$", "-12"),
+        ("1e5000", "1E5000"),
+        ("<think>7</think> so 8", "8"),
+        ("7</think> so 8 <think> no, 9", "8"),
+        ("[THINK]\\boxed{7}", ""),
         ("", ""),
         (r"\boxed{}", ""),
     ],
@@ -33,5 +42,12 @@ def test_a_text_is_compared_as_a_whole_if_the_reference_has_no_number() -> None:
     assert final_answer("no idea", "5") == "no idea"
 
 
+def test_an_answer_in_a_block_that_the_prompt_opened_is_none() -> None:
+    assert final_answer("it is 7", "5", prompt="<assistant><think>\n") == ""
+    assert final_answer("it is 7 </think> 8", "5", prompt="<assistant><think>\n") == "8"
+    assert final_answer("it is 7", "5", prompt="<assistant><think>\n\n</think>\n") == "7"
+
+
 def test_marks_that_are_never_closed_take_no_time() -> None:
-    assert final_answer("\\boxed{" * 50_000 + "<answer>" * 50_000 + "7") == "7"
+    assert final_answer("\\boxed{" * 50_000 + "<answer>" * 50_000 + "7") == ""
+    assert final_answer("<think>" * 50_000 + "</think>" * 50_000 + "- " * 50_000 + "7") == "7"

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from fourfold.answers import find_last_number, find_tagged
+from fourfold.answers import find_boxed, find_last_number, find_tagged, without_reasoning, write_out_numbers
 from fourfold.text import nearest_name
 from fourfold_reward import text_rules
 from fourfold_reward.code import verifier as code_verifier
@@ -45,7 +46,10 @@ EVALUATING_TASKS: Final = frozenset(
 # Name and description of each built-in verifier.
 DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
     ("exact_match", "1 if the completion equals the answer, without surrounding spaces"),
-    ("last_number", "1 if the last number in the completion equals the last number in the answer"),
+    (
+        "last_number",
+        "1 if the last number in the completion, outside of its reasoning, equals the last number in the answer",
+    ),
     ("math_verify", "1 if the final expression of the completion equals the answer; both are LaTeX or plain text"),
     (FORMAT, "1 if the regular expression options.pattern matches the whole completion"),
     (
@@ -67,6 +71,7 @@ DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
 
 _NAMES: Final = frozenset(name for name, _ in DESCRIPTIONS)
 
+_DECIMALS: Final = 6
 # Raised by libraries for malformed text. Any other exception is an error of the verifier.
 _UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, AssertionError)
 # These tasks compare tuples, and JSON turned the tuples of their metadata into lists.
@@ -132,7 +137,7 @@ def last_number(sample: ScoreInput) -> float | Abstain:
     expected = find_last_number(sample.answer)
     if expected is None:
         return NO_ANSWER
-    return float(find_last_number(sample.completion) == expected)
+    return float(find_last_number(without_reasoning(sample.completion, sample.prompt)) == expected)
 
 
 def _load_math_verify() -> RewardFunction:
@@ -144,17 +149,37 @@ def _load_math_verify() -> RewardFunction:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def math_verify(sample: ScoreInput) -> float | Abstain:
-        answer = sample.answer.strip()
+        answer = write_out_numbers(sample.answer.strip())
         if not answer:
             return NO_ANSWER
         delimited = "$" in answer or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
         gold = parse(answer if delimited else f"${answer}$", parsing_timeout=None)
         if not gold:
             return Abstain("ANSWER_NOT_READABLE")
-        given = parse(sample.completion, parsing_timeout=None)
-        return float(verify(gold, given, timeout_seconds=None))
+        # "first_match": the library would otherwise take an earlier expression where the last one cannot be parsed.
+        given = parse(_final_expression(sample), parsing_timeout=None, extraction_mode="first_match")
+        return float(verify(gold, given, float_rounding=_decimals(gold[0]), timeout_seconds=None))
 
     return math_verify
+
+
+def _final_expression(sample: ScoreInput) -> str:
+    """Return the part of a completion with its final answer: that which is marked, or all outside of its reasoning."""
+    text = without_reasoning(sample.completion, sample.prompt)
+    tagged = find_tagged(text)
+    text = text if tagged is None else tagged
+    if (boxed := find_boxed(text)) is not None:
+        text = f"\\boxed{{{boxed}}}" if boxed else ""
+    return write_out_numbers(text)
+
+
+def _decimals(gold: Any) -> int:
+    """Return the decimals by which math-verify compares floats. Its default, 6, makes all numbers below 5e-7 equal."""
+    try:
+        size = abs(float(gold))
+    except (TypeError, ValueError, ArithmeticError, AttributeError):  # no single real number
+        return _DECIMALS
+    return max(_DECIMALS, 3 - math.floor(math.log10(size))) if 0 < size < 1 else _DECIMALS
 
 
 def _load_gym(task: str, options: GymOptions) -> RewardFunction:
@@ -209,8 +234,9 @@ def _score_gym(score: GymScorer, task: str, sample: ScoreInput) -> Score:
         metadata["output"] = tuple(tuple(row) for row in metadata["output"])
     # A task without a reference answer expects None, which is an empty string in a request.
     entry = {"question": sample.prompt, "answer": sample.answer or None, "metadata": metadata}
-    tagged = find_tagged(sample.completion)
-    given = sample.completion.strip() if tagged is None else tagged
+    completion = without_reasoning(sample.completion, sample.prompt)
+    tagged = find_tagged(completion)
+    given = completion.strip() if tagged is None else tagged
     with contextlib.redirect_stdout(io.StringIO()):  # some tasks print errors of an answer
         try:
             return Score(score(given, entry))

@@ -38,6 +38,19 @@ def sample(completion: str, answer: str = "", metadata: dict[str, Any] | None = 
         ("007", "7"),
         ("2 then 3", "3"),
         ("a1b", "1"),
+        ("it is 1e-07", "1e-7"),
+        ("1.50e11 J", "1.5e11"),
+        ("-3E+22.", "-3e22"),
+        ("1.5 \u00d7 10^{11}", "1.5e11"),
+        ("2 * 10**3", "2000"),
+        ("5e3.5", "3.5"),
+        ("1e9999999999", "9999999999"),
+        ("\uff11\uff12\uff0e\uff15", "12.5"),
+        ("- 5", "-5"),
+        ("x = \u2212 5", "-5"),
+        ("the sum is - 5", "-5"),
+        ("10 - 5", "5"),
+        ("one of:\n- 4\n- 5", "5"),
     ],
 )
 def test_last_number_is_found(text: str, number: str) -> None:
@@ -55,6 +68,10 @@ def test_last_number_compares_by_value() -> None:
     assert last_number(sample("12 or 13", "12")) == 0.0
     assert last_number(sample("no idea", "12")) == 0.0
     assert last_number(sample("9" * 200_000 + "8", "9" * 200_000 + "8")) == 1.0
+    assert last_number(sample("0.0000001", "1e-07")) == 1.0
+    assert last_number(sample("1e999999999", "1e-07")) == 0.0
+    assert last_number(sample("<think>12</think> so 13", "12")) == 0.0
+    assert last_number(sample("<think>is it 12", "12")) == 0.0
 
 
 def test_exact_match_ignores_surrounding_spaces() -> None:
@@ -78,6 +95,24 @@ def test_verifier_abstains_without_a_reference_answer(name: str) -> None:
         ("\\boxed{3}", "4", 0.0),
         ("I do not know", "4", 0.0),
         ("$\\frac{$", "4", 0.0),
+        ("$4$, or better $\\frac{$", "4", 0.0),
+        ("\\boxed{4} no, \\boxed{5", "4", 0.0),
+        ("\\boxed{4} no, \\boxed{\\frac{4}{", "4", 0.0),
+        ("\\boxed{4} no, \\boxed{}", "4", 0.0),
+        ("<think>\\boxed{4}</think> It is 5", "4", 0.0),
+        ("<think>\\boxed{5}</think> It is 4", "4", 1.0),
+        ("so \\boxed{4}", "4", 1.0),
+        ("<think>so \\boxed{4}", "4", 0.0),
+        ("<answer>4</answer> and not 5", "4", 1.0),
+        ("<answer>4</answer> <answer>5", "4", 0.0),
+        ("1e-07", "1e-07", 1.0),
+        ("2e-07", "1e-07", 0.0),
+        ("\\boxed{1.5 \\times 10^{11}}", "1.50e11", 1.0),
+        ("\\boxed{22}", "3e+22", 0.0),
+        ("\uff11\uff12", "12", 1.0),
+        ("- 5", "-5", 1.0),
+        ("5", "- 5", 0.0),
+        ("0.3333333", "1/3", 1.0),
     ],
 )
 def test_math_verify_compares_mathematics(completion: str, answer: str, score: float) -> None:
@@ -110,6 +145,7 @@ def test_reasoning_gym_reads_the_whole_completion_without_tags() -> None:
     assert verifier(sample(" 12\n", "12")) == Score(1.0)
     assert verifier(sample("<answer>11</answer> no: <answer> 12 </answer>", "12")) == Score(1.0)
     assert verifier(sample("13", "12")) == Score(0.0)
+    assert verifier(sample("<think><answer>12</answer>", "12")) == Score(0.0)
 
 
 def test_reasoning_gym_uses_the_options_of_the_runs_data() -> None:

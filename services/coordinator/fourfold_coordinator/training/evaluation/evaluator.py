@@ -92,7 +92,7 @@ def _estimates(
     rows = [
         (
             answers[0].prompt.group_key,
-            [final_answer(a.completion, a.prompt.answer) for a in answers],
+            [final_answer(a.completion, a.prompt.answer, prompt=a.prompt_text) for a in answers],
             [(a.sample.score or 0.0) >= success for a in answers],
         )
         for answers in prompts

@@ -128,7 +128,7 @@ def _rows(answered: AnsweredSet, success: float) -> Iterator[dict[str, Any]]:
             "prompt": answer.prompt_text,
             "completion": answer.completion,
             "answer": answer.prompt.answer,
-            "final_answer": final_answer(answer.completion, answer.prompt.answer),
+            "final_answer": final_answer(answer.completion, answer.prompt.answer, prompt=answer.prompt_text),
             "score": score,
             "success": score is not None and score >= success,
             "tokens": answer.token_count,

@@ -258,6 +258,16 @@ async def test_the_score_is_the_share_of_passed_tests(
     assert outcome.components == {"passed": passed, "total": len(tests), "code": 1}
 
 
+async def test_an_expression_that_takes_for_ever_is_not_passed_and_costs_no_worker(pool: WorkerPool) -> None:
+    (worker, *_) = pool.worker_pids()
+    code = "def f(x): return x"
+    # In Python, in one operation of C, and with a text that the code returned.
+    tests = ["while f(1): assert 1", "assert 10 ** f(10 ** 10)", "assert re.match('(a+)+$', f('a' * 40) + 'b')"]
+    outcome = await score(pool, code, "assert f(1) == 1", *tests, "assert f(2) == 2")
+    assert (outcome.score, outcome.components) == (0.4, {"passed": 2, "total": 5, "code": 1}), outcome
+    assert worker in pool.worker_pids()
+
+
 @pytest.mark.slow
 async def test_tests_share_the_time_of_the_sample(pool: WorkerPool) -> None:
     outcome = await score(pool, "import time\ntime.sleep(1000)", *[TEST] * 30)

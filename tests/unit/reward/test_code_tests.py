@@ -30,13 +30,14 @@ from fourfold_reward.sample import InvalidSample
         ("```\na = 1\n```", "a = 1"),
         ("```py\na\n```\ntext\n```Python\nb\n\nc\n```\nend", "b\n\nc"),
         ("```python\na\n```\n```bash\nls\n```", "a"),
-        ("```python\na\n```\n```python\nb", "a"),  # cut off
+        ("```python\na\n```\n```python\nb", None),  # cut off
+        ("```python\na\n```\n```\n", "a"),
         ("```python\na = '```'\n```", "a = '```'"),
         ("````python\n```\n````", "```"),
         ("  ```python\n  a\n  ```", "  a"),
     ],
 )
-def test_the_last_complete_block_of_python_counts(text: str, code: str | None) -> None:
+def test_the_last_block_of_python_counts(text: str, code: str | None) -> None:
     assert extract_code(text) == code
 
 
@@ -71,6 +72,7 @@ def test_tests_come_from_the_column_or_from_the_answer() -> None:
         4,
         ["\0"],
         [{"input": "1" * (3 << 20), "output": "1"}],
+        ["assert f() == '" + "1" * (3 << 20) + "'"],
     ],
 )
 def test_malformed_tests_are_an_error_of_the_row(tests: Any) -> None:

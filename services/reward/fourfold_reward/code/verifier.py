@@ -16,15 +16,15 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any, Final
 
 import fourfold
 import fourfold_reward
-from fourfold_reward.code import remote, wire, zygote
+from fourfold.answers import without_reasoning
+from fourfold_reward.code import wire, zygote
 from fourfold_reward.sample import Abstain, InvalidSample, RewardFunction, Score, ScoreInput
 from fourfold_reward.text_rules import OptionError, check_names
 
@@ -33,7 +33,7 @@ SECONDS: Final = "seconds"
 """Option that the service adds: wall-clock time for all tests of a sample."""
 _MAX_TESTS: Final = 512
 _MAX_OUTPUT: Final = 1 << 20
-# Of the input of a test, as JSON. The code has the rest of the frame; more code fails its tests.
+# Of the text or the input of a test, as JSON. The code has the rest of the frame; more code fails its tests.
 _MAX_INPUT_BYTES: Final = wire.MAX_FRAME_BYTES // 2
 # The sandbox shows the packages, but not the folder of a source checkout in which they are, so that an import by
 # `sys.path` does not find them.
@@ -47,8 +47,6 @@ for folder in sys.argv[3:]:
 runpy.run_module("fourfold_reward.code.zygote", run_name="__main__", alter_sys=True)
 """
 _LANGUAGES: Final = ("", "python", "python3", "py")
-# What tests use without an import, besides the names of the code.
-_MODULES: Final = ("collections", "functools", "itertools", "json", "math", "operator", "re", "string")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +76,7 @@ class _Options:
 class _Test:
     """A text with asserts, or a program's input and output."""
 
-    check: CodeType | None = None
+    check: str | None = None
     stdin: str = ""
     stdout: str = ""
 
@@ -96,7 +94,7 @@ def load(options: Mapping[str, Any]) -> RewardFunction:
         tests = _tests_of(sample, settings.field)
         if isinstance(tests, Abstain):
             return tests
-        code = extract_code(sample.completion)
+        code = extract_code(without_reasoning(sample.completion, sample.prompt))
         passed = 0
         deadline = time.monotonic() + settings.seconds
         for test in tests if code is not None else ():
@@ -111,7 +109,7 @@ def load(options: Mapping[str, Any]) -> RewardFunction:
 
 
 def extract_code(text: str) -> str | None:
-    """Return the last fenced block of Python, or of no language; None without a complete one."""
+    """Return the last fenced block of Python, or of no language; None if there is none, or if it has no end."""
     found, block, fence = None, list[str](), ""
     wanted = False
     for line in text.split("\n"):
@@ -125,7 +123,8 @@ def extract_code(text: str) -> str | None:
             fence = ""
         elif fence:
             block.append(line)
-    return found
+    cut_off = bool(fence) and wanted and any(map(str.strip, block))
+    return None if cut_off else found
 
 
 def _tests_of(sample: ScoreInput, field: str) -> Sequence[_Test] | Abstain:
@@ -151,13 +150,14 @@ def _test_of(entry: object, number: int) -> _Test:
     if isinstance(entry, str):
         try:
             tree = ast.parse(entry)
-            # Without `optimize`, `python -O` would remove the asserts.
-            check = compile(tree, "<test>", "exec", optimize=0)
+            compile(tree, "<test>", "exec")
         except (SyntaxError, ValueError, RecursionError) as error:
             raise InvalidSample("BAD_METADATA", f"test {number} is no Python: {error}") from None
         if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
             raise InvalidSample("BAD_METADATA", f"test {number} asserts nothing: {entry[:80]!r}")
-        return _Test(check=check)
+        if (size := len(json.dumps(entry))) > _MAX_INPUT_BYTES:
+            raise InvalidSample("BAD_METADATA", f"test {number} has {size} bytes; it may have {_MAX_INPUT_BYTES}")
+        return _Test(check=entry)
     if isinstance(entry, Mapping) and isinstance(entry.get("output"), str):
         stdin = entry.get("input", "")
         if isinstance(stdin, str):
@@ -175,17 +175,21 @@ def _test_of(entry: object, number: int) -> _Test:
 
 
 def _passes(control: socket.socket, code: str, test: _Test, *, seconds: float, memory_mib: int) -> bool:
-    """Run one test in a new process; the verdict is made here.
+    """Run one test in new processes.
 
-    The time of the test begins when the process is in its sandbox. Raises RuntimeError: it did not come so far, which
-    says nothing about the code.
+    The time of the test begins when they are in their sandboxes; then they are killed, whatever they do. Raises
+    RuntimeError: they did not come so far, which says nothing about the code.
     """
-    mode = "program" if test.check is None else "functions"
-    ours, theirs = socket.socketpair()
-    with closing(ours):
-        with closing(theirs):
-            request = {"mode": mode, "seconds": seconds, "memory_mib": memory_mib}
-            socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno()])
+    request = {"mode": "program", "seconds": seconds, "memory_mib": memory_mib}
+    with ExitStack() as stack:
+        ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
+        sockets = [theirs]
+        if test.check is not None:
+            request["mode"] = "functions"
+            sockets += (stack.enter_context(end) for end in socket.socketpair())
+        socket.send_fds(control, [json.dumps(request).encode()], [each.fileno() for each in sockets])
+        for each in sockets:
+            each.close()
         try:
             return _verdict(ours, code, test, seconds=seconds)
         finally:
@@ -193,9 +197,11 @@ def _passes(control: socket.socket, code: str, test: _Test, *, seconds: float, m
 
 
 def _verdict(connection: socket.socket, code: str, test: _Test, *, seconds: float) -> bool:
-    """Return whether the code passes the test in a runner that was asked for."""
+    """Return whether the code passes the test in the processes that were asked for."""
     latest = time.monotonic() + zygote.START_SECONDS
     try:
+        if test.check is not None:
+            wire.send(connection, {"test": test.check}, deadline=latest)
         wire.send(connection, {"code": code, "stdin": test.stdin}, deadline=latest)
         wire.wait_until_ready(connection, deadline=latest)
     except wire.TooLargeError:
@@ -208,15 +214,10 @@ def _verdict(connection: socket.socket, code: str, test: _Test, *, seconds: floa
     deadline = time.monotonic() + seconds
     try:
         if test.check is None:
-            return _same_text(_output(connection, deadline), test.stdout)
-        names = remote.Connection(connection, deadline).names()
-        for module in _MODULES:
-            names[module] = __import__(module)
-        exec(test.check, names | {"__name__": "test"})
-    except (Exception, SystemExit):
-        # The code or the test raised, or the code sent nonsense, too much, or nothing until the deadline.
+            return _same_text(_output(connection, deadline), test.stdout) and time.monotonic() < deadline
+        return wire.receive(connection, deadline=deadline).get("passed") is True
+    except wire.WireError:  # too much output, or nothing until the deadline
         return False
-    return time.monotonic() < deadline
 
 
 def _output(connection: socket.socket, deadline: float) -> str:

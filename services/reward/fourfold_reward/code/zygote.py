@@ -1,8 +1,9 @@
-"""Forks a runner for each test: `python -c BOOTSTRAP PARENT_PID SOCKET PACKAGE...` (`verifier._start_zygote`).
+"""Forks the processes of each test: `python -c BOOTSTRAP PARENT_PID SOCKET PACKAGE...` (`verifier._start_zygote`).
 
-A new interpreter takes 50 ms, a fork one. The zygote starts before its worker has seen a sample and gets no tests, so
-that no runner inherits an expected result. It kills a runner when the worker says STOP or asks for the next one; its
-own deadline is for a worker that says nothing more.
+A test has a runner, which runs the code. A test with asserts also has a checker, which runs these. A new interpreter
+takes 50 ms, a fork one. The zygote starts before its worker has seen a sample and gets no tests, so that no runner
+inherits an expected result. It kills the processes when the worker says STOP or asks for the next test; its own
+deadline is for a worker that says nothing more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,13 +24,14 @@ from typing import Any, Final
 from fourfold import sandbox
 from fourfold.host.process_tree import die_with_parent
 from fourfold.sandbox import seccomp
-from fourfold_reward.code import runner
+from fourfold_reward.code import checker, runner
 
 MAX_REQUEST_BYTES: Final = 4096
 START_SECONDS: Final = 60.0
 """Longest time until the zygote is ready, or a runner is in its sandbox; it does not count for the test."""
 STOP: Final = b"stop"
 _OPEN_FILES: Final = 64
+_MAX_SOCKETS: Final = 3  # of one request
 _ADDRESSES: Final = 2  # address space per byte of memory: libraries reserve more than they use
 _CPU_SECONDS: Final = 60  # of the zygote itself, whose worker gave it a limit, until the next request
 
@@ -40,59 +43,84 @@ def main(arguments: list[str]) -> int:
     seccomp.offered()  # loads libseccomp once for all runners
     policy = _policy()
     control.send(b"ready")
-    running: _Runner | None = None
+    running: _Processes | None = None
     while True:
-        if running is not None and not running.wait_for(control):
-            running.kill()
-            running = None
-            continue
-        message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
         if running is not None:
+            running.wait_for(control)
             running.kill()
             running = None
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, _MAX_SOCKETS)
         if not message:
             return 0
         if message == STOP:
             continue
         sandbox.allow_cpu(_CPU_SECONDS)
-        running = _Runner(json.loads(message), descriptors[0], control, policy)
-        os.close(descriptors[0])
+        running = _Processes(json.loads(message), descriptors, control, policy)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
-class _Runner:
-    """A forked process that runs the code of one test."""
+class _Processes:
+    """The forked processes of one test."""
 
     def __init__(
-        self, request: dict[str, Any], connection: int, control: socket.socket, policy: sandbox.Policy
+        self, request: dict[str, Any], descriptors: list[int], control: socket.socket, policy: sandbox.Policy
     ) -> None:
-        self._deadline = time.monotonic() + START_SECONDS + request["seconds"]
-        parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                die_with_parent(parent)
-                control.close()
-                size = request["memory_mib"] << 20
-                limits = {"memory_bytes": size, "address_bytes": _ADDRESSES * size}
-                own = replace(policy, **limits, cpu_seconds=int(request["seconds"]) + 1)
-                runner.run(request["mode"], connection, lambda: sandbox.enter(own))
-            finally:
-                os._exit(1)
-        self._descriptor = os.pidfd_open(self._pid)
+        """Fork them.
 
-    def wait_for(self, control: socket.socket) -> bool:
-        """Return true as soon as the worker asks for something; false if the runner ended or must end."""
+        Args:
+            request: mode, seconds and memory_mib.
+            descriptors: of the socket from a program to the worker; or from the checker to the worker, and of both ends
+                of a socket between checker and runner.
+            control: the zygote's own socket.
+            policy: of the processes, without their limits.
+        """
+        seconds, size = request["seconds"], request["memory_mib"] << 20
+        self._deadline = time.monotonic() + START_SECONDS + seconds
+        limits = {"memory_bytes": size, "address_bytes": _ADDRESSES * size, "cpu_seconds": int(seconds) + 1}
+
+        def enter_sandbox() -> None:
+            sandbox.enter(replace(policy, **limits))
+
+        def check() -> None:
+            os.close(descriptors[2])  # otherwise it would not see that the runner ended
+            checker.run(
+                descriptors[1],
+                descriptors[0],
+                seconds=seconds,
+                start_seconds=START_SECONDS,
+                enter_sandbox=enter_sandbox,
+            )
+
+        self._pids = [_fork(lambda: runner.run(request["mode"], descriptors[-1], enter_sandbox), control)]
+        if len(descriptors) > 1:
+            self._pids.append(_fork(check, control))
+
+    def wait_for(self, control: socket.socket) -> None:
+        """Wait until the worker asks for something, or until the deadline."""
         waiting = select.poll()
         waiting.register(control, select.POLLIN)
-        waiting.register(self._descriptor, select.POLLIN)
-        ready = waiting.poll(max(self._deadline - time.monotonic(), 0) * 1000)
-        return any(descriptor == control.fileno() for descriptor, _ in ready)
+        waiting.poll(max(self._deadline - time.monotonic(), 0) * 1000)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
-        os.close(self._descriptor)
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _fork(work: Callable[[], None], control: socket.socket) -> int:
+    """Run `work` in a fork without the zygote's socket; return its process id."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(parent)
+            control.close()
+            work()
+        finally:
+            os._exit(1)
+    return pid
 
 
 def _policy() -> sandbox.Policy:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from pydantic import BeforeValidator, SerializeAsAny
 
@@ -81,6 +81,17 @@ class PolicyLoss(Definition):
     corrects_lag: ClassVar[bool] = False
     """True if the loss itself weighs tokens by their behavior log-probabilities, and leaves out a token whose is not a
     number."""
+    trains_without_advantage: ClassVar[bool] = True
+    """False if a trajectory whose advantages are all 0 adds nothing to the gradient: the trainer then makes no pass for
+    it. True is safe for every loss."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        # They describe the `compute` of their class: a subclass of PpoLoss may add a term that trains on more tokens.
+        if "compute" in vars(cls):
+            for name in ("compares_with_old", "token_wise", "corrects_lag", "trains_without_advantage"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(PolicyLoss, name))
 
     def narrowest_clip(self) -> float:
         """Return the smallest |p - o|, in nats, that the loss clips; inf if there is none."""

@@ -20,6 +20,7 @@ class CispoLoss(PolicyLoss):
     """Upper bound of the ratio."""
     source: ClassVar[str] = "arXiv 2506.13585, eq. 4 and 5"
     token_wise: ClassVar[bool] = True
+    trains_without_advantage: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:

@@ -30,6 +30,7 @@ class DppoLoss(PolicyLoss):
     token_wise: ClassVar[bool] = True
     compares_with_old: ClassVar[bool] = False
     corrects_lag: ClassVar[bool] = True
+    trains_without_advantage: ClassVar[bool] = False
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
         """Return -exp(p - u) A, and 0 for a token that is left out, or whose u is not a number."""

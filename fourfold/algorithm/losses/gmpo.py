@@ -21,6 +21,7 @@ class GmpoLoss(PolicyLoss):
     clip_high: float = Field(default=0.4, gt=0)
     """Distance above 0 at which p - o is clipped where A > 0."""
     source: ClassVar[str] = "arXiv 2507.20673"
+    trains_without_advantage: ClassVar[bool] = False
 
     def narrowest_clip(self) -> float:
         return min(self.clip_low, self.clip_high)

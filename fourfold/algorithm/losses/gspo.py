@@ -18,6 +18,7 @@ class GspoLoss(ClippedLoss):
     """Advantage in the gradient of a token. token: its own (GSPO-token, eq. 13 to 14). sequence: the sample's mean. The
     losses are equal, and so are the gradients if A and the weight are constant over a sample."""
     source: ClassVar[str] = "arXiv 2507.18071, eq. 5 to 7"
+    trains_without_advantage: ClassVar[bool] = False
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
         """Return -min(s A, clip(s) A), where s is exp of the sample's mean of p - o, the mean clamped to +-20."""

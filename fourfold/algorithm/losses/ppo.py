@@ -51,6 +51,7 @@ class PpoLoss(ClippedLoss):
     """Bounds the loss of a negative advantage at this multiple of it; above 1, or 0: off."""
     source: ClassVar[str] = "arXiv 1707.06347, eq. 7"
     token_wise: ClassVar[bool] = True
+    trains_without_advantage: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _bounds_from_above(self) -> Self:

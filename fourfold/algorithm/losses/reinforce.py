@@ -15,6 +15,7 @@ class ReinforceLoss(PolicyLoss):
     source: ClassVar[str] = "Williams, 1992"
     token_wise: ClassVar[bool] = True
     compares_with_old: ClassVar[bool] = False
+    trains_without_advantage: ClassVar[bool] = False
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
         """Return -A p."""

@@ -20,6 +20,7 @@ class SapoLoss(PolicyLoss):
     """The same where A <= 0."""
     source: ClassVar[str] = "arXiv 2511.20347"
     token_wise: ClassVar[bool] = True
+    trains_without_advantage: ClassVar[bool] = False
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
         """Return -4 / tau * sigmoid(tau (ratio - 1)) A; gradient -A ratio 4 s (1 - s), s the sigmoid."""

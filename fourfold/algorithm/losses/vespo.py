@@ -26,6 +26,7 @@ class VespoLoss(PolicyLoss):
     source: ClassVar[str] = "arXiv 2602.10693; defaults of TRL"
     compares_with_old: ClassVar[bool] = False
     corrects_lag: ClassVar[bool] = True
+    trains_without_advantage: ClassVar[bool] = False
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
         """Return -stop(w^k exp(b - b w)) A p, w = exp of the sample's sum of p - u, the sum clamped to +-20.

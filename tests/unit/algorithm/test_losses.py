@@ -403,3 +403,5 @@ def test_a_stopped_weight_has_no_gradient(name: str, seed: int) -> None:
 def test_every_loss_of_fourfold_is_tested_here() -> None:
     own = {kind for kind in REGISTERED.kinds() if REGISTERED.find(kind).__module__.startswith("fourfold.")}
     assert {name.split("_")[0] for name in LOSSES} == own
+    # The test without advantage shows that no pass is needed then.
+    assert not any(REGISTERED.find(kind).trains_without_advantage for kind in own)

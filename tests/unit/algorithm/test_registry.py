@@ -16,7 +16,7 @@ import torch
 from fourfold import config as configuration
 from fourfold.algorithm import tables
 from fourfold.algorithm.advantages import ADVANTAGES
-from fourfold.algorithm.losses import LOSSES, TokenLoss
+from fourfold.algorithm.losses import LOSSES, LossInputs, PolicyLoss, ReinforceLoss, TokenLoss
 from fourfold.algorithm.registry import Definition
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.cli.main import main
@@ -98,7 +98,8 @@ def test_the_trainer_minimises_it(installed: Path, tmp_path: Path) -> None:
     text = RECIPE.replace("group_size = 4", "group_size = 2\nepochs_per_step = 2")
     config = configuration.load(write(tmp_path, text + "[trainer]\nlearning_rate = 20.0\n"))
     engine, state = ToyEngine(config), AlgorithmState()
-    samples = [*group_of([0, 1], group="a"), *group_of([3, 1], group="b")]
+    # The penalty pulls tokens without an advantage, too.
+    samples = [*group_of([0, 1], group="a"), *group_of([3, 1], group="b"), *group_of([1, 1], group="c")]
     for step in (1, 2, 3):
         table = engine.policy.detach().clone()
         old = torch.log_softmax(table, 0).float()
@@ -114,12 +115,36 @@ def test_the_trainer_minimises_it(installed: Path, tmp_path: Path) -> None:
                 ids = torch.from_numpy(one.token_ids[one.loss_mask]).long()
                 p = torch.log_softmax(table, 0)[ids]
                 distances += (p - old[ids]).square().tolist()
-                loss = loss + (-advantage * p + 0.1 * (p - old[ids]).square()).sum() / 8
+                loss = loss + (-advantage * p + 0.1 * (p - old[ids]).square()).sum() / 12
             (wanted,) = torch.autograd.grad(loss, table)
             torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)
             table = table.detach() - 20.0 * gradient
         found = metrics.summarise(result, config)
         assert found["quadratic/distance"] == pytest.approx(np.mean(distances), rel=1e-5)
+
+
+def test_what_a_loss_says_of_itself_does_not_hold_for_a_subclass_that_computes_another() -> None:
+    class Narrow(ReinforceLoss):
+        clip: float = 0.1
+
+    class Pulled(ReinforceLoss):
+        def compute(self, inputs: LossInputs) -> TokenLoss:
+            loss = super().compute(inputs).loss + (inputs.logprobs - inputs.old_logprobs).square()
+            return TokenLoss(loss=loss)
+
+    class Stated(Pulled):
+        token_wise = True
+        trains_without_advantage = False
+
+        def compute(self, inputs: LossInputs) -> TokenLoss:
+            return TokenLoss(loss=-inputs.advantages * inputs.logprobs)
+
+    def said(loss: type[PolicyLoss]) -> tuple[bool, ...]:
+        return loss.token_wise, loss.compares_with_old, loss.corrects_lag, loss.trains_without_advantage
+
+    assert said(Narrow) == said(ReinforceLoss) == (True, False, False, False)
+    assert said(Pulled) == (False, True, False, True)
+    assert said(Stated) == (True, True, False, False)
 
 
 def test_a_metric_of_a_loss_has_a_name_that_can_be_sent() -> None:

@@ -192,12 +192,12 @@ class LossTokens:
     def to_train(self, members: Sequence[int]) -> list[int]:
         """Return the members that have a gradient.
 
-        Without a KL or entropy term the gradient of a trajectory without advantage is 0: its tokens count in the
-        weights, but need no forward pass. All segments of another one are trained on: the ratio of a trajectory, and
-        the metrics, are those of all of its tokens.
+        The gradient of a trajectory without advantage is 0 if the loss says so and there is no KL or entropy term: its
+        tokens count in the weights, but need no forward pass. All segments of another one are trained on: the ratio of
+        a trajectory, and the metrics, are those of all of its tokens.
         """
-        alive = self.to_value(members)
-        if self.kl_in_loss or self.config.algorithm.entropy_coef > 0:
+        alive, algorithm = self.to_value(members), self.config.algorithm
+        if self.kl_in_loss or algorithm.entropy_coef > 0 or algorithm.loss.trains_without_advantage:
             return alive
         trajectory_of = self.batch.trajectory_of
         useful = {int(trajectory_of[i]) for i in alive if self._chosen(self.targets.advantages, i).any()}

@@ -206,7 +206,7 @@ METRICS: Final[dict[str, str]] = {
     REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over the tokens of the updates",
     REWARD_KL: "nats per token: KL estimate that is subtracted from the rewards, without its coefficient",
     KL_CLAMPED: "share in [0, 1]: tokens of the updates whose KL term of the loss is at its bound, and without a "
-    "gradient unless algorithm.kl.importance_weighted",
+    "gradient unless algorithm.kl has importance_weighted or k3_max = 0",
     KL_COEF: "coefficient of the KL term in this step",
     ADVANTAGE_MEAN: "mean advantage of the tokens in the loss",
     ADVANTAGE_STD: "standard deviation of the advantages of the tokens in the loss",

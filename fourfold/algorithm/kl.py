@@ -18,6 +18,7 @@ All three are estimates for samples of the current policy. For those of an older
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final, Literal, assert_never
 
 from fourfold.algorithm.ratios import MAX_LOG_RATIO, clamp
@@ -33,15 +34,18 @@ FORMULAS: Final[dict[Kind, str]] = {
     "k3": "exp(f - {p}) - 1 - (f - {p})",
 }
 
-# k3 grows exponentially where the policy has become less likely than the reference, and one such token would outweigh
-# the whole batch. k1 and k2 grow slowly, and their slope is what leads back to the reference.
-_MAX_K3: Final = 10.0
+# k3 grows exponentially where the policy has become less likely than the reference, and one such token can outweigh the
+# whole batch: verl and OpenRLHF bound it. k1 and k2 grow slowly, and their slope leads back to the reference.
+MAX_K3: Final = 10.0
 MAX_ERROR: Final = 0.2
 """Largest relative change of the adaptive coefficient per horizon."""
 
 
-def estimate(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
-    """Return the estimate of every token, [k]: d clamped to +-20, k3 to 10, gradient 0 outside and in f."""
+def estimate(p: Tensor, f: Tensor, kind: Kind, *, k3_max: float = MAX_K3) -> Tensor:
+    """Return the estimate of every token, [k]: d clamped to +-20, k3 to `k3_max`, gradient 0 outside and in f.
+
+    With `k3_max` = 0 there is no such clamp: k3 has its slope everywhere, that at +-20 beyond.
+    """
     d = clamp(p - f.detach())
     match kind:
         case "k1":
@@ -49,26 +53,32 @@ def estimate(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
         case "k2":
             return k2(d)
         case "k3":
-            return k3(-d).clamp(max=_MAX_K3)
+            return k3(-d).clamp(max=k3_max) if k3_max else _with_slope(k3(-d), -(-d).expm1(), p)
         case _:
             assert_never(kind)
 
 
-def importance_weighted(p: Tensor, o: Tensor, f: Tensor) -> Tensor:
-    """Return exp(p - o) k3 for every token, [k], with the slope exp(p - o) d; d and p - o clamped to +-20, k3 to 10.
+def importance_weighted(p: Tensor, o: Tensor, f: Tensor, *, k3_max: float = MAX_K3) -> Tensor:
+    """Return exp(p - o) k3 for each token, [k], with the slope exp(p - o) d; d, p - o clamped to +-20, k3 to `k3_max`.
 
-    The clamp of k3 changes the value alone. In the slope it would leave exp(p - o) * 10, which leads away from the
+    The clamp of k3 changes the value alone. In the slope it would leave exp(p - o) * k3_max, which leads away from the
     reference where the policy is far below it.
     """
     d, ratio = clamp(p.detach() - f.detach()), clamp(p.detach() - o.detach()).exp()
-    return ratio * (k3(-d).clamp(max=_MAX_K3) + d * (p - p.detach()))
+    return _with_slope(ratio * k3(-d).clamp(max=k3_max or math.inf), ratio * d, p)
 
 
-def is_clamped(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
-    """Return for each token whether a bound of `estimate` replaces its value, and stops its gradient; bool [k]."""
+def _with_slope(value: Tensor, slope: Tensor, p: Tensor) -> Tensor:
+    """Return `value` with the gradient `slope` in p, [k]."""
+    finite = p.masked_fill(p.isneginf(), 0.0)  # -inf less itself is not a number
+    return value.detach() + slope.detach() * (finite - finite.detach())
+
+
+def is_clamped(p: Tensor, f: Tensor, kind: Kind, *, k3_max: float = MAX_K3) -> Tensor:
+    """Return for each token whether a bound of `estimate` replaces its value; bool [k]."""
     d = p.detach() - f
     beyond = d.abs() > MAX_LOG_RATIO
-    return beyond | (k3(-clamp(d)) > _MAX_K3) if kind == "k3" else beyond
+    return beyond | (k3(-clamp(d)) > k3_max) if kind == "k3" and k3_max else beyond
 
 
 def k2(log_ratio: Tensor) -> Tensor:

@@ -38,6 +38,9 @@ class KlConfig(Table):
     """loss: a term of the loss, computed anew in every update. reward: subtracted from each token's reward."""
     estimator: kl.Kind = "k3"
     """Estimator of the divergence of one token (docs/glossary.md); k2 is half of the squared log-ratio."""
+    k3_max: float = Field(default=kl.MAX_K3, ge=0)
+    """Upper bound of k3, as in verl and OpenRLHF. A token at the bound (of 10: p is 2.61 nats or more below f) has no
+    slope in the loss, unless importance_weighted. 0: no bound, as in GRPO's paper and TRL."""
     importance_weighted: bool = False
     """Multiply k3 in the loss by exp(p - o), so that it stays an estimate for the current policy after updates, and its
     gradient one of the divergence (DeepSeek-V3.2)."""

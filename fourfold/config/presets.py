@@ -38,7 +38,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "grpo": {},
     "grpo-paper": {
         "aggregation": "sequence-mean",
-        "kl": {"coef": 0.04, "placement": "loss", "estimator": "k3"},
+        "kl": {"coef": 0.04, "placement": "loss", "estimator": "k3", "k3_max": 0.0},
     },
     # arXiv 2503.20783.
     "dr-grpo": {"advantage": {"kind": "dr-grpo"}, "aggregation": "constant-length"},
@@ -84,6 +84,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "trl-grpo": {
         "advantage": {"kind": "grpo", "epsilon": 1e-4},
         "correction": {"kind": "sequence-sum-mask-tis", "high": 3.0},
+        "kl": {"k3_max": 0.0},
     },
     # prime-rl's defaults.
     "prime-rl": {"advantage": {"kind": "dr-grpo"}, "loss": {"kind": "dppo"}},

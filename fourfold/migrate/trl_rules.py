@@ -281,6 +281,7 @@ def _advantage_and_kl(draft: Draft, options: Options) -> None:
     draft.set("algorithm.kl.coef", flags["beta"], "beta")
     draft.set("algorithm.kl.placement", "loss", "beta")
     draft.set("algorithm.kl.estimator", "k3", "beta")
+    draft.set("algorithm.kl.k3_max", 0.0, "beta")
     weighted = "use_bias_correction_kl"
     if not flags["beta"]:
         draft.leave("not needed without beta", weighted)

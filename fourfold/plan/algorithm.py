@@ -147,6 +147,9 @@ def _routers(config: Config) -> str:
 def _kl_term(config: KlConfig, p: str) -> str:
     """Return the weighted estimate of a token, `p` being the policy's log-probability."""
     formula = kl.FORMULAS[config.estimator].format(p=p)
+    bounded = config.estimator == "k3" and config.k3_max
+    slope = "" if config.importance_weighted or config.placement == "reward" else " and without a slope there"
+    formula += f", at most {config.k3_max:g}{slope}" if bounded else ""
     steered = f", a weight that steers it to {config.target:g} nats a token" if config.target else ""
     return f"{config.coef:g} {config.estimator} ({config.estimator} = {formula}{steered})"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from fourfold.algorithm.kl import Kind, adapted_coef, estimate, importance_weighted, is_clamped, k3
+from fourfold.config import AlgorithmConfig
+from fourfold_trainer.step.optimizer_step import reference_kl
 from tests.support.tensors import F64, slopes
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -55,6 +57,35 @@ def test_bounds_and_the_tokens_that_are_at_them(kind: Kind, d: float, value: flo
     assert is_clamped(p, f, kind).tolist() == [slope == 0]
 
 
+@pytest.mark.parametrize("d", [-30.0, -20.0, -12.0, -2.62, -2.6, 0.5, 15.0, 30.0])
+def test_k3_without_a_bound_leads_back_from_everywhere(d: float) -> None:
+    p, f = torch.tensor([-5.0 + d], dtype=F64, requires_grad=True), torch.tensor([-5.0], dtype=F64)
+    result, bounded = estimate(p, f, "k3", k3_max=0), max(-20.0, min(20.0, d))
+    assert result.item() == pytest.approx(math.expm1(-bounded) + bounded, rel=1e-12)
+    assert slopes(result, p) == pytest.approx([-math.expm1(-bounded)], rel=1e-12)
+    assert is_clamped(p, f, "k3", k3_max=0).tolist() == [abs(d) > 20]
+    weighted = importance_weighted(p, p.detach(), f, k3_max=0)
+    assert weighted.item() == pytest.approx(result.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "slope"),
+    [  # p is 3 nats below f: exp(3) - 4 = 16.1 is past the bound of 10
+        ({"preset": "grpo-paper"}, 1 - math.exp(3)),
+        ({"preset": "trl-grpo", "kl": {"coef": 0.04}}, 1 - math.exp(3)),
+        ({"preset": "verl-grpo"}, 0.0),
+        ({"kl": {"coef": 0.04}}, 0.0),
+        ({"kl": {"coef": 0.04, "k3_max": 17.0}}, 1 - math.exp(3)),
+        ({"kl": {"coef": 0.04, "importance_weighted": True}}, -3.0),
+    ],
+)
+def test_the_bound_of_k3_is_that_of_the_recipe(algorithm: dict[str, Any], slope: float) -> None:
+    config = AlgorithmConfig.model_validate(algorithm).kl
+    p = torch.tensor([-4.0], dtype=F64, requires_grad=True)
+    result = reference_kl(p, p.detach(), torch.tensor([-1.0], dtype=F64), config)
+    assert slopes(result, p) == pytest.approx([slope], rel=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_policy_finds_impossible_stays_finite(kind: Kind) -> None:
     p = torch.tensor([-1.0, -math.inf], requires_grad=True)
@@ -62,6 +93,10 @@ def test_what_one_policy_finds_impossible_stays_finite(kind: Kind) -> None:
     assert result.tolist() == {"k1": [20, -20], "k2": [200, 200], "k3": [10, 10]}[kind]
     assert slopes(result, p) == [0.0, 0.0]
     assert is_clamped(p, torch.tensor([-math.inf, -1.0]), kind).tolist() == [True, True]
+    p = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    f = torch.tensor([-math.inf, -1.0])
+    for result in (estimate(p, f, "k3", k3_max=0), importance_weighted(p, torch.tensor([-1.0, -1.0]), f)):
+        assert result.isfinite().all() and torch.tensor(slopes(result, p)).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -280,7 +280,9 @@ def _reference_kl(
     for _, members in batch.chunks():
         current = torch.from_numpy(np.concatenate(old[members.start : members.stop]))
         reference = torch.from_numpy(batch.pack("reference_logprobs", members))
-        estimate = kl.estimate(current, reference, algorithm.kl.estimator).numpy().astype(np.float64)
+        term = algorithm.kl
+        found = kl.estimate(current, reference, term.estimator, k3_max=term.k3_max)
+        estimate = found.numpy().astype(np.float64)
         free = np.concatenate([batch.free(i) for i in members])
         distances += unpack(np.where(free, estimate, 0.0), batch.lengths[members])
     return distances

@@ -114,11 +114,13 @@ def _policy_objective(
     loss = policy_loss = _weighted_sum(losses, weights)
     if with_kl:
         reference = to_device(batch.reference_logprobs, device)
-        kl_loss = _weighted_sum(_reference_kl(logprobs, old, reference, algorithm.kl), weights)
+        kl_loss = _weighted_sum(reference_kl(logprobs, old, reference, algorithm.kl), weights)
         loss = loss + settings.kl_coef * kl_loss
         accumulator.add_sum(metrics.KL_LOSS, kl_loss)
         means[metrics.REFERENCE_KL] = kl.k3(reference - old)
-        means[metrics.KL_CLAMPED] = kl.is_clamped(current, reference, algorithm.kl.estimator)
+        means[metrics.KL_CLAMPED] = kl.is_clamped(
+            current, reference, algorithm.kl.estimator, k3_max=algorithm.kl.k3_max
+        )
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * _weighted_sum(entropy, weights)
 
@@ -131,11 +133,11 @@ def _policy_objective(
     return loss
 
 
-def _reference_kl(logprobs: Tensor, old: Tensor, reference: Tensor, config: KlConfig) -> Tensor:
+def reference_kl(logprobs: Tensor, old: Tensor, reference: Tensor, config: KlConfig) -> Tensor:
     """Return the KL term of every token, [k]."""
     if config.importance_weighted:
-        return kl.importance_weighted(logprobs, old, reference)
-    return kl.estimate(logprobs, reference, config.estimator)
+        return kl.importance_weighted(logprobs, old, reference, k3_max=config.k3_max)
+    return kl.estimate(logprobs, reference, config.estimator, k3_max=config.k3_max)
 
 
 def update_critic(

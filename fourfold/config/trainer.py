@@ -76,7 +76,7 @@ class TrainerConfig(Table):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. linear and cosine reach their final value one step after the last step."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises linearly to `learning_rate`."""
+    """Steps with a reduced learning rate at the beginning: step s of w has s / (w + 1) of `learning_rate`."""
     final_learning_rate_share: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of linear and cosine, as a share of `learning_rate`."""
     weight_decay: float = Field(default=0.0, ge=0)

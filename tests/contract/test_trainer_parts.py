@@ -229,7 +229,7 @@ async def test_what_is_unset_is_the_recipes_and_zero_is_zero(start_trainer: Star
     await end(trainer)
     await add(trainer, step=2)
     await end(trainer, 2, learning_rate=0, max_grad_norm=0)
-    assert trainer.engine.optim_steps == [(pytest.approx(0.05), 3.0), (0, 0)]
+    assert trainer.engine.optim_steps == [(pytest.approx(0.1 / 3), 3.0), (0, 0)]
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])

@@ -362,9 +362,10 @@ def test_policy_and_critic_may_work_at_the_same_time() -> None:
     ("schedule", "warmup", "rates"),
     [
         ("constant", 0, [1, 1, 1, 1]),
-        ("constant", 2, [0.5, 1, 1, 1]),
+        ("constant", 1, [1 / 2, 1, 1, 1]),
+        ("constant", 2, [1 / 3, 2 / 3, 1, 1]),
         ("linear", 0, [1, 0.75, 0.5, 0.25]),
-        ("linear", 2, [0.5, 1, 1, 0.5]),
+        ("linear", 2, [1 / 3, 2 / 3, 1, 0.5]),
         ("cosine", 0, [1, 0.853553, 0.5, 0.146447]),
     ],
 )
@@ -372,6 +373,7 @@ def test_the_learning_rate_warms_up_and_falls(schedule: str, warmup: int, rates:
     config = TrainerConfig.model_validate({"learning_rate": 2.0, "schedule": schedule, "warmup_steps": warmup})
     found = [learning_rate(config, n, 4) / 2 for n in range(1, 5)]
     assert found == pytest.approx(rates, abs=1e-6)
+    assert all(0 < rate < 1 for rate in found[:warmup]) and found[warmup] == 1, "as many reduced steps as asked for"
     if schedule != "constant":
         assert learning_rate(config, 5, 4) == pytest.approx(0, abs=1e-12)
         assert learning_rate(config, 50, 4) == pytest.approx(0, abs=1e-12)
@@ -380,9 +382,9 @@ def test_the_learning_rate_warms_up_and_falls(schedule: str, warmup: int, rates:
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [
-        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),  # 0.2 + 0.8 (1 - x), x = 0, 1/4, 2/4, 3/4 and 1 at the end
-        ("cosine", [0.5, 1, 1, 0.882843, 0.6, 0.317157, 0.2]),  # 0.2 + 0.8 (1 + cos(pi x)) / 2
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 0.8, 0.6, 0.4, 0.2]),  # 0.2 + 0.8 (1 - x), x = 0, 1/4, 2/4, 3/4 and 1 at the end
+        ("cosine", [1 / 3, 2 / 3, 1, 0.882843, 0.6, 0.317157, 0.2]),  # 0.2 + 0.8 (1 + cos(pi x)) / 2
     ],
 )
 def test_the_learning_rate_falls_to_its_last_share(schedule: str, rates: list[float]) -> None:

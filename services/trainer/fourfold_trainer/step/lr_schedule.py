@@ -12,13 +12,15 @@ def learning_rate(config: TrainerConfig | CriticConfig, step: int, step_count: i
 
     With w warm-up steps of n, share f, and x = (step - 1 - w) / (n - w), at most 1, of the rest done:
 
-        step <= w   rate * step / w
+        step <= w   rate * step / (w + 1)
         constant    rate
         linear      rate * (f + (1 - f) * (1 - x))
         cosine      rate * (f + (1 - f) * (1 + cos(pi * x)) / 2)
+
+    Transformers begins at 0, (step - 1) / w: the first step would be sampled and scored, and learn nothing.
     """
     if step <= config.warmup_steps:
-        return config.learning_rate * step / config.warmup_steps
+        return config.learning_rate * step / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return config.learning_rate
     done = min((step - 1 - config.warmup_steps) / max(step_count - config.warmup_steps, 1), 1.0)

@@ -3,6 +3,7 @@
 Understood are quotes, comments, line continuations, variables and arrays of the script, `${NAME:-default}`, integer
 arithmetic, here-documents, and commands inside of quotes, as in `srun bash -c "... python3 -m MODULE --flag 1"`. What
 only a shell could tell (command substitutions, variables that the script does not set) becomes a placeholder `<NAME>`.
+Branches whose condition does not hold are left out. Where that is unknown, variables keep their values of before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fourfold.errors import ConfigError
+from fourfold.migrate.conditions import KEYWORDS, Block, both, command_status, either, invert, matches
+from fourfold.text import clean
 
 MAX_SCRIPT: Final = 1 << 20
 _MAX_WORD: Final = 1 << 16
@@ -25,11 +28,11 @@ _ASSIGNMENT: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
 _EXPANSION: Final = re.compile(r"(\d+|[A-Za-z_][A-Za-z0-9_]*)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _BEFORE_COMMANDS: Final = frozenset(
     [
-        *("if", "then", "else", "elif", "do", "while", "until", "{", "!", "time", "export", "local", "readonly"),
-        *("declare", "typeset", "env", "nohup", "exec", "command"),
+        *("!", "time", "export", "local", "readonly", "declare", "typeset", "env", "nohup", "exec", "command"),
     ]
 )
-_BLOCKS: Final = {"if": 1, "case": 1, "for": 1, "while": 1, "until": 1, "fi": -1, "esac": -1, "done": -1}
+_SEPARATOR: Final = re.compile(r"&&|\|\||;;&?|;&|[\n;&|()]")
+_ARITHMETIC: Final = re.compile(r"\(\(([^()]*)\)\)")
 _OPERATORS: Final[Mapping[type[ast.AST], Callable[[int, int], int]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -37,6 +40,12 @@ _OPERATORS: Final[Mapping[type[ast.AST], Callable[[int, int], int]]] = {
     ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r"}
 
@@ -87,8 +96,8 @@ def read_command(
         script.notes.append(f"{path} has {len(found)} training commands; this is the first")
     for name in sorted(reader.conditional & reader.used):
         script.notes.append(
-            f"{path} sets {name} inside of a condition or loop, which is not evaluated; the last value is used: "
-            f"{name}={reader.text_of(name)}"
+            f"{path} sets {name} inside of a condition or loop, which is not evaluated; this value is used: "
+            f"{clean(f'{name}={reader.text_of(name)}', 120)}"
         )
     return script
 
@@ -116,6 +125,11 @@ class _Reader:
         self._environment = environment
         self._values: dict[str, list[str]] = {}
         self._heredocs: list[tuple[str, str]] = []
+        self._blocks: list[Block] = []
+        self._status: bool | None = True  # of the last command
+        self._linked: bool | None = True  # whether && and || let the next command run
+        self._assigned = False  # whether the command has an assignment
+        self._guessed: set[str] = set()  # variables with a value that is set under an unknown condition alone
         self.placeholders: dict[str, str] = {}
         self.conditional: set[str] = set()
         self.used: set[str] = set()
@@ -131,38 +145,107 @@ class _Reader:
         return " ".join(self._values.get(name, []))
 
     def read(self) -> list[list[str]]:
-        """Return the words of all commands."""
+        """Return the words of all commands, without those that do not run."""
         commands: list[list[str]] = []
         words: list[str] = []
-        opening, depth, total = True, 0, 0  # opening: the next word may be an assignment
-        while self._at < len(self._text):
-            character = self._text[self._at]
-            if character in " \t":
-                self._at += 1
-            elif self._text.startswith("\\\n", self._at):
-                self._at += 2
-            elif character == "#":
-                self._skip_line()
-            elif redirect := re.compile(r"(\d*[<>]|&>)[<>&|-]*").match(self._text, self._at):
-                self._redirect(redirect, words[-1] if words[:1] == ["read"] else "")
-            elif character in "\n;&|()":
-                self._at += 1
-                if character == "\n":
-                    self._skip_heredocs()
-                commands += [words] if words else []
+        opening, total, text = True, 0, self._text  # opening: the next word may be an assignment
+        while self._at < len(text):
+            self._step(" \t")
+            if redirect := re.compile(r"(\d*[<>]|&>)[<>&|-]*").match(text, self._at):
+                self._redirect(redirect, words[-1] if words[:1] == ["read"] and self._runs is not False else "")
+            elif opening and (match := _ARITHMETIC.match(text, self._at)):
+                self._at = match.end()
+                words += ["((", self._arithmetic(match[1])]
+            elif separator := _SEPARATOR.match(text, self._at):
+                self._at = separator.end()
+                if words and self._runs is not False:
+                    commands.append(words)
+                self._end_command(words, separator[0])
                 words, opening = [], True
-            elif opening and (match := _ASSIGNMENT.match(self._text, self._at)):
-                self._assign(match, conditional=depth > 0)
+            elif opening and (match := _ASSIGNMENT.match(text, self._at)):
+                self._assign(match)
+            elif opening and text.startswith("[[", self._at):
+                words += self._double_brackets()
             else:
                 found = self._word()
-                if opening and found and found[0] in _BLOCKS:
-                    depth = max(depth + _BLOCKS[found[0]], 0)
-                opening = opening and bool(found) and (found[0] in _BEFORE_COMMANDS or found[0].startswith("-"))
+                if opening and found and found[0] in KEYWORDS:
+                    self._keyword(found.pop(0))
+                else:
+                    opening = opening and bool(found) and (found[0] in _BEFORE_COMMANDS or found[0].startswith("-"))
                 words += found
                 total += len(found)
                 if total > _MAX_WORDS:
                     raise ConfigError(f"{self._path}: more than {_MAX_WORDS:,} words; give the script itself")
-        return commands + ([words] if words else [])
+        return commands + ([words] if words and self._runs is not False else [])
+
+    def _end_command(self, words: list[str], separator: str) -> None:
+        """Follow the status of a command, and what its end means for the next one."""
+        if words or self._assigned:
+            own = command_status(words)
+            if self._linked is not False:
+                self._status = own if self._linked or own == self._status else None
+            self._linked = {"&&": self._status, "||": invert(self._status)}.get(separator, True)
+        self._assigned = False
+        if separator == "\n":
+            self._skip_heredocs()
+        elif separator in (";;", ";&", ";;&") and self._blocks:
+            self._patterns(self._blocks[-1])
+
+    def _keyword(self, word: str) -> None:
+        """Open, advance or close a block."""
+        if word in ("if", "for", "while", "until", "{"):
+            self._blocks.append(Block(word, self._runs))
+        elif word == "case":
+            self._step(" \t\n")
+            self._blocks.append(Block(word, self._runs, subject=" ".join(self._word())))
+            self._step(" \t\n")
+            self._word()  # in
+            self._patterns(self._blocks[-1])
+        elif self._blocks and word in ("fi", "done", "esac", "}"):
+            self._blocks.pop()
+        elif self._blocks:
+            self._blocks[-1].advance(word, self._status)
+
+    def _patterns(self, block: Block) -> None:
+        """Step over the patterns of a branch of `case`, and decide whether it runs."""
+        block.runs = True
+        self._step(" \t\n(")
+        if re.compile(r"esac\b").match(self._text, self._at):
+            return
+        holds: bool | None = False
+        while self._at < len(self._text) and self._text[self._at] not in ";&<>)":
+            holds = either(holds, matches(block.subject, " ".join(self._word())))
+            self._step(" \t\n|")
+        self._at += 1
+        block.take(holds)
+
+    def _double_brackets(self) -> list[str]:
+        """Return the words of a test `[[ ... ]]`, in which some separators have another meaning."""
+        words: list[str] = []
+        while self._at < len(self._text) and words[-1:] != ["]]"]:
+            mark = re.compile(r"&&|\|\||[&|;<>()]").match(self._text, self._at)
+            words.append(mark[0] if mark else " ".join(self._word()))
+            self._at = mark.end() if mark else self._at
+            self._step(" \t\n")
+        return words
+
+    @property
+    def _runs(self) -> bool | None:
+        """Whether what is read now runs; None: perhaps."""
+        inner = self._blocks[-1:]
+        return both(self._linked, both(inner[0].outer, inner[0].runs) if inner else True)
+
+    def _step(self, characters: str) -> None:
+        """Step over characters, line continuations and comments."""
+        while self._at < len(self._text):
+            if self._text[self._at] in characters:
+                self._at += 1
+            elif self._text.startswith("\\\n", self._at):
+                self._at += 2
+            elif self._text[self._at] == "#":
+                self._skip_line()
+            else:
+                return
 
     def _skip_line(self) -> None:
         end = self._text.find("\n", self._at)
@@ -190,17 +273,15 @@ class _Reader:
                 self._values[name] = self.nested('"' + body.replace('"', '\\"') + '"')._word()
         self._heredocs = []
 
-    def _assign(self, match: re.Match[str], *, conditional: bool) -> None:
+    def _assign(self, match: re.Match[str]) -> None:
         name, more = match[1], bool(match[2])
-        self._at = match.end()
+        self._at, self._assigned = match.end(), True
         if self._text[self._at : self._at + 1] == "(":
             self._at += 1
             value = self._array()
         else:
             value = [" ".join(self._word(assigned=name))]
-        if conditional and name in self._values and self._values[name] != value and not more:
-            self.conditional.add(name)
-        if name in self._fixed:
+        if name in self._fixed or self._runs is False:
             return
         before = self._values.get(name, [])
         if more and len(before) == 1 and len(value) == 1:
@@ -208,23 +289,23 @@ class _Reader:
         elif more:
             value = before + value
         self._check_size(sum(map(len, value)))
+        uncertain = self._runs is None or any(block.keyword == "for" for block in self._blocks)
+        self.conditional = self.conditional | {name} if uncertain and value != before else self.conditional - {name}
+        if self._runs is None and name in self._values.keys() - self._guessed:
+            return
+        self._guessed = self._guessed | {name} if self._runs is None else self._guessed - {name}
         self._values[name] = value
 
     def _array(self) -> list[str]:
         words: list[str] = []
+        between = " \t\n;&|<>("
+        self._step(between)
         while self._at < len(self._text):
-            character = self._text[self._at]
-            if character == ")":
+            if self._text[self._at] == ")":
                 self._at += 1
                 return words
-            if character in " \t\n;&|<>(":
-                self._at += 1
-            elif self._text.startswith("\\\n", self._at):
-                self._at += 2
-            elif character == "#":
-                self._skip_line()
-            else:
-                words += self._word()
+            words += self._word()
+            self._step(between)
         raise self._unclosed("(", self._at)
 
     def _word(self, *, assigned: str = "") -> list[str]:
@@ -244,9 +325,9 @@ class _Reader:
                     quoted = True
                     words[-1] += self._until("'", start)
                 case '"':
-                    quoted = True
                     parts = self._double_quoted(assigned)
-                    words[-1] += parts[0]
+                    quoted = quoted or bool(parts)
+                    words[-1] += parts[0] if parts else ""
                     words += parts[1:]
                 case "$" if self._text.startswith("'", self._at):
                     quoted = True
@@ -281,12 +362,13 @@ class _Reader:
         return ConfigError(f"{self._path}:{line}: {mark} is opened and never closed; close it")
 
     def _double_quoted(self, assigned: str) -> list[str]:
-        words, start = [""], self._at
+        """Return the words of a text in quotes: one, or those of an array, of which there may be none."""
+        words, start, parts = [""], self._at, [""]
         while self._at < len(self._text):
             character = self._text[self._at]
             self._at += 1
             if character == '"':
-                return words
+                return words if parts or words != [""] else []
             if character == "\\":
                 following = self._text[self._at : self._at + 1]
                 self._at += 1
@@ -379,7 +461,7 @@ class _Reader:
             return [self._inner(rest)] if usable else [""]
         if mark and mark[-1] in "-=" and not usable:
             value = self._inner(rest)
-            if mark[-1] == "=":
+            if mark[-1] == "=" and self._runs is not False:
                 self._values[name] = [value]
             self.used.add(name)
             return [value]
@@ -412,8 +494,8 @@ def _evaluate(node: ast.expr, names: Mapping[str, int]) -> int:
             return names[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, names)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            value = _OPERATORS[type(op)](_evaluate(left, names), _evaluate(right, names))
+        case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]) if type(op) in _OPERATORS:
+            value = int(_OPERATORS[type(op)](_evaluate(left, names), _evaluate(right, names)))
             if abs(value) < 1 << 63:
                 return value
     raise ValueError("no integer arithmetic")

@@ -37,6 +37,7 @@ def read(text: str, **variables: str) -> Script:
         ("if true; then X=1; fi\ntrain $X", ["1"]),
         ("X=1 train --x=$X", ["--x=1"]),
         ("train --x\r\n", ["--x"]),
+        ('E=()\ntrain "${E[@]}" a "x${E[@]}" ""', ["a", "x", ""]),
     ],
 )  # fmt: skip
 def test_the_words_are_those_of_a_shell(text: str, words: list[str]) -> None:
@@ -51,9 +52,45 @@ def test_what_only_a_shell_knows_is_a_placeholder_with_its_reason() -> None:
     assert read("D=$(pwd)\nN=1\ntrain $D $N $HOME", D="/d", N="2", HOME="/h").words == ["/d", "2", "/h"]
 
 
-def test_a_value_that_depends_on_a_condition_is_named() -> None:
-    script = read("N=1\nif [ $A = b ]; then\n  N=2\nfi\ntrain $N")
-    assert any("sets N inside of a condition" in note for note in script.notes)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("D=${D:-gpu}\nN=8\ncase \"${D}\" in\n gpu)\n G=8\n ;;\n npu)\n G=16\n N=16\n ;;\nesac\ntrain $N $G", "8 8"),
+        ("A=1\n[ $A = 1 ] || { N=2; M=4; }\n[ $A = 1 ] && {\n  if [ a = b ]; then N=7; fi\n N=3\n}\ntrain $N", "3"),
+        ("D=b\ncase $D in # first\n a|c) N=1;;\n (b|d)\n N=2;; *) N=3;; esac\ntrain $N", "2"),
+        ("D=x1\ncase $D in y*) train y;; x[0-9]) train x;; *) train z;; esac", "x"),
+        ("D=gpu\nif [ $D = npu ]; then\n train --npu\nelif [ $D = gpu ]\nthen train --gpu\nelse train\nfi", "--gpu"),
+        ("A=b\nif [[ $A == b* && -n \"$A\" ]]; then N=1; else N=2; fi\ntrain $N", "1"),
+        ("A=8\nif (( A > 8 )); then N=1; elif [ $A -eq 8 ]; then N=3; else N=2; fi\ntrain $N", "3"),
+        ("A=1\n[ $A = 1 ] && N=2\n[ $A = 2 ] && N=3\n[ $A = 2 ] || M=4\ntrain $N $M", "2 4"),
+        ("if [ -z \"${KEY:-}\" ]; then L=console; else L=wandb; fi\ntrain $L", "console"),
+        ("if ! false; then if [ a = b ]; then N=1; else N=2; fi; fi\ntrain $N", "2"),
+        ("while [ 1 -gt 2 ]; do N=1; done\ntrain ${N:-0}", "0"),
+        ("N=1\nif [ a = b ]; then read -d '' N <<EOF\n2\nEOF\nfi\ntrain $N", "1"),
+    ],
+)  # fmt: skip
+def test_a_branch_that_does_not_run_is_left_out(text: str, words: str) -> None:
+    script = read(text)
+    assert (" ".join(script.words), script.notes) == (words, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("N=1\nif [ $A = b ]; then\n  N=2\nfi\ntrain $N", "1"),
+        ("N=1\ncase $A in a) N=2;; *) N=3;; esac\ntrain $N", "1"),
+        ("N=1\n[ -f /x ] && N=2 || N=3\ntrain $N", "1"),
+        ("N=1\nwhile [[ $# -gt 0 ]]; do\n case $1 in\n --n) N=$2; shift 2;;\n *) shift;; esac\ndone\ntrain $N", "1"),
+        ("N=(a b)\nif [ -f x ]; then N+=(c); fi\ntrain ${N[@]}", "a b"),
+        ("if [ -f x ]; then N=1; else N=2; fi\ntrain $N", "2"),
+    ],
+)
+def test_under_an_unknown_condition_a_value_of_before_is_kept_and_named(text: str, words: str) -> None:
+    script = read(text)
+    assert " ".join(script.words) == words
+    assert script.notes == [
+        f"script.sh sets N inside of a condition or loop, which is not evaluated; this value is used: N={words}"
+    ]
 
 
 def test_a_second_command_is_named() -> None:
@@ -73,6 +110,7 @@ def test_a_second_command_is_named() -> None:
         ("A=aaaaaaaaaa\n" + "A=$A$A\n" * 40 + "train $A", "grows beyond"),
         ("x" * (2 << 20), "too many for a script"),
         ("train" + " x" * (1 << 17), "more than"),
+        ("if x; then " * ((1 << 16) + 1), "more than"),
     ],
 )
 def test_hostile_text_is_refused_soon(text: str, error: str) -> None:

@@ -1,7 +1,7 @@
 """Defines `[placement]`: which services share GPUs, and the numbers of the GPUs that each service gets.
 
-    own GPUs        rollout-0: 0   rollout-1: 1   trainer-0: 2, 3   reference-0: 4
-    colocated       rollout-0: 0   rollout-1: 1   trainer-0: 0, 1   reference-0: 0
+    own GPUs        rollout-0: 0   rollout-1: 1   trainer-0: 2, 3   reference-0: 4   reward-0: 5
+    colocated       rollout-0: 0   rollout-1: 1   trainer-0: 0, 1   reference-0: 0   reward-0: 0
 
 The numbers count the GPUs of the run from 0. A launcher maps them to the GPUs of its machines.
 """
@@ -24,8 +24,9 @@ class PlacementConfig(Table):
     """Placement of the services on GPUs. The keys of `rollout`, `trainer` and `reference` say how many each needs."""
 
     colocated: bool | None = Field(default=None)
-    """true: rollout, trainer and reference share GPUs: rank i, the i-th GPU of the engines and reference i use GPU i.
-    false: every service has GPUs of its own. Unset: own GPUs, or shared ones on a machine with fewer GPUs."""
+    """true: rollout, trainer, reference and reward models share GPUs: rank i, the i-th GPU of the engines and reference
+    i use GPU i, and reward models take the GPUs in turn. false: every service has GPUs of its own. Unset: own GPUs, or
+    shared ones on a machine with fewer GPUs."""
     trainer_nodes: int = Field(default=1, ge=1)
     """Nodes of a Ray cluster for the trainer: each holds an equal part of `trainer.ranks`. Two parts may be on one node
     that has room for both, unless `strategy` is strict_spread."""
@@ -51,12 +52,17 @@ def gpu_places(config: Config) -> dict[str, tuple[int, ...]]:
             for index in range(replicas if gpus else 0):
                 places[f"{prefix}-{index}"] = tuple(range(first, first + gpus))
                 first += gpus
-    first = max((place[-1] + 1 for place in places.values()), default=0)  # reward models share no GPU
-    for table in config.reward if config.needs_scorer else ():
-        gpus = table.model.gpus_per_replica if table.model is not None and table.model.device == "cuda" else 0
-        for index in range(table.replicas if gpus else 0):
-            places[f"{table.member_prefix}-{index}"] = tuple(range(first, first + gpus))
-            first += gpus
+    count, shared = max((place[-1] + 1 for place in places.values()), default=0), 0
+    first = count
+    for table, model in config.reward_models_on_gpus:
+        gpus = model.gpus_per_replica
+        for index in range(table.replicas):
+            if config.placement.colocated and not model.own_gpus:
+                begin = shared if shared + gpus <= count else 0
+                shared = begin + gpus
+            else:
+                begin, first = first, first + gpus
+            places[f"{table.member_prefix}-{index}"] = tuple(range(begin, begin + gpus))
     return places
 
 

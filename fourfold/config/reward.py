@@ -33,7 +33,9 @@ class RewardModelConfig(Table):
     source: str = Field(min_length=1)
     """Folder of the model, relative to the working directory, or `hf:OWNER/NAME`."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: each replica has GPUs of its own (`gpus_per_replica`)."""
+    """cuda: each replica has `gpus_per_replica` GPUs."""
+    own_gpus: bool = False
+    """Give it GPUs of its own also where the other services share theirs (`placement.colocated = true`)."""
     gpu: GpuType = ""
     """Type of its GPUs, as `rollout.gpu`. Empty: any."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -195,18 +195,24 @@ def _check_placement(config: Config) -> None:
             )
     asked = [*(pool.gpu for pool in config.rollout_pools), config.trainer.gpu]
     asked += [config.reference.gpu] if config.reference_on_gpus else []
+    rewards = [(table, model) for table, model in config.reward_models_on_gpus if not model.own_gpus]
+    asked += [model.gpu for _, model in rewards]
     if len(types := set(asked) - {""}) > 1:
         raise ValueError(
             f"placement.colocated = true has services share GPUs, and they ask for {' and '.join(sorted(types))}; ask "
-            f"for one type of GPU, or set placement.colocated = false"
+            f"for one type of GPU, set own_gpus = true for a reward model, or placement.colocated = false"
         )
     engines = sum(pool.replicas * pool.gpus_per_replica for pool in config.rollout_pools)
     count = max(engines, config.trainer_processes)
-    if config.reference_on_gpus and config.reference.replicas > count:
-        raise ValueError(
-            f"reference.replicas = {config.reference.replicas} on {count} shared GPUs puts two copies of one model "
-            f"on a GPU; set it to at most {count}"
-        )
+    held = [("reference", config.reference.replicas, 1)] if config.reference_on_gpus else []
+    held += [(f"[[reward]] {table.name!r}", table.replicas, model.gpus_per_replica) for table, model in rewards]
+    for name, replicas, gpus in held:
+        if replicas * gpus > count:
+            more = "" if name == "reference" else ", or set own_gpus = true for the model"
+            raise ValueError(
+                f"{name}.replicas = {replicas} on {count} shared GPUs puts two copies of one model on a GPU; set it to "
+                f"at most {count // gpus}{more}"
+            )
 
 
 def _check_trainer_nodes(config: Config) -> None:

@@ -16,7 +16,7 @@ from fourfold.address import is_loopback
 from fourfold.config.agents import AgentsConfig, EnvironmentConfig, GatewayConfig
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.placement import PlacementConfig
-from fourfold.config.reward import RewardConfig, check_scorers
+from fourfold.config.reward import RewardConfig, RewardModelConfig, check_scorers
 from fourfold.config.rollout import RolloutConfig, RolloutPool
 from fourfold.config.rules import check_tables
 from fourfold.config.sinks import LoggingConfig
@@ -481,6 +481,12 @@ class Config(Table):
     def reference_on_gpus(self) -> bool:
         """True if the run has reference services, each on a GPU."""
         return self.needs_reference and self.reference.device == "cuda"
+
+    @property
+    def reward_models_on_gpus(self) -> list[tuple[RewardConfig, RewardModelConfig]]:
+        """The scorers of the run that are reward models on GPUs."""
+        found = [(table, table.model) for table in self.reward if table.model and self.needs_scorer]
+        return [(table, model) for table, model in found if model.device == "cuda"]
 
     @property
     def shares_gpus(self) -> bool:

@@ -77,7 +77,7 @@ _PLACEMENT: Final = [
     row("train.colocate_actor_ref", "bool", False, "reference.replicas",
          "1: policy and reference cannot share GPUs without the engines", older="colocate_actor_ref"),
     row("train.colocate_critic_reward", "bool", False, "reward.replicas",
-         "1: a reward model has GPUs of its own", older="colocate_critic_reward"),
+         "1 without colocate_all: no GPU is shared", older="colocate_critic_reward"),
     row("vllm.num_engines", "int", None, "rollout.replicas", "None: 1", older="vllm_num_engines"),
     row("vllm.tensor_parallel_size", "int", 1, "rollout.gpus_per_replica", older="vllm_tensor_parallel_size"),
     row("vllm.sync_backend", "text", "nccl", "", _CHOSEN, older="vllm_sync_backend"),

@@ -110,11 +110,8 @@ def _micro_batches(draft: Draft, context: int) -> None:
     wanted = flags["rollout.micro_batch_size"] * context
     if dynamic:
         limit = flags["train.max_tokens_per_gpu"]
-        micro_names = [
-            "train.max_tokens_per_gpu",
-            "train.dynamic_batch_enable",
-            *(["ds.ring_attn_size"] if ring > 1 else []),
-        ]
+        micro_names = ["train.max_tokens_per_gpu", "train.dynamic_batch_enable"]
+        micro_names += ["ds.ring_attn_size"] if ring > 1 else []
         common.tokens(draft, "batch.tokens_per_micro_batch", limit * ring, context, *micro_names)
         draft.leave("not needed with dynamic_batch_enable", "train.micro_batch_size", "rollout.micro_batch_size")
         reference_names = ["rollout.max_tokens_per_gpu"]
@@ -122,13 +119,9 @@ def _micro_batches(draft: Draft, context: int) -> None:
     else:
         draft.leave("not needed without dynamic_batch_enable", "train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu")
         common.tokens(
-            draft,
-            "batch.tokens_per_micro_batch",
-            flags["train.micro_batch_size"] * context * ring,
-            context,
-            "train.micro_batch_size",
-            "data.max_len",
-        )
+            draft, "batch.tokens_per_micro_batch", flags["train.micro_batch_size"] * context * ring, context,
+            "train.micro_batch_size", "data.max_len",
+        )  # fmt: skip
     if flags["algo.kl.init_coef"] > 0:
         least = max(context, common.MIN_REFERENCE_TOKENS)
         common.tokens(draft, "reference.tokens_per_batch", max(wanted, least), context, *reference_names)
@@ -175,8 +168,7 @@ def _steps_and_rates(draft: Draft, options: Options) -> None:
         draft.set("trainer.muon_momentum", flags["actor.muon.momentum"], "actor.muon.momentum")
         draft.check(
             f"trainer.learning_rate = {flags['actor.adam.lr']} is that of AdamW: a Muon update has the size of an "
-            f"AdamW "
-            f"update here, where OpenRLHF has a rate of its own for Muon ({flags['actor.muon.lr']})"
+            f"AdamW update here, where OpenRLHF has a rate of its own for Muon ({flags['actor.muon.lr']})"
         )
     else:
         draft.leave("not needed without muon", "actor.muon.momentum")
@@ -360,24 +352,32 @@ def _one_reward(draft: Draft, url: str | None, folder: str | None) -> None:
             draft.set("reward.timeout_seconds", _REWARD_SECONDS, note="OpenRLHF's limit")
         if others:
             draft.check(
-                f"reward.http has the first of {len(others) + 1} addresses, among which OpenRLHF divides the "
-                f"samples; put "
-                f"a load balancer in front of them and give its address"
+                f"reward.http has the first of {len(others) + 1} addresses, among which OpenRLHF divides the samples; "
+                f"put a load balancer in front of them and give its address"
             )
     elif folder:
         common.model(draft, "reward.model.source", folder, "reward.model_name_or_path")
         draft.set("reward.model.device", "cuda")
         draft.set("reward.model.chat", False, note="it reads the text of the sampled tokens, as in OpenRLHF")
-        shared = flags["train.colocate_all"] or flags["train.colocate_critic_reward"]
-        count = 1 if shared else flags["reward.num_nodes"] * flags["reward.num_gpus_per_node"]
         names = ["train.colocate_critic_reward"] if flags["train.colocate_critic_reward"] else []
-        draft.set(
-            "reward.replicas", count, "reward.num_nodes", "reward.num_gpus_per_node", *names,
-            note="on a GPU of its own: a reward model shares none" if shared else "one GPU each",
-        )  # fmt: skip
+        count, note = flags["reward.num_nodes"] * flags["reward.num_gpus_per_node"], "one GPU each"
+        if gpus := _shared_gpus(draft):
+            count, note = min(count, gpus), "a whole model on each GPU"
+        elif names or flags["train.colocate_all"]:
+            count, note = 1, "on a GPU of its own"
+        draft.set("reward.replicas", count, "reward.num_nodes", "reward.num_gpus_per_node", *names, note=note)
     else:
         draft.set("reward.function", "rewards.py:reward_func", note="CHECK: the command names no reward")
         draft.check("reward.function: the command names no reward; write FILE.py:FUNCTION, model or http")
+
+
+def _shared_gpus(draft: Draft) -> int:
+    """Return the GPUs that all services share; 0 if they share none."""
+    flags = draft.flags
+    if not flags["train.colocate_all"] or flags["train.async_enable"]:
+        return 0
+    ranks = flags["actor.num_nodes"] * flags["actor.num_gpus_per_node"]
+    return int(max(ranks, (flags["vllm.num_engines"] or 1) * flags["vllm.tensor_parallel_size"]))
 
 
 def _has_critic(draft: Draft) -> bool:
@@ -412,8 +412,7 @@ def _placement(draft: Draft, options: Options) -> None:
     flags = draft.flags
     nodes, gpus = flags["actor.num_nodes"], flags["actor.num_gpus_per_node"]
     ranks = common.require(nodes * gpus, "actor.num_nodes x actor.num_gpus_per_node")
-    asynchronous = flags["train.async_enable"]
-    shared = flags["train.colocate_all"] and not asynchronous
+    asynchronous, shared = flags["train.async_enable"], bool(_shared_gpus(draft))
     draft.set("trainer.device", "cuda")
     draft.set("trainer.ranks", ranks, "actor.num_nodes", "actor.num_gpus_per_node")
     draft.set("placement.colocated", shared, "train.colocate_all", *(["train.async_enable"] if asynchronous else []))
@@ -433,14 +432,13 @@ def _placement(draft: Draft, options: Options) -> None:
     draft.set("rollout.sleep_mode", shared and flags["vllm.enable_sleep"], "vllm.enable_sleep")
     if flags["train.colocate_all"] and asynchronous:
         draft.check(
-            "placement.colocated = false: with async_enable, OpenRLHF shares GPUs among policy and reference "
-            "alone; here "
-            "each service has its own"
+            "placement.colocated = false: with async_enable, OpenRLHF shares GPUs among policy and reference alone; "
+            "here each service has its own"
         )
-    _reference(draft, shared=shared, count=max(ranks, (engines or 1) * flags["vllm.tensor_parallel_size"]))
+    _reference(draft)
 
 
-def _reference(draft: Draft, *, shared: bool, count: int) -> None:
+def _reference(draft: Draft) -> None:
     flags = draft.flags
     sizes = ("ref.num_nodes", "ref.num_gpus_per_node")
     if flags["algo.kl.init_coef"] <= 0:
@@ -448,8 +446,8 @@ def _reference(draft: Draft, *, shared: bool, count: int) -> None:
         return
     wanted = flags[sizes[0]] * flags[sizes[1]]
     draft.set("reference.device", "cuda")
-    if shared:
-        draft.set("reference.replicas", min(wanted, count), *sizes, note="a whole model on each GPU")
+    if gpus := _shared_gpus(draft):
+        draft.set("reference.replicas", min(wanted, gpus), *sizes, note="a whole model on each GPU")
         draft.leave("not needed: colocate_all includes it", "train.colocate_actor_ref")
         return
     together = flags["train.colocate_actor_ref"] or flags["train.colocate_all"]

@@ -499,7 +499,7 @@ def _rewards(draft: Draft, options: Options) -> None:
             "reward_model.enable",
             "reward_model.model.path",
         )
-        draft.set("reward.model.device", "cuda", note="on a GPU of its own: a reward model shares none")
+        draft.set("reward.model.device", "cuda")
     elif flags[path]:
         draft.set("reward.function", f"{flags[path]}:fourfold_reward", path, name, note="CHECK: add the adapter")
         draft.check(

@@ -1,9 +1,9 @@
 """Lists which services share each GPU, and checks by formula that they fit on it before anything runs.
 
-While it samples, a GPU holds the engine, the reference, and what the trainer keeps between steps (weights, gradients,
-optimizer). While it trains, it holds the whole trainer, the reference, and the engine; with `rollout.sleep_mode` only
-the part of the engine that no sleep frees. With `asynchrony.max_policy_lag` above 0 it does both at the same time: this
-takes what training takes with the engine awake.
+While it samples, a GPU holds the engine, the reference, reward models, and what the trainer keeps between steps
+(weights, gradients, optimizer). While it trains, it holds the whole trainer, these models, and the engine; with
+`rollout.sleep_mode` only the part of the engine that no sleep frees. With `asynchrony.max_policy_lag` above 0 it does
+both at the same time: this takes what training takes with the engine awake.
 """
 
 from __future__ import annotations
@@ -224,7 +224,11 @@ def _bytes_by_gpu(config: Config, rows: Sequence[MemoryRow], *, only_persistent:
         if (prefix := name.rpartition("-")[0]) in prefixes
         for gpu in place
     }
-    references = {gpu for name, place in places.items() if name.startswith("reference") for gpu in place}
+    # By GPU: the models that stay on it.
+    models = [(gpu, "reference") for name, place in places.items() if name.startswith("reference") for gpu in place]
+    for table, _ in config.reward_models_on_gpus:
+        names = [f"{table.member_prefix}-{index}" for index in range(table.replicas)]
+        models += [(gpu, f"reward model {table.name}") for name in names for gpu in places[name]]
 
     def size(role: str, *, between_steps: bool = False) -> int:
         row = by_role.get(role)
@@ -242,7 +246,7 @@ def _bytes_by_gpu(config: Config, rows: Sequence[MemoryRow], *, only_persistent:
         rest = 0 if only_persistent else _ENGINE_REST
         engine = size(engines[gpu]) + rest if gpu in engines else 0
         asleep = rest if gpu in engines and config.rollout.sleep_mode else engine
-        reference = size("reference") if gpu in references else 0
-        sampling = engine + reference + sum(size(role, between_steps=True) for role in trainer)
-        result.append((sampling, asleep + reference + sum(size(role) for role in trainer)))
+        staying = sum(size(role) for index, role in models if index == gpu)
+        sampling = engine + staying + sum(size(role, between_steps=True) for role in trainer)
+        result.append((sampling, asleep + staying + sum(size(role) for role in trainer)))
     return result

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fourfold.cli import main as cli_main
-from fourfold.config import Config
+from fourfold.config import Config, gpu_places
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.errors import ConfigError
 from fourfold.host.clock import Clock, SystemClock
@@ -347,9 +347,39 @@ def test_colocated_services_share_gpus_and_others_do_not() -> None:
         assign_gpus(apart, names, colocated=False)
 
 
+def test_reward_models_share_gpus_in_turn_unless_they_ask_for_their_own() -> None:
+    def model(name: str, replicas: int = 1, **keys: Any) -> dict[str, Any]:
+        return {"name": name, "replicas": replicas, "model": {"source": "m", "device": "cuda"} | keys}
+
+    rewards = [model("a"), model("b", 2), model("c", gpus_per_replica=3), model("own", own_gpus=True)]
+    tables: dict[str, Any] = {
+        "rollout": {"replicas": 2, "gpus_per_replica": 2, "kv_cache_gib": 1},
+        "trainer": {"ranks": 4, "device": "cuda"},
+        "reward": [*rewards, {"name": "f", "function": "last_number"}],
+    }
+    places = gpu_places(recipe(**tables, placement={"colocated": True}))
+    assert {name: place for name, place in places.items() if name.startswith("reward")} == {
+        "reward-a-0": (0,), "reward-b-0": (1,), "reward-b-1": (2,), "reward-c-0": (0, 1, 2), "reward-own-0": (4,),
+    }  # fmt: skip
+    apart = gpu_places(recipe(**tables))
+    assert apart["reward-a-0"] == (8,) and apart["reward-own-0"] == (14,)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            {"reward": {"replicas": 2, "model": {"source": "m", "device": "cuda"}}},
+            "[[reward]] 'reward'.replicas = 2 on 1 shared GPUs puts two copies of one model on a GPU; set it to at "
+            "most 1, or set own_gpus = true",
+        ),
+        (
+            {
+                "trainer": {"device": "cuda", "gpu": "H100"},
+                "reward": {"model": {"source": "m", "device": "cuda", "gpu": "L40S"}},
+            },
+            "they ask for H100 and L40S; ask for one type of GPU, set own_gpus = true for a reward model",
+        ),
         ({"trainer": {"device": "cpu"}}, 'trainer.device = "cpu"; set it to "cuda"'),
         ({"rollout": {"replicas": 1, "kv_cache_gib": 1}}, "rollout.gpus_per_replica = 0; set it to at least 1"),
         ({"rollout": {"gpus_per_replica": 1}}, "needs rollout.kv_cache_gib"),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fourfold import config
-from fourfold.config import Config
+from fourfold.config import Config, gpu_count
 from fourfold.errors import ConfigError
 from fourfold.migrate.common import Options
 from fourfold.migrate.draft import Draft
@@ -107,6 +107,9 @@ def test_an_example_of_openrlhf_converts_and_has_a_plan(
     assert [name for name, reason in draft.reasons() if not reason.startswith(("not needed", "no equivalent"))] == []
     loaded = config.load(tmp_path / "recipe.toml")
     assert "POLICY" in describe(loaded)
+    if loaded.placement.colocated:
+        engines = loaded.rollout.replicas * loaded.rollout.gpus_per_replica
+        assert gpu_count(loaded) == max(loaded.trainer.ranks, engines), "no service needs one more GPU"
 
 
 def test_each_flag_alone_is_converted_or_has_a_reason() -> None:

@@ -16,7 +16,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import Gpu
 from fourfold.model import folder
-from fourfold.plan import report
+from fourfold.plan import placement, report
 from fourfold.plan.memory import memory_plan
 from fourfold.plan.models import model_sizes
 from fourfold.plan.placement import check_gpu_memory
@@ -222,6 +222,20 @@ def test_what_shares_a_gpu_must_fit_on_it_in_each_phase() -> None:
     data["rollout"] |= {"replicas": 1, "sleep_mode": False}
     with pytest.raises(ConfigError, match=r"set rollout.sleep_mode = true, or set placement.colocated = false"):
         check_gpu_memory(Config.model_validate(data), 3 * gib)
+
+
+def test_a_reward_model_on_shared_gpus_counts_on_each_of_them(tmp_path: Path) -> None:
+    model = {"source": str(write_classifier(tmp_path / "rm")), "device": "cuda", "tokens_per_batch": 1 << 20}
+    data = in_bfloat16() | {"placement": {"colocated": True}, "reward": {"model": model}}
+    for name, table in _SHARED.items():
+        data[name] = table if name == "algorithm" else {**data[name], **table}
+    with_model = Config.model_validate(data)
+    without = with_model.model_copy(update={"reward": []})
+    rows = memory_plan(with_model, model_sizes(with_model))
+    (row,) = [row for row in rows if row.role == "reward model reward"]
+    gpus = [placement._bytes_by_gpu(config, rows) for config in (with_model, without)]
+    assert [(a[0] - b[0], a[1] - b[1]) for a, b in zip(*gpus, strict=True)] == [(row.total, row.total), (0, 0)]
+    assert "2 GPUs, shared: GPU 0: rollout-0, trainer-0, reference-0, reward-0;" in report.describe(with_model)
 
 
 def test_plan_of_ranks_that_share_micro_batches() -> None:

@@ -39,6 +39,7 @@ _POLL_SECONDS: Final = 0.05
 _ROTATION_SECONDS: Final = 1.0
 _REAP_SECONDS: Final = 1.0
 _READY: Final = re.compile(rb"^READY (\S+)\s*$", re.MULTILINE)
+_NOT_READY: Final = re.compile(rb"^NOT READY: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class ChildProcess:
         self.log = log
         self.started = time.monotonic()
         self.target = ""  # host:port of the READY line; empty until the line has been read
+        self.obstacle = ""  # of the last NOT READY line: what keeps a process that has started from being ready
         self.death: Death | None = None
         self.reaped = False  # from then on the kernel may give the pid to another process
         self._changed = changed
@@ -97,6 +99,8 @@ class ChildProcess:
                     complete = file.read().rpartition(b"\n")[0]
                 if complete:
                     self._log_read += len(complete) + 1
+                    if obstacles := _NOT_READY.findall(complete):
+                        self.obstacle = obstacles[-1].decode(errors="replace")
                     if match := _READY.search(complete):
                         self.target = match.group(1).decode(errors="replace")
         return bool(self.target)
@@ -138,7 +142,7 @@ class ChildProcess:
         info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         exited = info is not None and info.si_code == os.CLD_EXITED
         status = info.si_status if info is not None else 0
-        was_ready = self.poll_ready()
+        was_ready = self.poll_ready() or bool(self.obstacle)  # then it had started, and its start is no reason
         self.death = Death(
             name=self.command.name,
             time=time.time(),
@@ -214,6 +218,11 @@ class Supervisor:
         """Return whether the latest child of this name lives and has printed its READY line."""
         child = self.children.get(name)
         return child is not None and child.alive and child.poll_ready()
+
+    def obstacle(self, name: str) -> str:
+        """Return what keeps the latest child of this name from being ready, as it printed it; empty: nothing known."""
+        child = self.children.get(name)
+        return "" if child is None or not child.alive or child.poll_ready() else child.obstacle
 
     def wait_ready(self, names: Iterable[str], *, timeout_seconds: float) -> dict[str, str]:
         """Wait until each named child has printed its READY line; return the host:port of each by name.

@@ -1,9 +1,12 @@
 """The life cycle of a service process: start, ready, member of a run, drain, exit.
 
-    listen  ->  start()  ->  ready, "READY host:port" on stdout  ->  registered and kept alive
-                                                                          |
+    listen  ->  start()  ->  ready for calls  ->  registered, "READY host:port" on stdout  ->  kept alive
+                                                                                                |
     exit code  <-  server.stop  <-  on_drain  <-  deregister  <-  not ready: a signal, a drain
                                                                   request, fatal(), or `until`
+
+Without a coordinator the READY line comes as soon as the service is ready for calls. While the coordinator does not
+accept the service, lines "NOT READY: ..." on stdout say why.
 
 Every part of a drain has a time limit, so a drain takes a few seconds at most. A second signal ends the process
 immediately. The last line on stderr is the error message for the user, if there is one.
@@ -49,6 +52,8 @@ _log = logging.getLogger("fourfold.service.lifecycle")
 
 _WARN_SECONDS: Final = 6 * 3600.0
 _DEREGISTER_SECONDS: Final = 0.5
+# Without a registration, the service says so on stdout: first after 5 s, then every minute.
+_UNREGISTERED_SECONDS: Final = (5.0, 60.0)
 _ON_DRAIN_SECONDS: Final = 2.0
 _GRACE_SECONDS: Final = 1.0
 # After a signal, or a fatal error under a launcher, the process exits even when a thread of a library is stuck.
@@ -190,6 +195,8 @@ class ServiceHost:
                     if not await self._make_ready(start):
                         return self._exit_code(None)
                     member = self._membership()
+                    if member is None:
+                        self._print_ready()
                     if until is not None:
                         work = asyncio.ensure_future(until)
                     await self._serve(member, work)
@@ -219,7 +226,7 @@ class ServiceHost:
             server.set_ready(ready)
 
     async def _make_ready(self, start: Callable[[], Awaitable[None]] | None) -> bool:
-        """Listen, run `start` and report ready; return False when the service was stopped before."""
+        """Listen, run `start` and take calls; return False when the service was stopped before."""
         if self._metrics is not None:
             await self._metrics.start()
         bound = await self.server.start()
@@ -231,10 +238,21 @@ class ServiceHost:
         for server in self._servers[1:]:
             await server.start()
         self._set_ready(True)
-        with suppress(OSError):  # the reader of stdout is gone
-            sys.stdout.write(f"READY {self.target}\n")
-            sys.stdout.flush()
         return True
+
+    def _print_ready(self) -> None:
+        _print(f"READY {self.target}")
+
+    async def _announce(self, member: Membership) -> None:
+        """Print the READY line as soon as the service is registered, and until then what prevents that."""
+        seconds, later = _UNREGISTERED_SECONDS
+        while not await member.is_registered(within=seconds):
+            seconds = later
+            _print(
+                f"NOT READY: cannot register with the coordinator at {self.options.coordinator}: {member.problem}; "
+                f"trying again"
+            )
+        self._print_ready()
 
     async def _serve(self, member: Membership | None, work: asyncio.Future[int] | None) -> None:
         """Wait for a stop or the end of a task; raise errors of the membership and of `until`."""
@@ -242,6 +260,7 @@ class ServiceHost:
         keep_alive = asyncio.ensure_future(member.run()) if member else None
         warning = asyncio.ensure_future(self._warn_of_expiry()) if self.security else None
         tasks: set[asyncio.Future[Any]] = {t for t in (stop, keep_alive, warning, work) if t is not None}
+        announcement = {asyncio.ensure_future(self._announce(member))} if member else set[asyncio.Future[None]]()
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks - {stop}:
@@ -251,9 +270,10 @@ class ServiceHost:
                 for step in self.on_signal:
                     await step()
         finally:
-            for task in tasks - {work}:
+            helpers = (tasks - {work}) | announcement
+            for task in helpers:
                 task.cancel()
-            await asyncio.wait(tasks - {work})
+            await asyncio.wait(helpers)
 
     async def _warn_of_expiry(self) -> None:
         """Warn every few hours when our certificate expires soon."""
@@ -398,6 +418,12 @@ def metrics_server(options: ServeOptions, exporter: Exporter) -> MetricsServer |
     run_dir, labels = options.run_dir, {"run": options.config.name, "role": options.role, "member": options.member_id}
     discovery = DiscoveryFile(run_dir / "metrics" / f"{options.member_id}.json", labels) if run_dir else None
     return MetricsServer(listen, exporter.page, discovery=discovery)
+
+
+def _print(line: str) -> None:
+    with suppress(OSError):  # the reader of stdout is gone
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 def _print_error(line: str) -> None:

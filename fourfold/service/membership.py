@@ -12,10 +12,12 @@ service.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from fourfold.coordinator.client import Lease, MembershipClient
@@ -71,6 +73,9 @@ class Membership:
         self._random = random_source or random.Random()
         self._lease: Lease | None = None
         self._failures = 0
+        self._registered = asyncio.Event()
+        self.problem = "no answer yet"
+        """Why the last registration or renewal failed."""
         self.incarnation = incarnation or uuid.uuid4().hex
 
     async def run(self) -> None:
@@ -84,6 +89,13 @@ class Membership:
             except FourfoldError as error:
                 wait = self._on_failure(error)
             await self._clock.sleep(wait)
+
+    async def is_registered(self, *, within: float) -> bool:
+        """Wait up to `within` seconds; return whether the coordinator has accepted this member."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                await self._registered.wait()
+        return self._registered.is_set()
 
     async def leave(self, *, timeout: float) -> None:
         """Return the lease, if there is one. Errors are only logged, because the lease expires anyway."""
@@ -107,6 +119,7 @@ class Membership:
                 timeout=_CALL_TIMEOUT_SECONDS,
                 scorer=self._scorer,
             )
+            self._registered.set()
             log.info("registered", extra={"target": self._target, "ttl_seconds": self._lease.ttl_seconds})
             return self._lease.ttl_seconds / 3
         # The call may take as long as the lease lasts: a coordinator with a thousand members can be slow to accept it.
@@ -117,7 +130,7 @@ class Membership:
 
     def _on_failure(self, error: FourfoldError) -> float:
         """Drop the lease after a failure; return the seconds until the next registration."""
-        was_member, self._lease = self._lease is not None, None
+        was_member, self._lease, self.problem = self._lease is not None, None, error.message
         self._failures += 1
         if was_member or self._failures == 1:  # log only the first of a series, which may last for hours
             state = "lost the lease" if was_member else "registration failed"

@@ -297,6 +297,23 @@ async def test_a_member_registers_renews_comes_back_and_leaves(start: Start) -> 
     await server.stop(0)
 
 
+async def test_a_service_is_ready_when_it_is_registered_and_says_what_prevents_that(start: Start) -> None:
+    coordinator = Coordinator()
+    server, address = await coordinator.serve()
+    await server.stop(0)
+    proxy = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    began = time.monotonic()
+    process = await start("--coordinator", address, "--hasty", **proxy)
+    cause = await line(process, f"NOT READY: cannot register with the coordinator at {address}: ")
+    assert time.monotonic() - began < 10
+    assert "nothing listens there" in cause and f"ipv4:{address}" in cause and cause.endswith("; trying again")
+    server, _ = await coordinator.serve(address)
+    while (said := (await line(process, "")).partition(" "))[0] == "NOT":  # until the channel tries again
+        pass
+    assert (said[0], coordinator.registered[0].target) == ("READY", said[2])
+    await server.stop(0)
+
+
 async def test_a_member_that_is_asked_to_drain_ends_with_0(start: Start) -> None:
     coordinator = Coordinator()
     coordinator.drain = True

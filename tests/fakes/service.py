@@ -62,7 +62,9 @@ def main() -> int:
     parser.add_argument("--fail", default="")
     parser.add_argument("--slow-start", type=float, default=0.0)
     parser.add_argument("--slow-drain", type=float, default=0.0)
-    parser.add_argument("--hasty", action="store_true", help="bounds of the drain are a quarter of the real ones")
+    parser.add_argument(
+        "--hasty", action="store_true", help="times of drain and registration are a quarter of the real ones"
+    )
     parser.add_argument("--until", type=int)
     parser.add_argument("--forever", action="store_true")
     parser.add_argument("--stuck-thread", action="store_true")
@@ -73,6 +75,8 @@ def main() -> int:
     if args.hasty:
         for name in ("_ON_DRAIN_SECONDS", "_HARD_EXIT_SECONDS"):
             setattr(lifecycle, name, getattr(lifecycle, name) / 4)
+        first, later = lifecycle._UNREGISTERED_SECONDS
+        vars(lifecycle)["_UNREGISTERED_SECONDS"] = (first / 4, later / 4)
     settings = config.load(RECIPE)
     if args.certs:
         settings = settings.model_copy(

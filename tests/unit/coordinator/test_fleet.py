@@ -50,6 +50,7 @@ class FakeLauncher:
         self.dying: list[Death] = []
         self.ready: set[str] = set()
         self.waiting: set[str] = set()
+        self.obstacles: dict[str, str] = {}
 
     def start(self, service: ServiceSpec, command: Command) -> None:
         assert service.name == command.name
@@ -61,6 +62,9 @@ class FakeLauncher:
 
     def is_ready(self, name: str) -> bool:
         return name in self.ready
+
+    def obstacle(self, name: str) -> str:
+        return "" if name in self.ready else self.obstacles.get(name, "")
 
     def is_placed(self, name: str) -> bool:
         return name not in self.waiting
@@ -145,6 +149,21 @@ def test_services_of_a_recipe_with_agents() -> None:
 def test_the_data_of_a_recipe_fits_to_its_agents(tables: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         recipe(**tables)
+
+
+def test_what_keeps_a_service_from_being_ready_is_told_once(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(), clock)
+    launcher.obstacles["rollout-0"] = "cannot register"
+    for _ in range(3):
+        fleet.tick()
+    assert notes == ["rollout-0 is not ready: cannot register"]
+    assert ("rollout-0", "starting") in fleet.states()
+    launcher.obstacles["rollout-0"] = "cannot register yet"
+    fleet.tick()
+    assert len(notes) == 2
+    launcher.ready.add("rollout-0")
+    fleet.tick()
+    assert len(notes) == 2
 
 
 def test_coordinator_starts_first_and_its_address_is_handed_on(tmp_path: Path, clock: FakeClock) -> None:

@@ -216,6 +216,24 @@ def test_logs_are_watched_while_their_processes_run(supervisor: Supervisor, monk
     wait_for(lambda: all(child.log.stat().st_size <= 1000 for child in children))
 
 
+def test_what_keeps_a_child_from_being_ready_is_read_from_its_log(supervisor: Supervisor) -> None:
+    script = 'echo "NOT READY: a"; echo "NOT READY: b c"; read line < {}; echo READY a:1; sleep 9'
+    pipes = {name: supervisor._log_directory / f"{name}.pipe" for name in ("reward-0", "reward-1")}
+    for name, pipe in pipes.items():
+        pipe.parent.mkdir(exist_ok=True)
+        os.mkfifo(pipe)
+        supervisor.start(shell(name, script.format(pipe)))
+    wait_for(lambda: all(supervisor.obstacle(name) == "b c" for name in pipes))
+    assert not any(map(supervisor.is_ready, pipes))
+    pipes["reward-0"].write_text("go on\n")
+    wait_for(lambda: supervisor.is_ready("reward-0"))
+    assert supervisor.obstacle("reward-0") == supervisor.obstacle("no such child") == ""
+    supervisor.children["reward-1"].kill_group()
+    wait_for(lambda: not supervisor.children["reward-1"].alive)
+    (death,) = supervisor.deaths()
+    assert death.was_ready, "it had started, and is started again"
+
+
 def test_the_limit_of_open_files_is_raised_to_what_the_owner_may_have() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

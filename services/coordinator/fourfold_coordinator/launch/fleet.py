@@ -62,6 +62,7 @@ class _Slot:
     death: str = ""  # cause of the last death, one line
     lost: bool = False  # it used up its restarts
     node_lost: bool = False  # the last death was that of its node; until the process is ready again
+    obstacle: str = ""  # what keeps it from being ready, as the user was told
     uncertain: int = 0  # restarts since it was ready last: perhaps a node that is not known as lost is the cause
 
 
@@ -184,6 +185,7 @@ class Fleet:
             elif slot.died_at is not None and self._state(slot) == "ready":
                 self._notify(f"{slot.spec.name} is ready again after {format_duration(now - slot.died_at)}")
                 slot.died_at, slot.node_lost, slot.uncertain = None, False, 0
+            self._tell_obstacle(slot)
         if not self.address:
             self._start_services()
         if self._listen_deadline is not None:
@@ -226,6 +228,13 @@ class Fleet:
         if slot.node_lost and not self._launcher.is_placed(slot.spec.name):
             return "waiting for a node"
         return "ready" if self._launcher.is_ready(slot.spec.name) else "starting"
+
+    def _tell_obstacle(self, slot: _Slot) -> None:
+        """Notify the user of what a process that cannot become ready has printed, once for each cause."""
+        obstacle = self._launcher.obstacle(slot.spec.name)
+        if obstacle and obstacle != slot.obstacle:
+            self._notify(f"{slot.spec.name} is not ready: {obstacle}")
+        slot.obstacle = obstacle
 
     def _start_services(self) -> None:
         path = self._run_dir / ADDRESS_FILE

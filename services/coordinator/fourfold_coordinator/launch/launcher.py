@@ -48,6 +48,9 @@ class Launcher(Protocol):
     def is_ready(self, name: str) -> bool:
         """Return whether the process has printed its READY line."""
 
+    def obstacle(self, name: str) -> str:
+        """Return what keeps a process that has started from being ready, as it printed it; empty: nothing known."""
+
     def is_placed(self, name: str) -> bool:
         """Return whether a machine has the process; False while a cluster has no room for it."""
 
@@ -66,6 +69,7 @@ class LocalLauncher:
         self._gpus = gpus
         self._supervisor = Supervisor(run_dir / "logs")
         self.deaths, self.is_ready = self._supervisor.deaths, self._supervisor.is_ready
+        self.obstacle = self._supervisor.obstacle
         self.stop, self.kill = self._supervisor.stop, self._supervisor.kill
 
     def start(self, service: ServiceSpec, command: Command) -> None:

@@ -118,10 +118,11 @@ class ServiceActor:
                 )
         os.chdir(self._working_dir)
 
-    def poll(self) -> tuple[list[Death], bool]:
-        """Return the deaths since the last call, and whether the child is ready."""
-        children = list(self._supervisor.children.values())
-        return self._supervisor.deaths(), any(child.alive and child.poll_ready() for child in children)
+    def poll(self) -> tuple[list[Death], bool, str]:
+        """Return the deaths since the last call, whether the child is ready, and what keeps it from that."""
+        supervisor, names = self._supervisor, list(self._supervisor.children)
+        obstacle = next((text for text in map(supervisor.obstacle, names) if text), "")
+        return supervisor.deaths(), any(map(supervisor.is_ready, names)), obstacle
 
     def give_notice(self) -> None:
         """Tell a ready child that its node is about to leave."""
@@ -216,6 +217,7 @@ class RayLauncher:
         self._polls: dict[Any, _Call] = {}  # by reference
         self._polled_at: dict[str, float] = {}
         self._ready: set[str] = set()
+        self._obstacles: dict[str, str] = {}
         self._deaths: list[Death] = []
         self._executor = ThreadPoolExecutor(1, "ray-notices")  # Ray's state is read by calls that block
         self._notices: Future[dict[str, float]] | None = None
@@ -249,6 +251,7 @@ class RayLauncher:
             self._supervisor.start(dataclasses.replace(command, env={**command.env, **gpu_environment(())}))
             return
         self._ready.discard(service.name)
+        self._obstacles.pop(service.name, None)
         index, bundle = next((i, b) for i, b in enumerate(self._bundles) if service in b.services)
         if service.name not in self._actors:
             actor = ray.remote(ServiceActor).options(
@@ -287,6 +290,9 @@ class RayLauncher:
 
     def is_ready(self, name: str) -> bool:
         return name in self._ready or self._supervisor.is_ready(name)
+
+    def obstacle(self, name: str) -> str:
+        return self._obstacles.get(name) or self._supervisor.obstacle(name)
 
     def is_placed(self, name: str) -> bool:
         return name in self._nodes or name == COORDINATOR
@@ -351,7 +357,7 @@ class RayLauncher:
             self._record_lost_actor(call.name, error)
         else:
             if call.kind == "poll":
-                deaths, ready = answer
+                deaths, ready, self._obstacles[call.name] = answer
                 self._deaths += deaths
                 self._ready = self._ready | {call.name} if ready else self._ready - {call.name}
             elif call.kind == "stop":

@@ -79,6 +79,7 @@ _HELP: Final = {
     "watch": "show the live display of a run",
     "view": "show runs in a browser: curves, trajectories, comparison",
     "weights": "show the weight update of a run: each participant, and what it waits for",
+    "agents": "list the sessions of agents that a running run waits for, and give their tasks to others",
     "reward": "list the scorers of a running run, and replace them without a stop",
     "runs": "list the runs of a folder, and delete old ones",
     "log": "send the metrics of a run to TensorBoard, W&B, trackio or MLflow",

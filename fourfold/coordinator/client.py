@@ -12,6 +12,8 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from fourfold.coordinator.v1 import experience_service_pb2 as experience
+from fourfold.coordinator.v1 import experience_service_pb2_grpc as experience_grpc
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.coordinator.v1 import rendezvous_service_pb2 as rendezvous
@@ -191,6 +193,26 @@ class CoordinatorClient(SyncClient[AsyncCoordinatorClient]):
     get_run = blocking(AsyncCoordinatorClient.get_run)
     get_weight_plane = blocking(AsyncCoordinatorClient.get_weight_plane)
     watch_run = blocking_stream(AsyncCoordinatorClient.watch_run)
+
+
+class AsyncTaskClient(AsyncClient):
+    """Lists the tasks that agents have, and takes them back. All methods raise FourfoldError; timeouts are seconds."""
+
+    _role = "coordinator"
+    _caller_role = "operator"
+
+    @cached_property
+    def _stub(self) -> experience_grpc.ExperienceServiceAsyncStub:
+        return experience_grpc.ExperienceServiceStub(self._open())
+
+    async def list_tasks(self, *, timeout: float | None = None) -> list[experience.TaskState]:
+        """Return the leased tasks with their sessions, in order of admission."""
+        return list((await self._call(self._stub.ListTasks, experience.ListTasksRequest(), timeout)).tasks)
+
+    async def return_tasks(self, task_ids: Sequence[str], *, timeout: float | None = None) -> None:
+        """Let other agents attempt tasks; their sessions end."""
+        released = [experience.ReleasedTask(task_id=name, reason="DROPPED", again=True) for name in task_ids]
+        await self._call(self._stub.ReleaseTasks, experience.ReleaseTasksRequest(tasks=released), timeout)
 
 
 class AsyncScorerClient(AsyncClient):

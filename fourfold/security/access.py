@@ -39,7 +39,7 @@ ROLES: Final = (
     *("viewer", "operator"),
 )
 """Roles of certificates. Viewers are `fourfold run`, `watch`, `weights` and `view`, which only read the run.
-Operators may change it: `fourfold reward`."""
+Operators may change it: `fourfold reward`, `fourfold agents`."""
 # Principals without a name: `open_channel` accepts any server of the role.
 COORDINATOR: Final = Principal("coordinator")
 ROLLOUT: Final = Principal("rollout")
@@ -65,7 +65,7 @@ POLICY: Final[Mapping[str, frozenset[str]]] = {
     "fourfold.trainer.v1.RankService": _TRAINER,  # ranks on other machines
     "fourfold.coordinator.v1.MembershipService": MEMBER_ROLES,
     "fourfold.coordinator.v1.RendezvousService": _TRAINER,
-    "fourfold.coordinator.v1.ExperienceService": frozenset({"gateway"}),
+    "fourfold.coordinator.v1.ExperienceService": frozenset({"gateway", "operator"}),
     "fourfold.coordinator.v1.RunService": frozenset(
         {"viewer", "gateway", "environment"}
     ),  # to find engines and gateways

@@ -12,10 +12,12 @@ import pytest
 
 from fourfold.arrays import Sample
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
+from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.reward.v1.reward_service_pb2 import ScoreItem
 from fourfold.rpc.codec import pack_floats
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from tests.fakes.stage import Stage, check_books, hang_in_step, successor, until
+from tests.fakes.toy import Member, Services
 from tests.fakes.toy_gateway import FakeGateway, new_attempt_id, trajectory
 from tests.fakes.toy_rollout import FakeRollout
 
@@ -32,11 +34,24 @@ async def begin(stage: Stage, *, work: bool = True) -> FakeGateway:
     return gateway
 
 
-async def lease(stub: Any, count: int, gateway: str = "gateway-0") -> list[pb.LeasedTask]:
+class FakeEnvironment(Member):
+    """Registers as an environment service, and does nothing."""
+
+    role = Role.ROLE_ENVIRONMENT
+
+    def services(self) -> Services:
+        return []
+
+    @property
+    def incarnation(self) -> str:
+        return self._incarnation
+
+
+async def lease(stub: Any, count: int, gateway: str = "gateway-0", agent: str = "") -> list[pb.LeasedTask]:
     tasks: list[pb.LeasedTask] = []
     async with asyncio.timeout(10):
         while len(tasks) < count:
-            request = pb.LeaseTasksRequest(max_task_count=count - len(tasks), gateway=gateway)
+            request = pb.LeaseTasksRequest(max_task_count=count - len(tasks), gateway=gateway, agent_incarnation=agent)
             request.wait.FromMilliseconds(500)
             try:
                 tasks += (await stub.LeaseTasks(request, timeout=5)).tasks
@@ -104,6 +119,33 @@ async def test_tasks_of_a_gateway_that_died_are_leased_again(make_stage: Callabl
     first = {task.task_id for task in await lease(stub, 12)}
     again = await lease(stub, 12, gateway="gateway-1")
     assert {task.task_id for task in again} == first
+    assert await put(stub, *map(trajectory, again)) == [OK] * 12
+    assert await stage.finish() == 0
+    check_books(stage)
+
+
+async def test_tasks_return_at_once_when_their_environment_or_their_gateway_has_left(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """The leases last for 20 s, and nobody waits for their end."""
+    stage = make_stage(steps=1, agents=AGENTS, data={"holdout": None})
+    environment = FakeEnvironment("environment-0", stage.config)
+    replacement = FakeEnvironment("environment-0", stage.config)
+    other = FakeGateway("gateway-1", stage.config)
+    stage.others += [environment, other]
+    gateway = await begin(stage, work=False)
+    stub = other.stub(stage.address)
+    async with asyncio.timeout(10):
+        first = {task.task_id for task in await lease(stub, 12, agent=environment.incarnation)}
+        await replacement.join(stage.address)  # in its place
+        stage.others.append(replacement)
+        again = await lease(stub, 12, agent=replacement.incarnation)
+        assert {task.task_id for task in again} == first
+        await replacement.leave()
+        again = await lease(stub, 12)
+        assert {task.task_id for task in again} == first
+        await gateway.leave()
+        again = await lease(stub, 12, gateway="gateway-1")
     assert await put(stub, *map(trajectory, again)) == [OK] * 12
     assert await stage.finish() == 0
     check_books(stage)

@@ -100,6 +100,7 @@ from .training.context import RunContext
 from .training.evaluation.standalone import StandaloneEvaluation
 from .training.loop import TrainingLoop
 from .training.service_calls import ServiceCalls
+from .training.standstill import StandstillMonitor
 from .weights.broker import WeightBroker
 from .weights.loaded_model import LoadedModel
 from .weights.status import WeightPlaneStatus
@@ -197,6 +198,9 @@ class Coordinator:
         self._scoring = Scoring(config, self._router, self._scorers, run=folder.name)
         self._scorer_servicer = ScorerServicer(self._scorers, self._router)
         self._tasks = TaskBoard(config.agents, max_refusals=config.retry.data, max_releases=config.retry.infrastructure)
+        self._standstill = StandstillMonitor(
+            config, self._board, self._router, tasks=self._tasks, weights=self._weight_status, disk=self._disk
+        )
         self._registry.add_listener(self._on_member)
         self._experience_servicer = ExperienceServicer()
         self._add_servicers()
@@ -241,13 +245,13 @@ class Coordinator:
 
     async def run(self) -> int:
         """Serve until the run is over; return the exit code."""
-        console = [asyncio.create_task(RunConsole(self._board).run())] if sys.stdout.isatty() else []
+        out = sys.stdout if sys.stdout.isatty() else None
+        console = asyncio.create_task(RunConsole(self._board, out=out).run())
         try:
             return await self._host.run(start=self._announce, until=self._drive())
         finally:
-            for task in console:
-                task.cancel()
-            await asyncio.gather(*console, return_exceptions=True)  # a fault of the display does not end the run
+            console.cancel()
+            await asyncio.gather(console, return_exceptions=True)  # a fault of the display does not end the run
 
     async def _announce(self) -> None:
         await self._disk.write(replace_file, self._folder / ADDRESS_FILE, [self._host.target + "\n"])
@@ -305,6 +309,7 @@ class Coordinator:
             asyncio.create_task(self._certificates.run()),
             asyncio.create_task(totals.run()),
             asyncio.create_task(self._tasks.run()),
+            asyncio.create_task(self._standstill.run()),
             asyncio.create_task(sinks.run()),
         ]
         self._router.faults.load(ledger)

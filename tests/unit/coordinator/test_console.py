@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
+
+import pytest
 
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold_coordinator.cli.console import RunConsole
@@ -28,7 +31,8 @@ class Terminal:
         return self.out.getvalue()[start:].splitlines()
 
 
-async def test_waits_services_steps_and_scores_are_told() -> None:
+async def test_waits_services_steps_and_scores_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fourfold.coordinator")
     terminal = Terminal()
     board = terminal.board
     board.set_waiting_for("rollout 0 of 1 (none has registered), trainer 0 of 1 (none has registered)")
@@ -40,7 +44,8 @@ async def test_waits_services_steps_and_scores_are_told() -> None:
     board.set_members([pb.Member(member_id="trainer-0", role="trainer", state=pb.MEMBER_STATE_LIVE)])
     assert await terminal.lines() == ["trainer-0 is ready (36 s)"]
     board.set_waiting_for("")
-    assert await terminal.lines(2.0) == ["waited 36 s for rollout, trainer"]
+    assert await terminal.lines(2.0) == ["waited 37 s for rollout, trainer"]
+    assert [record.getMessage() for record in caplog.records] == [*waits, "waited 37 s for rollout, trainer"]
     board.add_eval(EvalRow(0, 0.25, None, 8, 0, []))
     board.add_step(1, {"reward/mean": 0.5})
     held_out, step = await terminal.lines()

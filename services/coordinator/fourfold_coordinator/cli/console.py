@@ -1,11 +1,12 @@
 """Prints the events of a run on the terminal of a coordinator that was started by hand, as `fourfold run` prints them.
 
-The log lines of this terminal are warnings only: the log file in the folder of the run has all of them.
+The log lines of this terminal are warnings only: the log file in the folder of the run has all of them. The lines about
+waits are in it, too, with and without a terminal.
 """
 
 from __future__ import annotations
 
-import sys
+import logging
 from contextlib import suppress
 from typing import Final, TextIO
 
@@ -15,7 +16,10 @@ from fourfold.text import printable
 from ..state.run_board import RunBoard
 from .event_lines import EventLines
 
+log = logging.getLogger("fourfold.coordinator")
+
 _PERIOD_SECONDS: Final = 0.5
+_WAITS: Final = ("waiting for ", "still waiting for ", "waited ")
 _REMINDER_SECONDS: Final = 30.0
 
 
@@ -23,9 +27,9 @@ class RunConsole:
     """Prints the lines of one run."""
 
     def __init__(self, board: RunBoard, *, out: TextIO | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Print what changes on `board` to `out` (default: stdout)."""
-        self._board, self._out, self._clock = board, out or sys.stdout, clock
-        self._events = EventLines(clock.monotonic(), remind_seconds=_REMINDER_SECONDS)
+        """Print what changes on `board` to `out`, a terminal; None: there is none."""
+        self._board, self._out, self._clock = board, out, clock
+        self._events = EventLines(clock.monotonic(), remind_seconds=_REMINDER_SECONDS, epoch_seconds=clock.now)
 
     async def run(self) -> None:
         """Print new lines until cancelled, the last ones then."""
@@ -41,6 +45,11 @@ class RunConsole:
         status = self._board.status
         services = [(member.member_id, "ready") for member in status.members]
         lines = self._events.new(status, services, (), self._clock.monotonic())
+        for line in lines:
+            if line.startswith(_WAITS):
+                log.info("%s", line)
+        if self._out is None:
+            return
         with suppress(OSError, ValueError):  # the terminal is gone, and the run goes on
             for line in "\n".join(lines).splitlines():
                 self._out.write(printable(line) + "\n")

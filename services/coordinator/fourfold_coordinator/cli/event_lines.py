@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,7 @@ OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_STOPPED)
 _MIN_SECONDS: Final = 3.0
 # Several callers may wait for the same service in turn, so a wait has ended when no other follows within this time.
 _SETTLE_SECONDS: Final = 1.0
+_LONG_SECONDS: Final = 10.0  # the line of a wait that is as old says since when
 # The parts of a wait's text that change while the run waits for the same thing: reasons in parentheses, and counts.
 _DETAILS: Final = re.compile(r" \([^)]*\)| \d+ of \d+")
 # Metric and label of each part of a step, in their order.
@@ -52,12 +54,14 @@ class _OpenEvent:
 class EventLines:
     """Compares each snapshot with the earlier ones, and returns the lines of new events."""
 
-    def __init__(self, began: float, *, remind_seconds: float = math.inf) -> None:
+    def __init__(
+        self, began: float, *, remind_seconds: float = math.inf, epoch_seconds: Callable[[], float] = time.time
+    ) -> None:
         """Start without events; `began` and later times are seconds of one monotonic clock.
 
-        A wait that goes on is told again every `remind_seconds`.
+        A wait that goes on is told again every `remind_seconds`. `epoch_seconds` is the clock of the status.
         """
-        self._began, self._remind_seconds = began, remind_seconds
+        self._began, self._remind_seconds, self._epoch_seconds = began, remind_seconds, epoch_seconds
         self._printed: set[tuple[str, int]] = set()  # kind and step
         self._ready: set[str] = set()
         self._note_count = 0
@@ -126,11 +130,16 @@ class EventLines:
                 if wait.printed:
                     yield f"waited {format_duration(wait.ended - wait.began)} for {wait.subject}"
         if subject:
-            self._wait = wait = self._wait or _OpenEvent(began=now, subject=subject)
+            if (wait := self._wait) is None:
+                since = status.waiting_since.ToNanoseconds() / 1e9 or math.inf
+                began = now - max(self._epoch_seconds() - since, 0.0)
+                self._wait = wait = _OpenEvent(began=began, subject=subject)
             wait.ended = None
             if not wait.printed and now - wait.began >= _MIN_SECONDS:
                 wait.printed, wait.printed_at = True, now
-                yield f"waiting for {status.waiting_for}"
+                age = now - wait.began
+                long = f", since {format_duration(age)}" if age >= _LONG_SECONDS else ""
+                yield f"waiting for {status.waiting_for}{long}"
             elif wait.printed and now - wait.printed_at >= self._remind_seconds:
                 wait.printed_at = now
                 yield f"still waiting for {status.waiting_for}, since {format_duration(now - wait.began)}"

@@ -143,6 +143,8 @@ class Replica:
         self._flights: dict[Flight, None] = {}  # in the order of their start
         self.load = EngineLoad()
         self._measured = MeasuredSpeed()
+        self.pending_call = ""  # name of the call of a trainer that is in flight
+        self.moved_at = -math.inf  # when it finished a sample or a call, on the monotonic clock
         self._changed_at = self._finished_at = clock.monotonic()  # of the outstanding samples; of the last finished one
         self._area = 0.0  # integral of the outstanding samples over time
         self._congested_at = 0  # outstanding samples at which it was overloaded, until a call succeeds; 0 if it was not
@@ -212,6 +214,11 @@ class Replica:
         return bool(self.vocabulary_size) if self.member.role == Role.ROLE_ROLLOUT else not self.unusable_reason
 
     @property
+    def calls_since(self) -> float | None:
+        """Return when the oldest call in flight began, on the monotonic clock; None without one."""
+        return next((flight.began for flight in self._flights), None)
+
+    @property
     def busy(self) -> bool:
         return bool(self._calls)
 
@@ -224,6 +231,7 @@ class Replica:
         try:
             with self.breaker.in_flight(), self.load.in_flight(demand.tokens), work:
                 yield flight
+            self.moved_at = self._clock.monotonic()
         finally:
             del self._flights[flight]
             flight.end()
@@ -246,7 +254,7 @@ class Replica:
         if (seconds := now - since) > 0:
             samples = (self._area + self.outstanding * (now - self._changed_at) - area) / seconds
             self._measured.add(tokens=tokens, seconds=seconds, samples=samples, now=now)
-        self._finished_at = now
+        self._finished_at = self.moved_at = now
 
     def speed(self, now: float) -> float | None:
         """Return the tokens per second that it samples under load: for this run, or else as it reports; None: unknown.

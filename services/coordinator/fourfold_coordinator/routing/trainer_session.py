@@ -160,6 +160,7 @@ class TrainerSession:
                 try:
                     timeline, phase = self._router.timeline, _PHASES.get(name)
                     with timeline.during(replica.member.member_id, phase) if phase else nullcontext():
+                        replica.pending_call = name
                         return await replica.call(work(replica))
                 except (Unavailable, DeadlinePassed, Overloaded, PeerFault) as error:
                     self._router.faults.record(replica.member.member_id, error.reason, error.message)
@@ -175,6 +176,8 @@ class TrainerSession:
                     self._board.report_condition(SUBJECT, f"{name} is asked again: {error}")
                     backoff = min(_FIRST_BACKOFF_SECONDS * 2.0**tries, _MAX_BACKOFF_SECONDS)
                     await clock.sleep(error.retry_after or backoff)
+                finally:
+                    replica.pending_call = ""
         finally:
             self._board.resolve_condition(SUBJECT)
 

@@ -58,6 +58,12 @@ class DiskWriter:
         self._folder, self._board = folder, board
         self._wait_seconds, self._clock = wait_seconds, clock
         self._waiting = 0
+        self._begun: list[float] = []  # when the writes in progress began, on the monotonic clock
+
+    @property
+    def pending_since(self) -> float | None:
+        """Return when the oldest write in progress began, on the monotonic clock; None without one."""
+        return min(self._begun, default=None)
 
     async def write(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `work` on the event loop until there is room; raise DiskFull when there was none for too long."""
@@ -82,6 +88,7 @@ class DiskWriter:
 
     async def _until_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
         end = math.inf  # until an attempt fails
+        self._begun.append(began := self._clock.monotonic())
         try:
             while True:
                 try:
@@ -100,6 +107,7 @@ class DiskWriter:
                         self._begin_wait(error)
                 await self._clock.sleep(_RETRY_SECONDS)
         finally:
+            self._begun.remove(began)
             if end < math.inf:
                 self._end_wait()
 

@@ -43,7 +43,8 @@ class RunBoard:
         self._clock = clock
         self._change = asyncio.Event()
         self.set_max_policy_lag(max_policy_lag)
-        self._wait_began, self._wait_ended = Timestamp(), -math.inf
+        self._wait, self._wait_began, self._wait_ended = "", Timestamp(), -math.inf
+        self._standstill, self._standstill_began = "", Timestamp()
 
     def set_phase(self, phase: pb.RunPhase.ValueType) -> None:
         """Set the phase that the run is in; its progress starts at 0."""
@@ -101,18 +102,40 @@ class RunBoard:
             self.set_progress(progress)
 
     def set_waiting_for(self, what: str) -> None:
-        """Set what the run waits for; an empty text ends the wait."""
-        if self.status.waiting_for != what:
+        """Set what the run needs and waits for; an empty text ends the wait."""
+        if self._wait != what:
             now = self._clock.monotonic()
-            if not self.status.waiting_for and now - self._wait_ended > _SETTLED_SECONDS:
+            if not self._wait and now - self._wait_ended > _SETTLED_SECONDS:
                 self._stamp(self._wait_began)
-            if what:
-                self.status.waiting_since.CopyFrom(self._wait_began)
-            else:
-                self.status.ClearField("waiting_since")
+            if not what:
                 self._wait_ended = now
-            self.status.waiting_for = what
-            self._changed()
+            self._wait = what
+            self._show_wait()
+
+    @property
+    def needs(self) -> str:
+        """Return what `set_waiting_for` has set."""
+        return self._wait
+
+    def set_standstill(self, who: str, seconds: float = 0.0) -> None:
+        """Set for whom the run has waited without progress for so many seconds; an empty text: it makes progress.
+
+        A wait of `set_waiting_for` is shown in its place, because it says more.
+        """
+        if who and not self._standstill:
+            self._stamp(self._standstill_began, ago=seconds)
+        if self._standstill != who:
+            self._standstill = who
+            self._show_wait()
+
+    def _show_wait(self) -> None:
+        began = self._wait_began if self._wait else self._standstill_began
+        self.status.waiting_for = self._wait or self._standstill
+        if self.status.waiting_for:
+            self.status.waiting_since.CopyFrom(began)
+        else:
+            self.status.ClearField("waiting_since")
+        self._changed()
 
     def report_condition(self, subject: str, text: str) -> None:
         """Show that something is wrong with a member or a part of the run; a new text keeps the time of the first."""
@@ -227,8 +250,8 @@ class RunBoard:
                 getattr(response.status, field.name).extend(value)
         return response
 
-    def _stamp(self, timestamp: Timestamp) -> None:
-        timestamp.FromNanoseconds(int(self._clock.now() * 1e9))
+    def _stamp(self, timestamp: Timestamp, *, ago: float = 0.0) -> None:
+        timestamp.FromNanoseconds(int((self._clock.now() - ago) * 1e9))
 
     def _changed(self) -> None:
         change, self._change = self._change, asyncio.Event()

@@ -371,7 +371,8 @@ class TaskBoard:
             words = []
             if idle:
                 left = format_duration(max(max(s.expires_at for s in idle) - now, 0.0))
-                words.append(f"{_count(len(idle), 'session')} idle, they expire in {left}")
+                ending = "they expire" if len(idle) > 1 else "it expires"
+                words.append(f"{_count(len(idle), 'session')} idle, {ending} in {left}")
             if busy := len(sessions) - len(idle):
                 words.append(f"{_count(busy, 'session')} at work")
             if without := [attempt for attempt in attempts if attempt.session is None]:
@@ -380,6 +381,8 @@ class TaskBoard:
             parts.append(f"{gateway}: {', '.join(words)}")
         if waiting := states[AttemptState.WAITING]:
             parts.append(f"{_count(waiting, 'task')} for which no agent asks")
+        if self._offers:
+            parts.append(f"{_count(len(self._offers), 'group')} that no agent has brought")
         return "; ".join(parts)
 
     def time_left(self, attempt: Attempt) -> float:

@@ -1,0 +1,126 @@
+"""Tells for whom a run waits when nothing moves, on the board, from where consoles, `watch` and the log have it.
+
+Waits for a service that is missing, and problems such as a full disk, are told by the parts that have them. This one
+looks at the whole run, so that a wait that no part knows of is told, too. A phase that takes long in every step, such
+as the training of a large model, is told when it takes longer than usual.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from statistics import median
+from typing import Final
+
+from fourfold.config import Config
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
+from fourfold.rollout.load import STALL_SECONDS
+from fourfold.text import format_duration
+
+from ..routing.router import Router
+from ..state.files import DiskWriter
+from ..state.run_board import RunBoard
+from ..tasks.board import TaskBoard
+from ..weights.status import WeightPlaneStatus
+
+WAIT_SECONDS: Final = 10.0
+"""Without progress for so much longer than usual, the run waits."""
+_TICK_SECONDS: Final = 1.0
+_USUAL: Final = 8  # visits of a phase whose median is usual
+_MAX_NAMES: Final = 8
+_SAMPLING: Final = (pb.RUN_PHASE_GENERATING, pb.RUN_PHASE_EVALUATING)
+# What the coordinator itself does where no part of the run has a call in flight.
+_OWN_WORK: Final = {
+    pb.RUN_PHASE_WAITING_FOR_SERVICES: "reads the data of the run",
+    pb.RUN_PHASE_RECOVERING: "reads the samples of the run",
+}
+
+
+class StandstillMonitor:
+    """Watches one run. Call `run` in a task."""
+
+    def __init__(
+        self,
+        config: Config,
+        board: RunBoard,
+        router: Router,
+        *,
+        tasks: TaskBoard,
+        weights: WeightPlaneStatus,
+        disk: DiskWriter,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._step_seconds = config.trainer.step_timeout_seconds
+        self._board, self._router, self._tasks, self._clock = board, router, tasks, clock
+        self._weights, self._disk = weights, disk
+        self._seen: tuple[object, ...] = ()
+        self._phase = board.status.phase
+        self._moved_at = clock.monotonic()
+        self._longest = 0.0  # standstill in this visit of the phase
+        self._usual: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL))  # by phase
+
+    async def run(self) -> None:
+        """Look at the run every second, until cancelled."""
+        while True:
+            self.tick()
+            await self._clock.sleep(_TICK_SECONDS)
+
+    def tick(self) -> None:
+        """Show or end a wait."""
+        now, status = self._clock.monotonic(), self._board.status
+        if status.phase != self._phase:
+            self._usual[self._phase].append(max(self._longest, now - self._moved_at))
+            self._phase, self._longest = status.phase, 0.0
+        if (seen := self._progress()) != self._seen:
+            self._longest = max(self._longest, now - self._moved_at)
+            self._seen, self._moved_at = seen, now
+        if self._board.needs:
+            self._moved_at = now  # that part tells for whom it waits
+        usual = self._usual[status.phase]
+        limit = WAIT_SECONDS + (median(usual) if len(usual) > 2 else 0.0)
+        waits = now - self._moved_at >= limit and not self._board.closed
+        self._board.set_standstill(self._who(now) if waits else "", now - self._moved_at)
+
+    def _progress(self) -> tuple[object, ...]:
+        """Return what changes when the run moves."""
+        status, tasks = self._board.status, self._tasks
+        progress: tuple[object, ...] = (status.phase, status.step, status.phase_progress, status.answers_done)
+        if status.phase in _SAMPLING:
+            calls = max((replica.moved_at for replica in self._router.replicas()), default=0.0)
+            progress += (status.queue.ready_groups, tasks.moved_at, calls)
+        return progress
+
+    def _who(self, now: float) -> str:
+        """Return for whom the run waits, since when, and what ends that."""
+        parts = list(self._calls(now))
+        if self._phase == pb.RUN_PHASE_PUBLISHING and (update := self._weights.describe()):
+            parts.insert(0, update)
+        if self._phase in _SAMPLING and (agents := self._tasks.describe()):
+            environments = self._router.explain(Role.ROLE_ENVIRONMENT)
+            parts.insert(0, f"agents ({agents}; environments: {environments})")
+        if (since := self._disk.pending_since) is not None and now - since >= WAIT_SECONDS:
+            parts.insert(0, f"the disk (it has not ended a write for {format_duration(now - since)})")
+        own = _OWN_WORK.get(self._phase, "has no call in flight; its log says what it did last")
+        return ", ".join(parts) or f"the coordinator ({own})"
+
+    def _calls(self, now: float) -> Iterator[str]:
+        """Yield the members that have calls of this phase, those with the oldest ones first."""
+        found: list[tuple[float, str]] = []
+        for replica in self._router.replicas():
+            name, role = replica.member.member_id, replica.member.role
+            if replica.pending_call:
+                limit = f"at most {format_duration(self._step_seconds)}: trainer.step_timeout_seconds"
+                yield f"{name} ({replica.pending_call}, {limit})"
+            elif self._phase in _SAMPLING and (since := replica.calls_since) is not None:
+                age = format_duration(now - since)
+                ends = (
+                    f", ended after {format_duration(STALL_SECONDS)} without a token"
+                    if role == Role.ROLE_ROLLOUT
+                    else ""
+                )
+                found.append((since, f"{name} ({replica.outstanding} samples, the first for {age}{ends})"))
+        yield from (text for _, text in sorted(found)[:_MAX_NAMES])
+        if len(found) > _MAX_NAMES:
+            yield f"{len(found) - _MAX_NAMES} more"

@@ -62,6 +62,8 @@ class FakeRun(experience_grpc.ExperienceServiceServicer):
         self.leases: dict[str, str] = {}  # the newest of each task
         self.gone: set[str] = set()
         self.refusal = ""
+        self.renewed: list[experience.RenewTasksRequest] = []
+        self.agents: list[str] = []  # incarnation in each call for tasks
         self.refuses_all = False  # takes no trajectory for now
         self.joined: list[experience.JoinGroupRequest] = []
         self.on_lease: Callable[[float], Any] | None = None  # awaited with the wait before each lease
@@ -87,6 +89,8 @@ class FakeRun(experience_grpc.ExperienceServiceServicer):
         return task
 
     async def LeaseTasks(self, request: experience.LeaseTasksRequest, context: Any) -> experience.LeaseTasksResponse:
+        assert self.renewed, "a task that is leased before would be returned as one that the gateway has lost"
+        self.agents.append(request.agent_incarnation)
         if self.on_lease is not None and not await self.on_lease(request.wait.ToNanoseconds() / 1e9):
             return experience.LeaseTasksResponse()
         return experience.LeaseTasksResponse(tasks=[self._task(self.tasks.pop(0))] if self.tasks else [])
@@ -96,6 +100,7 @@ class FakeRun(experience_grpc.ExperienceServiceServicer):
         return experience.JoinGroupResponse(task=self._task(f"own-{request.attempt_id}"))
 
     async def RenewTasks(self, request: experience.RenewTasksRequest, context: Any) -> experience.RenewTasksResponse:
+        self.renewed.append(request)
         leases = zip(request.task_ids, request.leases, strict=True)
         gone = [task for task, lease in leases if task in self.gone or lease != self.leases.get(task, "")]
         response = experience.RenewTasksResponse(gone_task_ids=gone)
@@ -157,6 +162,8 @@ class Gateway:
             peer="coordinator",
             on_delivered=self.core.on_delivered,
             on_gone=self.core.on_gone,
+            gateway="gateway-0",
+            sessions=self.core.task_sessions,
         )
         await self.core.start()
         self.engines.set_members({"rollout-0": self.engine.target})
@@ -356,11 +363,30 @@ async def test_a_session_key_is_stored_as_digest_and_allows_its_session_alone(ga
         gateway.core.check_key(key + "x", "Generate")
 
 
-async def test_an_abandoned_session_releases_its_task(gateway: Gateway) -> None:
+@pytest.mark.parametrize(("reason", "again"), [("TOOL_BROKE", False), ("ENVIRONMENT_DIED", True)])
+async def test_an_abandoned_session_releases_its_task(gateway: Gateway, reason: str, again: bool) -> None:
     await gateway.open()
-    assert (await gateway.close(abandon_reason="TOOL_BROKE")).state == ABANDONED
-    assert gateway.run.released == [("t0", "TOOL_BROKE", False)]
+    assert (await gateway.close(abandon_reason=reason)).state == ABANDONED
+    assert gateway.run.released == [("t0", reason, again)]
     assert gateway.run.stored == {}
+
+
+async def test_a_gateway_that_begins_names_its_tasks_before_it_takes_others(gateway: Gateway) -> None:
+    first = gateway.run.renewed[0]
+    assert (first.gateway, first.all, list(first.task_ids)) == ("gateway-0", True, []), "it has none"
+    await gateway.open()
+    await gateway.turn([pb.Message(role="user", content="3 * 4 =")])
+    await gateway.stop()
+    gateway.run.renewed.clear()
+    gateway.run.agents.clear()
+    await gateway.start()
+    await gateway.call("NextTask", pb.NextTaskRequest(incarnation="a" * 32))
+    first = gateway.run.renewed[0]
+    assert (first.gateway, first.all, list(first.task_ids)) == ("gateway-0", True, ["t0"])
+    (session,) = first.sessions
+    assert (session.session_id, session.turn_count) == ("s", 1)
+    assert session.HasField("idle") and 590 < session.expires_in.seconds <= 600
+    assert gateway.run.agents == ["a" * 32]
 
 
 async def test_an_idle_session_expires_and_its_task_is_leased_again(gateway: Gateway) -> None:

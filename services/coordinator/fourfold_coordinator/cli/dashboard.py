@@ -35,7 +35,7 @@ _log = logging.getLogger("fourfold.dashboard")
 _BLOCKS: Final = "".join(chr(0x2581 + i) for i in range(8))
 _ASCII_BLOCKS: Final = "_.-=+*%#"
 _NOTES: Final = 5
-_REMINDER_SECONDS: Final = 60.0  # between two lines about one wait
+_REMINDER_SECONDS: Final = 30.0  # between two lines about one wait
 _RECOVERIES: Final = 2
 _LAG_CHANGE_STEPS: Final = 50  # so long, a change of the lag limit is shown
 _NOTE: Final = "an old note"

@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.config.agents import GatewayConfig
+from fourfold.errors import InvalidInput
 from fourfold_rollout.gateway.generation import MAX_SAMPLES
 from fourfold_rollout.gateway.http.server import serve_http
 from tests.contract.test_gateway import Gateway, running_gateway
@@ -22,6 +24,23 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "3 * 4 ="}]}
 async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     async with running_gateway(tmp_path) as gateway:
         yield gateway
+
+
+async def test_a_prompt_that_cannot_fit_the_context_is_refused_by_its_size(gateway: Gateway) -> None:
+    large = "\u00e9" * (1 << 16)
+    chat = pb.Chat(messages=[pb.Message(role="user", content=large)])
+    for name, request in (
+        ("Tokenize", pb.TokenizeRequest(text=large)),
+        ("ApplyChatTemplate", pb.ApplyChatTemplateRequest(chat=chat)),
+    ):
+        with pytest.raises(InvalidInput, match=r"has 131\d+ bytes, and at most 65536 are encoded for a context of 64"):
+            await gateway.call(name, request)
+    short = pb.Chat(messages=[pb.Message(role="user", content="2+2?")] * 65)
+    ids = pb.TokenIds(ids=[1] * 64)
+    for asked in (pb.GenerateRequest(text=large), pb.GenerateRequest(chat=short), pb.GenerateRequest(token_ids=ids)):
+        with pytest.raises(InvalidInput) as caught:
+            await gateway.generate(asked)
+        assert caught.value.reason == "CONTEXT_LENGTH"
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ class FakeAgentApi:
     tool_calls: tuple[tuple[str, str], ...] = ()  # name and arguments
     reasoning: str = ""
     separates_reasoning: bool = False
+    max_context_tokens: int = 0
     error: FourfoldError | None = None
     error_after: int = 0  # chunks before the error
     hang_after: int | None = None  # chunks, after which no further one comes
@@ -49,7 +50,9 @@ class FakeAgentApi:
         return nullcontext()
 
     async def get_info(self, caller: Caller) -> pb.GetInfoResponse:
-        return pb.GetInfoResponse(model="toy", separates_reasoning=self.separates_reasoning)
+        return pb.GetInfoResponse(
+            model="toy", separates_reasoning=self.separates_reasoning, max_context_tokens=self.max_context_tokens
+        )
 
     async def get_quota(self, caller: Caller) -> pb.GetQuotaResponse:
         return pb.GetQuotaResponse(max_open_sessions=7, max_calls_per_second=2.5)

@@ -233,7 +233,9 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """At most 8 MiB, and on a public port what a request of 1 MiB has room for; may be empty."""
+    """At most 16 bytes for each token of max_context_tokens, or 64 KiB if that is more, and on a public port what a
+    request of 1 MiB has room for; may be empty.
+    """
     add_special_tokens: _builtins.bool
     """Add the tokenizer's special tokens, such as a begin token."""
     def __init__(

@@ -18,6 +18,7 @@ from fourfold.arrays import VersionSpan
 from fourfold.errors import InvalidInput
 from fourfold.model.tokenizer import Tokenizer
 from fourfold_rollout.gateway.conversation import ChatTemplate, Conversation
+from fourfold_rollout.gateway.encoding import PromptLimits
 from fourfold_rollout.gateway.trajectory import Limits, SampledTokens, Sampling, Segment, Trajectory, TurnTokens
 from tests.support.chat_templates import FAMILIES, SPECIAL, SPECIAL_MISTRAL, family_tokenizer
 
@@ -31,9 +32,9 @@ SMOLLM2 = "smollm2"
 @cache
 def template_of(family: str) -> ChatTemplate:
     if family == SMOLLM2:
-        return ChatTemplate(Tokenizer.load("builtin:smollm2-135m-instruct"))
+        return ChatTemplate(Tokenizer.load("builtin:smollm2-135m-instruct"), PromptLimits(1 << 20))
     with tempfile.TemporaryDirectory() as folder:
-        return ChatTemplate(family_tokenizer(Path(folder), family))
+        return ChatTemplate(family_tokenizer(Path(folder), family), PromptLimits(1 << 20))
 
 
 class Driver:

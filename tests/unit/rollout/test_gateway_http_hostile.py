@@ -109,6 +109,13 @@ async def test_a_giant_body_is_refused(headers: tuple[str, ...]) -> None:
             assert (await exchange(server, post(b" " * (3 << 20))))[0] == 413
 
 
+async def test_a_body_whose_prompt_cannot_fit_the_context_is_not_read() -> None:
+    async with served(api=FakeAgentApi(max_context_tokens=4608), max_body_mib=8) as server:
+        status, answer = await exchange(server, post(b"", length=7 << 20))
+        assert (status, "at most 884736 are allowed: shorten the prompt" in answer) == (413, True)
+        assert (await exchange(server, post(GOOD + b" " * 800_000, "connection: close")))[0] == 200
+
+
 async def test_chunked_compressed_and_foreign_bodies_are_refused() -> None:
     async with served() as server:
         head = b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -27,6 +27,7 @@ from fourfold.arrays import Int32Array
 from fourfold.errors import InvalidInput
 from fourfold.model.tokenizer import Tokenizer
 
+from .encoding import PromptLimits
 from .trajectory import Trajectory, Turn
 
 _ANSWER: Final = "4F6rAnswer"  # stands for a reply in a rendering, to find what follows it
@@ -77,8 +78,8 @@ class ChatPrompt:
 class ChatTemplate:
     """The chat template of a model, for messages of the contract. Any thread may use it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, limits: PromptLimits) -> None:
+        self.tokenizer, self._limits = tokenizer, limits
         self._ending: str | None = None  # what follows a reply; None: not known yet
 
     def encode(self, chat: pb.Chat) -> tuple[str, list[int]]:
@@ -86,11 +87,11 @@ class ChatTemplate:
 
         Raises:
             ConfigError: the model has no chat template.
-            InvalidInput: there is no message, or the template refuses the messages or the tools.
+            InvalidInput: there is no message, the text is too large, or the template refuses the messages or the tools.
         """
         _check_messages(chat)
         text = self.render([self.entry(message) for message in chat.messages], self.tools(chat.tools))
-        return self.tokenizer.unescape(text), self.tokenizer.encode(text)
+        return self.tokenizer.unescape(text), self.encode_text(text)
 
     def entry(self, message: pb.Message) -> _Entry:
         escape = self.tokenizer.escape
@@ -195,9 +196,14 @@ class ChatTemplate:
         if stop and stripped.startswith(stop):
             # The policy sampled the end of its turn itself. Encoded with the text, this token decides, as in a whole
             # prompt, how the text after it is split.
-            ids = self.tokenizer.encode(stripped)
+            ids = self.encode_text(stripped)
             if ids[:1] == [last_id]:
                 return ids[1:]
+        return self.encode_text(text)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a rendered text; raise InvalidInput when it is too large for the context."""
+        self._limits.check_text(text)
         return self.tokenizer.encode(text)
 
     def _end_of_reply(self) -> str | None:
@@ -246,7 +252,7 @@ class Conversation:
 
         Raises:
             ConfigError: the model has no chat template.
-            InvalidInput: there is no message, or the template refuses the messages or the tools.
+            InvalidInput: there is no message, the text is too large, or the template refuses the messages or the tools.
         """
         _check_messages(chat)
         entries = self._entries(chat.messages)
@@ -270,7 +276,7 @@ class Conversation:
                     base=index,
                     base_count=count,
                 )
-        ids = self._template.tokenizer.encode(self._template.render(entries, rendered_tools))
+        ids = self._template.encode_text(self._template.render(entries, rendered_tools))
         return ChatPrompt(
             token_ids=np.array(ids, np.int32),
             thread=_Thread(entries=entries, replies=(), tools=tools),

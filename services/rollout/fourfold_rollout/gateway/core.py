@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
@@ -39,15 +40,15 @@ from fourfold.security.tokens import check_token
 from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.conversation import ChatTemplate
 from fourfold_rollout.gateway.coordinator_link import FIRST_RENEWAL_SECONDS, MAX_TRAJECTORY_BYTES, CoordinatorLink
+from fourfold_rollout.gateway.encoding import PromptEncoder, PromptLimits, to_the_end
 from fourfold_rollout.gateway.engines import EnginePool
-from fourfold_rollout.gateway.generation import Generator, to_the_end
+from fourfold_rollout.gateway.generation import Generator
 from fourfold_rollout.gateway.sessions import KEY_PREFIX, Session, Sessions, owner_of
 from fourfold_rollout.gateway.store import SessionStore
 from fourfold_rollout.gateway.trajectory import TOO_LARGE, Limits
 
 _log = logging.getLogger("fourfold.gateway.core")
 
-_MAX_TEXT_BYTES: Final = 8 << 20
 _MAX_JSON_BYTES: Final = 64 << 10
 _IDLE_SECONDS: Final = (1.0, 600.0, 3600.0)  # least, default, most
 _WAIT_SECONDS: Final = (10.0, 60.0)  # default, most
@@ -85,7 +86,8 @@ class GatewayCore:
     ) -> None:
         self._config, self._tokenizer, self._engines = config, tokenizer, engines
         self._quotas, self._security = quotas, security
-        self._template = ChatTemplate(tokenizer)
+        limits = PromptLimits(config.model.max_context_tokens)
+        self._template, self._encoder = ChatTemplate(tokenizer, limits), PromptEncoder(limits, quotas)
         self.sessions = Sessions(
             store,
             self._template,
@@ -97,6 +99,7 @@ class GatewayCore:
             engines=engines,
             tokenizer=tokenizer,
             template=self._template,
+            encoder=self._encoder,
             store=store,
             quotas=quotas,
             max_context_tokens=config.model.max_context_tokens,
@@ -226,10 +229,8 @@ class GatewayCore:
     # -- text ---------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, caller: Caller, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        if (size := len(request.text.encode())) > _MAX_TEXT_BYTES:
-            raise InvalidInput(f"the text has {size} bytes; at most {_MAX_TEXT_BYTES} are allowed: send it in parts")
-        encode = self._tokenizer.encode
-        ids = await asyncio.to_thread(encode, request.text, add_special=request.add_special_tokens)
+        encode = partial(self._tokenizer.encode, request.text, add_special=request.add_special_tokens)
+        ids = await self._encoder.run(caller.principal, request.text, encode)
         return pb.TokenizeResponse(token_ids=ids)
 
     async def detokenize(self, caller: Caller, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
@@ -248,7 +249,8 @@ class GatewayCore:
     async def apply_chat_template(
         self, caller: Caller, request: pb.ApplyChatTemplateRequest
     ) -> pb.ApplyChatTemplateResponse:
-        text, ids = await asyncio.to_thread(self._template.encode, request.chat)
+        encode = partial(self._template.encode, request.chat)
+        text, ids = await self._encoder.run(caller.principal, request.chat, encode)
         return pb.ApplyChatTemplateResponse(text=text, token_ids=ids)
 
     # -- tasks and sessions -------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import itertools
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import numpy as np
 
@@ -28,15 +28,15 @@ from fourfold.rpc.limits import Quotas
 from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.completion import Completion
 from fourfold_rollout.gateway.conversation import ChatPrompt, ChatTemplate
+from fourfold_rollout.gateway.encoding import PromptEncoder, to_the_end
 from fourfold_rollout.gateway.engines import EnginePool
 from fourfold_rollout.gateway.grammars import engine_grammar, tools_json
 from fourfold_rollout.gateway.sessions import Session
 from fourfold_rollout.gateway.store import SessionStore, StoredTurn
-from fourfold_rollout.gateway.trajectory import PendingTurn, Sampling, Turn
+from fourfold_rollout.gateway.trajectory import CONTEXT_LENGTH, PendingTurn, Sampling, Turn
 from fourfold_rollout.gateway.turns import TurnRequest, TurnSampler
 
 _log = logging.getLogger("fourfold.gateway.generation")
-T = TypeVar("T")
 
 MAX_SAMPLES: Final = 256
 _MAX_STOPS: Final = 16
@@ -46,7 +46,6 @@ _MAX_SEED: Final = 1 << 53
 _MAX_FLUSH_SECONDS: Final = 10.0
 _STOP_FLUSH_SECONDS: Final = 0.05  # a stop string is found this late, and the tokens after it are lost work
 _PARSE_SECONDS: Final = 10.0
-_LARGE_PROMPT_BYTES: Final = 1 << 15  # rendered and encoded in a thread
 
 
 @dataclass(slots=True)
@@ -74,13 +73,14 @@ class Generator:
         engines: EnginePool,
         tokenizer: Tokenizer,
         template: ChatTemplate,
+        encoder: PromptEncoder,
         store: SessionStore,
         quotas: Quotas,
         max_context_tokens: int,
         run_info: Callable[[], experience.GetRunInfoResponse],
     ) -> None:
         self._engines, self._tokenizer, self._template = engines, tokenizer, template
-        self._store, self._quotas, self._run_info = store, quotas, run_info
+        self._encoder, self._store, self._quotas, self._run_info = encoder, store, quotas, run_info
         self._max_context_tokens = max_context_tokens
         self._sampler = TurnSampler(engines, stop_token_ids=tokenizer.stop_token_ids)
         self.turns = 0  # finished
@@ -91,7 +91,7 @@ class Generator:
     ) -> AsyncGenerator[pb.TurnChunk, None]:
         """Sample one turn; see `AgentApi.generate`."""
         if session is None:
-            plan = await self._plan(request, None)
+            plan = await self._plan(caller, request, None)
             with self._quotas.tokens(caller.principal, self._cost(plan)):
                 async with aclosing(self._chunks(plan, timeout, {})) as chunks:
                     async for chunk in chunks:
@@ -116,7 +116,7 @@ class Generator:
                         yield chunk
                     return
                 own = session.running[request.request_id] = asyncio.Event()
-            plan = await self._plan(request, session)
+            plan = await self._plan(caller, request, session)
             with self._quotas.tokens(caller.principal, self._cost(plan)):
                 async with aclosing(self._sample_in_session(session, plan, digest, timeout)) as chunks:
                     async for chunk in chunks:
@@ -130,14 +130,12 @@ class Generator:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def _plan(self, request: pb.GenerateRequest, session: Session | None) -> _Plan:
-        ids, chat = await self._prompt(request, session)
-        room = min(self._max_context_tokens, self._engines.max_context_tokens() or self._max_context_tokens) - len(ids)
-        if not len(ids) or room < 1:
-            raise InvalidInput(
-                f"the prompt has {len(ids)} tokens; it must have 1 to {room + len(ids) - 1}: shorten the history",
-                reason="CONTEXT_LENGTH",
-            )
+    async def _plan(self, caller: Caller, request: pb.GenerateRequest, session: Session | None) -> _Plan:
+        most = min(self._max_context_tokens, self._engines.max_context_tokens() or self._max_context_tokens) - 1
+        _check_length(len(request.token_ids.ids), most, least=0)  # a conversion of very many takes long
+        ids, chat = await self._prompt(caller, request, session)
+        _check_length(len(ids), most)
+        room = most + 1 - len(ids)
         if int(ids.view(np.uint32).max()) >= self._engines.vocabulary_size:
             raise InvalidInput(f"a token id is outside the vocabulary [0, {self._engines.vocabulary_size})")
         count = request.sample_count if request.HasField("sample_count") else 1
@@ -158,24 +156,25 @@ class Generator:
         return _Plan(request, session, ids, chat, turn, sampling)
 
     async def _prompt(
-        self, request: pb.GenerateRequest, session: Session | None
+        self, caller: Caller, request: pb.GenerateRequest, session: Session | None
     ) -> tuple[Int32Array, ChatPrompt | None]:
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             return np.array(request.token_ids.ids, np.int32), None
-        large = request.ByteSize() > _LARGE_PROMPT_BYTES
-        if kind == "text":
-            encode = partial(self._tokenizer.encode, request.text, add_special=True)
-            return np.array(await asyncio.to_thread(encode) if large else encode(), np.int32), None
         if kind is None:
             raise InvalidInput("the request has no prompt; set token_ids, chat or text")
-        if session is None:
-            work = self._template.encode
-            _, ids = await asyncio.to_thread(work, request.chat) if large else work(request.chat)
-            return np.array(ids, np.int32), None
-        make = session.conversation.make_prompt
-        prompt = await asyncio.to_thread(make, request.chat) if large else make(request.chat)
-        return prompt.token_ids, prompt
+        if kind == "chat" and session is not None:
+            make = partial(session.conversation.make_prompt, request.chat)
+            prompt = await self._encoder.run(caller.principal, request.chat, make)
+            return prompt.token_ids, prompt
+        if kind == "chat":
+            _, ids = await self._encoder.run(
+                caller.principal, request.chat, partial(self._template.encode, request.chat)
+            )
+        else:
+            encode = partial(self._tokenizer.encode, request.text, add_special=True)
+            ids = await self._encoder.run(caller.principal, request.text, encode)
+        return np.array(ids, np.int32), None
 
     def _params(self, request: pb.GenerateRequest, room: int, *, training: bool) -> rollout.SamplingParams:
         asked = request.sampling_params
@@ -368,21 +367,6 @@ class Generator:
         return chunks
 
 
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`. When this call is cancelled, because its agent has left, it ends only after `work`.
-
-    Otherwise the session could close, or the same request could come again, before its turn is stored.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # asyncio logs an exception that no code retrieves
-        raise
-
-
 def _stored_turns(session: Session, request: pb.GenerateRequest, digest: bytes) -> list[Turn]:
     """Return the turns of an earlier call with this request_id; raise when that call differed."""
     turns = [turn for turn in session.trajectory.turns if turn.request_id == request.request_id]
@@ -400,6 +384,14 @@ def _digest(request: pb.GenerateRequest) -> bytes:
     same.CopyFrom(request)
     same.ClearField("flush_interval")
     return hashlib.sha256(same.SerializeToString(deterministic=True)).digest()
+
+
+def _check_length(count: int, most: int, *, least: int = 1) -> None:
+    """Raise InvalidInput unless a prompt has tokens, and leaves room for one in the context."""
+    if not least <= count <= most:
+        raise InvalidInput(
+            f"the prompt has {count} tokens; it must have 1 to {most}: shorten the history", reason=CONTEXT_LENGTH
+        )
 
 
 def _check(what: str, value: float, low: float, high: float) -> None:

@@ -20,6 +20,7 @@ from fourfold.text import clean
 from fourfold.tracing.propagation import TRACEPARENT, incoming
 from fourfold.tracing.spans import Spans
 from fourfold_rollout.gateway.api import AgentApi, Caller
+from fourfold_rollout.gateway.encoding import PromptLimits
 from fourfold_rollout.gateway.http import agent_calls, chat, completions, messages, responses
 from fourfold_rollout.gateway.http.errors import (
     Dialect,
@@ -83,13 +84,18 @@ class GatewayApp:
             body_seconds: longest time in which a body must arrive.
         """
         self._api = api
-        self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
+        self._most_bytes, self._body_seconds = max_body_bytes, body_seconds
         self._texts = TokenTexts(api)
         self._info: pb.GetInfoResponse | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         await _Exchange(self, scope, receive, send).run()
+
+    async def max_body_bytes(self, caller: Caller) -> int:
+        """Return the bytes of the largest body: prompts of more cannot fit the context."""
+        context = (await self.info(caller)).max_context_tokens
+        return min(self._most_bytes, PromptLimits(context).body_bytes) if context else self._most_bytes
 
     async def info(self, caller: Caller) -> pb.GetInfoResponse:
         """Return the description of the model, which never changes."""
@@ -141,7 +147,7 @@ class _Exchange:
             await self._serve_admitted(task, route, caller, session_id or caller.session_id)
 
     async def _serve_admitted(self, task: asyncio.Task[Any], route: _Route, caller: Caller, session_id: str) -> None:
-        body = parse_json(await self._body()) if route.verb == "POST" else {}
+        body = parse_json(await self._body(await self._app.max_body_bytes(caller))) if route.verb == "POST" else {}
         self._answering = self._body_read
         watcher = asyncio.ensure_future(self._receive())  # the body is read: it returns when the client disconnects
         watcher.add_done_callback(lambda _: self._disconnected(task))
@@ -187,8 +193,8 @@ class _Exchange:
             key = self._headers.get(b"x-api-key", b"").decode("latin-1")
         return key.strip()
 
-    async def _body(self) -> bytes:
-        """Return the body.
+    async def _body(self, limit: int) -> bytes:
+        """Return the body, of at most `limit` bytes.
 
         Raises:
             RequestError: it is not JSON by its type, too large, too slow, or has no length.
@@ -201,10 +207,9 @@ class _Exchange:
             raise RequestError("the body has no length; send content-length, and no chunks", status=411)
         if self._headers.get(b"content-encoding", b"identity") != b"identity":
             raise RequestError("the body is compressed; send plain JSON", status=415)
-        limit = self._app._max_body_bytes
         length = int(self._headers.get(b"content-length", b"0"))
         if length > limit and (length > _DRAIN_FACTOR * limit or b"expect" in self._headers):
-            raise self._too_large(length)
+            raise _too_large(length, limit)
         try:
             async with asyncio.timeout(self._app._body_seconds):
                 body = await self._read(limit)
@@ -212,13 +217,9 @@ class _Exchange:
             seconds = self._app._body_seconds
             raise RequestError(f"the body did not arrive within {seconds:g} s; send it faster", status=408) from None
         if length > limit:
-            raise self._too_large(length)
+            raise _too_large(length, limit)
         self._body_read = True
         return body
-
-    def _too_large(self, length: int) -> RequestError:
-        limit = self._app._max_body_bytes
-        return RequestError(f"the body has {length} bytes, at most {limit} are allowed; send less", status=413)
 
     async def _read(self, limit: int) -> bytes:
         """Read the body to its end, and keep at most `limit` bytes."""
@@ -302,6 +303,12 @@ class _Exchange:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _too_large(length: int, limit: int) -> RequestError:
+    return RequestError(
+        f"the body has {length} bytes; for this model at most {limit} are allowed: shorten the prompt", status=413
+    )
 
 
 async def _count_tokens(api: AgentApi, caller: Caller, body: dict[str, Any]) -> dict[str, Any]:

@@ -42,8 +42,16 @@ class DataSettings(BenchmarkSettings):
 class Bytes:
     """A tokenizer with one token per byte."""
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], /) -> str:
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], /, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         return "\n".join(str(message["content"]) for message in messages)
+
+    def escape(self, value: Any, /) -> Any:
+        return value
+
+    def unescape(self, text: str, /) -> str:
+        return text
 
     def encode(self, text: str, /, *, add_special: bool = False) -> list[int]:
         return list(text.encode())

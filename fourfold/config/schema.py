@@ -84,6 +84,12 @@ class DataConfig(Table):
     scorers_field: str = ""
     """Column with the names of the scorers of a row, a text or a list; rows without it have those whose `where` fits.
     Empty: there is none."""
+    answer_from_messages: bool = False
+    """Take a last message of the assistant out of the prompt; it is the reference answer of a row without one in
+    `answer_field`. false: such rows are refused."""
+    tools_field: str = "tools"
+    """Column with the tools of a row, for the chat template, which the data need not have: a list as in OpenAI's chat
+    completions, or one as JSON text. Empty: there is none."""
     chat: bool = True
     """Apply the tokenizer's chat template. false: the text is the whole prompt."""
     system_prompt: str = ""

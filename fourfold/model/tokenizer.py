@@ -34,6 +34,8 @@ MARK: Final = "\udcff"
 
 _DEFAULT_TEMPLATE: Final = "default"
 _TOOL_TEMPLATE: Final = "tool_use"  # name of the template for conversations with tools, if a model has several
+# Templates of DeepSeek find a message with tool calls by its null content, as OpenAI's API returns it.
+_NULL_CONTENT: Final = re.compile(r"""\bcontent['")\]]* (?:is (?:not )?|[!=]= )none\b""", re.IGNORECASE)
 
 
 def tokenizer_sha256(folder: Path) -> bytes:
@@ -83,6 +85,7 @@ class Tokenizer:
     _folder: Path
     _tokenizer: tokenizers.Tokenizer
     _templates: Mapping[str, jinja2.Template]  # by name
+    _reads_null_content: bool  # whether a template compares the content of a message with null
     _special: Mapping[str, str]
     _token_bytes: TokenBytes | None  # of byte-level tokenizers
     _added: Mapping[int, str]  # texts of the added tokens: special tokens, and others that are never split
@@ -115,13 +118,15 @@ class Tokenizer:
         tokenizer.no_truncation()
         special = special_tokens(folder)
         added = tokenizer.get_added_tokens_decoder()
+        templates = _used_templates(folder)
         return Tokenizer(
             sha256=tokenizer_sha256(folder),
             stop_token_ids=_stop_token_ids(folder, tokenizer, special),
             vocabulary_size=_vocabulary_size(folder, tokenizer),
             _folder=folder,
             _tokenizer=tokenizer,
-            _templates={name: _compile(text, folder) for name, text in _used_templates(folder).items()},
+            _templates={name: _compile(text, folder) for name, text in templates.items()},
+            _reads_null_content=any(_NULL_CONTENT.search(text) for text in templates.values()),
             _special=special,
             _token_bytes=TokenBytes(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None,
             _added={token_id: token.content for token_id, token in added.items()},
@@ -167,16 +172,21 @@ class Tokenizer:
             )
         import jinja2
 
+        messages = [_with_null_content(m) for m in messages] if self._reads_null_content else messages
+        values: dict[str, Any] = {
+            **self._special,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools or None,
+            "documents": None,
+        }
         try:
-            return template.render(
-                {
-                    **self._special,
-                    "messages": messages,
-                    "add_generation_prompt": add_generation_prompt,
-                    "tools": tools or None,
-                    "documents": None,
-                }
-            )
+            try:
+                return template.render(values)
+            except TypeError:  # DeepSeek's templates append the arguments of a call to text
+                if not any(m.get("tool_calls") for m in messages):
+                    raise
+                return template.render({**values, "messages": [_with_argument_texts(m) for m in messages]})
         # A template is a program of others over data of others: it may fail in any of these ways.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             roles = [m.get("role") for m in messages]
@@ -304,6 +314,20 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
+
+
+def _with_null_content(message: Message) -> Message:
+    return {**message, "content": None} if message.get("tool_calls") and not message.get("content") else message
+
+
+def _with_argument_texts(message: Message) -> Message:
+    """Return a message whose tool calls have their arguments as JSON text."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else _tojson(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _is_control(token: tokenizers.AddedToken) -> bool:

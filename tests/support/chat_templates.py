@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -122,6 +123,12 @@ FAMILIES: Final = {
 def family_tokenizer(folder: Path, family: str) -> Tokenizer:
     """Write a model folder with the template of a family, and return its tokenizer."""
     template, end = FAMILIES[family]
+    write_tokenizer(folder, template, {"eos_token": end})
+    return Tokenizer.load(folder)
+
+
+def write_tokenizer(folder: Path, template: str, config: Mapping[str, str]) -> None:
+    """Write a byte-level tokenizer with the special tokens of all families."""
     vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for merge in MERGES:
         vocabulary[merge.replace(" ", "")] = len(vocabulary)
@@ -132,5 +139,4 @@ def family_tokenizer(folder: Path, family: str) -> Tokenizer:
     library.add_tokens([AddedToken(text, special=False) for text in ADDED])
     library.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-    return Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from fourfold import config as configuration
 from fourfold.config import Config, DataSourceConfig
 from fourfold.errors import ConfigError
+from fourfold.model.tokenizer import Tokenizer
 from fourfold.seeds import derive_seed
 from fourfold_coordinator.data.prompts import Prompt, PromptSet, load_prompts
 from fourfold_coordinator.data.sources import read_rows
 from tests.fakes.toy import make_config
+from tests.support.chat_templates import write_tokenizer
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
 ROWS = [{"question": f"{a} * {b} =", "answer": str(a * b), "difficulty": a} for a in range(3) for b in range(3)]
@@ -31,8 +33,17 @@ ROWS = [{"question": f"{a} * {b} =", "answer": str(a * b), "difficulty": a} for 
 class Letters:
     """A tokenizer: one token a character; plain text may get a begin token, 1."""
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], /) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], /, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        offered = "".join(f"<tool>{tool['function']['name']}" for tool in tools or ())
+        return offered + "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    def escape(self, value: Any, /) -> Any:
+        return value
+
+    def unescape(self, text: str, /) -> str:
+        return text
 
     def encode(self, text: str, /, *, add_special: bool = False) -> list[int]:
         return ([1] if add_special else []) + [ord(c) for c in text]
@@ -109,12 +120,78 @@ def test_prompts_themselves_are_held_out_without_a_field(tmp_path: Path, load: C
 
 
 def test_chat_messages_and_a_system_prompt(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"from": "human", "value": "x"},
+    ]
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "plain"}, {"question": messages}])
     plain, chat = load(path, system_prompt="Be brief.").train
     assert plain.text == "<system>Be brief.<user>plain<assistant>"
-    assert chat.text == "<user>hi<assistant>ho<assistant>"
+    assert chat.text == "<user>hi<assistant>ho<user>x<assistant>"
     assert plain.answer == ""
+    assert json.loads(chat.messages_json) == [*messages[:2], {"role": "user", "content": "x"}]
+
+
+def test_a_last_message_of_the_assistant_is_refused_or_the_answer(
+    tmp_path: Path, load: Callable[..., PromptSet]
+) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rows = [{"question": messages[:1], "answer": "a"}, {"question": messages}, {"question": messages, "answer": "b"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(
+        ConfigError, match=r"a.jsonl, row 1: the last message is the assistant's, .*answer_from_messages"
+    ):
+        load(path)
+    prompts = load(path, answer_from_messages=True).train
+    assert [(p.text, p.answer) for p in prompts] == [("<user>hi<assistant>", answer) for answer in ("a", "ho", "b")]
+    assert json.loads(prompts[1].messages_json) == messages[:1]
+    for odd in (messages[1:], [*messages, messages[1]]):
+        write_jsonl(path, [{"question": odd}])
+        with pytest.raises(ConfigError, match=r"a.jsonl, row 0: no message of another role stands before the assis"):
+            load(path, answer_from_messages=True)
+
+
+def test_a_row_may_have_tools(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    tool = {"name": "sum", "description": None, "parameters": {"type": "object"}}
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "a", "tools": json.dumps([tool])}, {"question": "b"}])
+    first, second = load(path).train
+    assert (first.text, second.text) == ("<tool>sum<user>a<assistant>", "<user>b<assistant>")
+    write_jsonl(path, [{"question": "a", "tools": "a hammer"}])
+    words = r"a.jsonl, row 0: data.tools_field = 'tools': a tool is 'a hammer'; it has .*if the data have no tools"
+    with pytest.raises(ConfigError, match=words):
+        load(path)
+    (prompt,) = load(path, tools_field="").train
+    assert json.loads(prompt.metadata_json) == {"tools": "a hammer"}
+
+
+def test_rows_of_parquet_are_rendered_without_the_members_of_other_rows(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role ~ ':' ~ m.content }}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}"
+    )
+    template += "{{ m.tool_calls[0].function.arguments.items() | list }}{% endif %};{% endfor %}"
+    write_tokenizer(tmp_path, template, {})
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": null}'}}
+    rows: list[dict[str, Any]] = [
+        {"question": [{"role": "user", "content": "2<|eot|>"}]},
+        {
+            "question": [
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "content": "4", "tool_call_id": "c"},
+            ]
+        },
+    ]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    config = make_config(
+        tmp_path, data={"train": {"path": str(path)}, "holdout": None}, model={"max_context_tokens": 250}
+    )
+    tokenizer = Tokenizer.load(tmp_path)
+    first, second = load_prompts(config, tokenizer).train
+    assert (first.text, second.text) == ("user:2<|eot|>;", "assistant:1[('x', None)];tool:4;")
+    assert first.token_ids.tolist() == [token for part in ("user:2<", "|eot|>;") for token in tokenizer.encode(part)]
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no tools') if messages | length > 1 }}x")
+    with pytest.raises(ConfigError, match=r"a.parquet, row 1: the chat template refuses .*'tool'\]: no tools; change"):
+        load_prompts(config, Tokenizer.load(tmp_path))
 
 
 def test_plain_text_is_sent_as_it_is(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
@@ -182,7 +259,14 @@ def test_a_path_to_no_answer_is_named(tmp_path: Path, load: Callable[..., Prompt
         ("[1]\n", r"a.jsonl:1: a list; each line is one JSON object"),
         ('{"prompt": "a"}\n', r"row 0: no column 'question'; it has prompt; set data.prompt_field"),
         ('{"question": 3}\n', r"row 0: a prompt is a text, or a list of messages"),
-        ('{"question": [{"role": "user"}]}\n', r"row 0: a prompt is a text, or a list of messages"),
+        (
+            '{"question": [{"role": "user"}]}\n',
+            r"a.jsonl, row 0: message 0 has the content None; the `content` of a mess",
+        ),
+        (
+            '{"question": [{"role": "bot", "content": ""}]}\n',
+            r"a.jsonl, row 0: message 0 has the role 'bot'; a role is",
+        ),
         ("", r"no prompt is left: it is empty"),
     ],
 )

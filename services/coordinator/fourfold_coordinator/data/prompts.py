@@ -23,7 +23,8 @@ import numpy as np
 
 from fourfold.arrays import Int32Array
 from fourfold.config import Config, DataConfig, DataSourceConfig, EvalSet, HoldoutConfig, block_counts, parse_template
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, InvalidInput
+from fourfold.model.chat import read_messages, read_tools
 from fourfold.seeds import derive_seed
 from fourfold.text import choices, clean
 
@@ -41,7 +42,13 @@ SOURCE_FIELD: Final = "data_source"
 class PromptTokenizer(Protocol):
     """The methods of `fourfold.model.tokenizer.Tokenizer` that are used here."""
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], /) -> str: ...
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], /, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str: ...
+
+    def escape(self, value: Any, /) -> Any: ...
+
+    def unescape(self, text: str, /) -> str: ...
 
     def encode(self, text: str, /, *, add_special: bool = False) -> list[int]: ...
 
@@ -231,7 +238,10 @@ class _Loader:
         count = 0
         for row_number, row in enumerate(read_rows(self.source)):
             count += 1
-            prompt = self._make_prompt(first + row_number, row, f"{where}, row {row_number}")
+            try:
+                prompt = self._make_prompt(first + row_number, row, f"{where}, row {row_number}")
+            except RecursionError:
+                raise ConfigError(f"{where}, row {row_number}: is nested too deeply; flatten its columns") from None
             if len(prompt.token_ids) >= max_context:
                 self.too_long.append(row_number)
             elif self.lengths is not None and len(prompt.token_ids) not in self.lengths:
@@ -262,11 +272,21 @@ class _Loader:
         prompt_field = "" if source.template else source.prompt_field or data.prompt_field
         answer_field = source.answer_field or data.answer_field
         value = _fill_template(source.template, row, where) if source.template else _prompt_of(row, prompt_field, where)
+        answer = answer_of(row, answer_field, where)
         messages = chat_messages(value, data, where) if data.chat else None
-        text, ids = _tokenize(value, messages, data, self.tokenizer, where)
+        if messages and messages[-1]["role"] == "assistant":
+            said = _take_answer(messages, data, where)
+            answer = said if answer is None else answer
+        try:
+            tools = read_tools(row.get(data.tools_field)) if messages else []
+        except InvalidInput as error:
+            raise ConfigError(
+                f"{where}: data.tools_field = {data.tools_field!r}: {error.message}; correct the row, or set another "
+                f'column, or "" if the data have no tools'
+            ) from None
+        text, ids = _tokenize(value, messages, tools, data, self.tokenizer, where)
         if not ids:
             raise ConfigError(f"{where}: an empty prompt; remove the row")
-        answer = answer_of(row, answer_field, where)
         rest = _without_answer(row, answer_field)
         metadata = {k: v for k, v in rest.items() if k not in (prompt_field, "metadata")}
         nested = rest.get("metadata")
@@ -368,17 +388,40 @@ def chat_messages(value: Any, data: DataConfig, where: str) -> list[dict[str, An
     if isinstance(value, str):
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         return [*system, {"role": "user", "content": value}]
-    if not isinstance(value, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in value):
-        raise ConfigError(f"{where}: a prompt is a text, or a list of messages with `role` and `content`")
-    return value
+    try:
+        return read_messages(value)
+    except InvalidInput as error:
+        raise ConfigError(f"{where}: {error.message}") from None
+
+
+def _take_answer(messages: list[dict[str, Any]], data: DataConfig, where: str) -> str:
+    """Remove the last message, which is the assistant's, and return its text."""
+    if not data.answer_from_messages:
+        raise ConfigError(
+            f"{where}: the last message is the assistant's, and the policy would answer after an answer; set "
+            f"data.answer_from_messages = true to take it as the reference answer, or remove it"
+        )
+    said = str(messages.pop()["content"])
+    if not messages or messages[-1]["role"] == "assistant":
+        raise ConfigError(f"{where}: no message of another role stands before the assistant's last one; remove the row")
+    return said
 
 
 def _tokenize(
-    value: Any, messages: list[dict[str, Any]] | None, data: DataConfig, tokenizer: PromptTokenizer, where: str
+    value: Any,
+    messages: list[dict[str, Any]] | None,
+    tools: Sequence[Mapping[str, Any]],
+    data: DataConfig,
+    tokenizer: PromptTokenizer,
+    where: str,
 ) -> tuple[str, list[int]]:
+    """Return a prompt as text and as token ids. The texts of special tokens in messages and tools are plain text."""
     if messages is not None:
-        text = tokenizer.render_chat(messages)
-        return text, tokenizer.encode(text)
+        try:
+            rendered = tokenizer.render_chat(tokenizer.escape(messages), tools=tokenizer.escape(tools))
+        except InvalidInput as error:
+            raise ConfigError(f"{where}: {error.message}; change the row, or use another chat template") from None
+        return tokenizer.unescape(rendered), tokenizer.encode(rendered)
     if not isinstance(value, str):
         raise ConfigError(f"{where}: a {type(value).__name__} as prompt; data.chat = false needs a text")
     text = f"{data.system_prompt}\n\n{value}" if data.system_prompt else value

@@ -25,6 +25,7 @@ import numpy as np
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.arrays import Int32Array
 from fourfold.errors import InvalidInput
+from fourfold.model.chat import parse_arguments, template_message, template_tool
 from fourfold.model.tokenizer import Tokenizer
 
 from .encoding import PromptLimits
@@ -98,18 +99,14 @@ class ChatTemplate:
         calls = [
             (escape(call.name), escape(call.id), self._arguments(call.arguments_json)) for call in message.tool_calls
         ]
-        rendered: dict[str, Any] = {"role": escape(message.role), "content": escape(message.content)}
-        if message.name:
-            rendered["name"] = escape(message.name)
-        if message.tool_call_id:
-            rendered["tool_call_id"] = escape(message.tool_call_id)
-        if message.reasoning:
-            rendered["reasoning_content"] = escape(message.reasoning)
-        if calls:
-            rendered["tool_calls"] = [
-                {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
-                for name, call_id, (arguments, _) in calls
-            ]
+        rendered = template_message(
+            escape(message.role),
+            escape(message.content),
+            name=escape(message.name),
+            tool_call_id=escape(message.tool_call_id),
+            reasoning=escape(message.reasoning),
+            calls=[(name, call_id, arguments) for name, call_id, (arguments, _) in calls],
+        )
         is_reply = message.role == "assistant"
         return _Entry(
             message=message,
@@ -127,28 +124,20 @@ class ChatTemplate:
 
     def tools(self, tools: Iterable[pb.Tool]) -> list[dict[str, Any]]:
         """Return tools as templates read them; raise InvalidInput when the parameters of one are not an object."""
-        rendered = []
+        escape, rendered = self.tokenizer.escape, []
         for tool in tools:
             parameters, _ = self._arguments(tool.parameters_json)
             if not isinstance(parameters, dict):
                 raise InvalidInput(f"tool {tool.name!r}: parameters_json must be a JSON object, a JSON Schema")
-            name, description = self.tokenizer.escape(tool.name), self.tokenizer.escape(tool.description)
-            function = {"name": name, "description": description, "parameters": parameters}
-            rendered.append({"type": "function", "function": function})
+            rendered.append(template_tool(escape(tool.name), escape(tool.description), parameters))
         return rendered
 
     def _arguments(self, text: str) -> tuple[Any, str]:
-        """Return the escaped JSON value of a text, {} for an empty one, and a text that equal values have.
-
-        A text that is not JSON, or nested too deeply, stands for itself: the policy may write anything.
-        """
+        """Return the escaped value of `parse_arguments`, and a text that equal values have."""
+        value = parse_arguments(text)
         try:
-            value = json.loads(text) if text.strip() else {}
-            json.dumps(
-                value, ensure_ascii=False
-            ).encode()  # fails for half of a surrogate pair, which no tokenizer takes
-            return self.tokenizer.escape(value), json.dumps(value, sort_keys=True)
-        except (ValueError, RecursionError):
+            return self.tokenizer.escape(value), text if value == text else json.dumps(value, sort_keys=True)
+        except RecursionError:
             return self.tokenizer.escape(text), text
 
     def render(

@@ -14,6 +14,8 @@ from fourfold.text import public_url
 
 MAX_SCORERS: Final = 64
 _KINDS: Final = ("function", "target", "command", "model", "http", "judge")
+ANSWER_VERIFIERS: Final = ("exact_match", "last_number", "math_verify")
+"""Built-in functions that compare with the reference answer, and abstain without one."""
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
@@ -175,6 +177,14 @@ class RewardConfig(Table):
     """Names of environment variables for a function or command of yours, in addition to PATH, HOME and similar ones."""
     memory_gib: int = Field(default=8, ge=1)
     """Maximum private memory of one process of a function or command of yours."""
+
+    @property
+    def columns(self) -> frozenset[str] | None:
+        """Columns of a row that it reads besides prompt and answer; None: they are not known."""
+        if self.function == "code_tests":
+            return frozenset({str(self.options.get("field", "tests")), *self.where})
+        known = self.function in (*ANSWER_VERIFIERS, "format", "length") and not self.allowed_verifiers
+        return frozenset(self.where) if known else None
 
     @model_validator(mode="before")
     @classmethod

@@ -81,6 +81,9 @@ class DataConfig(Table):
     answer_field: str = "answer"
     """Column with the reference answer, which the data need not have; or COLUMN.KEY, for a key of an object in a
     column, as "reward_model.ground_truth"."""
+    columns: tuple[str, ...] = Field(default=(), strict=False)
+    """Columns that are the metadata of a prompt, for scorers and agents, besides those that the recipe names elsewhere.
+    Empty: all; but if the metadata of a row are above 64 KiB, columns that no scorer reads are left out."""
     scorers_field: str = ""
     """Column with the names of the scorers of a row, a text or a list; rows without it have those whose `where` fits.
     Empty: there is none."""

@@ -21,6 +21,7 @@ from fourfold.config import Config, DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.seeds import derive_seed
+from fourfold_coordinator.data import sources
 from fourfold_coordinator.data.prompts import Prompt, PromptSet, load_prompts
 from fourfold_coordinator.data.sources import read_rows
 from tests.fakes.toy import make_config
@@ -256,7 +257,11 @@ def test_a_path_to_no_answer_is_named(tmp_path: Path, load: Callable[..., Prompt
         ('{"question": "a"}\n{"question": \n', r"a.jsonl:2: not valid JSON"),
         ('{"question": "a", "x": "\\ud83d"}\n', r"a.jsonl:1: not valid JSON: .*surrogates not allowed"),
         ("[" * 100_000, r"a.jsonl: cannot be read: maximum recursion depth exceeded"),
-        ("[1]\n", r"a.jsonl:1: a list; each line is one JSON object"),
+        ("[1]\n", r"a.jsonl: element 0 of the array: not valid JSON: a int in place of an object"),
+        ('{"question": "a"}\n[1]\n', r"a.jsonl:2: not valid JSON: a list in place of an object; each line is one JSON"),
+        ('\n[{"question": "a"}, {"question": "\\ud83d"}]', r"element 1 of the array: .*surrogates not allowed"),
+        ('[{"question": "a"}, {"question": "b"}', r"element 2 of the array: not valid JSON: Expecting value"),
+        ('[{"question": "a"}]\n[{"question": "b"}]', r"a.jsonl: there is text after the array; a file has one array"),
         ('{"prompt": "a"}\n', r"row 0: no column 'question'; it has prompt; set data.prompt_field"),
         ('{"question": 3}\n', r"row 0: a prompt is a text, or a list of messages"),
         (
@@ -275,6 +280,53 @@ def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., PromptSet]
     path.write_text(content)
     with pytest.raises(ConfigError, match=words):
         load(path)
+
+
+@pytest.mark.parametrize("part", [1, 7, 1 << 20])
+def test_a_json_array_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    monkeypatch.setattr(sources, "_PART", part)
+    rows = [{"question": f'"[{n}], {{', "more": [{"a": [n]}] * n} for n in range(9)]
+    for name, text in (
+        ("a.json", json.dumps(rows, indent=1)),
+        ("b.jsonl", f"\ufeff \n{json.dumps(rows)}\n"),
+        ("c.json", "[]"),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert list(read_rows(DataSourceConfig(path=str(tmp_path / name)))) == ([] if name == "c.json" else rows)
+
+
+def test_large_columns_that_nobody_reads_are_left_out(
+    tmp_path: Path, load: Callable[..., PromptSet], caplog: pytest.LogCaptureFixture
+) -> None:
+    large = {"generations": ["x" * 40_000] * 2, "notes": "y" * 30_000, "level": 1}
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "a", "level": 2}, {"question": "b", **large}])
+    first, second = load(path).train
+    assert json.loads(first.metadata_json) == {"level": 2}
+    assert json.loads(second.metadata_json) == {"notes": large["notes"], "level": 1}
+    assert "than 65536 bytes of metadata: generations (1 rows); data.columns chooses" in caplog.text
+    _, second = load(path, columns=["level"]).train
+    assert json.loads(second.metadata_json) == {"level": 1}
+    with pytest.raises(ConfigError, match=r"no prompt is left: all 1 have more than 65536 bytes of metadata that is r"):
+        load(write_jsonl(path, [{"question": "b", **large}]), columns=["generations"])
+
+
+def test_large_columns_that_a_function_may_read_are_chosen_by_the_user(tmp_path: Path) -> None:
+    rows = [{"question": "a", "tests": "x" * 70_000, "level": 1}, {"question": "b", "tests": "assert f()", "level": 1}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+
+    def load(function: str, **data: Any) -> list[Any]:
+        reward = {"function": function, "evaluate_text": True}
+        data |= {"train": {"path": str(path)}, "holdout": None}
+        prompts = load_prompts(make_config(tmp_path, data=data, reward=reward), Letters()).train
+        return [(prompt.text[6], *json.loads(prompt.metadata_json)) for prompt in prompts]
+
+    with pytest.raises(
+        ConfigError, match=r"row 0: \d+ bytes of metadata, most of them in 'tests'; .* set data.columns"
+    ):
+        load("mine.py:score")
+    assert load("mine.py:score", columns=["level"]) == [("a", "level"), ("b", "level")]
+    assert load("code_tests") == [("b", "tests", "level")], "the tests of the other row cannot be left out"
+    assert load("last_number") == [("a", "level"), ("b", "tests", "level")]
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path: Path, load: Callable[..., PromptSet]) -> None:

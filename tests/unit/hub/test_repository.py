@@ -56,6 +56,11 @@ def test_a_split_is_downloaded_once_and_then_read_without_the_hub(hub: FakeHub, 
     assert hub.requests == [], "the cache answers"
 
 
+def test_an_array_of_the_hub_is_read(hub: FakeHub, cache: Path) -> None:
+    hub.add(DATA, {"all.json": json.dumps([{"question": "a"}, {"question": "b"}], indent=1).encode()})
+    assert questions(split="") == ["a", "b"]
+
+
 def test_another_split_and_a_lost_file_are_downloaded(hub: FakeHub, cache: Path) -> None:
     hub.add(DATA, SPLITS)
     assert questions() == ["a", "b", "c"]

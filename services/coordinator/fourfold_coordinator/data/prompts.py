@@ -230,6 +230,12 @@ class _Loader:
     lengths: range | None = None  # tokens that a prompt may have, besides the limit of the context
     outside: list[int] = field(default_factory=list)  # rows of other lengths
     too_long: list[int] = field(default_factory=list)  # rows that leave no room in the context
+    too_large: list[int] = field(default_factory=list)  # rows with too much metadata that is read
+    unread: Counter[str] = field(default_factory=Counter)  # rows without a large column, by the column
+    read: frozenset[str] | None = field(init=False)  # columns that become metadata for somebody; None: any
+
+    def __post_init__(self) -> None:
+        self.read = _read_columns(self.config)
 
     def load(self, *, first: int = 0) -> list[Prompt]:
         """Return the prompts; `first` is the index of the first row."""
@@ -242,7 +248,9 @@ class _Loader:
                 prompt = self._make_prompt(first + row_number, row, f"{where}, row {row_number}")
             except RecursionError:
                 raise ConfigError(f"{where}, row {row_number}: is nested too deeply; flatten its columns") from None
-            if len(prompt.token_ids) >= max_context:
+            if prompt is None:
+                self.too_large.append(row_number)
+            elif len(prompt.token_ids) >= max_context:
                 self.too_long.append(row_number)
             elif self.lengths is not None and len(prompt.token_ids) not in self.lengths:
                 self.outside.append(row_number)
@@ -253,6 +261,7 @@ class _Loader:
         dropped = [
             (self.too_long, f"leave no room in model.max_context_tokens = {max_context}"),
             (self.outside, f"are outside of {limits}"),
+            (self.too_large, f"have more than {_MAX_METADATA_BYTES} bytes of metadata that is read"),
         ]
         for rows, rule in dropped:
             if rows:
@@ -260,6 +269,12 @@ class _Loader:
                     "%s: dropped %d of %d prompts that %s; rows %s", where, len(rows), count, rule,
                     ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else ""),
                 )  # fmt: skip
+        if self.unread:
+            log.warning(
+                "%s: left out columns that no scorer reads, of rows with more than %d bytes of metadata: %s; "
+                "data.columns chooses", where, _MAX_METADATA_BYTES,
+                ", ".join(f"{clean(column, 80)} ({rows} rows)" for column, rows in self.unread.items()),
+            )  # fmt: skip
         if not prompts:
             why = ", and ".join(
                 f"{'all' if len(rows) == count else f'{len(rows)} of'} {count} {rule}" for rows, rule in dropped if rows
@@ -267,7 +282,8 @@ class _Loader:
             raise ConfigError(f"{where}: no prompt is left: {why or 'it is empty'}")
         return prompts
 
-    def _make_prompt(self, index: int, row: Row, where: str) -> Prompt:
+    def _make_prompt(self, index: int, row: Row, where: str) -> Prompt | None:
+        """Return the prompt of a row; None if it has too much metadata."""
         data, source = self.config.data, self.source
         prompt_field = "" if source.template else source.prompt_field or data.prompt_field
         answer_field = source.answer_field or data.answer_field
@@ -296,25 +312,57 @@ class _Loader:
             metadata["metadata"] = nested
         if self.name:
             metadata.setdefault(SOURCE_FIELD, self.name)
+        group_key = _group_key(index, text, metadata, data.holdout, where)
+        if (metadata_json := self._encode_metadata(metadata, where)) is None:
+            return None
         return Prompt(
             index=index,
             text=text,
             token_ids=np.asarray(ids, np.int32),
             answer="" if answer is None else str(answer),
-            metadata_json=_encode_metadata(metadata, where),
+            metadata_json=metadata_json,
             messages_json=json.dumps(messages, ensure_ascii=False) if messages else "",
-            group_key=_group_key(index, text, metadata, data.holdout, where),
+            group_key=group_key,
             source=self.name,
         )
 
+    def _encode_metadata(self, metadata: dict[str, Any], where: str) -> str | None:
+        """Return metadata as JSON, without columns that nobody reads if it is too large; None if it is then, too."""
+        read = self.read
+        if self.config.data.columns and read is not None:
+            metadata = {column: value for column, value in metadata.items() if column in read}
+        encoded = _to_json(metadata)
+        if (size := len(encoded.encode())) <= _MAX_METADATA_BYTES:
+            return encoded
+        sizes = {column: len(_to_json(value).encode()) for column, value in metadata.items()}
+        largest = sorted(sizes, key=lambda column: -sizes[column])
+        if read is None:
+            raise ConfigError(
+                f"{where}: {size} bytes of metadata, most of them in {clean(largest[0], 80)!r}; the limit is "
+                f"{_MAX_METADATA_BYTES}; set data.columns to the columns that scorers and agents read"
+            )
+        for column in largest:
+            if size > _MAX_METADATA_BYTES and column not in read:
+                self.unread[column] += 1
+                size -= sizes.pop(column)
+        encoded = _to_json({column: value for column, value in metadata.items() if column in sizes})
+        return encoded if len(encoded.encode()) <= _MAX_METADATA_BYTES else None
 
-def _encode_metadata(metadata: dict[str, Any], where: str) -> str:
+
+def _read_columns(config: Config) -> frozenset[str] | None:
+    """Return the columns that become metadata for somebody; None: a scorer or an agent may read any."""
+    data, by_scorers = config.data, [table.columns for table in config.reward]
+    named = {*data.columns, data.scorers_field, data.holdout.field if data.holdout else "", SOURCE_FIELD}
+    if not data.columns and (config.agents.source != "none" or None in by_scorers):
+        return None
+    return frozenset(named.union(*(columns for columns in by_scorers if columns)))
+
+
+def _to_json(value: Any) -> str:
     # Generators give tuples and dates, which JSON turns into lists and texts.
-    encoded = json.dumps(metadata, ensure_ascii=False, default=str)
+    encoded = json.dumps(value, ensure_ascii=False, default=str)
     if "NaN" in encoded or "Infinity" in encoded:  # of Python alone: a reward in another language reads JSON
         encoded = json.dumps(json.loads(encoded, parse_constant=lambda _: None), ensure_ascii=False)
-    if (size := len(encoded.encode())) > _MAX_METADATA_BYTES:
-        raise ConfigError(f"{where}: {size} bytes of metadata; the limit is {_MAX_METADATA_BYTES}; remove columns")
     return encoded
 
 

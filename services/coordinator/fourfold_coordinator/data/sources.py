@@ -1,4 +1,4 @@
-"""Reads the rows of a data set: JSONL, CSV, Parquet, a dataset folder, one of the hub, or a reasoning-gym generator.
+"""Reads the rows of a data set: JSON, CSV, Parquet, a dataset folder, one of the hub, or a reasoning-gym generator.
 
 A row is a plain dictionary; `prompts.py` interprets its columns. Dataset folders are read as the Arrow files that they
 consist of, because the `datasets` library would bring pandas and an HTTP client into the coordinator.
@@ -10,10 +10,11 @@ import csv
 import dataclasses
 import itertools
 import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from fourfold import hub
 from fourfold.config import DataSourceConfig
@@ -26,7 +27,10 @@ Row = dict[str, Any]
 _STATE: Final = "state.json"  # of a folder of `Dataset.save_to_disk`
 _DICT: Final = "dataset_dict.json"  # of a folder of `DatasetDict.save_to_disk`, which has a folder for each split
 
-_KINDS: Final = "give a .jsonl, .csv, .tsv or .parquet file, a dataset folder, or hf:OWNER/NAME"
+_PART: Final = 1 << 20  # characters of a JSON array that are read at once
+_GAP: Final = re.compile(r"[\s,]*")  # between the elements of a JSON array; fits everywhere
+
+_KINDS: Final = "give a .jsonl, .json, .csv, .tsv or .parquet file, a dataset folder, or hf:OWNER/NAME"
 
 
 def read_rows(source: DataSourceConfig) -> Iterator[Row]:
@@ -89,7 +93,7 @@ def _parsed_rows(path: Path) -> Iterator[Row]:
         return _dataset_folder(path)
     match path.suffix.lower():
         case ".jsonl" | ".json" | ".ndjson":
-            return _jsonl(path)
+            return _json(path)
         case ".csv" | ".tsv":
             return _csv(path)
         case ".parquet":
@@ -97,20 +101,52 @@ def _parsed_rows(path: Path) -> Iterator[Row]:
     raise ConfigError(f"path = {str(path)!r}: unknown kind {path.suffix!r}; {_KINDS}")
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _json(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file with one JSON object in each line, or with one JSON array of objects."""
+    with path.open(encoding="utf-8-sig") as file:
+        while (first := file.read(1)).isspace():
+            pass
+        if first == "[":
+            yield from _json_array(path, file)
+            return
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-                if "\\ud" in line.lower():  # half of a pair of UTF-16 is no text: no tokenizer and no message takes it
-                    json.dumps(row, ensure_ascii=False).encode()
+                yield _checked(json.loads(line), line)
             except ValueError as error:
-                raise ConfigError(f"{path}:{number}: not valid JSON: {error}; each line is one JSON object") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}:{number}: a {type(row).__name__}; each line is one JSON object")
+                raise ConfigError(
+                    f"{path}:{number}: not valid JSON: {error}; each line is one JSON object, or the file is one array"
+                ) from None
+
+
+def _json_array(path: Path, file: TextIO) -> Iterator[Row]:
+    """Yield the objects of a JSON array after its bracket, of which only a part is in memory at a time."""
+    decoder, text, number, start = json.JSONDecoder(), "", 0, 0
+    while not text.startswith("]", start := _GAP.search(text, start).end()):  # type: ignore[union-attr]
+        try:
+            row, end = decoder.raw_decode(text, start)
+            row = _checked(row, text[start:end])
+        except ValueError as error:
+            # A longer part each time, so that a long row is parsed a few times only.
+            if not (more := file.read(max(_PART, len(text)))):
+                raise ConfigError(f"{path}: element {number} of the array: not valid JSON: {error}") from None
+            text, start = text[start:] + more, 0
+        else:
             yield row
+            number, start = number + 1, end
+    if (text[start + 1 :] + file.read()).strip():
+        raise ConfigError(f"{path}: there is text after the array; a file has one array, or one object in each line")
+
+
+def _checked(row: Any, text: str) -> Row:
+    """Return a row of JSON. Raises ValueError: it is no object, or has half of a pair of UTF-16."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__} in place of an object")
+    if "\\ud" in text.lower():  # half of a pair is no text: no tokenizer and no message takes it
+        json.dumps(row, ensure_ascii=False).encode()
+    return row
 
 
 def _csv(path: Path) -> Iterator[Row]:

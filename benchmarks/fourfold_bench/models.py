@@ -150,8 +150,8 @@ def parameter_count(shape: str) -> int:
 def forward_flop(shape: str, *, tokens: float, squares: float) -> float:
     """Return the FLOP of a forward pass: 2 N T + 2 L H sum(t^2). Forward and backward together have three times that.
 
-    N are the parameters, L layers, H the width of the attention, under a causal mask (PaLM, arXiv 2204.02311,
-    appendix B). Recomputed activations do not count.
+    N are the parameters without an embedding that is only looked up, L layers, H the width of the attention, under a
+    causal mask (PaLM, arXiv 2204.02311, appendix B). Recomputed activations do not count.
 
     Args:
         tokens: T, of all samples, prompts included.
@@ -159,7 +159,8 @@ def forward_flop(shape: str, *, tokens: float, squares: float) -> float:
     """
     config = SHAPES[shape]
     width: int = config["num_hidden_layers"] * config["hidden_size"]  # heads times head size is the hidden size here
-    return 2.0 * parameter_count(shape) * tokens + 2.0 * width * squares
+    looked_up = 0 if config["tie_word_embeddings"] else config["vocab_size"] * config["hidden_size"]
+    return 2.0 * (parameter_count(shape) - looked_up) * tokens + 2.0 * width * squares
 
 
 if __name__ == "__main__":

@@ -161,9 +161,10 @@ def parameters_per_token(shape: ModelShape) -> int:
     return shape.layers * (attention + 3 * shape.hidden * shape.intermediate) + shape.vocabulary * shape.hidden
 
 
-def _forward_flop(shape: ModelShape, tokens: float) -> float:
+def _forward_flop(shape: ModelShape, tokens: float, *, head: bool = True) -> float:
     """Return the FLOP of one token in a forward pass over a sample (services/trainer, flops.py)."""
-    return 2 * parameters_per_token(shape) + 2 * shape.layers * shape.heads * shape.head_dim * tokens
+    used = parameters_per_token(shape) - (0 if head else shape.vocabulary * shape.hidden)
+    return 2 * used + 2 * shape.layers * shape.heads * shape.head_dim * tokens
 
 
 def _train_flop(config: Config, sizes: ModelSizes, tokens: float) -> float:
@@ -172,5 +173,5 @@ def _train_flop(config: Config, sizes: ModelSizes, tokens: float) -> float:
     before = config.batch.updates_per_step > 1
     flop = (update * config.batch.epochs_per_step + before) * _forward_flop(sizes.policy, tokens)
     if config.algorithm.needs_critic:
-        flop += (3 * config.batch.epochs_per_step + 1) * _forward_flop(sizes.critic, tokens)
+        flop += (3 * config.batch.epochs_per_step + 1) * _forward_flop(sizes.critic, tokens, head=False)
     return flop

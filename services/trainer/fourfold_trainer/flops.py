@@ -7,16 +7,19 @@ of cached memory, without a comparison of gradients for shadow scores. The peak 
 
 A forward pass over samples of t_1, t_2, ... tokens takes
 
-    2 N sum(t) + 2 L H sum(t^2)        FLOP
+    2 N sum(t) + 2 M sum(k) + 2 L H sum(t^2)        FLOP
 
-    N   parameters that a token uses; in a mixture of experts, only those of its top-k experts
+    N   parameters of products with every token: no embedding, which is looked up, and in a mixture of experts only
+        those of the token's top-k experts
+    M   parameters of the output embedding, tied or not; 0 for a critic
+    k   tokens of a sample whose log-probabilities are computed: those in the loss
     L   layers
     H   width of the attention: heads times head size. QK' and AV take 4 L H t for a token that reads t others, and half
         of it under a causal mask.
 
-A backward pass takes twice that when all parameters are trained: 6 N T + 6 L H sum(t^2) for an update (PaLM, arXiv
-2204.02311, appendix B, with the causal half). Frozen parameters need no gradient. Recomputation of gradient
-checkpointing and dummies are not counted.
+A backward pass takes twice that when all parameters are trained: 6 N sum(t) + 6 M sum(k) + 6 L H sum(t^2) for an update
+(PaLM, arXiv 2204.02311, appendix B, with the causal half). Frozen parameters need no gradient. Recomputation of
+gradient checkpointing and dummies are not counted.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fourfold import metrics
 from fourfold.host.gpu_speed import gpu_speed
@@ -41,8 +46,10 @@ def utilisation(flops: float, *, seconds: float, gpu_count: int, gpu: str) -> fl
 class ModelSize:
     """Numbers that determine the FLOP of a model."""
 
-    parameters: int  # parameters that a token uses
+    parameters: int  # parameters of products with every token
     trained_parameters: int  # parameters of these that have a gradient
+    head: int = 0  # parameters of the output embedding
+    trained_head: int = 0  # the same if it has a gradient
     attention: int  # layers times width of the attention
 
     @classmethod
@@ -51,25 +58,27 @@ class ModelSize:
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        used = {
-            name: math.prod(whole_shape(p)) * _used_share(whole_shape(p), config)
-            for name, p in model.named_parameters()
-        }
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        head = getattr(model.get_output_embeddings(), "weight", None)  # None: a critic
+        aside = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
+        counts = [(_used(p, config), p.requires_grad) for p in model.parameters() if id(p) not in aside]
+        output = 0 if head is None else math.prod(whole_shape(head))
         return cls(
-            parameters=round(sum(used.values())),
-            trained_parameters=round(sum(count for name, count in used.items() if name in trained)),
+            parameters=round(sum(count for count, _ in counts)),
+            trained_parameters=round(sum(count for count, trained in counts if trained)),
+            head=output,
+            trained_head=output if head is not None and head.requires_grad else 0,
             attention=config.num_hidden_layers * heads * head_size,
         )
 
 
-def _used_share(shape: tuple[int, ...], config: Any) -> float:
-    """Return the share of a parameter that one token uses: transformers keeps all experts of a layer in one tensor."""
+def _used(parameter: Any, config: Any) -> float:
+    """Return the numbers of a parameter that a token uses: transformers keeps all experts of a layer in one tensor."""
+    shape = whole_shape(parameter)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     if not experts or not chosen or len(shape) != 3 or shape[0] != experts:
-        return 1.0
-    return float(chosen) / float(experts)
+        return math.prod(shape)
+    return math.prod(shape) * float(chosen) / float(experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,24 +96,30 @@ class Work:
 
     forward_tokens: int = 0
     forward_squares: int = 0  # sum of the squares of their lengths
+    forward_rows: int = 0  # tokens whose log-probabilities are computed
     backward_tokens: int = 0
     backward_squares: int = 0
+    backward_rows: int = 0
 
-    def add(self, lengths: Iterable[int], *, backward: bool) -> None:
-        """Add a forward pass over samples, and a backward pass."""
+    def add(self, lengths: Iterable[int], *, rows: int, backward: bool) -> None:
+        """Add a forward pass over samples and a backward pass; `rows` of their tokens need the output embedding."""
         lengths = list(lengths)
         tokens, squares = sum(lengths), sum(n * n for n in lengths)
         self.forward_tokens += tokens
         self.forward_squares += squares
+        self.forward_rows += rows
         if backward:
             self.backward_tokens += tokens
             self.backward_squares += squares
+            self.backward_rows += rows
 
     def flops(self, size: ModelSize) -> float:
         """Return the FLOP of all passes."""
-        forward = 2.0 * size.parameters * self.forward_tokens + 2.0 * size.attention * self.forward_squares
-        backward = 2.0 * (size.parameters + size.trained_parameters) * self.backward_tokens
-        return forward + backward + 4.0 * size.attention * self.backward_squares
+        products = size.parameters * self.forward_tokens + size.head * self.forward_rows
+        products += (size.parameters + size.trained_parameters) * self.backward_tokens
+        products += (size.head + size.trained_head) * self.backward_rows
+        attention = size.attention * (self.forward_squares + 2 * self.backward_squares)
+        return 2.0 * (products + attention)
 
 
 def speed(machine: Machine, policy: Work, critic: Work, *, seconds: float, rank_count: int) -> dict[str, float]:

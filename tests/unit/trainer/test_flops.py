@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
+import pytest
 import torch
 import transformers
 
 from fourfold import metrics
+from fourfold.nn import forward
 from fourfold_trainer.flops import Machine, ModelSize, Work, speed
 
-SIZE = ModelSize(parameters=100, trained_parameters=100, attention=4)
+SIZE = ModelSize(parameters=100, trained_parameters=100, head=30, trained_head=30, attention=4)
 
 
 def test_an_update_costs_three_forward_passes() -> None:
-    forward, update = Work(), Work()
-    forward.add([3, 5], backward=False)
-    update.add([3, 5], backward=True)
-    # 2 * N * T + 2 * L * H * (3^2 + 5^2)
-    assert forward.flops(SIZE) == 2 * 100 * 8 + 2 * 4 * 34
-    assert update.flops(SIZE) == 6 * 100 * 8 + 12 * 4 * 34 / 2 == 3 * forward.flops(SIZE)
+    once, update = Work(), Work()
+    once.add([3, 5], rows=6, backward=False)
+    update.add([3, 5], rows=6, backward=True)
+    # 2 * N * T + 2 * M * K + 2 * L * H * (3^2 + 5^2)
+    assert once.flops(SIZE) == 2 * 100 * 8 + 2 * 30 * 6 + 2 * 4 * 34
+    assert update.flops(SIZE) == 6 * 100 * 8 + 6 * 30 * 6 + 12 * 4 * 34 / 2 == 3 * once.flops(SIZE)
 
 
 def test_frozen_parameters_have_no_gradient_of_their_own() -> None:
     work = Work()
-    work.add([8], backward=True)
-    adapter = ModelSize(parameters=100, trained_parameters=1, attention=0)
-    assert work.flops(adapter) == (2 * 100 + 2 * 100 + 2 * 1) * 8
+    work.add([8], rows=5, backward=True)
+    adapter = ModelSize(parameters=100, trained_parameters=1, head=30, attention=0)
+    assert work.flops(adapter) == (2 * 100 + 2 * 100 + 2 * 1) * 8 + 4 * 30 * 5
 
 
 def test_a_gpu_of_an_unknown_peak_has_a_rate_but_no_utilisation() -> None:
     work = Work()
-    work.add([1000], backward=True)
+    work.add([1000], rows=900, backward=True)
     flops = work.flops(SIZE)
     found = speed(Machine(policy=SIZE, gpu="NVIDIA H100 80GB HBM3"), work, Work(), seconds=2.0, rank_count=4)
     assert found == {metrics.TRAIN_TFLOPS: flops / 8 / 1e12, metrics.MFU: flops / 8 / 989.5e12}
@@ -46,11 +49,39 @@ SHAPE: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 
-def test_the_size_of_a_dense_model_is_its_parameters() -> None:
-    model: Any = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_is_looked_up_and_only_a_policy_has_a_head(tied: bool) -> None:
+    config = transformers.LlamaConfig(**{**SHAPE, "vocab_size": 64, "tie_word_embeddings": tied})
+    body, head = 3 * (2 * 8 * 12 + 2 * 8 * 6 + 3 * 8 * 12 + 2 * 8) + 8, 64 * 8
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    assert sum(p.numel() for p in model.parameters()) == body + head * (1 if tied else 2)
+    size = ModelSize(parameters=body, trained_parameters=body, head=head, trained_head=head, attention=3 * 2 * 6)
+    assert ModelSize.of(model) == size
     model.lm_head.weight.requires_grad_(False)
-    total = sum(p.numel() for p in model.parameters())
-    assert ModelSize.of(model) == ModelSize(parameters=total, trained_parameters=total - 11 * 8, attention=3 * 2 * 6)
+    assert ModelSize.of(model) == replace(size, trained_head=0)
+    forward.install_values(model)
+    critic = replace(size, parameters=body + 8, trained_parameters=body + 8, head=0, trained_head=0)
+    assert ModelSize.of(model) == critic, "one more row, of the value head"
+
+
+@pytest.mark.parametrize(
+    ("tied", "shape", "products", "excess"),
+    [  # Qwen2.5-0.5B and 7B: parameters of all products, and the share by which all parameters are more
+        (True, (151_936, 896, 4864, 24, 14, 2), 357_898_112, 0.38),
+        (False, (152_064, 3584, 18_944, 28, 28, 4), 6_525_621_760, 0.083 + 0.084),
+    ],
+)
+def test_known_models_have_the_size_of_their_layers(
+    tied: bool, shape: tuple[int, ...], products: int, excess: float
+) -> None:
+    names = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+    keys = dict(zip((*names, "num_key_value_heads"), shape, strict=True))
+    with torch.device("meta"):
+        config = transformers.Qwen2Config(**keys, tie_word_embeddings=tied)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    size, total = ModelSize.of(model), sum(p.numel() for p in model.parameters())
+    assert size.parameters == products and size.head == shape[0] * shape[1]
+    assert total / products - 1 == pytest.approx(excess, abs=0.01)
 
 
 def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
@@ -59,4 +90,4 @@ def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
         model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     total = sum(p.numel() for p in model.parameters())
     experts = 3 * 4 * (3 * 8 * 12)  # layers, experts, three matrices
-    assert ModelSize.of(model).parameters == total - experts * 3 // 4
+    assert ModelSize.of(model).parameters == total - experts * 3 // 4 - 2 * 11 * 8

@@ -205,9 +205,16 @@ def test_the_routers_loss_is_weighted_by_the_share_of_tokens_and_dummies_are_lef
 def test_the_work_of_a_step_is_its_look_ups_and_its_updates() -> None:
     samples = [*group_of([0, 1], group="a"), *group_of([1, 1], group="b")]  # 5 tokens each; b has no pass
     assert run(samples, recipe())[1].policy_work == Work(
-        forward_tokens=10, forward_squares=50, backward_tokens=10, backward_squares=50
+        forward_tokens=10, forward_squares=50, forward_rows=4, backward_tokens=10, backward_squares=50, backward_rows=4
     )
     twice = run(samples, recipe(batch={"epochs_per_step": 2}))[1].policy_work
-    assert twice == Work(forward_tokens=10 + 20, forward_squares=150, backward_tokens=20, backward_squares=100)
+    assert twice == Work(
+        forward_tokens=30,
+        forward_squares=150,
+        forward_rows=12,
+        backward_tokens=20,
+        backward_squares=100,
+        backward_rows=8,
+    )
     critic = run(samples, recipe(algorithm={"preset": "ppo", "kl": {"coef": 0.0}}))[1].critic_work
     assert critic == Work(forward_tokens=40, forward_squares=200, backward_tokens=20, backward_squares=100)

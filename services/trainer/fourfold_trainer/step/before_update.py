@@ -85,7 +85,7 @@ def compute_before(
         # The kernel that makes log-probabilities makes entropies anyway. On CPU they would add a tenth to the pass.
         entropies = config.trainer.device == "cuda" and not energies
         compute = partial(engine.compute_logprobs, entropies=entropies, energies=energies)
-        work[0].add((len(batch.samples[i].token_ids) for i in [*chain(*trained), *masked]), backward=False)
+        _add_lookup(work[0], batch, [*chain(*trained), *masked])
         rows = compute_as_updates(compute, batch, config, [*trained, masked])
         if not (entropies or energies) or not any(map(len, rows)):
             return ModelOutputs(old_logprobs=of_action_tokens(batch, rows))
@@ -101,13 +101,19 @@ def compute_before(
 
     def critic() -> None:
         asked = (len(s.token_ids) for s, count in zip(batch.samples, batch.lengths, strict=True) if count)
-        work[1].add(asked, backward=False)
+        work[1].add(asked, rows=0, backward=False)
         ranks = config.critic_data_parallel_size
         values.append(
             compute_per_token(engine.compute_values, batch.samples, batch.positions, batch.lengths, config, ranks=ranks)
         )
 
     return replace(engine.in_parallel(critic, policy), values=values[0])
+
+
+def _add_lookup(work: Work, batch: StepBatch, members: Sequence[int]) -> None:
+    """Add the pass of `compute_as_updates` over some samples."""
+    rows = int(batch.free_lengths[list(members)].sum())
+    work.add((len(batch.samples[i].token_ids) for i in members), rows=rows, backward=False)
 
 
 def with_old_logprobs(
@@ -124,7 +130,7 @@ def with_old_logprobs(
     if outputs.old_logprobs is not None or not needs_old_logprobs(config):
         return tokens
     updates = [tokens.to_train(members) for members in steps]
-    work.add((len(batch.samples[i].token_ids) for i in chain(*updates)), backward=False)
+    _add_lookup(work, batch, [*chain(*updates)])
     old = compute_old_logprobs(engine.compute_logprobs, batch, config, updates)
     return replace(tokens, targets=replace(tokens.targets, outputs=replace(outputs, old_logprobs=old)))
 
@@ -156,7 +162,7 @@ def later_noise(
     for i, trajectory in enumerate(batch.trajectory_of.tolist()):
         if len(rows[i]):
             differences.setdefault(trajectory, []).append(rows[i].astype(np.float64) - old[i][batch.free(i)])
-    work.add((len(s.token_ids) for s, row in zip(batch.samples, rows, strict=True) if len(row)), backward=False)
+    _add_lookup(work, batch, [i for i, row in enumerate(rows) if len(row)])
     samples = [np.concatenate(parts) for parts in differences.values()]
     if not samples or not all(np.isfinite(d).all() for d in samples):
         return None

@@ -123,7 +123,7 @@ def _update_policy(
     result.nonfinite_losses += not math.isfinite(sums.loss)
     result.policy.add(sums)
     result.trained.update(tokens.batch.trajectory_of[members].tolist())
-    result.policy_work.add(lengths, backward=True)
+    result.policy_work.add(lengths, rows=int(tokens.batch.loss_lengths[members].sum()), backward=True)
     dummies = sum(not members for share in shares for members in share.shares)
     result.micro_batch_count += sum(map(len, shares))
     result.dummy_count += dummies
@@ -139,7 +139,8 @@ def _update_critic(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequen
     config = tokens.config
     settings = UpdateSettings(learning_rate=learning_rate(config.critic, result.step, config.steps))
     sums = engine.update_critic(tokens.value_micro_batches(members, tokens.weights(mini_batch)), settings)
-    result.critic_work.add((len(tokens.batch.samples[i].token_ids) for i in members), backward=True)
+    lengths = (len(tokens.batch.samples[i].token_ids) for i in members)
+    result.critic_work.add(lengths, rows=0, backward=True)
     result.critic_norms.append(sums.grad_norm)
     result.critic.add(sums)
 

@@ -75,7 +75,7 @@ def test_known_models_have_the_size_of_their_layers(
     tied: bool, shape: tuple[int, ...], products: int, excess: float
 ) -> None:
     names = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-    keys = dict(zip((*names, "num_key_value_heads"), shape, strict=True))
+    keys: dict[str, Any] = dict(zip((*names, "num_key_value_heads"), shape, strict=True))
     with torch.device("meta"):
         config = transformers.Qwen2Config(**keys, tie_word_embeddings=tied)
         model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

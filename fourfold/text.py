@@ -79,17 +79,23 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
-def format_score(score: float, half_width: float | None, scored: int, missing: int = 0) -> str:
+def format_interval(value: float, spread: float | Sequence[float] | None, digits: int) -> str:
+    """Return a value with the bounds of its interval, "0.95 [0.84, 0.99]", or half of its length, "0.45 +- 0.13"."""
+    if isinstance(spread, Sequence):
+        return f"{value:.{digits}f} [{', '.join(f'{bound:.{digits}f}' for bound in spread)}]"
+    return f"{value:.{digits}f}" + ("" if spread is None or math.isnan(spread) else f" +- {spread:.{digits}f}")
+
+
+def format_score(score: float, spread: float | Sequence[float] | None, scored: int, missing: int = 0) -> str:
     """Return a held-out score with its interval and its answers, e.g. "0.45 +- 0.13 (160 answers)".
 
     Args:
         score: Mean over the scored answers.
-        half_width: Of the 95 % interval; None or NaN if unknown.
+        spread: Bounds of the 95 % interval, or half of its length; None or NaN if unknown.
         scored: Answers with a score.
         missing: Answers without one; with any, the text is e.g. "1.00 (1 of 240 answers; 239 without a score)".
     """
-    spread = "" if half_width is None or math.isnan(half_width) else f" +- {half_width:.2f}"
-    return f"{score:.2f}{spread} ({format_answers(scored, missing)})"
+    return f"{format_interval(score, spread, 2)} ({format_answers(scored, missing)})"
 
 
 def format_short_score(score: float, scored: int, missing: int, *notes: str) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+from matplotlib.figure import Figure
+
 from fourfold import metrics as m
-from fourfold_coordinator.reporting.curve import draw_curve, points_of
+from fourfold_coordinator.reporting.curve import draw_curve, draw_scores, points_of
 from fourfold_coordinator.state.ledger import EvalRow, StepRow
 from tests.support.eval_results import make_result
 
@@ -27,6 +31,19 @@ def test_samples_are_shown_at_the_weights_that_sampled_them() -> None:
     ]
     assert points_of(steps, m.REWARD_MEAN) == [(0, 0.1), (0.5, 0.2), (1, 0.4)]
     assert points_of(steps, m.REFERENCE_KL) == []
+
+
+def test_bars_reach_to_the_bounds_of_an_interval() -> None:
+    axes = Figure().subplots()
+    sets = (replace(make_result("math", score=0.9), interval=(0.6, 0.96)),)
+    rows = [
+        EvalRow(0, 0.9, 0.18, 8, 0, [], sets),
+        EvalRow(2, 0.5, 0.25, 8, 0, []),  # an earlier release wrote no interval
+        EvalRow(4, 0.5, None, 8, 0, []),
+    ]
+    draw_scores(axes, [], rows, "toy")
+    ends = [segment[:, 1].tolist() for segment in axes.collections[0].get_segments()]
+    assert ends == [pytest.approx(bounds) for bounds in ([0.6, 0.96], [0.25, 0.75], [0.5, 0.5])]
 
 
 def test_a_picture_has_a_panel_for_each_metric_of_the_run(tmp_path: Path) -> None:

@@ -4,54 +4,119 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
+import numpy as np
 import pytest
 
+from fourfold_coordinator.state.eval_results import half_width, mean_of_sets
 from fourfold_coordinator.training.evaluation.estimators import (
     clustered_interval,
     majority_at_k,
-    mean_of_sets,
     pass_at_k,
     sample_sizes,
     student_t,
 )
+from tests.support.eval_results import make_result
+
+
+def half_width_of(scores: Sequence[float], clusters: Sequence[str]) -> float:
+    found = half_width(clustered_interval(scores, clusters)[1])
+    assert found is not None
+    return found
 
 
 def test_two_clusters_by_hand() -> None:
-    # mean 0.75; residual sums a: +0.25 + 0.25 = 0.5, b: +0.25 - 0.75 = -0.5
-    # variance 2 / 1 * (0.25 + 0.25) / 16 = 0.0625, standard error 0.25, t(1) = 12.706
-    mean, half_width = clustered_interval([1, 1, 1, 0], ["a", "a", "b", "b"])
-    assert mean == 0.75
-    assert half_width == pytest.approx(12.706205 * 0.25)
+    # mean 3; residual sums a: 1 + 1 = 2, b: 1 - 3 = -2
+    # variance 2 / 1 * (4 + 4) / 16 = 1, t(1) = 12.706
+    mean, interval = clustered_interval([4, 4, 4, 0], ["a", "a", "b", "b"])
+    assert mean == 3 and interval == pytest.approx((3 - 12.706205, 3 + 12.706205))
 
 
 def test_answers_that_are_alone_in_their_cluster_give_the_plain_interval() -> None:
     # sample variance of 0, 1, 2, 3, 4: 2.5; standard error sqrt(2.5 / 5); t(4) = 2.776
-    _, half_width = clustered_interval([0, 1, 2, 3, 4], list("abcde"))
-    assert half_width == pytest.approx(2.776445 * math.sqrt(0.5))
+    assert half_width_of([0, 1, 2, 3, 4], list("abcde")) == pytest.approx(2.776445 * math.sqrt(0.5))
 
 
-def test_copies_of_an_answer_add_no_certainty() -> None:
-    mean, once = clustered_interval([0, 1, 1], list("abc"))
-    same_mean, often = clustered_interval([0] * 8 + [1] * 16, ["a"] * 8 + ["b"] * 8 + ["c"] * 8)
-    assert often == pytest.approx(once)
-    assert same_mean == mean
+@pytest.mark.parametrize("most", [1, 2])
+def test_copies_of_an_answer_add_no_certainty(most: int) -> None:
+    mean, once = clustered_interval([0, most, most], list("abc"))
+    same_mean, often = clustered_interval([0] * 8 + [most] * 16, ["a"] * 8 + ["b"] * 8 + ["c"] * 8)
+    assert often == pytest.approx(once) and same_mean == mean
 
 
 def test_clusters_of_unequal_size_weigh_by_their_answers() -> None:
-    # mean 2/3; residual sums a: 1/3, b: 1/3 - 2/3 = -1/3; variance 2 * (2/9) / 9
-    mean, half_width = clustered_interval([1, 1, 0], ["a", "b", "b"])
-    assert mean == pytest.approx(2 / 3)
-    assert half_width == pytest.approx(12.706205 * math.sqrt(4 / 81))
+    # mean 4/3; residual sums a: 2/3, b: 2/3 - 4/3 = -2/3; variance 2 * (8/9) / 9
+    assert half_width_of([2, 2, 0], ["a", "b", "b"]) == pytest.approx(12.706205 * math.sqrt(16 / 81))
 
 
 def test_one_cluster_tells_nothing_of_the_spread() -> None:
     assert clustered_interval([1, 0], ["a", "a"])[1] is None
 
 
-def test_equal_clusters_have_no_spread() -> None:
-    assert clustered_interval([1, 0, 1, 0], ["a", "a", "b", "b"])[1] == 0
+def test_wilsons_interval_by_hand() -> None:
+    # 8 of 10 answers, each alone: squares 10/9 * 1.6, of a coin 1.6, size 1; t(9) = 2.2622 by the table
+    mean, interval = clustered_interval([1] * 8 + [0] * 2, list("abcdefghij"))
+    a = 2.2622**2 * (16 / 9 + 0.01) / (1.6 + 0.01) / 10
+    center, half = (0.8 + a / 2) / (1 + a), math.sqrt(a * 0.16 + a * a / 4) / (1 + a)
+    assert mean == 0.8 and interval == pytest.approx((center - half, center + half), rel=1e-3)
+    assert interval[1] < 1 and mean - interval[0] > interval[1] - mean
+
+
+@pytest.mark.parametrize("score", [0.0, 0.1, 1.0])
+def test_equal_scores_tell_as_much_as_a_coin_for_each_cluster(score: float) -> None:
+    clusters = [name for name in "abcdefghijk" for _ in range(8)]
+    mean, interval = clustered_interval([score] * 88, clusters)
+    a = 2.2281**2 / 11
+    assert mean == pytest.approx(score) and interval is not None
+    low, high = interval
+    assert 0 <= low <= mean <= high <= 1 and high - low > 0.2
+    if score == 1:
+        assert interval == pytest.approx((1 / (1 + a), 1), rel=1e-3)
+    # The same successes in each cluster have no variance between clusters, but are no certainty.
+    assert half_width_of([1, 0, 1, 0], ["a", "a", "b", "b"]) > 0.4
+
+
+def test_graded_scores_of_a_small_spread_have_a_narrow_interval() -> None:
+    scores = [0.5 + 0.01 * math.sin(i) for i in range(200)]
+    assert half_width_of(scores, [str(i) for i in range(200)]) == pytest.approx(0.00099 * math.sqrt(2), rel=0.05)
+
+
+@pytest.mark.parametrize(("groups", "size"), [(11, 8), (50, 4)])
+@pytest.mark.parametrize("mean", [0.3, 0.6])
+def test_the_intervals_of_pass_at_k_cover_as_often(groups: int, size: int, mean: float) -> None:
+    generator = np.random.default_rng(5)
+    draws = generator.beta(mean * 9, (1 - mean) * 9, (1500, groups))
+    truth = 1 - (1 - mean) * (1 - mean * 9 / 10)  # the chance of two failures of a beta-binomial prompt
+    estimates = np.array([pass_at_k(successes, size, 2) for successes in range(size + 1)])
+    values = estimates[generator.binomial(size, draws)]
+    intervals = [clustered_interval(row, list(map(str, range(groups))))[1] or (0, 0) for row in values.tolist()]
+    assert 0.93 <= np.mean([low <= truth <= high for low, high in intervals]) <= 0.98
+
+
+@pytest.mark.parametrize(("groups", "size"), [(11, 8), (50, 4), (200, 1)])
+@pytest.mark.parametrize("correlation", [0.0, 0.1, 0.3])
+def test_intervals_cover_the_truth_as_often_as_they_say(groups: int, size: int, correlation: float) -> None:
+    generator = np.random.default_rng(5)
+    clusters = np.repeat(np.arange(groups), size).astype(str).tolist()
+    for truth in (0.3, 0.9, 0.97, 0.99):
+        # Each prompt has a chance of its own; answers of one prompt have this correlation.
+        chances = np.full((4000, groups), truth)
+        if correlation:
+            shape = (1 - correlation) / correlation
+            chances = generator.beta(truth * shape, (1 - truth) * shape, chances.shape)
+        passed = generator.binomial(size, chances)
+        # The interval depends on how many groups have how many successes alone.
+        kinds, counts = np.unique(np.sort(passed, axis=1), axis=0, return_counts=True)
+        covered = 0
+        for kind, count in zip(kinds, counts.tolist(), strict=True):
+            scores = (np.arange(size) < kind[:, None]).astype(float).ravel().tolist()
+            _, interval = clustered_interval(scores, clusters)
+            assert interval is not None and interval[0] >= 0 and interval[1] <= 1
+            covered += count * (interval[0] <= truth <= interval[1])
+        assert 0.93 <= covered / 4000 <= 0.98, (truth, covered)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +184,10 @@ def test_sizes_double_and_end_at_the_number_of_answers() -> None:
 
 
 def test_the_mean_of_sets_is_unweighted() -> None:
-    mean, half_width = mean_of_sets([(0.2, 0.3), (0.6, 0.4)])
-    assert mean == pytest.approx(0.4) and half_width == pytest.approx(0.25)
-    assert mean_of_sets([(0.2, 0.3), (0.6, None)])[1] is None
-    assert mean_of_sets([(0.2, 0.3)]) == (0.2, 0.3)
+    first, second = (replace(make_result("math", score=score)) for score in (0.2, 0.6))
+    assert mean_of_sets([replace(first, interval=(0.1, 0.6)), second])[1] is None, "one has no interval"
+    sets = [replace(first, interval=(0.17, 0.5)), replace(second, interval=(0.56, 1.0))]
+    mean, interval = mean_of_sets(sets)
+    assert mean == pytest.approx(0.4) and interval == pytest.approx((0.4 - 0.05 / 2, 0.4 + 0.5 / 2))
+    assert half_width(interval) == pytest.approx(0.1375) and half_width(None) is None
+    assert mean_of_sets(sets[:1]) == (0.2, pytest.approx((0.17, 0.5)))

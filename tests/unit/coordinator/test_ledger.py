@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import tempfile
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,12 +249,14 @@ def test_step_0_cannot_be_acknowledged(tmp_path: Path) -> None:
 
 
 def test_the_results_of_held_out_sets_are_read_as_they_were_written(tmp_path: Path) -> None:
-    row = EvalRow(2, 0.5, None, 16, 0, [], (make_result("math"), make_result("code", score=0.25)))
+    row = EvalRow(
+        2, 0.5, None, 16, 0, [], (make_result("math"), replace(make_result("code", score=0.25), interval=(0.2, 0.6)))
+    )
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
         ledger.add_eval(row)
         assert ledger.evals() == [row]
     assert list(row.scores().items()) == [
-        ("eval/score", (0.5, None)), ("eval/math/score", (0.5, 0.25)), ("eval/code/score", (0.25, 0.25))
+        ("eval/score", (0.5, None)), ("eval/math/score", (0.5, (0.25, 0.75))), ("eval/code/score", (0.25, (0.2, 0.6)))
     ]  # fmt: skip
     assert row.set_metrics()["eval/code/pass_at_2"] == 0.75 and row.set_metrics()["eval/math/maj_at_1"] == 0.5
 

@@ -42,7 +42,15 @@ def build(root: Path, ledger: Ledger, **changes: Any) -> dict[str, Any]:
 
 def test_a_report_says_before_and_after(tmp_path: Path, ledger: Ledger) -> None:
     facts = build(tmp_path, ledger)
-    assert facts["eval_before"] == {"step": 0, "score": 0.1, "half_width": 0.1, "n": 16, "missing": 0, "sets": []}
+    assert facts["eval_before"] == {
+        "step": 0,
+        "score": 0.1,
+        "half_width": 0.1,
+        "interval": (0.0, 0.2),
+        "n": 16,
+        "missing": 0,
+        "sets": [],
+    }
     assert facts["eval_after"]["score"] == 0.6
     assert (facts["steps"], facts["seconds"], facts["seconds_per_step"], facts["seed"]) == (2, 12.346, 3.0, 3)
     assert (facts["restarts"], facts["resumes"]) == ({"trainer-0": 2}, 1)

@@ -35,6 +35,9 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     few = {"step": 0, "score": 1.0, "half_width": None, "n": 1, "missing": 239}
     line = "Held-out accuracy: 1.00 (1 of 240 answers; 239 without a score) before, 0.63 (160 answers) after training"
     assert f"{line} (95 %)." in summary_lines({**report, "eval_before": few}, tmp_path)
+    bounded = {"step": 24, "score": 1.0, "half_width": 0.04, "interval": [0.92, 1.0], "n": 88}
+    text = "\n".join(summary_lines({**report, "eval_after": bounded}, tmp_path))
+    assert "before, 1.00 [0.92, 1.00] (88 answers) after training" in text, "no bound passes 1"
     sets = [{"name": name, "score": 0.25, "half_width": 0.05, "answer_count": 80} for name in ("math", "code")]
     before = {"score": 0.1, "half_width": 0.1, "n": 160, "sets": sets}
     several = {**report, "eval_before": before, "eval_after": {**before, "sets": [{**s, "score": 0.5} for s in sets]}}

@@ -155,5 +155,7 @@ def test_a_line_of_an_earlier_release_has_no_source(tmp_path: Path) -> None:
     "values", [(1e300, -1e300), (0.0, 2e-323), (5e-324, 5e-324), (1.0, 1.0 + 2**-52), (-1.0, -1.0)]
 )
 def test_charts_of_extreme_numbers_are_drawn(values: tuple[float, float]) -> None:
-    chart = line_chart([Line(name="a", points=[(float(x), y) for x, y in enumerate(values)], bars=[1e300, None])])
+    chart = line_chart(
+        [Line(name="a", points=[(float(x), y) for x, y in enumerate(values)], bars=[(-1e300, 1e300), None])]
+    )
     assert chart.count("<polyline") == 1 and "nan" not in chart and "inf" not in chart

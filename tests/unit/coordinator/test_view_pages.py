@@ -361,7 +361,7 @@ def test_charts_draw_the_extremes_of_long_lines_and_skip_empty_ones() -> None:
     points = [(float(x), 5.0 if x == 777 else 0.0) for x in range(10_000)]
     assert len(thin_out(points)) <= 402 and (777.0, 5.0) in thin_out(points)
     assert line_chart([Line(name="a", points=[])]) == ""
-    one = line_chart([Line(name='"><script>', points=[(1.0, 2.0)], bars=[0.5])])
+    one = line_chart([Line(name='"><script>', points=[(1.0, 2.0)], bars=[(1.25, 2.5)])])
     assert "<script>" not in one and "<circle" in one
     ticks = re.findall(r"middle\">([^<]*)<", line_chart([Line(name="a", points=[(1.0, 0.1), (2.0, 0.2)])]))
     assert ticks == ["1", "2"], "no parts of steps"

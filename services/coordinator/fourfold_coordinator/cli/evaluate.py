@@ -24,7 +24,7 @@ from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.process import Supervisor
 from fourfold.model import folder as model_folder
-from fourfold.text import align_columns
+from fourfold.text import align_columns, format_interval
 
 from ..launch.exports import check_exportable, export_checkpoint, find_weights
 from ..launch.run_folder import (
@@ -213,8 +213,8 @@ def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
         rows.append(
             [
                 row["name"],
-                _interval(row["score"], row["half_width"]),
-                *("-" if each is None else _interval(each["value"], each["half_width"]) for each in estimates),
+                _with_interval(row, "score"),
+                *("-" if each is None else _with_interval(each, "value") for each in estimates),
                 str(row["answer_count"]),
                 str(row["missing_count"]),
                 f"{row['tokens_per_answer']:.0f}",
@@ -222,17 +222,21 @@ def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
             ]
         )
     if len(sets) > 1 and result["score"] is not None:
-        rows.append(["mean of sets", _interval(result["score"], result["half_width"]), *[""] * (len(rows[0]) - 2)])
+        rows.append(["mean of sets", _with_interval(result, "score"), *[""] * (len(rows[0]) - 2)])
     table = align_columns(rows)
     if len(table[0]) > width:
         pairs = [[pair for pair in zip(rows[0], row, strict=True) if pair[1]] for row in rows[1:]]
         parts = [align_columns(part) for part in pairs]
         table = [line for part in parts for line in (*part, "")][:-1]
-    lines = ["", *table, "", "+- is half of the 95 % interval, clustered by task group."] if sets else []
+    lines = ["", *table, "", "[low, high] is the 95 % interval, clustered by task group."] if sets else []
     if result["lm_eval"]:
         rows = _harness_rows(result["lm_eval"])
         lines += ["", "lm-evaluation-harness (+- is the standard error):", *align_columns(rows)]
     return lines
+
+
+def _with_interval(row: Mapping[str, Any], key: str) -> str:
+    return format_interval(row[key], row.get("interval") or row["half_width"], 3)
 
 
 def _harness_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -243,9 +247,5 @@ def _harness_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             metric, comma, kind = key.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
                 error = values.get(f"{metric}_stderr,{kind}")
-                rows.append([task, key, _interval(value, error if isinstance(error, int | float) else None)])
+                rows.append([task, key, format_interval(value, error if isinstance(error, int | float) else None, 3)])
     return rows
-
-
-def _interval(value: float, half_width: float | None) -> str:
-    return f"{value:.3f}" if half_width is None else f"{value:.3f} +- {half_width:.3f}"

@@ -126,9 +126,8 @@ def _as_eval(held_out: dict[str, Any]) -> dict[str, Any]:
 
 
 def _score(evaluation: dict[str, Any]) -> str:
-    return format_score(
-        evaluation["score"], evaluation.get("half_width"), evaluation["n"], evaluation.get("missing") or 0
-    )
+    spread = evaluation.get("interval") or evaluation.get("half_width")
+    return format_score(evaluation["score"], spread, evaluation["n"], evaluation.get("missing") or 0)
 
 
 def _comparison(twin: dict[str, Any]) -> str:

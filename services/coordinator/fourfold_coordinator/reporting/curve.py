@@ -35,7 +35,7 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
     height = _INCHES[1] + (_PANEL_INCHES if panels else 0)
     figure = Figure(figsize=(_INCHES[0], height), dpi=120, layout="constrained")
     rows: Any = figure.subfigures(2, 1, height_ratios=[_INCHES[1], _PANEL_INCHES]) if panels else [figure]
-    _draw_scores(rows[0].subplots(), points_of(steps, m.REWARD_MEAN), evals, title)
+    draw_scores(rows[0].subplots(), points_of(steps, m.REWARD_MEAN), evals, title)
     if panels:
         for axes, (text, points) in zip(rows[1].subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             axes.plot(*zip(*points, strict=True), color="tab:gray")
@@ -48,14 +48,14 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
     fresh.replace(path)
 
 
-def _draw_scores(axes: Any, reward: Sequence[tuple[float, float]], evals: Sequence[EvalRow], title: str) -> None:
+def draw_scores(axes: Any, reward: Sequence[tuple[float, float]], evals: Sequence[EvalRow], title: str) -> None:
     if reward:
         axes.plot(*zip(*reward, strict=True), color="tab:blue", alpha=0.7, label="training reward")
     if evals:
         axes.errorbar(
             [row.step for row in evals],
             [row.score for row in evals],
-            yerr=[row.half_width or 0.0 for row in evals],
+            yerr=list(zip(*(_distances(row) for row in evals), strict=True)),
             color="tab:orange",
             marker="o",
             capsize=4,
@@ -69,6 +69,12 @@ def _draw_scores(axes: Any, reward: Sequence[tuple[float, float]], evals: Sequen
     axes.grid(alpha=0.3)
     if reward or evals:
         axes.legend(loc="lower right")
+
+
+def _distances(row: EvalRow) -> tuple[float, float]:
+    """Return how far the interval of a score reaches below and above it."""
+    low, high = row.interval or (row.score, row.score)
+    return row.score - low, high - row.score
 
 
 def points_of(steps: Sequence[StepRow], name: str) -> list[tuple[float, float]]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fourfold import config as configuration
 from fourfold.config import Config
-from fourfold.text import format_answers
+from fourfold.text import format_answers, format_interval
 
 from ..launch.run_folder import CONFIG_FILE, EMA_FOLDER, REPORT_FILE, STEP_FOLDER
 
@@ -74,8 +74,7 @@ def _scores(report_file: Path, export: str) -> list[str]:
 
 
 def _row(name: str, row: Mapping[str, Any]) -> str:
-    width = row.get("half_width")
-    score = f"{row['score']:.3f}" if width is None else f"{row['score']:.3f} +- {width:.3f}"
+    score = format_interval(row["score"], row.get("interval") or row.get("half_width"), 3)
     if missing := row.get("missing"):
         score += f" ({format_answers(row['n'], missing)})"
     return f"| {name} | {row['step']} | {score} |"

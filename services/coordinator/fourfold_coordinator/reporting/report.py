@@ -12,8 +12,8 @@ report.json (times in seconds, sizes in bytes):
     seconds_per_step             mean, from the first prompt of a step to its published weights
     peak_memory_bytes            largest sum of the PSS of the run's processes on the coordinator's machine
     peak_memory_without          services that are not in that sum: on other machines, or in other containers
-    eval_before, eval_after      {"step", "score", "half_width", "n", "missing", "sets"} or null; intervals of 95 %,
-                                 clustered by task group; each of the sets as in `state/eval_results.py`
+    eval_before, eval_after      {"step", "score", "half_width", "interval", "n", "missing", "sets"} or null; intervals
+                                 of 95 %, clustered by task group; each of the sets as in `state/eval_results.py`
     evals                        all of them
     first_step                   SHA-256 of its prompts, request seeds and sampled tokens
     answers_before, answers_after  ten sampled answers to the same held-out prompts
@@ -188,6 +188,7 @@ def _eval(row: EvalRow | None) -> dict[str, Any] | None:
         "step": row.step,
         "score": row.score,
         "half_width": row.half_width,
+        "interval": row.interval,
         "n": row.answer_count,
         "missing": row.missing_count,
         "sets": [asdict(result) for result in row.sets],

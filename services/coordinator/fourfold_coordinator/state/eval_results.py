@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -22,6 +23,10 @@ class Example:
     score: Finite | None
 
 
+Interval = tuple[Finite, Finite]
+"""Bounds of a 95 % interval, clustered by task group."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtK:
     """Estimate of pass@k or maj@k."""
@@ -30,6 +35,7 @@ class AtK:
     value: Finite  # in [0, 1]: mean over the prompts with at least k scored answers
     half_width: Finite | None  # of the 95 % interval, clustered by task group; None with a single group
     prompt_count: Whole
+    interval: Interval | None = None  # None also where an earlier release wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +51,37 @@ class SetResult:
     seconds: Finite  # from the start of the evaluation to the last score of this set
     pass_at: tuple[AtK, ...]  # by k, ascending
     majority_at: tuple[AtK, ...]
+    interval: Interval | None = None  # None also where an earlier release wrote it
 
     def metrics(self) -> dict[str, float]:
         """Return score, half_width, pass_at_K and maj_at_K; without a half width that is unknown."""
         found = {"score": self.score} | ({} if self.half_width is None else {"half_width": self.half_width})
         found |= {f"pass_at_{each.k}": each.value for each in self.pass_at}
         return found | {f"maj_at_{each.k}": each.value for each in self.majority_at}
+
+
+def half_width(interval: Interval | None) -> float | None:
+    """Return half of the length of an interval."""
+    return None if interval is None else (interval[1] - interval[0]) / 2
+
+
+def bounds(score: float, half_width: float | None, interval: Interval | None) -> Interval | None:
+    """Return `interval`, or that of a result of an earlier release, which has its half width alone."""
+    return interval or (None if half_width is None else (score - half_width, score + half_width))
+
+
+def mean_of_sets(sets: Sequence[SetResult]) -> tuple[float, Interval | None]:
+    """Return the unweighted mean of the scores of independent sets, and its interval; None if a set has none.
+
+    Each bound is as far from the mean as the root of the sum of the squared distances of the sets' bounds from their
+    scores, divided by the number of sets.
+    """
+    mean = math.fsum(each.score for each in sets) / len(sets)
+    distances = [(r.score - r.interval[0], r.interval[1] - r.score) for r in sets if r.interval is not None]
+    if len(distances) < len(sets):
+        return mean, None
+    below, above = (math.hypot(*side) / len(sets) for side in zip(*distances, strict=True))
+    return mean, (mean - below, mean + above)
 
 
 _RESULTS: Final = TypeAdapter(tuple[SetResult, ...])

@@ -28,7 +28,7 @@ from typing import Any, Final
 from fourfold import metrics as m
 from fourfold.errors import AlreadyExists, NotFound, WrongState
 
-from .eval_results import SetResult, check_examples, read_results, write_results
+from .eval_results import Interval, SetResult, bounds, check_examples, mean_of_sets, read_results, write_results
 from .typed_json import Finite, Whole, load
 
 # Reasons for which the coordinator itself drops samples.
@@ -173,10 +173,15 @@ class EvalRow:
     answers: list[dict[str, Any]]  # a few examples of each set
     sets: tuple[SetResult, ...] = ()  # none: an earlier release wrote the row
 
-    def scores(self) -> dict[str, tuple[float, float | None]]:
-        """Return score and half width by metric: `eval/score`, then `eval/NAME/score` of each set."""
-        sets = {f"eval/{result.name}/score": (result.score, result.half_width) for result in self.sets}
-        return {m.EVAL_SCORE: (self.score, self.half_width)} | sets
+    @property
+    def interval(self) -> Interval | None:
+        """The 95 % interval of the score."""
+        return bounds(self.score, self.half_width, mean_of_sets(self.sets)[1] if self.sets else None)
+
+    def scores(self) -> dict[str, tuple[float, Interval | None]]:
+        """Return score and interval by metric: `eval/score`, then `eval/NAME/score` of each set."""
+        sets = {f"eval/{r.name}/score": (r.score, bounds(r.score, r.half_width, r.interval)) for r in self.sets}
+        return {m.EVAL_SCORE: (self.score, self.interval)} | sets
 
     def set_metrics(self) -> dict[str, float]:
         """Return the metrics of each held-out set, such as `eval/NAME/score`."""

@@ -33,11 +33,11 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of a chart; `bars` are half widths of intervals around its points, or empty."""
+    """One line of a chart; `bars` are intervals around its points, or empty."""
 
     name: str
     points: Sequence[Point]
-    bars: Sequence[float | None] = ()
+    bars: Sequence[tuple[float, float] | None] = ()
 
 
 def line_chart(lines: Sequence[Line]) -> Markup:
@@ -47,7 +47,7 @@ def line_chart(lines: Sequence[Line]) -> Markup:
         return Markup("")
     xs = [x for _, _, points in drawn for x, _ in points]
     ys = [y for _, _, points in drawn for _, y in points]
-    ys += [y + sign * bar for _, line, _ in drawn for (_, y), bar in _intervals(line) for sign in (-1, 1)]
+    ys += [bound for _, line, _ in drawn for _, bar in _intervals(line) for bound in bar]
     x_scale, y_scale = (
         _Scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, room=0.5),
         _Scale(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP),
@@ -61,8 +61,8 @@ def line_chart(lines: Sequence[Line]) -> Markup:
             parts += [
                 f'<circle class="dot {color}" cx="{x_scale(x):.1f}" cy="{y_scale(y):.1f}" r="2"/>' for x, y in points
             ]
-        for (x, y), bar in _intervals(line):
-            low, high = y_scale(y - bar), y_scale(y + bar)
+        for x, bar in _intervals(line):
+            low, high = map(y_scale, bar)
             ends = f'x1="{x_scale(x):.1f}" x2="{x_scale(x):.1f}" y1="{low:.1f}" y2="{high:.1f}"'
             parts.append(f'<line class="bar {color}" {ends}/>')
     data = json.dumps([{"name": line.name, "points": _places(points, x_scale, y_scale)} for _, line, points in drawn])
@@ -157,8 +157,9 @@ def short_number(value: float) -> str:
     return f"{value:.4g}" if value else "0"
 
 
-def _intervals(line: Line) -> list[tuple[Point, float]]:
-    return [(p, bar) for p, bar in zip(line.points, line.bars, strict=False) if bar is not None and math.isfinite(bar)]
+def _intervals(line: Line) -> list[tuple[float, tuple[float, float]]]:
+    bars = zip(line.points, line.bars, strict=False)
+    return [(x, bar) for (x, _), bar in bars if bar is not None and all(map(math.isfinite, bar))]
 
 
 def _places(points: Sequence[Point], x_scale: _Scale, y_scale: _Scale) -> list[tuple[float, float, float, str]]:

@@ -186,7 +186,7 @@ def make_chart(name: str, runs: Sequence[RunData]) -> Chart:
         # Evaluations have one before the first step, too, and intervals.
         if found := [(float(e.step), *score) for e in evals if (score := e.scores().get(name)) is not None]:
             points = [(step, score) for step, score, _ in found]
-            lines.append(Line(name=run, points=points, bars=[half_width for _, _, half_width in found]))
+            lines.append(Line(name=run, points=points, bars=[interval for _, _, interval in found]))
         else:
             points = [(float(row["step"]), float(row[name])) for row in steps if is_number(row.get(name))]
             lines.append(Line(name=run, points=points))

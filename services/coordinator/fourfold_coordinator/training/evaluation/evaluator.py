@@ -22,12 +22,12 @@ from fourfold.text import format_score
 
 from ...data.prompts import HeldOutSet, Prompt
 from ...routing.replica import GivenUp, ReplicaKey, RetryBudget
-from ...state.eval_results import AtK, SetResult
+from ...state.eval_results import AtK, SetResult, half_width, mean_of_sets
 from ...state.ledger import EvalRow, SampleState
 from ...state.samples import Trajectory
 from ...tasks.board import TaskBoard, TaskGroup
 from ..service_calls import ServiceCalls
-from .estimators import clustered_interval, majority_at_k, mean_of_sets, pass_at_k, sample_sizes
+from .estimators import clustered_interval, majority_at_k, pass_at_k, sample_sizes
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -51,12 +51,13 @@ class AnsweredSet:
         scored = [(a, a.sample.score) for answers in prompts for a in answers if a.sample.score is not None]
         if not scored:
             return None
-        mean, half_width = clustered_interval([score for _, score in scored], [a.prompt.group_key for a, _ in scored])
+        mean, interval = clustered_interval([score for _, score in scored], [a.prompt.group_key for a, _ in scored])
         pass_at, majority_at = _estimates(prompts, self.held_out.rule.samples_per_prompt, success)
         return SetResult(
             name=self.held_out.name,
             score=mean,
-            half_width=half_width,
+            half_width=half_width(interval),
+            interval=interval,
             answer_count=len(scored),
             missing_count=self.held_out.answer_count - len(scored),
             tokens_per_answer=fmean(answer.token_count for answer, _ in scored),
@@ -107,8 +108,9 @@ def _estimates(
             (pass_at, [pass_at_k(sum(passed), len(passed), k) for _, _, passed in fitting]),
             (majority_at, [majority_at_k(texts, passed, k) for _, texts, passed in fitting]),
         ):
-            value, half_width = clustered_interval(values, clusters)
-            found.append(AtK(k=k, value=value, half_width=half_width, prompt_count=len(fitting)))
+            value, bounds = clustered_interval(values, clusters)
+            count, width = len(fitting), half_width(bounds)
+            found.append(AtK(k=k, value=value, half_width=width, prompt_count=count, interval=bounds))
     return tuple(pass_at), tuple(majority_at)
 
 
@@ -162,13 +164,13 @@ class Evaluator:
                 "used_versions=%d..%d",
                 step, version, min(used), max(used),
             )  # fmt: skip
-        score, half_width = mean_of_sets([(result.score, result.half_width) for result in found])
+        score, interval = mean_of_sets(found)
         scored, missing = (sum(getattr(each, name) for each in found) for name in ("answer_count", "missing_count"))
-        log.info("evaluation finished: step=%d held_out=%s", step, format_score(score, half_width, scored, missing))
+        log.info("evaluation finished: step=%d held_out=%s", step, format_score(score, interval, scored, missing))
         row = EvalRow(
             step=step,
             score=score,
-            half_width=half_width,
+            half_width=half_width(interval),
             answer_count=scored,
             missing_count=missing,
             answers=[example for each in answered for example in each.examples(self._config.seed)],

@@ -1,7 +1,7 @@
 """Evaluates a model without a trainer, for `fourfold eval`, and writes what was measured to the run's folder.
 
-evaluation.json  {"score", "half_width": as in report.json, null if a set has no score; "seed"; "success"; "seconds";
-                 "scorers": name@version each; "sets": as in `state/eval_results.py`, with "prompts",
+evaluation.json  {"score", "half_width", "interval": as in report.json, null if a set has no score; "seed"; "success";
+                 "seconds"; "scorers": name@version each; "sets": as in `state/eval_results.py`, with "prompts",
                  "samples_per_prompt", "temperature" and "max_new_tokens"; "unscored": names of the sets without a
                  scored answer; "lm_eval": results of the harness by task}. `fourfold eval` adds "model", and "step" of
                  the weights, null if they are of no run.
@@ -25,11 +25,10 @@ from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.model.tokenizer import Tokenizer
 
 from ...launch.run_folder import ANSWERS_FILE, EVALUATION_FILE, HARNESS_FILE
-from ...state.eval_results import SetResult
+from ...state.eval_results import SetResult, half_width, mean_of_sets
 from ...state.files import replace_file
 from ...state.samples import Trajectory
 from ..context import RunContext
-from .estimators import mean_of_sets
 from .evaluator import AnsweredSet
 
 log = logging.getLogger("fourfold.coordinator")
@@ -96,7 +95,7 @@ class StandaloneEvaluation:
 def _summary(answered: Sequence[AnsweredSet], results: Sequence[SetResult | None]) -> dict[str, Any]:
     found = [result for result in results if result is not None]
     complete = bool(found) and len(found) == len(results)
-    score, half_width = mean_of_sets([(r.score, r.half_width) for r in found]) if complete else (None, None)
+    score, interval = mean_of_sets(found) if complete else (None, None)
     sets = [
         {
             **asdict(result),
@@ -109,7 +108,13 @@ def _summary(answered: Sequence[AnsweredSet], results: Sequence[SetResult | None
         if result is not None
     ]
     unscored = [each.held_out.name for each, result in zip(answered, results, strict=True) if result is None]
-    return {"score": score, "half_width": half_width, "sets": sets, "unscored": unscored}
+    return {
+        "score": score,
+        "half_width": half_width(interval),
+        "interval": interval,
+        "sets": sets,
+        "unscored": unscored,
+    }
 
 
 def _flat(answered: AnsweredSet) -> Iterator[Trajectory]:

@@ -1,4 +1,4 @@
-"""The picture of a run, and at which weights it shows a value."""
+"""The picture of a run, and at which step it shows a value."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def step(number: int, **metrics: Any) -> StepRow:
     )  # fmt: skip
 
 
-def test_samples_are_shown_at_the_weights_that_sampled_them() -> None:
+def test_samples_are_shown_at_the_step_that_trains_on_them() -> None:
     steps = [
         step(1),
         step(2, train__policy_lag_mean=0.5),
         step(3, reward__mean=None),
         step(4, train__policy_lag_mean=2),
     ]
-    assert points_of(steps, m.REWARD_MEAN) == [(0, 0.1), (0.5, 0.2), (1, 0.4)]
+    assert points_of(steps, m.REWARD_MEAN) == [(1, 0.1), (2, 0.2), (4, 0.4)]
     assert points_of(steps, m.REFERENCE_KL) == []
 
 
@@ -42,8 +42,21 @@ def test_bars_reach_to_the_bounds_of_an_interval() -> None:
         EvalRow(4, 0.5, None, 8, 0, []),
     ]
     draw_scores(axes, [], rows, "toy")
-    ends = [segment[:, 1].tolist() for segment in axes.collections[0].get_segments()]
+    bars: Any = axes.collections[0]
+    ends = [segment[:, 1].tolist() for segment in bars.get_segments()]
     assert ends == [pytest.approx(bounds) for bounds in ([0.6, 0.96], [0.25, 0.75], [0.5, 0.5])]
+
+
+def test_the_x_axis_has_whole_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.touch()))
+    steps = [step(number, length__response_mean=2.0, train__policy_lag_mean=0.5) for number in (1, 2, 3)]
+    draw_curve(tmp_path / "curve.png", steps, [EvalRow(0, 0.3, None, 8, 0, [])], title="toy")
+    scores, panel = drawn[0].axes
+    assert scores.get_xlabel() == "training steps"
+    for axes, first in ((scores, 0), (panel, 1)):
+        ticks = [tick for tick in axes.get_xticks() if first <= tick <= 3]
+        assert ticks == list(range(first, 4))
 
 
 def test_a_picture_has_a_panel_for_each_metric_of_the_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Draws curve.png: scores over the weights that produced them, and length, KL, mismatch and time beside them."""
+"""Draws curve.png: scores over training steps, and length, KL, mismatch and time beside them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PANEL_INCHES: Final = 1.8
 def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *, title: str) -> None:
     """Draw the run, and replace the file `path` by the picture.
 
-    The x axis counts the optimizer steps of the weights that produced a value: samples that step n trains on were
-    sampled by those of step n - 1, or older ones if the run is asynchronous; the evaluation after step n by those of
-    step n. So both scores of the same weights are above each other.
+    The x axis has the training steps of metrics.jsonl: step n trains on the samples that are shown there, and the
+    evaluation after step n is of the weights that it gave; that before the first step is at 0.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no display, no global state
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     panels = [(text, points) for text, name in _PANELS if (points := points_of(steps, name))]
     height = _INCHES[1] + (_PANEL_INCHES if panels else 0)
@@ -42,13 +42,15 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
             axes.set_title(text, fontsize=7)
             axes.tick_params(labelsize=6)
             axes.grid(alpha=0.3)
+    for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     FigureCanvasAgg(figure)
     fresh = path.with_name(path.name + ".new")
     figure.savefig(fresh, format="png")
     fresh.replace(path)
 
 
-def draw_scores(axes: Any, reward: Sequence[tuple[float, float]], evals: Sequence[EvalRow], title: str) -> None:
+def draw_scores(axes: Any, reward: Sequence[tuple[int, float]], evals: Sequence[EvalRow], title: str) -> None:
     if reward:
         axes.plot(*zip(*reward, strict=True), color="tab:blue", alpha=0.7, label="training reward")
     if evals:
@@ -65,7 +67,7 @@ def draw_scores(axes: Any, reward: Sequence[tuple[float, float]], evals: Sequenc
     for name in names if len(names) > 1 else ():
         points = [(row.step, result.score) for row in evals for result in row.sets if result.name == name]
         axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, alpha=0.7, label=name)
-    axes.set(title=title, xlabel="optimizer steps of the weights", ylabel="mean score")
+    axes.set(title=title, xlabel="training steps", ylabel="mean score")
     axes.grid(alpha=0.3)
     if reward or evals:
         axes.legend(loc="lower right")
@@ -77,11 +79,6 @@ def _distances(row: EvalRow) -> tuple[float, float]:
     return row.score - low, high - row.score
 
 
-def points_of(steps: Sequence[StepRow], name: str) -> list[tuple[float, float]]:
-    """Return a metric of each step's samples, at the mean age of the weights that sampled them."""
-    found = []
-    for row in steps:
-        if (value := row.metrics.get(name)) is not None:
-            lag = row.metrics.get(m.POLICY_LAG_MEAN) or 0.0
-            found.append((row.step - 1 - lag, float(value)))
-    return found
+def points_of(steps: Sequence[StepRow], name: str) -> list[tuple[int, float]]:
+    """Return a metric of the steps that have it."""
+    return [(row.step, float(value)) for row in steps if (value := row.metrics.get(name)) is not None]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from fourfold.host.scratch import Scratch
 from fourfold_reward import __version__, openrlhf_modules, text_rules, verifiers
 from fourfold_reward.sample import RewardFunction
 from fourfold_reward.signatures import Reads, adapt
@@ -112,6 +113,13 @@ def run_file(verifier: Verifier) -> types.ModuleType:
     module = types.ModuleType(f"reward_file_{verifier.version}")
     module.__file__ = verifier.file
     sys.modules[module.__name__] = module  # dataclasses and type hints look up their module
+    # Processes that the file spawns, as a process pool does, import the module by its name.
+    start = f"__file__ = {verifier.file!r}\nexec(compile({verifier.source!r}, __file__, 'exec'))\n"
+    if openrlhf_modules.PACKAGE in verifier.source:
+        start = f"from fourfold_reward import openrlhf_modules\nopenrlhf_modules.provide()\n{start}"
+    copy = Scratch("reward-file").path / f"{module.__name__}.py"
+    copy.write_text(start, encoding="utf-8")
+    sys.path.append(str(copy.parent))
     exec(compile(verifier.source, verifier.file, "exec"), module.__dict__)
     return module
 

@@ -54,6 +54,20 @@ def test_a_function_of_openrlhf_gets_texts_and_its_numbers_are_components() -> N
     assert adapt(reward_func, answer_fields=["answer"])[1] == Reads()
 
 
+def test_a_file_may_score_in_processes_that_it_spawns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "pool_score.py").write_text(
+        "from concurrent.futures import ProcessPoolExecutor\nfrom multiprocessing import get_context\n"
+        "def one(text):\n    return len(text)\n"
+        "def f(sample):\n"
+        "    with ProcessPoolExecutor(1, get_context('spawn')) as pool:\n"
+        "        return pool.submit(one, sample.completion).result(60)\n"
+    )
+    verifier = loader.find("pool_score.py:f", directory=tmp_path)
+    function, _, _ = loader.load(verifier, {})
+    assert function(PLAIN) == 2
+
+
 @pytest.mark.parametrize("answer", [np.array([2.0]), [2.0], 2.0, np.float32(2), np.array(2.0), {"rewards": [2.0]}])
 def test_a_function_of_openrlhf_may_return_the_reward_alone(answer: Any) -> None:
     assert score(lambda queries, prompts, labels: answer).score == 2.0

@@ -22,6 +22,8 @@ _OPTIMIZER: Final = "no equivalent: AdamW, or Muon with trainer.optimizer"
 _LOADER: Final = "not needed: prompts are tokenized once, at the start"
 _FSDP: Final = "no equivalent: use trainer.zero_stage = 3"
 _TORCH: Final = "not needed: an option of torch that Fourfold sets itself, or of another machine"
+_ACCELERATE: Final = "not needed: an option of accelerate's launcher; the services start their own processes"
+_OPEN_R1: Final = "no equivalent: an option of open-r1's rewards; write it into the reward function"
 _EVALUATION: Final = "not needed: evaluations score completions, and have no micro-batches of their own"
 
 
@@ -47,6 +49,10 @@ _BATCH: Final = [
     row("num_train_epochs", "float", 3.0, "steps", "rows x epochs / prompts of a step"),
     row("seed", "int", 42, "seed"),
     row("num_processes", "int", None, "trainer.ranks", "of the launcher, or --gpus"),
+    row("mixed_precision", "text", None, "", "not needed: model.dtype is bfloat16, unless bf16 is false"),
+    *_none(_ACCELERATE, "compute_environment distributed_type downcast_bf16 enable_cpu_affinity gpu_ids machine_rank "
+           "main_process_ip main_process_port main_training_function num_machines rdzv_backend same_network tpu_env "
+           "tpu_use_cluster tpu_use_sudo"),
 ]  # fmt: skip
 
 _ALGORITHM: Final = [
@@ -142,8 +148,18 @@ _MODEL: Final = [
 _REWARD_AND_DATA: Final = [
     row("reward_funcs", "texts", (), "reward.function",
          "accuracy_reward: math_verify. think_format_reward: format. get_soft_overlong_punishment: length. "
-         "PACKAGE.FUNCTION: the same"),
+         "PACKAGE.FUNCTION: the same. Of open-r1: accuracy, format and soft_overlong_punishment"),
+    row("max_completion_len", "int", 16384, "reward.options", "of soft_overlong_punishment of open-r1"),
+    row("soft_punish_cache", "int", 4096, "reward.options", "of soft_overlong_punishment of open-r1"),
+    *_none(_OPEN_R1, "cosine_min_value_wrong cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct "
+           "cosine_max_len repetition_n_grams repetition_max_penalty code_language code_eval_test_batch_size "
+           "code_eval_scoring_mode parallel_code_exec_per_proc code_provider e2b_router_url morph_router_url "
+           "ioi_provider"),
     row("reward_model_name_or_path", "text", None, "reward.model.source", "a table of its own beside reward_funcs"),
+    row("dataset_prompt_column", "text", "prompt", "data.prompt_field"),
+    row("system_prompt", "text", None, "data.system_prompt"),
+    row("chat_template", "text", None, "", "no equivalent: change the chat template of the model's folder"),
+    row("dataset_mixture", "any", None, "data.train.path", "of open-r1: a table [[data.train]] each"),
     row("dataset_name", "text", None, "data.train.path", "a name of the hub: hf:NAME", older="train_dataset"),
     row("datasets", "any", None, "data.train.path", "a table [[data.train]] each"),
     row("dataset_train_split", "text", "train", "data.train.split", "of data sets of the hub"),
@@ -174,6 +190,7 @@ _OPTIMIZER_ROWS: Final = [
     *_none(_OPTIMIZER, "optim optim_args optim_target_modules"),
     *_none("not needed: token losses are averaged over all ranks", "average_tokens_across_devices"),
     row("deepspeed", "any", None, "trainer.zero_stage", "the stage in its name; without: 1, which updates as DDP"),
+    row("deepspeed_config", "any", None, "trainer.zero_stage, trainer.offload", "of accelerate's YAML"),
     *_none(_FSDP, "fsdp fsdp_config"),
     *_none(_TORCH, "tf32 gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode "
            "use_cache torch_empty_cache_steps ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
@@ -189,7 +206,10 @@ _RUN: Final = [
     row("output_dir", "text", None, "name", "the last part of the path"),
     row("run_name", "text", None, "name", "before output_dir"),
     row("report_to", "texts", (), "logging.sinks", "tensorboard, wandb, trackio and mlflow; for all, choose yourself"),
-    row("project", "text", None, "logging.project", "with a tracker"),
+    row("project", "text", None, "logging.project", "with a tracker", older="wandb_project"),
+    row("wandb_entity", "text", None, "logging.wandb_entity", "with a tracker"),
+    row("wandb_run_group", "text", None, "logging.group", "with a tracker"),
+    *_none("not needed: a run reports and evaluates by itself", "callbacks benchmarks"),
     row("logging_dir", "text", None, "logging.tensorboard_dir", "with tensorboard"),
     row("eval_strategy", "text", "no", "evaluation.every_steps", "no: no evaluation", values=("no", "steps", "epoch"),
          older="evaluation_strategy"),
@@ -213,7 +233,8 @@ _RUN: Final = [
            "log_completions_hub_repo"),
     *_none(_TRACKER, "trackio_space_id trackio_bucket_id trackio_static_space_id "
            "wandb_log_unique_prompts"),
-    *_none(_HUB, "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"),
+    *_none(_HUB, "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
+           "hub_model_revision overwrite_hub_revision push_to_hub_revision"),
 ]  # fmt: skip
 
 TABLE: Final[Mapping[str, Flag]] = table_of(

@@ -20,7 +20,7 @@ _PROGRAM: Final = re.compile(r"(^|/)((trl/scripts/)?grpo[\w-]*(\.py)?|trl\.scrip
 _CALLS: Final = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig")
 _PROCESSES: Final = re.compile(r"--(?:num_processes|nproc_per_node|nproc-per-node|num-processes)(?:=|\s+)(\d+)")
 _NODES: Final = re.compile(r"--(?:nnodes)(?:=|\s+)(\d+)")
-_STAGE: Final = re.compile(r"(?:zero|stage)[_-]?([0-3])")
+_STAGE: Final = re.compile(r"(?:zero|stage)[^a-z0-9]{0,4}([0-3])")
 _EPSILON: Final = 1e-4
 # Losses without clips: the option of each key.
 _SOFT: Final[Mapping[str, Mapping[str, str]]] = {
@@ -39,6 +39,7 @@ _CORRECTIONS: Final = {
     "sequence_mask": "sequence-sum-mask-tis",
 }
 _PROMPT_TOKENS: Final = 1024
+_THINK_ANSWER: Final = r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>"
 _THINK: Final = r"<think>(?!.*<think>)(.*?)</think>.*"
 
 
@@ -67,7 +68,9 @@ def convert(text: str, options: Options, variables: Mapping[str, str], environme
     _processes(draft, options, launcher)
     common.run_name(draft, options, [("run_name", flags["run_name"]), ("output_dir", flags["output_dir"])], "trl")
     sinks = common.listed_trackers(draft, "report_to", ("none", "None"))
-    common.trackers(draft, sinks, {"logging.project": "project", "logging.tensorboard_dir": "logging_dir"})
+    settings = {"project": "project", "tensorboard_dir": "logging_dir", "wandb_entity": "wandb_entity"}
+    settings["group"] = "wandb_run_group"
+    common.trackers(draft, sinks, {f"logging.{key}": flag for key, flag in settings.items()})
     for rule in _RULES:
         rule(draft, options)
     draft.copy()
@@ -123,9 +126,18 @@ def _processes(draft: Draft, options: Options, launcher: str) -> None:
             "trainer.ranks = 1: the configuration does not have the number of processes, with which the batch grows. "
             "Import again with --gpus N"
         )
-    stage = _STAGE.search(f"{flags['deepspeed']} {launcher}".lower())
+    given = flags["deepspeed_config"] if isinstance(flags["deepspeed_config"], dict) else {}
+    stage = _STAGE.search(f"{flags['deepspeed']} zero{given.get('zero_stage', '')} {launcher}".lower())
+    names = ["deepspeed_config"] if given else ["deepspeed"]
     draft.set("trainer.device", "cuda")
-    draft.set("trainer.zero_stage", max(int(stage[1]), 1) if stage else 1, "deepspeed")
+    draft.set("trainer.zero_stage", max(int(stage[1]), 1) if stage else 1, *names)
+    if given.get("offload_optimizer_device") == "cpu":
+        whole = given.get("offload_param_device") == "cpu"
+        draft.set("trainer.offload", "optimizer+parameters" if whole else "optimizer", "deepspeed_config")
+    if flags.given("compute_environment") and not flags["model_name_or_path"]:
+        draft.check(
+            "the file is one of accelerate, with processes and ZeRO stage alone; import that of the training, too"
+        )
     if flags["deepspeed"] and not stage:
         draft.check("trainer.zero_stage = 1: the name of the DeepSpeed file has no stage; write that of the file")
 
@@ -396,7 +408,9 @@ def _rewards(draft: Draft, options: Options) -> None:
         _one_reward(draft, table, flag, name)
         if weights:
             draft.set(f"{table}.weight", float(weights[index]), "reward_weights")
-    if any(_last(name) in ("accuracy_reward", "reasoning_accuracy_reward") for name in functions):
+    if "soft_overlong_punishment" not in functions:
+        draft.leave("not needed without soft_overlong_punishment", "max_completion_len", "soft_punish_cache")
+    if any(_last(name) in ("accuracy", "accuracy_reward", "reasoning_accuracy_reward") for name in functions):
         draft.set("data.answer_field", "solution", "reward_funcs", note="the column of accuracy_reward")
 
 
@@ -414,7 +428,7 @@ def _one_reward(draft: Draft, table: str, flag: str, name: str) -> None:
         draft.set(f"{table}.model.device", "cuda")
         return
     match _last(name):
-        case "accuracy_reward" | "reasoning_accuracy_reward":
+        case "accuracy" | "accuracy_reward" | "reasoning_accuracy_reward":
             draft.set(f"{table}.function", "math_verify", flag)
             draft.check(
                 f"reward: {_last(name)} becomes math_verify, which compares the final expression by the same library"
@@ -422,6 +436,14 @@ def _one_reward(draft: Draft, table: str, flag: str, name: str) -> None:
         case "think_format_reward":
             draft.set(f"{table}.function", "format", flag)
             draft.set(f"{table}.options", {"pattern": _THINK}, flag)
+        case "format":
+            draft.set(f"{table}.function", "format", flag)
+            draft.set(f"{table}.options", {"pattern": _THINK_ANSWER}, flag)
+        case "soft_overlong_punishment":
+            longest, cache = draft.flags["max_completion_len"], draft.flags["soft_punish_cache"]
+            draft.set(f"{table}.function", "length", flag)
+            limits = {"target_tokens": longest - cache, "max_tokens": longest, "min": -1.0}
+            draft.set(f"{table}.options", limits, "max_completion_len", "soft_punish_cache")
         case "get_soft_overlong_punishment":
             draft.set(f"{table}.function", "length", flag)
             draft.set(f"{table}.options", {"target_tokens": 1024, "max_tokens": 1280, "min": -1.0}, flag)
@@ -446,20 +468,29 @@ def _data(draft: Draft, options: Options) -> None:
         common.model(draft, "model.source", source, "model_name_or_path")
         draft.leave("not needed: a folder has no revisions", "model_revision")
     split = (flags["dataset_train_split"], "dataset_train_split")
-    mixture, sources = flags["datasets"], list[dict[str, tuple[Any, str]]]()
+    mixture, sources, name = flags["datasets"], list[dict[str, tuple[Any, str]]](), "datasets"
+    if isinstance(flags["dataset_mixture"], dict):
+        name = "dataset_mixture"
+        parts = [part for part in flags[name].get("datasets") or () if isinstance(part, dict)]
+        mixture = [part | {"path": part.get("id", ""), "name": part.get("config")} for part in parts]
+        draft.check("data.train: a weight of dataset_mixture is the share of the rows that open-r1 draws; write size")
     if isinstance(mixture, Sequence) and not isinstance(mixture, str) and mixture:
         for part in (part for part in mixture if isinstance(part, dict)):
             found = {"path": part.get("path", ""), "split": part.get("split") or "train", "config": part.get("name")}
-            sources.append({key: (value, "datasets") for key, value in found.items()})
-        draft.leave("not needed: datasets is set", "dataset_name", "dataset_config", "dataset_train_split")
+            sources.append({key: (value, name) for key, value in found.items()})
+        draft.leave(f"not needed: {name} is set", "dataset_name", "dataset_config", "dataset_train_split")
     elif flags["dataset_name"]:
         config = (flags["dataset_config"], "dataset_config")
         sources.append({"path": (flags["dataset_name"], "dataset_name"), "split": split, "config": config})
     common.sources(draft, "data.train", sources)
     draft.set("data.order", "shuffled" if flags["shuffle_dataset"] else "file", "shuffle_dataset")
-    draft.set("data.prompt_field", "prompt", note="TRL's column")
-    draft.set("data.chat", True, note="CHECK: false if the prompts are plain texts")
-    draft.check("data.chat = true: TRL applies the chat template to lists of messages alone; set false for plain texts")
+    column = "dataset_prompt_column"  # open-r1 makes messages of it
+    draft.set("data.prompt_field", flags[column], column, note="" if flags.given(column) else "TRL's column")
+    draft.set("data.chat", True, note="" if flags.given(column) else "CHECK: false if the prompts are plain texts")
+    if not flags.given(column):
+        draft.check(
+            "data.chat = true: TRL applies the chat template to lists of messages alone; set false for plain texts"
+        )
     for name in ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"):
         if flags.given(name) and flags[name] not in (None, 0, 1, 1.0, "1.0", "1", "0", -1, {}):
             draft.check(

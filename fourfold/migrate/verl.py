@@ -15,6 +15,7 @@ _ACTOR: Final = "actor_rollout_ref.actor"
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _MODEL: Final = "actor_rollout_ref.model"
 _CORRECTION: Final = "algorithm.rollout_correction"
+_KWARGS: Final = "reward.reward_kwargs.overlong_buffer_cfg"
 
 
 _BATCH: Final = [
@@ -135,6 +136,10 @@ _ENGINES: Final = [
     row(f"{_ROLLOUT}.temperature", "float", 1.0, "sampling.temperature"),
     row(f"{_ROLLOUT}.top_p", "float", 1.0, "", "no equivalent below 1: importance ratios would be wrong"),
     row(f"{_ROLLOUT}.top_k", "int", -1, "", "no equivalent above 0: importance ratios would be wrong"),
+    row(f"{_ROLLOUT}.over_sample_rate", "float", 0.0, "",
+         "no equivalent above 0: no sample is given up for being slow; asynchrony.max_policy_lag keeps engines busy"),
+    row(f"{_ROLLOUT}.ignore_eos", "bool", False, "", "no equivalent of true: a sample ends at the model's end token"),
+    row(f"{_ROLLOUT}.do_sample", "bool", True, "", "no equivalent of false: see sampling.temperature"),
     row(f"{_ROLLOUT}.name", "text", None, "", "not needed: engines are vLLM"),
     row(f"{_ROLLOUT}.tensor_model_parallel_size", "int", 2, "rollout.gpus_per_replica",
          "the replicas are all GPUs divided by this"),
@@ -160,16 +165,19 @@ _REWARD_AND_DATA: Final = [
          older="reward.custom_reward_function.path"),
     row("custom_reward_function.name", "text", "compute_score", "reward.function", "FILE:NAME, with an adapter",
          older="reward.custom_reward_function.name"),
-    row("reward_model.enable", "bool", False, "reward.model.source", "true: a reward model"),
+    row("reward_model.enable", "bool", False, "reward.model.source", "true: a reward model",
+         older="reward.reward_model.enable"),
     row("reward_model.model.path", "text", "~/models/FsfairX-LLaMA3-RM-v0.1", "reward.model.source",
-         "with reward_model.enable"),
+         "with reward_model.enable", older="reward.reward_model.model_path"),
+    row("reward_model.enable_resource_pool", "bool", False, "reward.model.own_gpus", "with reward_model.enable",
+         older="reward.reward_model.enable_resource_pool"),
     row("reward_model.reward_manager", "text", "naive", "", "not needed: a reward service scores each group"),
     row("reward_model.reward_kwargs.overlong_buffer_cfg.enable", "bool", False, "algorithm.shaping.overlong_buffer",
-         "false: 0"),
+         "false: 0", older=f"{_KWARGS}.enable"),
     row("reward_model.reward_kwargs.overlong_buffer_cfg.len", "float", 0.0, "algorithm.shaping.overlong_buffer",
-         "as a share of sampling.max_new_tokens"),
+         "as a share of sampling.max_new_tokens", older=f"{_KWARGS}.len"),
     row("reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor", "float", 1.0,
-         "algorithm.shaping.overlong_penalty"),
+         "algorithm.shaping.overlong_penalty", older=f"{_KWARGS}.penalty_factor"),
 ]  # fmt: skip
 
 _RUN: Final = [
@@ -179,6 +187,9 @@ _RUN: Final = [
     row("trainer.save_freq", "int", -1, "checkpoint.every_steps", "-1: 10, because every run can be resumed"),
     row("trainer.max_actor_ckpt_to_keep", "int", None, "checkpoint.keep", "if given"),
     row("trainer.test_freq", "int", -1, "evaluation.every_steps", "-1: no evaluation"),
+    row("trainer.val_before_train", "bool", True, "",
+         "no equivalent of false: held-out sets are always evaluated before the first step, too"),
+    row("trainer.val_only", "bool", False, "", "no equivalent of true: fourfold eval evaluates and trains nothing"),
 ]  # fmt: skip
 
 TABLE: Final[Mapping[str, Flag]] = table_of([*_BATCH, *_ALGORITHM, *_MODELS, *_ENGINES, *_REWARD_AND_DATA, *_RUN])
@@ -229,20 +240,22 @@ PATTERNS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"rollout\.engine_kwargs", "no equivalent: write options of vLLM to [rollout.vllm]"),
         (r"val_kwargs\.(_target_|do_sample|top_k|top_p)$",
          "no equivalent: data.eval has temperature and max_new_tokens alone"),
-        (r"^reward_manager\.|^reward\.reward_manager|^reward_model\.(rollout\.|sandbox_fusion\.|reward_loop|"
-         r"reward_kwargs\.(?!overlong_buffer_cfg\.)|(enable_resource_pool|launch_reward_fn_async|max_length|n_gpus_per_node|"
-         r"nnodes|num_workers|use_reward_loop)$)",
+        (r"^(reward\.)?custom_reward_function\.reward_kwargs|^reward\.compute_score_kwargs",
+         "no equivalent: write these arguments into the adapter of reward.function"),
+        (r"^(reward\.)?reward_manager(\.|$)|^reward\.(num_workers$|sandbox_fusion\.)|^reward(_model)?\.reward_kwargs\."
+         r"(?!overlong_buffer_cfg\.(?!log$))|^(reward\.)?reward_model\.(rollout\.|sandbox_fusion\.|reward_loop|"
+         r"(launch_reward_fn_async|max_length|n_gpus_per_node|nnodes|num_workers|use_reward_loop)$)",
          "not needed: a reward service has its own options (docs/rewards.md)"),
         (r"^actor_rollout_ref\.rollout\.((checkpoint_engine|layer_name_map|prometheus|trace)\.|(_target_|"
-         r"cudagraph_capture_sizes|data_parallel_size|disable_log_stats|do_sample|dtype|enable_chunked_prefill|"
-         r"enable_prefix_caching|expert_parallel_size|ignore_eos|logprobs_mode|max_model_len|mode|multi_stage_wake_up|"
-         r"over_sample_rate|pipeline_model_parallel_size|prompt_length|quantization(_config_file)?|response_length|"
+         r"cudagraph_capture_sizes|data_parallel_size|disable_log_stats|dtype|enable_chunked_prefill|"
+         r"enable_prefix_caching|expert_parallel_size|logprobs_mode|max_model_len|mode|multi_stage_wake_up|"
+         r"pipeline_model_parallel_size|prompt_length|quantization(_config_file)?|response_length|"
          r"scheduling_policy|skip_(dump_dir|rollout|tokenizer_init))$)",
          "not needed: an engine's option that Fourfold sets itself"),
         (r"checkpoint\.|^trainer\.(resume|default_local_dir|default_hdfs_dir|del_local|max_critic|esi_)",
          "not needed: runs/NAME/checkpoints has all that a run needs; fourfold run --resume runs/NAME"),
-        (r"^trainer\.(use_legacy|val_before|val_only|balance_batch|device|ray_wait)|^ray_kwargs|^transfer_queue",
-         "not needed: every step is in metrics.jsonl, and evaluations come before the first step, too"),
+        (r"^trainer\.(use_legacy|balance_batch|device|ray_wait)|^ray_kwargs|^transfer_queue",
+         "not needed: an option of verl's workers or of Ray; batches are always balanced among ranks"),
         (r"^data\.(dataloader|filter_overlong|truncation|return_|reward_fn_key|val_batch_size|val_max_samples|validation_shuffle|sampler|datagen|"
          r"custom_cls|gen_batch_size)", "not needed: all prompts are tokenized first, and those without room left out"),
         (r"^data\.apply_chat_template_kwargs", "no equivalent: change the chat template of the model's folder"),

@@ -500,6 +500,8 @@ def _rewards(draft: Draft, options: Options) -> None:
             "reward_model.model.path",
         )
         draft.set("reward.model.device", "cuda")
+        pool = "reward_model.enable_resource_pool"
+        draft.set("reward.model.own_gpus", flags[pool], pool)
     elif flags[path]:
         draft.set("reward.function", f"{flags[path]}:fourfold_reward", path, name, note="CHECK: add the adapter")
         draft.check(
@@ -515,7 +517,12 @@ def _rewards(draft: Draft, options: Options) -> None:
             "mixes them"
         )
     if not flags["reward_model.enable"]:
-        draft.leave("not needed without reward_model.enable", "reward_model.model.path", "reward_model.enable")
+        draft.leave(
+            "not needed without reward_model.enable",
+            "reward_model.model.path",
+            "reward_model.enable",
+            "reward_model.enable_resource_pool",
+        )
     if not flags[path] or flags["reward_model.enable"]:
         draft.leave("not needed without custom_reward_function.path", name, path)
     prefix = "reward_model.reward_kwargs.overlong_buffer_cfg"

@@ -108,7 +108,7 @@ def test_an_example_of_openrlhf_converts_and_has_a_plan(
     loaded = config.load(tmp_path / "recipe.toml")
     assert "POLICY" in describe(loaded)
     if loaded.placement.colocated:
-        engines = loaded.rollout.replicas * loaded.rollout.gpus_per_replica
+        engines = sum(pool.replicas * pool.gpus_per_replica for pool in loaded.rollout_pools)
         assert gpu_count(loaded) == max(loaded.trainer.ranks, engines), "no service needs one more GPU"
 
 

@@ -50,6 +50,7 @@ def _check_alone(name: str) -> None:
         "per_device_train_batch_size": "16", "num_generations": "4", "generation_batch_size": "64", "delta": "3",
         "lr_scheduler_kwargs": "{}", "scale_rewards": "batch", "reward_weights": "[0.5]", "loss_type": "sapo",
         "datasets": "[{path: a/b}]", "lr_scheduler_type": "cosine", "reward_model_name_or_path": "RM",
+        "dataset_mixture": "{datasets: [{id: a/b}]}", "deepspeed_config": "{zero_stage: 2}",
     }  # fmt: skip
     number = {"int": "2", "float": "0.5", "bool": "true", "texts": "[a.b]"}.get(flag.kind, "x")
     value = special.get(name) or (flag.values[-1] if flag.values else number)
@@ -331,3 +332,37 @@ def test_an_unknown_option_is_named_with_the_nearest() -> None:
     draft = draft_of(LEAST + "temprature: 1")
     assert "temprature is unknown, and not converted; did you mean temperature?" in draft.checks
     assert "1 not converted (1 of them unknown, see below)" in draft.report("grpo.yaml")
+
+
+def test_the_options_of_open_r1() -> None:
+    text = (
+        "model_name_or_path: M\ndataset_name: a/b\ndataset_prompt_column: problem\nsystem_prompt: 'Think first.'\n"
+        "reward_funcs: [accuracy, format, soft_overlong_punishment, tag_count]\nmax_completion_len: 1024\n"
+        "soft_punish_cache: 256\nreport_to: [wandb]\nwandb_project: p\nwandb_entity: e\nwandb_run_group: g\n"
+        "callbacks: [push_to_hub_revision]\nbenchmarks: [aime]\nchat_template: '{{ x }}'\ncosine_max_len: 5\n"
+        "hub_model_revision: r\noverwrite_hub_revision: true\ncode_language: python\n"
+    )
+    draft, recipe = draft_of(text, processes=8), recipe_of(text, processes=8)
+    assert draft.flags.unknown_count == 0
+    assert (recipe.data.prompt_field, recipe.data.system_prompt, recipe.data.chat) == ("problem", "Think first.", True)
+    assert [table.function for table in recipe.reward] == ["math_verify", "format", "length", "rewards.py:tag_count"]
+    assert recipe.reward[2].options == {"target_tokens": 768, "max_tokens": 1024, "min": -1.0}
+    assert (recipe.logging.project, recipe.logging.wandb_entity, recipe.logging.group) == ("p", "e", "g")
+    assert not any("plain texts" in text for text in draft.checks)
+    mixture = "dataset_mixture:\n  datasets:\n  - {id: a/b, config: c, split: s, weight: 0.5}\n  - {id: d/e}\n"
+    sources = recipe_of(f"model_name_or_path: M\n{mixture}", processes=8).data.train
+    assert [(one.path, one.split, one.config) for one in sources] == [("hf:a/b", "s", "c"), ("hf:d/e", "train", "")]
+
+
+def test_the_file_of_accelerate_has_processes_and_stage() -> None:
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndebug: false\ndeepspeed_config:\n  offload_optimizer_device: cpu\n"
+        "  offload_param_device: none\n  zero3_init_flag: true\n  zero_stage: 2\ndistributed_type: DEEPSPEED\n"
+        "downcast_bf16: 'no'\nmachine_rank: 0\nmain_training_function: main\nmixed_precision: bf16\n"
+        "num_machines: 1\nnum_processes: 8\nrdzv_backend: static\nsame_network: true\ntpu_env: []\n"
+        "tpu_use_cluster: false\ntpu_use_sudo: false\nuse_cpu: false\n"
+    )
+    draft, recipe = draft_of(text, processes=0), recipe_of(text, processes=0)
+    assert draft.flags.unknown_count == 0
+    assert (recipe.trainer.ranks, recipe.trainer.zero_stage, recipe.trainer.offload) == (8, 2, "optimizer")
+    assert any("one of accelerate" in text for text in draft.checks)

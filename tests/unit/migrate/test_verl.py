@@ -44,7 +44,8 @@ def test_every_option_of_verl_has_a_row_or_a_pattern() -> None:
 
 
 def test_every_pattern_is_that_of_an_option_or_of_an_example() -> None:
-    others = "data.gen_batch_size actor_rollout_ref.model.torch_dtype reward.reward_manager hydra.run.dir defaults"
+    others = "data.gen_batch_size actor_rollout_ref.model.torch_dtype reward.reward_manager hydra.run.dir defaults "
+    others += "reward.custom_reward_function.reward_kwargs.timeout"
     names = [*OPTIONS, *others.split()]
     assert [p.pattern for p, _ in PATTERNS if not any(p.search(name) for name in names)] == []
 
@@ -241,6 +242,29 @@ def test_kl_in_the_reward_overlong_and_filter() -> None:
     assert (kl.coef, kl.placement, kl.estimator, kl.target, kl.horizon) == (0.01, "reward", "k1", 0.1, 10_000)
     assert (shaping.overlong_buffer, shaping.overlong_penalty) == (0.25, 0.5)
     assert (algorithm.filter.keep, algorithm.filter.max_rounds) == ("varied", 10)
+
+
+def test_the_keys_of_a_reward_in_newer_versions() -> None:
+    prefix = "+reward.reward_kwargs"
+    command = (
+        f"{GRPO} reward.reward_manager.name=dapo reward.num_workers=8 {prefix}.overlong_buffer_cfg.enable=True "
+        f"{prefix}.overlong_buffer_cfg.len=128 {prefix}.overlong_buffer_cfg.penalty_factor=0.5 "
+        f"{prefix}.overlong_buffer_cfg.log=False {prefix}.max_resp_len=512 reward.sandbox_fusion.url=u "
+        "reward.custom_reward_function.path=f.py +reward.custom_reward_function.reward_kwargs.limit=3 "
+        "reward.reward_model.rollout.name=vllm trainer.val_before_train=False trainer.val_only=False "
+        f"{ROLLOUT}.over_sample_rate=0.1"
+    )
+    draft, shaping = draft_of(command), recipe_of(command).algorithm.shaping
+    assert (shaping.overlong_buffer, shaping.overlong_penalty) == (0.25, 0.5)
+    assert [text for text in draft.checks if "unknown" in text] == []
+    reasons = dict(draft.reasons())
+    assert reasons["trainer.val_before_train"].startswith("no equivalent of false")
+    assert reasons[f"{ROLLOUT}.over_sample_rate"].startswith("no equivalent above 0")
+    assert reasons["reward.custom_reward_function.reward_kwargs.limit"].startswith("no equivalent")
+    command = f"{GRPO} reward.reward_model.enable=True reward.reward_model.model_path=RM"
+    for pool in (False, True):
+        model = recipe_of(f"{command} reward.reward_model.enable_resource_pool={pool}").reward[0].model
+        assert model is not None and (model.source, model.own_gpus) == ("RM", pool)
 
 
 def test_a_script_with_arithmetic_and_lists() -> None:

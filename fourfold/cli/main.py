@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TextIO
 
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.host import proxies
@@ -58,7 +58,6 @@ _OPTION_ROLES: Final = {
     "gateway": "environment",
 }
 """Options of `fourfold serve` that one role alone reads."""
-_STDOUT: Final = 1
 # Of a service and its processes, unless the user has set them. Both are read when torch is loaded.
 _ENVIRONMENT: Final = {
     # The services of a machine use its cores in turn: threads that spin while they wait gain nothing, and cost several
@@ -105,33 +104,57 @@ class CommandModule(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, by default of this process's arguments, and print an expected error as one message."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_files()
     proxies.bypass(*proxies.THIS_MACHINE)
     try:
-        code = _dispatch(words)
-        sys.stdout.flush()
-        return code
+        return _report(list(sys.argv[1:] if argv is None else argv))
+    except OSError as error:
+        # It may also be that of another file, or of the pipe of a child process.
+        if not any([_discard_if_broken(sys.stdout, 1), _discard_if_broken(sys.stderr, 2)]):
+            raise
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"fourfold: the output cannot be written ({error.strerror})", file=sys.stderr)
+        return 1
+
+
+def _report(words: list[str]) -> int:
+    try:
+        return _dispatch(words)
     except FourfoldError as error:
         print(f"fourfold: {error.message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("fourfold: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # A broken pipe may also be another one than stdout, such as that of a child process.
-        if not _stdout_is_closed():
-            raise
-        return 128 + signal.SIGPIPE
+    finally:  # also after --help, which raises SystemExit
+        sys.stdout.flush()
 
 
-def _stdout_is_closed() -> bool:
-    """Return whether the reader of stdout is gone, as after `| head`; if so, discard the rest of the output."""
+def _open_standard_files() -> None:
+    """Open /dev/null in place of each standard file that is closed, as by `<&-`.
+
+    Python has None for it, and the next file or socket would get its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _discard_if_broken(stream: TextIO, number: int) -> bool:
+    """Return whether a stream cannot be written, as after `| head`; if so, discard the rest of the output."""
     output = select.poll()
-    output.register(_STDOUT, 0)
-    if not any(events & select.POLLERR for _, events in output.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
-    return True
+    output.register(number, 0)
+    try:
+        stream.flush()
+        broken = any(events & select.POLLERR for _, events in output.poll(0))
+    except OSError:
+        broken = True
+    if broken:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return broken
 
 
 def _dispatch(words: list[str]) -> int:

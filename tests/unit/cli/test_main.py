@@ -159,11 +159,42 @@ def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+@pytest.mark.parametrize("words", [["plan", "--skip-checks", str(QUICKSTART)], ["plan", "--help"]])
+def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
     """As with `fourfold plan RECIPE | head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "fourfold", "plan", "--skip-checks", str(QUICKSTART)]
+    words = ["env", "-u", "PYTHONUNBUFFERED", sys.executable, "-m", "fourfold", *words]
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=50, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "text"),
+    [
+        (["new", "x.toml"], "<&-", 1, "fourfold: --data is missing: the file or folder with the training prompts\n"),
+        (["plan", "--skip-checks", str(QUICKSTART)], ">&-", 0, ""),
+        (["plan", "absent.toml"], "2>&-", 1, ""),
+        (["plan", "--skip-checks", str(QUICKSTART)], ">/dev/full", 1, "fourfold: the output cannot be written (No "
+         "space left on device)\n"),
+    ],
+)  # fmt: skip
+def test_a_closed_or_full_standard_file_is_no_error_of_the_program(
+    words: list[str], closed: str, code: int, text: str, tmp_path: Path
+) -> None:
+    command = [
+        "env",
+        "-u",
+        "PYTHONUNBUFFERED",
+        "sh",
+        "-c",
+        f'exec "$0" "$@" {closed}',
+        sys.executable,
+        "-m",
+        "fourfold",
+    ]
+    done = subprocess.run(
+        [*command, *words], capture_output=True, text=True, timeout=50, check=False, cwd=tmp_path, input=""
+    )
+    assert (done.returncode, done.stderr) == (code, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,12 @@ def test_a_file_that_is_included_twice_is_read_once_and_counts_at_its_last_place
 ) -> None:
     read: list[str] = []
     parse = layers._parse
-    monkeypatch.setattr(layers, "_parse", lambda path: (read.append(path.name), parse(path))[1])
+
+    def note(path: Path) -> Any:
+        read.append(path.name)
+        return parse(path)
+
+    monkeypatch.setattr(layers, "_parse", note)
     levels = 40  # each reads the next twice, by two names
     (tmp_path / f"{levels}.toml").write_text(RECIPE)
     for level in range(levels):

@@ -49,7 +49,12 @@ def test_bars_reach_to_the_bounds_of_an_interval() -> None:
 
 def test_the_x_axis_has_whole_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.touch()))
+
+    def save(figure: Figure, path: Path, **_: object) -> None:
+        drawn.append(figure)
+        path.touch()
+
+    monkeypatch.setattr(Figure, "savefig", save)
     steps = [step(number, length__response_mean=2.0, train__policy_lag_mean=0.5) for number in (1, 2, 3)]
     draw_curve(tmp_path / "curve.png", steps, [EvalRow(0, 0.3, None, 8, 0, [])], title="toy")
     scores, panel = drawn[0].axes

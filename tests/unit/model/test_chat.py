@@ -15,6 +15,7 @@ from fourfold.errors import InvalidInput
 from fourfold.model.chat import read_messages, read_tools
 from fourfold.model.tokenizer import Tokenizer
 from fourfold_rollout.gateway.conversation import ChatTemplate
+from fourfold_rollout.gateway.encoding import PromptLimits
 from tests.support.chat_templates import write_tokenizer
 from tests.support.template_shapes import SHAPES
 
@@ -181,7 +182,7 @@ def test_rows_and_requests_are_rendered_as_transformers_renders_them(tmp_path: P
     for shape, template in SHAPES.items():
         (tmp_path / "chat_template.jinja").write_text(template)
         tokenizer = Tokenizer.load(tmp_path)
-        gateway = ChatTemplate(tokenizer)
+        gateway = ChatTemplate(tokenizer, PromptLimits(1 << 20))
         for name in CHATS:
             wanted, found = expected(library, shape, name), rendered(tokenizer, name)
             if wanted is None:

@@ -340,7 +340,7 @@ def test_a_disk_without_room_for_the_lock_is_full_and_no_wrong_folder(
     def refuse(path: object, *_: object) -> int:
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(store_module.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(expected, match=f"{tmp_path}: .*{os.strerror(number)}"):
         SessionStore(tmp_path)
 

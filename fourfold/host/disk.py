@@ -23,6 +23,7 @@ _ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _SQLITE_CODES: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
 _PRIMARY_CODE: Final = 0xFF
 _SCAN_BYTES: Final = 1 << 16
+_SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 def is_full(error: BaseException) -> bool:
@@ -51,6 +52,22 @@ def check_room(folder: Path) -> str:
             f"while the disk is full: free some space, or lower checkpoint.keep"
         )
     return ""
+
+
+def explain_no_space(text: str, folder: Path) -> str:
+    """Return what is free on a folder's disk and in /dev/shm if a text has the error of both; otherwise nothing."""
+    if os.strerror(errno.ENOSPC) not in text or str(_SHARED_MEMORY) in text:
+        return ""
+    usage = {path: shutil.disk_usage(path) for path in (folder, _SHARED_MEMORY) if path.exists()}
+    free = ", ".join(f"{path} has {u.free >> 20:,} of {u.total >> 20:,} MiB free" for path, u in usage.items())
+    return f"{free}; make room there (shared memory of a container: --shm-size)"
+
+
+def make_private_folder(folder: Path, *, exist_ok: bool = True) -> None:
+    """Make a folder that only this user can enter; its parents have the usual rights. One that exists keeps its own."""
+    with suppress(FileExistsError):  # or it is a file, which the next line refuses
+        folder.parent.mkdir(parents=True)
+    folder.mkdir(mode=0o700, exist_ok=exist_ok)
 
 
 def append_lines(path: Path, lines: bytes | bytearray, *, sync: bool = False) -> None:

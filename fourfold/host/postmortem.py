@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fourfold.host.disk import explain_no_space
 from fourfold.text import clean, printable
 
 _TAIL_LINES: Final = 30
@@ -55,6 +56,8 @@ class Death:
             lines += [f"Its last lines ({self.log}):", *(f"  | {line}" for line in self.last_lines)]
         else:
             lines += [f"It wrote nothing to its log ({self.log})."]
+        if space := explain_no_space("\n".join(lines), Path(self.log).parent):
+            lines += [f"{space}."]
         return "\n".join(lines)
 
 

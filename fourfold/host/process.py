@@ -30,7 +30,14 @@ from typing import Final
 from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold.host import logs
 from fourfold.host.postmortem import Death, last_message, log_tail, oom_kill_count
-from fourfold.host.process_tree import PARENT_PID_VARIABLE, TAGS_VARIABLE, ProcessHandles, descendants, kill_tagged
+from fourfold.host.process_tree import (
+    PARENT_PID_VARIABLE,
+    TAGS_VARIABLE,
+    ProcessHandles,
+    descendants,
+    kill_group,
+    kill_tagged,
+)
 
 STOP_GRACE_SECONDS: Final = 2.0
 NOTICE: Final = signal.SIGUSR1
@@ -123,7 +130,7 @@ class ChildProcess:
         """SIGKILL the whole process group, unless the process is reaped; members of it may outlive their leader."""
         if not self.reaped:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+                kill_group(self.pid)
 
     def reap(self, timeout_seconds: float = _REAP_SECONDS) -> None:
         """Collect the exit status of a process whose group was killed."""
@@ -289,6 +296,7 @@ class Supervisor:
         # Repeated, because a process may start another one while we read /proc.
         while kill_tagged(self.tag) and time.monotonic() < deadline:
             time.sleep(0.01)
+        kill_tagged(self.tag, trackers=True)
 
 
 def raise_file_limit() -> int:

@@ -102,8 +102,36 @@ def descendants(roots: set[int]) -> set[int]:
     return found
 
 
-def kill_tagged(tag: str) -> int:
-    """SIGKILL every process with a supervisor's tag in its environment, in any session; return how many there were."""
+def _is_tracker(pid: int) -> bool:
+    """Return whether a process is multiprocessing's resource tracker.
+
+    It removes the semaphores and the shared memory that killed processes left in /dev/shm, and then ends by itself.
+    """
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL the processes of a group, but for resource trackers."""
+    killed: set[int] = set()
+    while True:  # a process may start another one meanwhile
+        members = set()
+        for pid in set(_all_pids()) - killed:
+            with contextlib.suppress(OSError):
+                if os.getpgid(pid) == group and not _is_tracker(pid):
+                    members.add(pid)
+        if not members:
+            return
+        _kill(*members)
+        killed |= members
+
+
+def kill_tagged(tag: str, *, trackers: bool = False) -> int:
+    """SIGKILL every process with a supervisor's tag in its environment, in any session; return how many there were.
+
+    Resource trackers are counted, and killed only with `trackers`.
+    """
     wanted = re.compile(rb"(?:^|\0)" + TAGS_VARIABLE.encode() + rb"=[^\0]*" + tag.encode())
     count = 0
     for pid in _all_pids():
@@ -114,8 +142,9 @@ def kill_tagged(tag: str) -> int:
             descriptor = os.pidfd_open(pid)
             try:
                 if wanted.search(Path(f"/proc/{pid}/environ").read_bytes()):
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     count += 1
+                    if trackers or not _is_tracker(pid):
+                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             finally:
                 os.close(descriptor)
     return count
@@ -137,10 +166,11 @@ class ProcessHandles:
                 self._descriptors[pid] = os.pidfd_open(pid)
 
     def kill(self) -> None:
-        """SIGKILL all processes, and release them."""
-        for descriptor in self._descriptors.values():
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        """SIGKILL all processes but resource trackers, and release all."""
+        for pid, descriptor in self._descriptors.items():
+            if not _is_tracker(pid):
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
         self._descriptors.clear()
 
@@ -161,7 +191,8 @@ def guard(supervisor_pid: int, tag: str) -> None:
             # The tag alone is not enough: libraries that rename their processes overwrite the environment.
             handles.add(descendants({supervisor_pid}) - {os.getpid()})
     handles.kill()
-    while kill_tagged(tag):
+    deadline = time.monotonic() + _GUARD_SECONDS
+    while kill_tagged(tag, trackers=time.monotonic() > deadline):
         time.sleep(_RETRY_SECONDS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold.host import logs, postmortem, process
 from fourfold.host.postmortem import Death, log_tail
 from fourfold.host.process import Command, Supervisor
-from fourfold.host.process_tree import descendants
+from fourfold.host.process_tree import descendants, kill_group
 
 
 @pytest.fixture
@@ -99,6 +100,17 @@ def test_sigkill_is_named_and_an_out_of_memory_kill_recognised(
     (death,) = supervisor.deaths()
     assert death.explain().startswith("trainer-0 died: killed by SIGKILL")
     assert words in death.explain()
+
+
+def test_a_death_for_lack_of_shared_memory_names_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A semaphore that does not fit into /dev/shm fails as a full disk does, and names no file."""
+    supervisor.start(shell("rollout-0", "echo 'OSError: [Errno 28] No space left on device'; exit 1"))
+    wait_for(lambda: not supervisor.children["rollout-0"].alive)
+    *_, last = supervisor.deaths()[0].explain().splitlines()
+    words = (
+        rf"{tmp_path}/logs has [\d,]+ of [\d,]+ MiB free, /dev/shm has [\d,]+ of [\d,]+ MiB free; make room there .*"
+    )
+    assert re.fullmatch(words, last), last
 
 
 def test_a_death_is_noticed_without_the_log(supervisor: Supervisor) -> None:
@@ -290,17 +302,16 @@ def test_a_reaped_process_is_not_signalled_under_a_pid_that_may_be_another_ones(
     wait_for(lambda: not replaced.alive)
     stopped = supervisor.start(shell("rollout-0", "sleep 60"))
     used: list[int] = []
-    killpg = os.killpg
 
-    def kill_group(pid: int, number: int) -> None:
+    def note_and_kill(pid: int) -> None:
         used.append(pid)
-        killpg(pid, number)
+        kill_group(pid)
 
     def find_descendants(roots: set[int]) -> set[int]:
         used.extend(roots)
         return descendants(roots)
 
-    monkeypatch.setattr(os, "killpg", kill_group)
+    monkeypatch.setattr(process, "kill_group", note_and_kill)
     monkeypatch.setattr("fourfold.host.process.descendants", find_descendants)
     supervisor.stop(grace_seconds=0)
     assert set(used) == {stopped.pid}
@@ -311,6 +322,40 @@ def test_a_reaped_process_is_not_signalled_under_a_pid_that_may_be_another_ones(
         child.terminate()
         child.give_notice()
     assert not used
+
+
+_SEMAPHORE = """
+import multiprocessing, os, sys, time
+lock = multiprocessing.get_context("spawn").Lock()
+print("READY a:1", lock._semlock.name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["stop", "replace", "guard"])
+def test_killed_processes_leave_no_semaphore_behind(supervisor: Supervisor, tmp_path: Path, end: str) -> None:
+    command = Command(name="rollout-0", argv=(sys.executable, "-c", _SEMAPHORE))
+    if end == "guard":
+        script = f"from tests.unit.host.test_process import *; s = Supervisor(Path({str(tmp_path)!r}) / 'logs'); "
+        script += f"s.start({command!r}); time.sleep(60)"
+        owner = subprocess.Popen([sys.executable, "-c", script])
+    else:
+        child = supervisor.start(command)
+    log = tmp_path / "logs" / "rollout-0.log"
+    wait_for(lambda: log.exists() and "READY a:1 /mp-" in log.read_text(), 30)
+    semaphore = Path("/dev/shm", "sem." + log.read_text().split()[-1].removeprefix("/"))
+    assert semaphore.exists()
+    if end == "stop":
+        supervisor.stop(grace_seconds=0)
+        assert not semaphore.exists()
+    elif end == "replace":
+        os.kill(child.pid, signal.SIGKILL)
+        wait_for(lambda: not child.alive)
+        supervisor.start(shell("rollout-0", "sleep 60"))
+    else:
+        owner.kill()
+        owner.wait()
+    wait_for(lambda: not semaphore.exists())
 
 
 def test_children_that_outlive_their_leader_in_its_group_end_when_it_is_replaced(

@@ -24,6 +24,7 @@ from vllm import envs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from fourfold.errors import ConfigError, Unavailable
+from fourfold.host.disk import explain_no_space
 from fourfold.host.process_tree import die_with_parent
 from fourfold.host.scratch import Scratch
 from fourfold_rollout.engine import EngineSettings
@@ -79,6 +80,7 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         cause = note.read() or one_line(error)
+        cause = "; ".join(filter(None, (cause, explain_no_space(cause, Path.cwd()))))
         raise Unavailable(f"the engine of model {settings.folder} did not start: {cause}") from error
     finally:
         _ForkGuard.disarm()

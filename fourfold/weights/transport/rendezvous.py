@@ -1,7 +1,8 @@
 """Connects pairs of processes by gloo. They meet at a board in the sender's process, over TCP.
 
 A board maps short names to short values, and its first value of a name stays. Each member of a transfer keeps one
-connection to it, which starts with the secret of the offer. A request is a put, which has no reply, or a question,
+connection to it, which starts with the secret of the offer. The board compares it once, when all of it has arrived: an
+end after the first wrong byte would tell how many were right. A request is a put, which has no reply, or a question,
 whose reply comes when the name has a value: so a member that asked for `FAULT` is told at once who failed. The end of
 the board's process ends the connections.
 
@@ -17,6 +18,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Final
@@ -35,6 +37,9 @@ _REPLY: Final = struct.Struct("<H")
 _LONGEST: Final = 4096
 _MAX_MEMBERS: Final = 16_384
 _CONNECT_SECONDS: Final = 10.0
+# A connection without the secret is closed after this time, and the oldest one when there are more than so many.
+_HANDSHAKE_SECONDS: Final = 2.0
+_MAX_STRANGERS: Final = 128
 
 
 class Board:
@@ -45,6 +50,7 @@ class Board:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._values: dict[str, bytes] = {}
         self._visitors: dict[socket.socket, _Visitor] = {}
+        self._strangers: dict[_Visitor, float] = {}  # those without the secret, the oldest first; time of their end
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
@@ -66,13 +72,14 @@ class Board:
 
     def _serve(self) -> None:
         while self._last_words is None:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._end_strangers()):
                 if key.fileobj is self._listener:
                     self._admit()
-                elif key.fileobj is not self._woken:
-                    visitor = self._visitors[key.fileobj]  # type: ignore[index]
+                elif visitor := self._visitors.get(key.fileobj):  # type: ignore[call-overload]  # None: just closed
                     if not visitor.read(self):
                         self._leave(visitor)
+                    elif visitor.is_member:
+                        self._strangers.pop(visitor, None)
         self.put(*self._last_words)
         for visitor in list(self._visitors.values()):
             self._leave(visitor)
@@ -87,12 +94,25 @@ class Board:
             if len(self._visitors) >= _MAX_MEMBERS:
                 connection.close()
                 return
-            self._visitors[connection] = _Visitor(connection, self.nonce)
+            visitor = self._visitors[connection] = _Visitor(connection, self.nonce)
             self._selector.register(connection, selectors.EVENT_READ)
+            self._strangers[visitor] = time.monotonic() + _HANDSHAKE_SECONDS
+            if len(self._strangers) > _MAX_STRANGERS:  # a member's secret is read at once, so the oldest is none
+                self._leave(next(iter(self._strangers)))
+
+    def _end_strangers(self) -> float | None:
+        """Close connections that are late with the secret; return the seconds until the next one is, None: never."""
+        while self._strangers:
+            visitor, end = next(iter(self._strangers.items()))
+            if (left := end - time.monotonic()) > 0:
+                return left
+            self._leave(visitor)
+        return None
 
     def _leave(self, visitor: _Visitor) -> None:
         self._selector.unregister(visitor.connection)
         del self._visitors[visitor.connection]
+        self._strangers.pop(visitor, None)
         visitor.connection.close()
 
     def put(self, name: str, value: bytes) -> None:
@@ -115,8 +135,12 @@ class _Visitor:
 
     def __init__(self, connection: socket.socket, nonce: bytes) -> None:
         self.connection, self.asked = connection, set[str]()
-        self._nonce: bytes | None = nonce
+        self._nonce: bytes | None = nonce  # None: it has sent the secret
         self._buffer = b""
+
+    @property
+    def is_member(self) -> bool:
+        return self._nonce is None
 
     def read(self, board: Board) -> bool:
         """Handle what has arrived; return False at the end of the connection, or if it breaks the protocol."""
@@ -128,10 +152,10 @@ class _Visitor:
             return False
         self._buffer += data
         if self._nonce is not None:
-            if not hmac.compare_digest(self._buffer[:NONCE_BYTES], self._nonce[: len(self._buffer)]):
-                return False
             if len(self._buffer) < NONCE_BYTES:
                 return bool(data)
+            if not hmac.compare_digest(self._buffer[:NONCE_BYTES], self._nonce):
+                return False
             self._buffer, self._nonce = self._buffer[NONCE_BYTES:], None
         while len(self._buffer) >= _REQUEST.size:
             is_put, name_bytes, value_bytes = _REQUEST.unpack_from(self._buffer)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import psutil
 import pytest
@@ -15,6 +17,9 @@ from fourfold.weights.digest import combine_digest
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
+from fourfold.weights.transport import rendezvous
+from fourfold.weights.transport.rendezvous import NONCE_BYTES, BoardClient
+from fourfold.weights.transport.waiting import Deadline
 from tests.support.descriptors import open_descriptors
 from tests.support.weight_peers import Peer, make_model, receiver, sender
 
@@ -229,3 +234,52 @@ def test_closing_leaves_no_descriptor() -> None:
         while open_descriptors().total() > before and time.monotonic() < end:
             time.sleep(0.05)
         assert open_descriptors().total() <= before
+
+
+def _is_closed(connection: socket.socket, within: float) -> bool:
+    connection.settimeout(within)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+@pytest.fixture
+def board() -> Iterator[rendezvous.Board]:
+    board = rendezvous.Board("127.0.0.1")
+    yield board
+    board.close("end", b"")
+
+
+def test_a_board_does_not_tell_how_much_of_its_secret_is_right(board: rendezvous.Board) -> None:
+    for right in range(NONCE_BYTES):
+        guess = board.nonce[:right] + bytes([board.nonce[right] ^ 1]) + board.nonce[right + 1 :]
+        with socket.create_connection(("127.0.0.1", board.port)) as connection:
+            connection.sendall(guess[:-1])
+            assert not _is_closed(connection, 0.02), f"{right} bytes are right"
+            connection.sendall(guess[-1:])
+            assert _is_closed(connection, 5.0)
+
+
+def test_a_board_keeps_few_connections_without_the_secret_and_no_old_ones(
+    board: rendezvous.Board,
+) -> None:
+    deadline = Deadline(20.0)
+    member = BoardClient("127.0.0.1", board.port, board.nonce, "the board", deadline)
+    with ExitStack() as stack:
+        began = time.monotonic()
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", board.port))) for _ in range(300)]
+        for connection in strangers[::2]:
+            connection.sendall(board.nonce[:-1])
+        second = BoardClient("127.0.0.1", board.port, board.nonce, "the board", deadline)
+        second.put("name", b"value")
+        assert member.get("name", threading.Event(), deadline, "a value") == b"value"
+        assert sum(not _is_closed(connection, 0.001) for connection in strangers) <= 128
+        assert all(_is_closed(connection, 10.0) for connection in strangers)
+        assert 1.0 < time.monotonic() - began < 8.0
+        second.put("other", b"value")
+        assert member.get("other", threading.Event(), deadline, "a value") == b"value"
+        member.close()
+        second.close()

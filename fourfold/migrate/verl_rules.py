@@ -506,7 +506,7 @@ def _rewards(draft: Draft, options: Options) -> None:
         draft.set("reward.function", f"{flags[path]}:fourfold_reward", path, name, note="CHECK: add the adapter")
         draft.check(
             f"reward.function: add to {flags[path]}: def fourfold_reward(sample): return {flags[name]}(sample.metadata["
-            f'"data_source"], sample.completion, sample.answer, sample.metadata.get("extra_info"))'
+            f'"data_source"], sample.completion, sample.answer_value, sample.metadata.get("extra_info"))'
         )
     else:
         draft.set("reward.function", "math_verify", note="CHECK: verl chooses by the column data_source")

@@ -16,6 +16,7 @@ from fourfold.errors import ConfigError
 from fourfold.plan.preflight import ExampleRow, Preflight
 from fourfold.service.lifecycle import ServeOptions
 from fourfold_reward.backends import make_scoring
+from fourfold_reward.columns import parse_metadata, take_answer
 from fourfold_reward.job import Job
 from fourfold_reward.loader import Verifier
 from fourfold_reward.pool import WorkerPool
@@ -107,10 +108,16 @@ def _job(row: ExampleRow, verifier: Verifier | None) -> Job:
     return Job(
         sample_id=f"row {row.index}",
         prompt=row.prompt,
-        completion=row.answer,
+        completion=_completion(row),
         answer=row.answer,
         metadata_json=row.metadata_json,
         messages_json=row.messages_json,
         verifier=verifier,
         size_bytes=len(row.prompt) + len(row.answer) + len(row.metadata_json),
     )
+
+
+def _completion(row: ExampleRow) -> str:
+    """Return a text that should score: the reference answer, or the first of several texts."""
+    value = take_answer(parse_metadata(row.metadata_json), row.answer)
+    return value[0] if isinstance(value, list) and value and isinstance(value[0], str) else row.answer

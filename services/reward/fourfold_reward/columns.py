@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from fourfold.answers import ANSWER_VALUE
 from fourfold_reward.sample import InvalidSample
 
 
@@ -14,6 +15,16 @@ def parse_metadata(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidSample("BAD_METADATA", f"metadata_json holds a {type(value).__name__}; it must hold an object")
     return value
+
+
+def take_answer(metadata: dict[str, Any], text: str) -> Any:
+    """Take the reference answer out of the columns of a row, and return it; None if the task has none.
+
+    Args:
+        metadata: the columns, which have it if it is no text.
+        text: the answer as text.
+    """
+    return metadata.pop(ANSWER_VALUE, text or None)
 
 
 def parse_messages(text: str) -> list[dict[str, Any]]:

@@ -19,13 +19,20 @@ class ScoreInput:
     completion: str
     """Text that the policy generated, without special tokens."""
     answer: str = ""
-    """Reference answer; empty if the task has none."""
+    """Reference answer; empty if the task has none. An answer that is no text in the data is written as JSON."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Additional fields of the data set's row."""
     messages: Sequence[Mapping[str, Any]] = ()
     """Chat messages of the prompt, for functions of TRL; empty: the prompt is a plain text."""
     completion_ids: Sequence[int] = ()
     """Tokens that the policy sampled, for functions with the attribute `reads_tokens`, or of TRL."""
+    answer_value: Any = None
+    """Reference answer as the data has it: a text, number, bool, list or dictionary; None if the task has none."""
+
+    def __post_init__(self) -> None:
+        """Take the text if the answer is one."""
+        if self.answer_value is None and self.answer:
+            object.__setattr__(self, "answer_value", self.answer)
 
 
 @dataclass(frozen=True, slots=True)

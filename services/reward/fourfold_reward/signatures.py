@@ -93,8 +93,8 @@ async def _converted(answer: Any, convert: Callable[[Any], Result]) -> Result:
 
 
 def _call_openrlhf(function: Callable[..., Any], sample: ScoreInput) -> tuple[Any, Callable[[Any], Result]]:
-    answer = function([sample.prompt + sample.completion], [sample.prompt], [sample.answer])
-    return answer, _openrlhf_result
+    label = "" if sample.answer_value is None else sample.answer_value
+    return function([sample.prompt + sample.completion], [sample.prompt], [label]), _openrlhf_result
 
 
 def _openrlhf_result(answer: Any) -> Result:
@@ -135,7 +135,7 @@ class _TrlForm:
 def _call_trl(form: _TrlForm, function: Callable[..., Any], sample: ScoreInput) -> tuple[Any, Callable[[Any], Result]]:
     metrics: dict[str, Any] = {}
     completion = [{"role": "assistant", "content": sample.completion}] if sample.messages else sample.completion
-    answer = sample.answer or None
+    answer = sample.answer_value
     # The row of one source may have another column under the name that another source has its answer under.
     columns = {**dict.fromkeys(form.answer_names, answer), **sample.metadata, form.answer_names[0]: answer}
     arguments = {name: [value] for name, value in columns.items()} | {

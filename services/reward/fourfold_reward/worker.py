@@ -29,7 +29,7 @@ from fourfold import sandbox
 from fourfold.host.process_tree import die_with_parent
 from fourfold.text import MAX_ERROR, clean
 from fourfold_reward import loader, protocol, verifiers
-from fourfold_reward.columns import parse_messages, parse_metadata
+from fourfold_reward.columns import parse_messages, parse_metadata, take_answer
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import Outcome, SampleFields, outcome_of
 from fourfold_reward.sample import RewardFunction, ScoreInput
@@ -135,12 +135,14 @@ class Worker:
         return {**reply, "pure": verifiers.is_pure(verifier.name) or getattr(function, "pure", False) is True}
 
     def _score(self, verifier: str, fields: SampleFields) -> Outcome:
+        metadata = parse_metadata(fields.metadata_json)
         sample = ScoreInput(
             sample_id=fields.sample_id,
             prompt=fields.prompt,
             completion=fields.completion,
             answer=fields.answer,
-            metadata=parse_metadata(fields.metadata_json),
+            answer_value=take_answer(metadata, fields.answer),
+            metadata=metadata,
             messages=parse_messages(fields.messages_json),
             completion_ids=fields.completion_ids,
         )

@@ -205,8 +205,40 @@ def test_plain_text_is_sent_as_it_is(tmp_path: Path, load: Callable[..., PromptS
 def test_metadata_is_the_other_columns_and_what_is_in_metadata(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     row = {"question": "q", "answer": 4, "level": 2, "metadata": {"source": "x", "level": 3}}
     (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", [row])).train
-    assert json.loads(prompt.metadata_json) == {"level": 3, "source": "x"}
+    assert json.loads(prompt.metadata_json) == {"level": 3, "source": "x", "answer_value": 4}
     assert prompt.answer == "4"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("['4']", "['4']"),
+        (["Paris", "Île"], '["Paris", "Île"]'),
+        ({"a": [1, None]}, '{"a": [1, null]}'),
+        (True, "true"),
+        (0, "0"),
+        (1e-07, "1e-07"),
+        ([], "[]"),
+        (None, ""),
+        (float("nan"), ""),
+    ],
+)
+def test_an_answer_keeps_its_json_value_beside_its_text(
+    tmp_path: Path, load: Callable[..., PromptSet], value: Any, text: str
+) -> None:
+    for row, field in (({"question": "q", "gold": value}, "gold"), ({"question": "q", "a": {"b": value}}, "a.b")):
+        (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", [row]), answer_field=field).train
+        assert prompt.answer == text
+        found = json.loads(prompt.metadata_json).get("answer_value")
+        expected = value if text and not isinstance(value, str) else None
+        assert (found, type(found)) == (expected, type(expected))
+
+
+def test_a_column_cannot_hide_the_value_of_the_answer(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": [1], "answer_value": 2}])
+    with pytest.raises(ConfigError, match=r"row 0: the column 'answer_value' has the name .* rename the column"):
+        load(file)
+    assert load(file, answer_field="answer_value").train[0].answer == "2"
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])

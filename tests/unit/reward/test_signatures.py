@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fourfold.answers import answer_text
 from fourfold_reward import loader, openrlhf_modules
 from fourfold_reward.loader import VerifierError
 from fourfold_reward.protocol import Outcome, outcome_of
@@ -109,6 +110,21 @@ def test_the_answer_has_the_names_of_all_sources_that_the_row_leaves_free() -> N
         return [1.0]
 
     assert score(columns_of, answer_fields=["answer", "extra.solution", "level"]).score == 1.0
+
+
+@pytest.mark.parametrize("value", [["Paris", "City of Paris"], 4, 0, True, 0.5, {"a": [1]}, "[1]", None])
+def test_an_answer_keeps_its_value_in_every_signature(value: Any) -> None:
+    sample = ScoreInput(sample_id="s", prompt="", completion="", answer=answer_text(value), answer_value=value)
+    got: list[Any] = []
+    score(lambda queries, prompts, labels: got.extend(labels) or [0.0], sample)
+    score(lambda completions, gold: got.extend(gold) or [0.0], sample, answer_fields=["golden.gold"])
+    score(lambda sample: got.append(sample.answer_value) or 0.0, sample)
+    assert got == ["" if value is None else value, value, value]
+    assert [type(each) for each in got[1:]] == [type(value)] * 2
+
+
+def test_an_answer_that_is_a_text_is_its_own_value() -> None:
+    assert SAMPLE.answer_value == "4"
 
 
 def test_a_plain_prompt_makes_texts_as_in_trl() -> None:

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from fourfold.answers import ANSWER_VALUE, answer_text
 from fourfold.arrays import Int32Array
 from fourfold.config import Config, DataConfig, DataSourceConfig, EvalSet, HoldoutConfig, block_counts, parse_template
 from fourfold.errors import ConfigError, InvalidInput
@@ -61,7 +62,7 @@ class Prompt:
     text: str  # with the chat template
     messages_json: str = ""  # its chat messages, a JSON array; empty: a plain text
     token_ids: Int32Array  # [n], n >= 1
-    answer: str  # reference answer; empty if the task has none
+    answer: str  # reference answer as text; empty if the task has none
     metadata_json: str  # the other fields of the row, a JSON object
     group_key: str  # task group: held out as a whole, and a cluster in the confidence interval of the evaluation
     source: str = ""  # name of its training source; empty if the recipe names none
@@ -312,6 +313,13 @@ class _Loader:
             metadata["metadata"] = nested
         if self.name:
             metadata.setdefault(SOURCE_FIELD, self.name)
+        if not isinstance(answer, str) and (answer := json.loads(_to_json(answer))) is not None:
+            if ANSWER_VALUE in metadata:
+                raise ConfigError(
+                    f"{where}: the column {ANSWER_VALUE!r} has the name under which a scorer gets the reference answer "
+                    f"{answer!r:.100}, which is no text; rename the column"
+                )
+            metadata[ANSWER_VALUE] = answer
         group_key = _group_key(index, text, metadata, data.holdout, where)
         if (metadata_json := self._encode_metadata(metadata, where)) is None:
             return None
@@ -319,7 +327,7 @@ class _Loader:
             index=index,
             text=text,
             token_ids=np.asarray(ids, np.int32),
-            answer="" if answer is None else str(answer),
+            answer=answer_text(answer),
             metadata_json=metadata_json,
             messages_json=json.dumps(messages, ensure_ascii=False) if messages else "",
             group_key=group_key,
@@ -352,7 +360,7 @@ class _Loader:
 def _read_columns(config: Config) -> frozenset[str] | None:
     """Return the columns that become metadata for somebody; None: a scorer or an agent may read any."""
     data, by_scorers = config.data, [table.columns for table in config.reward]
-    named = {*data.columns, data.scorers_field, data.holdout.field if data.holdout else "", SOURCE_FIELD}
+    named = {*data.columns, data.scorers_field, data.holdout.field if data.holdout else "", SOURCE_FIELD, ANSWER_VALUE}
     if not data.columns and (config.agents.source != "none" or None in by_scorers):
         return None
     return frozenset(named.union(*(columns for columns in by_scorers if columns)))
@@ -416,7 +424,7 @@ def _without_answer(row: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def _fill_template(template: str, row: Row, where: str) -> str:
-    """Return a template with the values of its columns: texts as they are, an absent value empty, others as JSON."""
+    """Return a template with the values of its columns as `answer_text` writes them."""
     filled = ""
     for text, column in parse_template(template):
         filled += text
@@ -426,8 +434,7 @@ def _fill_template(template: str, row: Row, where: str) -> str:
             raise ConfigError(
                 f"{where}: no column {column!r}, which template = {template!r} names; it has {', '.join(sorted(row))}"
             )
-        value = "" if row[column] is None else row[column]
-        filled += value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        filled += answer_text(row[column])
     return filled
 
 

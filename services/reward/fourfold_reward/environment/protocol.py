@@ -78,7 +78,9 @@ class Task:
     text: str = ""
     """The problem as plain text; empty if it has messages."""
     answer: str = ""
-    """Reference answer; empty: there is none."""
+    """Reference answer; empty: there is none. An answer that is no text in the data is written as JSON."""
+    answer_value: Any = None
+    """Reference answer as the data has it: a text, number, bool, list or dictionary; None: there is none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the problem in the data."""
     evaluation: bool = False

@@ -21,6 +21,7 @@ from google.protobuf.duration_pb2 import Duration
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import FourfoldError, InvalidInput, NotFound, WrongState
 from fourfold.text import clean
+from fourfold_reward.columns import take_answer
 from fourfold_reward.environment.gateways import AgentGateway, Turn, metrics_of, session_url
 from fourfold_reward.environment.pool import EnvironmentPool, Episode, EpisodeFailed
 from fourfold_reward.environment.protocol import (
@@ -290,6 +291,7 @@ class Play:
             messages=tuple(map(_message_from, leased.messages)),
             text=text,
             answer=leased.answer,
+            answer_value=take_answer(metadata, leased.answer),
             metadata=metadata,
             evaluation=leased.evaluation,
             seed=leased.seed,

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from fourfold.text import MAX_COMPONENTS, is_metric_name
+from fourfold_reward.columns import parse_metadata, take_answer
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import NO_SCORE, Outcome, outcome_of
-from fourfold_reward.sample import Score
+from fourfold_reward.sample import InvalidSample, Score
 from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.scorers.web import JsonClient, WebError
 from fourfold_reward.signatures import Reads
@@ -72,7 +73,7 @@ class OpenRlhfServer(QueuedScorer):
         body = {
             "query": [job.prompt + job.completion for job in jobs],
             "prompts": [job.prompt for job in jobs],
-            "labels": [job.answer for job in jobs],
+            "labels": [_label(job) for job in jobs],
         }
         try:
             return _outcomes(await self._client.post(body, timeout=seconds), len(jobs))
@@ -83,6 +84,14 @@ class OpenRlhfServer(QueuedScorer):
             return [Outcome.error("TIMEOUT", text)] * len(jobs)
         except ValueError as error:
             return [Outcome.error("BAD_RESPONSE", f"{self._client.title} sent {error}")] * len(jobs)
+
+
+def _label(job: Job) -> Any:
+    """Return the reference answer as the data has it; an empty text if the task has none."""
+    try:
+        return take_answer(parse_metadata(job.metadata_json), job.answer) or job.answer
+    except InvalidSample:  # the server gets nothing else of the metadata
+        return job.answer
 
 
 def _outcomes(response: Mapping[str, Any], count: int) -> list[Outcome]:

@@ -44,7 +44,12 @@ class GymnasiumEpisode:
 
     def reset(self, task: Task) -> Observation:
         """Reset with the task's seed; the problem is in the options."""
-        options = {"text": task.prompt[-1].content, "answer": task.answer, "metadata": dict(task.metadata)}
+        options = {
+            "text": task.prompt[-1].content,
+            "answer": task.answer,
+            "answer_value": task.answer_value,
+            "metadata": dict(task.metadata),
+        }
         observation, _ = self._environment.reset(seed=task.seed % (1 << 31), options=options)
         return Observation(str(observation))
 

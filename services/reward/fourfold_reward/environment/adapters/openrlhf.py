@@ -138,7 +138,7 @@ class InstanceEpisode:
             self._starting = self._instance.__init__(**options)
         else:
             self._instance = cls(**options)
-        self._label = ""
+        self._label: Any = ""
         self._text = ""
         self._reward = 0.0
         self._logs: dict[str, float] = {}
@@ -147,8 +147,8 @@ class InstanceEpisode:
         """Return the observation of the instance as raw text."""
         if self._starting is not None:
             await self._starting
-        self._label = task.answer
-        states = {"observation": task.text, "label": task.answer}
+        self._label = _label(task)
+        states = {"observation": task.text, "label": self._label}
         result = await _value(self._instance.reset(states))
         self._text = str(result["observation"])
         return Observation(RawText(self._text))
@@ -193,7 +193,7 @@ class ExecutorEpisode:
         """Start `execute`."""
         work = self._executor.execute(
             task.text,
-            task.answer,
+            _label(task),
             _sampling_params(),
             self._spec.max_context_tokens,
             _Tokenizer(self._spec.model),
@@ -272,6 +272,10 @@ class _Tokenizer:
 
     def decode(self, token_ids: Any, **_: Any) -> str:
         return self._tokenizer.decode([int(i) for i in token_ids])
+
+
+def _label(task: Task) -> Any:
+    return "" if task.answer_value is None else task.answer_value
 
 
 async def _value(result: Any) -> Any:

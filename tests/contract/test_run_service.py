@@ -223,6 +223,18 @@ async def test_nothing_is_sent_while_nothing_changes(client: AsyncCoordinatorCli
     await watch.aclose()
 
 
+async def test_a_watcher_gets_a_sign_of_life(
+    client: AsyncCoordinatorClient, board: RunBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_board, "HEARTBEAT_SECONDS", 0.05)
+    board.add_step(1, {"reward/mean": 0.1})
+    watch = client.watch_run()
+    async with asyncio.timeout(5):
+        statuses = [await anext(watch) for _ in range(3)]
+    assert [[row.step for row in status.steps] for status in statuses] == [[1]] * 3
+    await watch.aclose()
+
+
 async def test_history_is_replaced_after_a_restore(client: AsyncCoordinatorClient, board: RunBoard) -> None:
     for step in (1, 2, 3):
         board.add_step(step, {"reward/mean": step / 10})

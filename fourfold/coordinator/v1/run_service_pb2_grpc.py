@@ -64,8 +64,8 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Reports the state at once, then on every change. A slow reader misses states between, but
-        never the last one. After a broken connection, call again. Needs no deadline.
+        """Reports the state at once, then on every change, and every 5 s without one as a sign of life. A slow reader misses
+        states between, but never the last one. After a broken connection, call again. Needs no deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,8 +36,8 @@ class RunServiceStub:
     GetRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]
     """Reports the run once. Idempotent."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_service_pb2.WatchRunRequest, _run_service_pb2.WatchRunResponse]
-    """Reports the state at once, then on every change. A slow reader misses states between, but
-    never the last one. After a broken connection, call again. Needs no deadline.
+    """Reports the state at once, then on every change, and every 5 s without one as a sign of life. A slow reader misses
+    states between, but never the last one. After a broken connection, call again. Needs no deadline.
     """
     GetWeightPlane: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.GetWeightPlaneRequest, _run_service_pb2.GetWeightPlaneResponse]
     """Reports the weight update: its phase, and which member waits for which. Idempotent."""
@@ -50,8 +50,8 @@ class RunServiceAsyncStub(RunServiceStub):
     GetRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]  # type: ignore[assignment]
     """Reports the run once. Idempotent."""
     WatchRun: _aio.UnaryStreamMultiCallable[_run_service_pb2.WatchRunRequest, _run_service_pb2.WatchRunResponse]  # type: ignore[assignment]
-    """Reports the state at once, then on every change. A slow reader misses states between, but
-    never the last one. After a broken connection, call again. Needs no deadline.
+    """Reports the state at once, then on every change, and every 5 s without one as a sign of life. A slow reader misses
+    states between, but never the last one. After a broken connection, call again. Needs no deadline.
     """
     GetWeightPlane: _aio.UnaryUnaryMultiCallable[_run_service_pb2.GetWeightPlaneRequest, _run_service_pb2.GetWeightPlaneResponse]  # type: ignore[assignment]
     """Reports the weight update: its phase, and which member waits for which. Idempotent."""
@@ -73,8 +73,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_service_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_service_pb2.WatchRunResponse], _abc.AsyncIterator[_run_service_pb2.WatchRunResponse]]:
-        """Reports the state at once, then on every change. A slow reader misses states between, but
-        never the last one. After a broken connection, call again. Needs no deadline.
+        """Reports the state at once, then on every change, and every 5 s without one as a sign of life. A slow reader misses
+        states between, but never the last one. After a broken connection, call again. Needs no deadline.
         """
 
     @_abc_1.abstractmethod

@@ -383,6 +383,26 @@ def test_lease_wait_condition_and_return_are_on_the_panel_with_their_times() -> 
         assert re.search(words, text), words
 
 
+def test_a_coordinator_that_hangs_is_told_once_and_so_is_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run stood for as long as the coordinator was stopped, without a line."""
+    seconds, output = 1000.0, io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: seconds)
+    display = dashboard(output, live=False)
+    display.refresh()
+    seconds += 30  # it starts
+    display.refresh()
+    display.update(snapshot(1))
+    for _ in range(3):
+        seconds += 7
+        display.refresh()
+    display.update(snapshot(1))
+    display.refresh()
+    assert [line for line in output.getvalue().splitlines() if "coordinator" in line] == [
+        "the coordinator did not answer for 14 s: it hangs, ended, or is out of reach",
+        "the coordinator answered again after 21 s",
+    ]
+
+
 @pytest.mark.parametrize("live", [True, False])
 def test_text_of_other_processes_is_drawn_as_text(live: bool) -> None:
     evil = "[bold red]x[/bold red] [/] \x1b[2J\r\nsecond line"

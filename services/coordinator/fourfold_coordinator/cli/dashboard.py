@@ -28,6 +28,7 @@ from fourfold.plan.batch import batch_plan
 from fourfold.text import format_duration, format_short_score
 
 from ..launch.fleet import COORDINATOR
+from ..state.run_board import HEARTBEAT_SECONDS
 from .event_lines import OVER, EventLines, asynchrony_rows, phase_times, recovery_line
 
 _log = logging.getLogger("fourfold.dashboard")
@@ -35,6 +36,7 @@ _log = logging.getLogger("fourfold.dashboard")
 _BLOCKS: Final = "".join(chr(0x2581 + i) for i in range(8))
 _ASCII_BLOCKS: Final = "_.-=+*%#"
 _NOTES: Final = 5
+_SILENT_SECONDS: Final = 2 * HEARTBEAT_SECONDS + 2.0
 _REMINDER_SECONDS: Final = 30.0  # between two lines about one wait
 _RECOVERIES: Final = 2
 _LAG_CHANGE_STEPS: Final = 50  # so long, a change of the lag limit is shown
@@ -109,6 +111,8 @@ class Dashboard:
         self._broken = False
         self._name, self._run_dir, self._began = name, run_dir, time.monotonic()
         self._status = pb.RunStatus()
+        self._updated_at = 0.0  # when the last status came, monotonic; 0: none came
+        self._silent_since = 0.0  # the same time, once a note has told that none came any more
         self._services: list[tuple[str, str]] = []
         self._notes: list[str] = []
         self._lines = EventLines(self._began, remind_seconds=_REMINDER_SECONDS)
@@ -132,7 +136,10 @@ class Dashboard:
 
     def update(self, status: pb.RunStatus) -> None:
         """Set the status of the run. The client has removed control characters from its texts."""
-        self._status = status
+        self._status, self._updated_at = status, time.monotonic()
+        if self._silent_since:
+            self.note(f"the coordinator answered again after {format_duration(self._updated_at - self._silent_since)}")
+            self._silent_since = 0.0
 
     @property
     def status(self) -> pb.RunStatus:
@@ -165,7 +172,17 @@ class Dashboard:
         self._live = Live(self._panel(), console=self._console, auto_refresh=False)
         self._live.start()
 
+    def _check_contact(self) -> None:
+        """Tell that the coordinator is silent: what the other lines say may be old."""
+        silent = time.monotonic() - self._updated_at
+        if self._updated_at and not self._silent_since and silent >= _SILENT_SECONDS and self._status.phase not in OVER:
+            self._silent_since = self._updated_at
+            self.note(
+                f"the coordinator did not answer for {format_duration(silent)}: it hangs, ended, or is out of reach"
+            )
+
     def _draw(self) -> None:
+        self._check_contact()
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
             return

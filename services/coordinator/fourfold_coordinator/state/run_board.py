@@ -24,6 +24,8 @@ from .ledger import CheckpointRow, EvalRow
 # 0.026 ms: with 1,000 rows, a watcher takes 2.4 % of the event loop, and blocks it for 26 ms.
 _PERIOD_SECONDS: Final = 0.1
 _SECONDS_PER_ROW: Final = 0.001
+HEARTBEAT_SECONDS: Final = 5.0
+"""Without a change, a watcher gets the state again after this time: a coordinator that hangs must be noticed."""
 _MAX_STEP_ROWS: Final = 1000
 _MAX_RECOVERIES: Final = 100
 # A wait that starts this soon after another one continues it: calls that wait take turns to report.
@@ -215,7 +217,7 @@ class RunBoard:
         self._changed()
 
     async def changes(self, *, changes_only: bool = False) -> AsyncIterator[pb.WatchRunResponse]:
-        """Yield the state now and after changes, until the run is over."""
+        """Yield the state now, after changes and as a sign of life, until the run is over."""
         seen = (-1, 0, -1)
         while True:
             change, closed = self._change, self.closed
@@ -224,7 +226,9 @@ class RunBoard:
             yield response
             if closed:
                 return
-            await change.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await change.wait()
             # Changes come in bursts: send one state for all of them. The final state does not wait.
             rows = 0 if changes_only else len(self.status.steps)
             with suppress(TimeoutError):

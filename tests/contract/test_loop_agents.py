@@ -151,6 +151,19 @@ async def test_tasks_return_at_once_when_their_environment_or_their_gateway_has_
     check_books(stage)
 
 
+async def test_the_only_gateway_has_its_tasks_when_it_comes_back(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1, agents=AGENTS, data={"holdout": None})
+    gateway = await begin(stage, work=False)
+    tasks = await lease(gateway.stub(stage.address), 12)
+    await gateway.leave()
+    await gateway.join(stage.address)
+    stub = gateway.stub(stage.address)
+    request = pb.RenewTasksRequest(task_ids=[t.task_id for t in tasks], leases=[t.lease for t in tasks])
+    assert not (await stub.RenewTasks(request, timeout=5)).gone_task_ids
+    assert await put(stub, *map(trajectory, tasks)) == [OK] * 12
+    assert await stage.finish() == 0
+
+
 async def test_a_put_is_idempotent_and_a_bad_trajectory_costs_one_attempt(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=1, agents=AGENTS, data={"holdout": None})
     gateway = await begin(stage, work=False)

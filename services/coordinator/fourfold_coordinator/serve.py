@@ -201,6 +201,7 @@ class Coordinator:
         self._standstill = StandstillMonitor(
             config, self._board, self._router, tasks=self._tasks, weights=self._weight_status, disk=self._disk
         )
+        self._left_gateways: set[str] = set()
         self._registry.add_listener(self._on_member)
         self._experience_servicer = ExperienceServicer()
         self._add_servicers()
@@ -233,7 +234,12 @@ class Coordinator:
             joined = change is MemberChange.JOINED
             (self._tasks.welcome_agent if joined else self._tasks.forget_agent)(member.incarnation)
         if member.role == Role.ROLE_GATEWAY and change is not MemberChange.REPLACED:
-            self._tasks.forget_gateways({each.member_id for each in self._registry.members(Role.ROLE_GATEWAY)})
+            self._left_gateways.add(member.member_id)
+            live = {each.member_id for each in self._registry.members(Role.ROLE_GATEWAY)}
+            self._left_gateways -= live
+            if live:  # without another one nobody could lease them, and the next process of this one may have them
+                for name in self._left_gateways:
+                    self._tasks.forget_gateway(name)
 
     def _open_channel(self, member: Member) -> grpc.aio.Channel:
         """Open a channel to a member; with certificates, only a server with the member's identity is accepted.

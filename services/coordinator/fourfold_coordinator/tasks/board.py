@@ -338,9 +338,9 @@ class TaskBoard:
         self._ends[m.TASKS_REFUSED] += 1
         self._return(attempt, BAD_TRAJECTORY if attempt.refused > self._max_refusals else "")
 
-    def forget_gateways(self, live: Collection[str]) -> None:
-        """Return the tasks of gateways that are not live, unless there is no other one that could lease them."""
-        for attempt in self._leased(lambda a: a.gateway and a.gateway not in live) if live else ():
+    def forget_gateway(self, gateway: str) -> None:
+        """Return the tasks of a gateway that has left the run."""
+        for attempt in self._leased(lambda a: a.gateway == gateway):
             self._expire(attempt)
 
     def forget_agent(self, incarnation: str) -> None:

@@ -107,6 +107,9 @@ class FakeRun(experience_grpc.ExperienceServiceServicer):
         response.ttl.FromSeconds(1)
         return response
 
+    async def ListTasks(self, request: experience.ListTasksRequest, context: Any) -> experience.ListTasksResponse:
+        raise AssertionError("a gateway never calls this")
+
     async def ReleaseTasks(self, request: experience.ReleaseTasksRequest, context: Any) -> Any:
         self.released += [(t.task_id, t.reason, t.again) for t in request.tasks]
         self.released_leases += [t.lease for t in request.tasks]

@@ -59,6 +59,19 @@ async def test_waits_services_steps_and_scores_are_told(caplog: pytest.LogCaptur
     assert end[1].startswith("  ! all ") and "\x1b" not in end[1]
 
 
+async def test_without_a_terminal_the_log_has_the_waits(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fourfold.coordinator")
+    clock = FakeClock()
+    board = RunBoard(name="demo", step_count=2, clock=clock)
+    console = RunConsole(board, clock=clock)
+    board.add_step(1, {})
+    board.set_waiting_for("a reward service")
+    for _ in range(4):
+        console.show()
+        await clock.advance(1.0)
+    assert [record.getMessage() for record in caplog.records] == ["waiting for a reward service"]
+
+
 async def test_a_coordinator_that_took_over_does_not_repeat_the_steps_before() -> None:
     terminal = Terminal()
     terminal.board.add_recovery(2, "coordinator-0 was stopped", trainer_kept=True)

@@ -42,14 +42,16 @@ class RunConsole:
 
     def show(self) -> None:
         """Print the lines of what changed since the last call."""
-        status = self._board.status
+        status, now = self._board.status, self._clock.monotonic()
+        if self._out is None:  # the other lines would take time of the event loop of the run
+            for line in self._events.waits(status, now):
+                log.info("%s", line)
+            return
         services = [(member.member_id, "ready") for member in status.members]
-        lines = self._events.new(status, services, (), self._clock.monotonic())
+        lines = self._events.new(status, services, (), now)
         for line in lines:
             if line.startswith(_WAITS):
                 log.info("%s", line)
-        if self._out is None:
-            return
         with suppress(OSError, ValueError):  # the terminal is gone, and the run goes on
             for line in "\n".join(lines).splitlines():
                 self._out.write(printable(line) + "\n")

@@ -79,7 +79,7 @@ class EventLines:
         self._note_count = len(notes)
         lines += self._leases(status, dict(services), now)
         lines += self._condition_changes(status, now)
-        lines += self._waits(status, now)
+        lines += self.waits(status, now)
         lines += self._checkpoint_restores(status)
         return lines + self._steps(status)
 
@@ -118,7 +118,8 @@ class EventLines:
             if event.printed:
                 yield f"{subject}: resolved after {format_duration(now - event.began)}"
 
-    def _waits(self, status: pb.RunStatus, now: float) -> Iterator[str]:
+    def waits(self, status: pb.RunStatus, now: float) -> Iterator[str]:
+        """Yield the lines about waits since the last call."""
         subject, wait = _DETAILS.sub("", status.waiting_for), self._wait
         if wait is not None and not subject and wait.ended is None:
             wait.ended = now

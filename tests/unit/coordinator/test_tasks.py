@@ -207,10 +207,13 @@ async def test_the_board_tells_for_which_sessions_it_waits_and_what_ends_that(tm
         "gateway-0: 2 sessions idle, they expire in 8:00 min, 1 session at work, "
         "1 task without a session, leased for 10 s; 1 task for which no agent asks"
     )
+    assert board.moved_at == clock.monotonic(), "turns have come"
     await clock.advance(5)
+    await servicer.RenewTasks(request, cast(Any, None))
+    assert board.moved_at == clock.monotonic() - 5
     tasks = (await servicer.ListTasks(pb.ListTasksRequest(), cast(Any, None))).tasks
     found = [(t.gateway, t.session.session_id, t.session.idle.seconds, t.age.seconds) for t in tasks]
-    assert found == [("gateway-0", name, idle, 5) for name, idle in (("s480", 35), ("s470", 25), ("s600", 0), ("", 0))]
+    assert found == [("gateway-0", name, idle, 5) for name, idle in (("s480", 30), ("s470", 20), ("s600", 0), ("", 0))]
     assert not tasks[2].session.HasField("idle") and not tasks[3].HasField("session")
 
 

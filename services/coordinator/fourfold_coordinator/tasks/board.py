@@ -287,7 +287,7 @@ class TaskBoard:
             else:
                 attempt.lease_end = self._clock.monotonic() + self._lease_seconds
                 before, attempt.session = attempt.session, session
-                if session is not None and (before is None or session.turn_count > before.turn_count):
+                if session is not None and session.turn_count > (before.turn_count if before else 0):
                     self.moved_at = self._clock.monotonic()
         return gone
 

@@ -34,9 +34,7 @@ _LAG_LIMIT: Final = Exported(
 _STEP: Final = Exported("fourfold_run_step", "gauge", "steps done; a restored checkpoint lowers it")
 _STEPS: Final = Exported("fourfold_run_steps", "gauge", "steps of the whole run")
 _VERSION: Final = Exported("fourfold_run_policy_version", "gauge", "policy version published last")
-_WAITING: Final = Exported(
-    "fourfold_run_waiting", "gauge", "1 while the run waits for a service or for room on the disk"
-)
+_WAITING: Final = Exported("fourfold_run_waiting", "gauge", "1 while the run waits for a service or makes no progress")
 _CONDITIONS: Final = Exported(
     "fourfold_run_conditions", "gauge", "things that are wrong now; `fourfold watch` shows them"
 )

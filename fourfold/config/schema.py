@@ -333,6 +333,9 @@ class SecurityConfig(Table):
     tokens_file: str = ""
     """File with the SHA-256 digests of tokens for the ports `public_listen` of [rollout], [gateway] and [view], and for
     `gateway.http_listen`; `fourfold certs token` changes it."""
+    http_names: list[str] = Field(default=[])
+    """Names, without ports, under which a reverse proxy passes requests on to HTTP ports without TLS (the gateway, the
+    metrics), when it keeps the Host header of its clients. Requests to other names than loopback's get 421."""
 
 
 class MetricsConfig(Table):

@@ -417,7 +417,7 @@ def metrics_server(options: ServeOptions, exporter: Exporter) -> MetricsServer |
         return None
     run_dir, labels = options.run_dir, {"run": options.config.name, "role": options.role, "member": options.member_id}
     discovery = DiscoveryFile(run_dir / "metrics" / f"{options.member_id}.json", labels) if run_dir else None
-    return MetricsServer(listen, exporter.page, discovery=discovery)
+    return MetricsServer(listen, exporter.page, discovery=discovery, names=options.config.security.http_names)
 
 
 def _print(line: str) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Final
 
 from fourfold.errors import ConfigError
 from fourfold.rpc.channel import is_loopback, join_target, split_target
+from fourfold.security.web_pages import refusal
 from fourfold.service.exporter import OPEN_METRICS, TEXT
 
 _log = logging.getLogger("fourfold.service.metrics_server")
@@ -36,7 +37,12 @@ class MetricsServer:
     """An HTTP server with one page. Use it from one event loop."""
 
     def __init__(
-        self, listen: str, page: Callable[[str], Awaitable[bytes]], *, discovery: DiscoveryFile | None = None
+        self,
+        listen: str,
+        page: Callable[[str], Awaitable[bytes]],
+        *,
+        discovery: DiscoveryFile | None = None,
+        names: Collection[str] = (),
     ) -> None:
         """Prepare; nothing listens yet.
 
@@ -44,6 +50,7 @@ class MetricsServer:
             listen: "host:port" on loopback; port 0 selects a free port.
             page: returns the page in a content type, `TEXT` or `OPEN_METRICS`.
             discovery: file with the address, while the server listens.
+            names: further names that requests may give this machine.
 
         Raises:
             ConfigError: the address is malformed, or not on loopback.
@@ -54,7 +61,7 @@ class MetricsServer:
                 f"metrics endpoint {listen!r}: it has no authentication and listens on loopback only; use "
                 f"127.0.0.1, and scrape it from this machine or through a proxy (docs/monitoring.md)"
             )
-        self._page, self._discovery = page, discovery
+        self._page, self._discovery, self._names = page, discovery, names
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -121,8 +128,11 @@ class MetricsServer:
             return _response(HTTPStatus.NOT_FOUND)
         if words[0] != b"GET":
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, "Allow: GET\r\n")
-        accepts = any(f.lower().startswith(b"accept:") and b"application/openmetrics-text" in f for f in fields)
-        content_type = OPEN_METRICS if accepts else TEXT
+        pairs = (field.decode("latin-1").partition(":") for field in fields)
+        headers = {name.lower(): value.strip() for name, _, value in pairs}
+        if refused := refusal("GET", headers, self._names):
+            return _response(HTTPStatus(refused[0]), body=refused[1].encode())
+        content_type = OPEN_METRICS if "application/openmetrics-text" in headers.get("accept", "") else TEXT
         return _response(HTTPStatus.OK, f"Content-Type: {content_type}\r\n", await self._page(content_type))
 
 

@@ -199,8 +199,9 @@ class Agent:
     async def _post(self, record: Record, number: int, chat: list[Json]) -> Json:
         """Sample a turn over HTTP."""
         body = json.dumps({"model": "m", "messages": chat, "return_token_ids": True, "logprobs": True}).encode()
-        head = [f"POST /sessions/{record.session}/v1/chat/completions HTTP/1.1", "host: gateway", "connection: close"]
-        head += [f"content-length: {len(body)}", f"idempotency-key: turn-{number}", "", ""]
+        head = [f"POST /sessions/{record.session}/v1/chat/completions HTTP/1.1", "host: 127.0.0.1", "connection: close"]
+        head += ["content-type: application/json", f"content-length: {len(body)}"]
+        head += [f"idempotency-key: turn-{number}", "", ""]
         host, _, port = self._plan.http.rpartition(":")
         try:
             async with asyncio.timeout(_CALL_SECONDS):

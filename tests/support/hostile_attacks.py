@@ -178,8 +178,10 @@ class Attacker:
     ) -> bytes:
         """Return a request with the token of the hostile agent, or with a key."""
         key = self.plan.token if key is None else key
-        lines = [line, "host: gateway", f"content-length: {len(body) if length is None else length}", *headers]
+        lines = [line, "host: 127.0.0.1", f"content-length: {len(body) if length is None else length}", *headers]
         lines += [f"authorization: Bearer {key}"] if key else []
+        if not any(header.startswith("content-type") for header in headers):
+            lines.append("content-type: application/json")
         return "\r\n".join([*lines, "", ""]).encode() + body
 
 

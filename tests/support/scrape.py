@@ -31,7 +31,7 @@ EXPORTED_BY_SERVICE = {
 }
 
 
-async def http(target: str, request: str = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") -> tuple[int, str, str]:
+async def http(target: str, request: str = "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") -> tuple[int, str, str]:
     """Send a request; return status, header fields and body of the response."""
     host, _, port = target.rpartition(":")
     async with asyncio.timeout(10):

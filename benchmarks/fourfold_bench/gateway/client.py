@@ -96,7 +96,7 @@ class HttpCaller:
             "logprobs": self._logprobs,
         }
         data = json.dumps(body).encode()
-        head = ["POST /v1/chat/completions HTTP/1.1", "host: x", "content-type: application/json"]
+        head = ["POST /v1/chat/completions HTTP/1.1", "host: 127.0.0.1", "content-type: application/json"]
         head += [f"content-length: {len(data)}", "", ""]
         return "\r\n".join(head).encode() + data
 

@@ -311,6 +311,9 @@ def test_without_a_token_only_names_of_this_machine_are_answered(client: TestCli
     for host in ("evil.example", "127.0.0.1.evil.example:8440", "", "[::2]"):
         answer = client.get("/run/one", headers={"host": host})
         assert answer.status_code == 421 and "learning" not in answer.text
+    page = {"sec-fetch-site": "cross-site"}
+    assert client.get("/run/one", headers=page).status_code == 403
+    assert client.get("/run/one", headers=page | {"sec-fetch-mode": "navigate"}).status_code == 200, "it may link here"
 
 
 def test_with_a_token_nothing_is_shown_to_others(folders: list[Path], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.http.server import HttpServer, serve_http
 from tests.fakes.agent_api import FakeAgentApi
 
+JSON = {"content-type": "application/json"}
 GOOD = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
 
 
@@ -34,7 +35,7 @@ async def served(*, api: FakeAgentApi | None = None, **config: Any) -> AsyncIter
     try:
         yield server
         async with httpx.AsyncClient() as client:  # others are served still
-            good = await client.post(server.url + "/v1/chat/completions", content=GOOD, timeout=20)
+            good = await client.post(server.url + "/v1/chat/completions", content=GOOD, headers=JSON, timeout=20)
             assert good.status_code == 200
     finally:
         await server.stop(1.0)
@@ -58,7 +59,9 @@ async def exchange(server: HttpServer, *pieces: bytes, pause: float = 0.0) -> tu
 
 def post(body: bytes, *headers: str, length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    lines = ["POST /v1/chat/completions HTTP/1.1", "host: x", f"content-length: {size}", *headers, "", ""]
+    lines = ["POST /v1/chat/completions HTTP/1.1", "host: localhost", f"content-length: {size}", *headers, "", ""]
+    if not any(header.startswith("content-type") for header in headers):
+        lines.insert(1, "content-type: application/json")
     return "\r\n".join(lines).encode() + body
 
 
@@ -118,10 +121,13 @@ async def test_a_body_whose_prompt_cannot_fit_the_context_is_not_read() -> None:
 
 async def test_chunked_compressed_and_foreign_bodies_are_refused() -> None:
     async with served() as server:
-        head = b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = post(b"", "transfer-encoding: chunked").replace(b"content-length: 0\r\n", b"")
         assert (await exchange(server, head, b"1\r\n \r\n" * 100_000))[0] == 411
         assert (await exchange(server, post(GOOD, "content-encoding: gzip")))[0] == 415
-        assert (await exchange(server, post(GOOD, "content-type: text/xml")))[0] == 415
+        for kind in ("text/xml", "text/plain", ""):
+            assert (await exchange(server, post(GOOD, f"content-type: {kind}")))[0] == 415
+        untyped = post(GOOD).replace(b"content-type: application/json\r\n", b"")
+        assert (await exchange(server, untyped))[0] == 415
 
 
 async def test_slow_headers_and_slow_bodies_end_after_the_time() -> None:
@@ -135,7 +141,7 @@ async def test_half_open_requests_on_a_used_connection_end_too() -> None:
     async with served() as server:
         host, port = server.address.rsplit(":", 1)
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         assert b"200" in await reader.readline()
         writer.write(b"GET /v1/mod")
         rest = await asyncio.wait_for(reader.read(), 20)
@@ -146,7 +152,7 @@ async def test_half_open_requests_on_a_used_connection_end_too() -> None:
 @pytest.mark.parametrize("flood", [b"x-a: b\r\n" * 20_000, b"x-a: " + b"b" * 200_000, b"\x00\x01", b"x" * 100_000])
 async def test_header_floods_and_noise_are_refused(flood: bytes) -> None:
     async with served() as server:
-        status, answer = await exchange(server, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + flood, b"\r\n\r\n")
+        status, answer = await exchange(server, b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n" + flood, b"\r\n\r\n")
     assert status == 400
     assert "not valid HTTP" in answer
 
@@ -210,6 +216,45 @@ async def test_slow_bodies_count_for_the_limits_of_their_caller() -> None:
         assert [status for status, _ in await asyncio.gather(*slow)] == [408, 408]
 
 
+PAGE = "https://evil.example"
+CLOSE = "/v1/sessions/s1/close"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("POST", CLOSE, {"host": "evil.example:8000"}, 421),
+        ("GET", "/v1/models", {"host": "127.0.0.1.evil.example", "origin": "http://127.0.0.1.evil.example"}, 421),
+        ("POST", CLOSE, {"origin": PAGE}, 403),
+        ("POST", CLOSE, {"origin": "null", "sec-fetch-site": "cross-site"}, 403),
+        ("POST", CLOSE, {"origin": "http://127.0.0.1:1"}, 403),
+        ("POST", CLOSE, {"sec-fetch-site": "same-site"}, 403),
+        ("POST", CLOSE, {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 403),
+        ("GET", "/v1/sessions/s1", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
+        ("GET", "/v1/models", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),
+        ("POST", CLOSE, {"sec-fetch-site": "none"}, 200),
+        ("POST", CLOSE, {"host": "LOCALHOST", "sec-fetch-mode": "cors"}, 200),
+        ("POST", CLOSE, {"host": "agents.example", "origin": "https://agents.example"}, 200),
+        ("POST", CLOSE, {"host": "agents.example", "origin": PAGE}, 403),
+    ],
+)
+async def test_a_web_page_of_another_site_cannot_use_the_port(
+    method: str, path: str, headers: dict[str, str], status: int
+) -> None:
+    api = FakeAgentApi()
+    server = await serve_http(api, GatewayConfig(), None, ["agents.example"])
+    try:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            outcome = {"reward": 1.0} if method == "POST" else None
+            answer = await client.request(method, path, headers=headers, json=outcome)
+            assert answer.status_code == status, answer.text
+            assert len(api.closed) == (status == 200 and method == "POST")
+            own = {"origin": server.url, "sec-fetch-site": "same-origin"}
+            assert (await client.post("/v1/chat/completions", content=GOOD, headers=JSON | own)).status_code == 200
+    finally:
+        await server.stop(1.0)
+
+
 @pytest.mark.parametrize(
     ("request_line", "status"),
     [("GET /v1/chat/completions", 405), ("GET /v2/models", 404), ("GET /sessions/../v1/models", 404),
@@ -217,7 +262,7 @@ async def test_slow_bodies_count_for_the_limits_of_their_caller() -> None:
 )  # fmt: skip
 async def test_unknown_paths_and_verbs_are_refused(request_line: str, status: int) -> None:
     async with served() as server:
-        assert (await exchange(server, f"{request_line} HTTP/1.1\r\nhost: x\r\n\r\n".encode()))[0] == status
+        assert (await exchange(server, f"{request_line} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode()))[0] == status
 
 
 async def test_beyond_loopback_http_needs_tls() -> None:
@@ -247,7 +292,7 @@ async def test_tls_uses_the_certificates_of_the_run_and_follows_their_renewal(tm
         for _ in range(2):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             seen.add(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
-            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: gateway.internal\r\nconnection: close\r\n\r\n")
             assert b"toy" in await reader.read()
             writer.close()
             certs.renew(folder, ["gateway-0"])

@@ -54,10 +54,27 @@ async def silent(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
     ],
 )
 async def test_one_page_is_there_and_only_for_get(target: str, request_line: str, status: int) -> None:
-    code, head, body = await http(target, f"{request_line}\r\nHost: x\r\n\r\n")
+    code, head, body = await http(target, f"{request_line}\r\nHost: localhost:9\r\n\r\n")
     assert code == status
     assert f"Content-Length: {len(body)}" in head and "Connection: close" in head
     assert (body == "text") == (status == 200)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ("Host: evil.example", 421),
+        ("X: y", 421),
+        ("Host: 127.0.0.1\r\nOrigin: https://evil.example", 403),
+        ("Host: 127.0.0.1\r\nSec-Fetch-Site: cross-site", 403),
+        ("HOST: metrics.example:443", 200),
+    ],
+)
+async def test_a_web_page_of_another_site_cannot_read_the_page(headers: str, status: int) -> None:
+    server = MetricsServer("127.0.0.1:0", page, names=["metrics.example"])
+    code, _, body = await http(await server.start(), f"GET /metrics HTTP/1.1\r\n{headers}\r\n\r\n")
+    await server.stop()
+    assert (code, body == "text") == (status, status == 200)
 
 
 async def test_the_client_chooses_the_format(target: str) -> None:
@@ -66,7 +83,7 @@ async def test_the_client_chooses_the_format(target: str) -> None:
         ("text/plain", TEXT, "text"),
         ("application/json;version=\xff", TEXT, "text"),
     ):
-        code, head, found = await http(target, f"GET /metrics HTTP/1.1\r\nACCEPT: {accept}\r\n\r\n")
+        code, head, found = await http(target, f"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nACCEPT: {accept}\r\n\r\n")
         assert (code, found) == (200, body) and f"Content-Type: {content_type}" in head
 
 

@@ -1,7 +1,7 @@
 """The web application: routes, access, and the headers of every response.
 
-Access: on loopback without a token the Host header must name this machine, so that no page of another site can read a
-run through DNS rebinding. With a token, every request needs it: as `Authorization: Bearer TOKEN`, or in a cookie that
+Access: on loopback without a token the Host header must name this machine, and the request come from no page of another
+site. With a token, every request needs it: as `Authorization: Bearer TOKEN`, or in a cookie that
 the address `/?token=TOKEN` sets. Only GET and HEAD exist, and no response allows another origin.
 """
 
@@ -21,12 +21,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fourfold.security.web_pages import refusal
+
 from . import pages, sample_pages
 from .reader import RunFolders
 from .templates import render
 
 COOKIE: Final = "fourfold_view"
-LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _STATIC: Final = Path(__file__).parent / "static"
 _HEADERS: Final = (
     (
@@ -99,11 +100,8 @@ class _Access:
     def _refuse(self, request: Request) -> Response | None:
         """Return the answer to a request that may not see the pages; None if it may."""
         if not self._token:
-            host = request.headers.get("host", "")
-            name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            if name.lower() in LOOPBACK:
-                return None
-            return PlainTextResponse(f"Host {host!r} is not this machine; open http://127.0.0.1:PORT/", 421)
+            refused = refusal(request.method, request.headers)
+            return PlainTextResponse(refused[1], refused[0]) if refused else None
         given = request.query_params.get("token", "")
         if given and self._fits(given):
             answer = RedirectResponse(request.url.remove_query_params("token").replace(scheme="", netloc=""), 303)

@@ -96,7 +96,7 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
             engines.set_members({target: target for target in options.engines})
         keep(core.run())
         if config.gateway.http_listen:
-            http = await serve_http(core, config.gateway, host.security)
+            http = await serve_http(core, config.gateway, host.security, config.security.http_names)
             host.on_drain.append(lambda: http.stop(_GRACE_SECONDS))
             core.http_url = http.url_by(options.host)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import DeadlinePassed, FourfoldError, PermissionDenied, Unavailable
+from fourfold.security.web_pages import refusal
 from fourfold.text import clean
 from fourfold.tracing.propagation import TRACEPARENT, incoming
 from fourfold.tracing.spans import Spans
@@ -75,15 +76,18 @@ _CLOSE_SESSION: Final = _Route("POST", "CloseSession", call=agent_calls.close_se
 class GatewayApp:
     """Answers HTTP requests with the operations of a gateway."""
 
-    def __init__(self, api: AgentApi, *, max_body_bytes: int, body_seconds: float) -> None:
+    def __init__(
+        self, api: AgentApi, *, max_body_bytes: int, body_seconds: float, names: Collection[str] | None
+    ) -> None:
         """Make an application.
 
         Args:
             api: the operations.
             max_body_bytes: largest body.
             body_seconds: longest time in which a body must arrive.
+            names: further names of this machine, for requests that need no token; None: all need one.
         """
-        self._api = api
+        self._api, self._names = api, names
         self._most_bytes, self._body_seconds = max_body_bytes, body_seconds
         self._texts = TokenTexts(api)
         self._info: pb.GetInfoResponse | None = None
@@ -139,12 +143,20 @@ class _Exchange:
                 await self._fail(Unavailable("the gateway is stopping; call another one, or try again"))
 
     async def _serve(self, task: asyncio.Task[Any]) -> None:
+        self._check_origin()
         route, session_id = self._route()
         caller = self._app._api.check_key(self._key(), route.method)
         if caller.session_id and session_id and caller.session_id != session_id:
             raise PermissionDenied("the key belongs to another session than the one of the URL; use its own key")
         with self._app._api.admit(caller), self._spans(route):  # before the body: slow and large ones count, too
             await self._serve_admitted(task, route, caller, session_id or caller.session_id)
+
+    def _check_origin(self) -> None:
+        """Refuse web pages where a token does not keep them out."""
+        if self._app._names is not None:
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self._headers.items()}
+            if refused := refusal(self._scope["method"], headers, self._app._names):
+                raise RequestError(clean(refused[1], 300), status=refused[0])
 
     async def _serve_admitted(self, task: asyncio.Task[Any], route: _Route, caller: Caller, session_id: str) -> None:
         body = parse_json(await self._body(await self._app.max_body_bytes(caller))) if route.verb == "POST" else {}
@@ -199,7 +211,8 @@ class _Exchange:
         Raises:
             RequestError: it is not JSON by its type, too large, too slow, or has no length.
         """
-        kind = self._headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+        # A page of another site may send a body of any other type, or of none, without asking first.
+        kind = self._headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             shown = clean(kind.decode("latin-1"), 60)
             raise RequestError(f"content-type is {shown!r}; send application/json", status=415)

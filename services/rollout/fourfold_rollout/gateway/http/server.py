@@ -11,6 +11,7 @@ import logging
 import os
 import ssl
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, Final
 
 import h11
@@ -121,8 +122,10 @@ class _Connection(H11Protocol):
 class HttpServer:
     """The HTTP port of a gateway."""
 
-    def __init__(self, api: AgentApi, config: GatewayConfig, security: Security | None) -> None:
-        """Make a server that does not listen yet; raise ConfigError for an address that needs [security]."""
+    def __init__(
+        self, api: AgentApi, config: GatewayConfig, security: Security | None, names: Collection[str] = ()
+    ) -> None:
+        """Make a server that does not listen yet; see `serve_http`."""
         self._host, self._port = split_target(config.http_listen)
         if security is None and not is_loopback(self._host):
             raise ConfigError(
@@ -136,7 +139,12 @@ class HttpServer:
         self._admitted = dict[_Connection, str]()
         self._by_host = Counter[str]()
         self._state = ServerState()
-        app = GatewayApp(api, max_body_bytes=config.max_body_mib << 20, body_seconds=self.body_seconds)
+        app = GatewayApp(
+            api,
+            max_body_bytes=config.max_body_mib << 20,
+            body_seconds=self.body_seconds,
+            names=names if security is None else None,
+        )
         self._uvicorn = Config(
             app,
             http=_Connection,
@@ -231,18 +239,21 @@ class HttpServer:
         return connection
 
 
-async def serve_http(api: AgentApi, config: GatewayConfig, security: Security | None) -> HttpServer:
+async def serve_http(
+    api: AgentApi, config: GatewayConfig, security: Security | None, names: Collection[str] = ()
+) -> HttpServer:
     """Start the HTTP API of a gateway on the current event loop.
 
     Args:
         api: the operations of the gateway.
         config: address and limits.
         security: certificates for TLS; None: plain text on loopback.
+        names: further names that requests on loopback may give this machine.
 
     Raises:
         ConfigError: the address needs TLS, or is not available.
     """
-    server = HttpServer(api, config, security)
+    server = HttpServer(api, config, security, names)
     await server.start()
     return server
 

@@ -1,0 +1,35 @@
+"""Refuses the requests that web pages make to an HTTP port of this machine.
+
+A loopback port without tokens takes every program of this machine for its user. A browser is one, and runs the programs
+of web sites. Their requests have headers that a page cannot change: `Host` has the name of a site that resolves it to
+this machine (DNS rebinding), `Origin` and `Sec-Fetch-Site` name the page that asks. Other clients send only `Host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+
+
+def refusal(method: str, headers: Mapping[str, str], names: Collection[str] = ()) -> tuple[int, str] | None:
+    """Return status and text of the answer to a request of a foreign page; None for any other request.
+
+    A page may link to GET: its browser shows the answer to the user, and does not give it to the page.
+
+    Args:
+        method: such as "GET".
+        headers: by their names in lower case.
+        names: further names of this machine, under which a reverse proxy passes requests on.
+    """
+    host = headers.get("host", "").lower()
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if name not in LOOPBACK and name not in names:
+        return 421, f"Host {host[:100]!r} is not this machine; use http://127.0.0.1:PORT/"
+    follows_link = method in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
+    own_origins = (f"http://{host}", f"https://{host}")  # https: a reverse proxy has TLS
+    site, origin = headers.get("sec-fetch-site", "none"), headers.get("origin", own_origins[0]).lower()
+    if (site in ("none", "same-origin") or follows_link) and origin in own_origins:
+        return None
+    return 403, "the request comes from a web page of another site, which may not use this port"

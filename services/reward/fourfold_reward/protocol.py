@@ -205,7 +205,9 @@ _FIELDS: Final = tuple(each.name for each in fields(Outcome))
 def outcome_of(result: object) -> Outcome:
     """Convert the return value of a reward function (see `sample.Result`).
 
-    Raises ValueError: unknown keys, too many components, or an invalid component name.
+    The other numbers of a dictionary become components, as those of verl; its texts and other values are left out.
+
+    Raises ValueError: too many components, or an invalid component name.
     """
     match result:
         case float():
@@ -217,20 +219,35 @@ def outcome_of(result: object) -> Outcome:
         case Score():
             return _scored(result.score, result.components, result.token_rewards, result.turn_rewards)
         case Mapping():
-            if unknown := set(result) - _RESULT_KEYS:
-                key, known = min(map(str, unknown)), ", ".join(sorted(_RESULT_KEYS))
-                raise ValueError(f"a returned dictionary has the key {key!r}; it may have {known}")
             if "score" not in result:
-                raise ValueError("a returned dictionary needs the key 'score'; return None to abstain")
+                keys = ", ".join(map(repr, list(result)[:5]))
+                raise ValueError(
+                    f"a returned dictionary needs the key 'score', and it has {keys or 'none'}; return None to abstain"
+                )
             if result["score"] is None:
                 return Outcome(abstain_reason=NO_SCORE)
             return _scored(
                 result["score"],
-                result.get("components") or {},
+                {**_numbers_of(result), **(result.get("components") or {})},
                 result.get("token_rewards", ()),
                 result.get("turn_rewards", ()),
             )
     return _scored(result, {})
+
+
+def _numbers_of(result: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the numbers of a returned dictionary under names of its own, as many as components may be."""
+    numbers: dict[str, float] = {}
+    for name, raw in result.items():
+        if (
+            name not in _RESULT_KEYS
+            and isinstance(name, str)
+            and is_metric_name(name)
+            and len(numbers) < MAX_COMPONENTS
+        ):
+            number = _float32(raw, name)
+            numbers |= {} if isinstance(number, Outcome) else {name: number}
+    return numbers
 
 
 def _scored(value: object, components: object, token_rewards: object = (), turn_rewards: object = ()) -> Outcome:
@@ -298,4 +315,6 @@ def _show(value: object) -> str:
         text = repr(value)[:200]
     except RecursionError:  # lists in lists, just below the limit of the JSON parser
         text = "a deeply nested value"
+    except Exception as error:
+        text = f"a value whose __repr__ raised {type(error).__name__}"
     return f"{text} ({type(value).__name__})"

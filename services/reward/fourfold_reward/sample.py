@@ -60,7 +60,7 @@ class Abstain:
             raise ValueError(f"abstain reason {self.reason!r}: it must be UPPER_SNAKE_CASE of at most 63 characters")
 
 
-# None abstains. A mapping has the key "score" and may have the other fields of Score.
+# None abstains. A mapping has the key "score" and may have the other fields of Score; its other numbers are components.
 Result: TypeAlias = float | Score | Abstain | Mapping[str, Any] | None
 RewardFunction: TypeAlias = Callable[[ScoreInput], Result | Awaitable[Result]]
 

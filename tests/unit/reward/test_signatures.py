@@ -116,15 +116,38 @@ def test_the_answer_has_the_names_of_all_sources_that_the_row_leaves_free() -> N
 def test_an_answer_keeps_its_value_in_every_signature(value: Any) -> None:
     sample = ScoreInput(sample_id="s", prompt="", completion="", answer=answer_text(value), answer_value=value)
     got: list[Any] = []
-    score(lambda queries, prompts, labels: got.extend(labels) or [0.0], sample)
-    score(lambda completions, gold: got.extend(gold) or [0.0], sample, answer_fields=["golden.gold"])
-    score(lambda sample: got.append(sample.answer_value) or 0.0, sample)
+
+    def openrlhf(queries: Any, prompts: Any, labels: Any) -> list[float]:
+        got.extend(labels)
+        return [0.0]
+
+    def trl(completions: Any, gold: Any) -> list[float]:
+        got.extend(gold)
+        return [0.0]
+
+    def native(sample: ScoreInput) -> float:
+        got.append(sample.answer_value)
+        return 0.0
+
+    for function in (openrlhf, trl, native):
+        score(function, sample, answer_fields=["golden.gold"])
     assert got == ["" if value is None else value, value, value]
     assert [type(each) for each in got[1:]] == [type(value)] * 2
 
 
 def test_an_answer_that_is_a_text_is_its_own_value() -> None:
     assert SAMPLE.answer_value == "4"
+
+
+def test_the_numbers_of_a_dictionary_are_components_and_its_texts_are_left_out() -> None:
+    result = {"score": -1.0, "acc": True, "pred": "x", "n": np.int64(3), "bad": float("nan"), "list": [1, 2], 5: 1.0}
+    outcome = score(lambda sample: result)
+    assert (outcome.score, outcome.components) == (-1.0, {"acc": 1.0, "n": 3.0})
+    outcome = score(lambda sample: {"score": 1, "acc": 0.0, "components": {"acc": 0.5, "b": 1}})
+    assert outcome.components == {"acc": 0.5, "b": 1.0}
+    assert len(score(lambda sample: {"score": 1.0, **{f"n{i}": i for i in range(99)}}).components) == 64
+    with pytest.raises(ValueError, match="needs the key 'score'"):
+        score(lambda sample: {"acc": 1.0})
 
 
 def test_a_plain_prompt_makes_texts_as_in_trl() -> None:

@@ -19,6 +19,7 @@ from fourfold.sandbox.enter import enter as enter
 from fourfold.sandbox.policy import Policy as Policy
 from fourfold.sandbox.policy import SandboxUnavailable as SandboxUnavailable
 from fourfold.sandbox.policy import environment as environment
+from fourfold.sandbox.policy import interpreter_paths as interpreter_paths
 from fourfold.sandbox.policy import python_paths as python_paths
 from fourfold.sandbox.support import SandboxSupport as SandboxSupport
 from fourfold.sandbox.support import probe as probe

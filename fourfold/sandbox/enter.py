@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
+import threading
 import time
 from pathlib import Path
+from typing import Final
 
 from fourfold.sandbox import landlock, seccomp
-from fourfold.sandbox.policy import Policy, SandboxUnavailable
+from fourfold.sandbox.policy import MAX_THREADS, Policy, SandboxUnavailable
+
+_FIRST_USER: Final = 1 << 30  # above those of people, services and containers
+_CAPABILITY_VERSION: Final = 0x20080522
+_CAP_SYS_ADMIN: Final = 21
+_CAP_SYS_RESOURCE: Final = 24
 
 
 def enter(policy: Policy) -> None:
@@ -58,7 +66,37 @@ def _limit(policy: Policy) -> None:
     if policy.processes:
         # RLIMIT_NPROC counts all threads of the user, so it is imprecise. For 0 the seccomp filter is exact.
         _set(resource.RLIMIT_NPROC, _threads_of_user() + policy.processes)
+    else:
+        _limit_threads()
     allow_cpu(policy.cpu_seconds)
+
+
+def _limit_threads() -> None:
+    """Limit the threads of this process, which starts no process, to MAX_THREADS besides those of its user.
+
+    The kernel counts by real user, and never those of root. So a process of root becomes one with a real user of its
+    own, without the capabilities that lift the limit; its effective user and its rights on files stay the same.
+    """
+    if os.geteuid() == 0:
+        with contextlib.suppress(OSError):  # a container without so many users: its root is no root for the kernel
+            os.setresuid(_FIRST_USER + os.getpid(), -1, -1)
+            _drop_capabilities()
+            return _set(resource.RLIMIT_NPROC, threading.active_count() + MAX_THREADS)
+    with contextlib.suppress(PermissionError):  # an outer sandbox hides /proc, and has a limit
+        _set(resource.RLIMIT_NPROC, _threads_of_user() + MAX_THREADS)
+
+
+def _drop_capabilities() -> None:
+    """Give up CAP_SYS_ADMIN and CAP_SYS_RESOURCE, for good: the process cannot execute a program."""
+    library = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable: numbers 0 to 31, then the others
+    if library.capget(header, sets):
+        raise OSError(ctypes.get_errno(), "capget")
+    for index in range(3):
+        sets[index] &= ~(1 << _CAP_SYS_ADMIN | 1 << _CAP_SYS_RESOURCE) & 0xFFFFFFFF
+    if library.capset(header, sets):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _threads_of_user() -> int:

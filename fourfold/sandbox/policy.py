@@ -25,6 +25,10 @@ _SYSTEM_PATHS: Final = (
 )
 
 
+MAX_THREADS: Final = 256
+"""Threads of a process that may start no process."""
+
+
 class SandboxUnavailable(Exception):
     """This machine cannot enforce a policy with `required`."""
 
@@ -44,7 +48,8 @@ class Policy:
     """Allow the process to create sockets."""
     processes: int = 0
     """New processes and threads that the user may have besides those at the start; the kernel does not count those of
-    root. With 0 the process can start threads but no process, and cannot signal or otherwise affect other ones."""
+    root. With 0 the process can start no process and at most MAX_THREADS threads, has no shared memory, and cannot
+    signal or otherwise affect other processes."""
     memory_bytes: int
     """Private memory of one process."""
     address_bytes: int = 0
@@ -72,6 +77,18 @@ def environment(keep: Iterable[str] = ()) -> dict[str, str]:
     """Return the environment variables of this process that a sandboxed program may see, and those named in `keep`."""
     kept = frozenset(keep)
     return {name: value for name, value in os.environ.items() if name in kept or _KEPT_VARIABLES.fullmatch(name)}
+
+
+def interpreter_paths() -> tuple[str, ...]:
+    """Return the paths that a program of a model reads: system libraries, this interpreter and installed packages.
+
+    The folders of PYTHONPATH and of a source checkout are not among them.
+    """
+    given = {os.path.realpath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    installed = [path for path in packages if os.path.realpath(path) not in given]
+    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return tuple(dict.fromkeys(filter(None, (*_SYSTEM_PATHS, sys.prefix, sys.base_prefix, *installed, *libraries))))
 
 
 def python_paths() -> tuple[str, ...]:

@@ -23,11 +23,13 @@ _ALWAYS: Final = """
 # `socketpair` stays allowed: it only connects the process to itself, and event loops need it.
 _NETWORK: Final = "socket"
 _START: Final = "fork vfork execve execveat"
-# Calls that affect other processes of the user, or allocate memory that no limit counts.
+# Calls that affect other processes of the user, allocate memory that no limit counts, or bring back the user whose
+# threads no limit counts.
 _OTHERS: Final = """
     tkill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpgid setsid setpriority ioprio_set
     sched_setaffinity sched_setscheduler sched_setparam sched_setattr migrate_pages move_pages
     shmget shmat semget msgget mq_open memfd_create memfd_secret
+    setuid setreuid setresuid
 """
 # Landlock does not cover file attributes: `chmod` could make a key file unreadable for its service, or public.
 _ATTRIBUTES: Final = """
@@ -39,6 +41,8 @@ _NUMBERS: Final = {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "f
 _UNKNOWN: Final = -1
 _CLONE_THREAD: Final = 0x00010000
 _PR_SET_PDEATHSIG: Final = 1
+_MAP_SHARED_ANONYMOUS: Final = 0x21
+_MAP_KIND: Final = 0x23  # private, shared or both; anonymous
 
 
 @cache
@@ -93,6 +97,8 @@ def _refuse_others(library: ModuleType, rules: Any) -> None:
     _refuse(library, rules, "clone3", code=errno.ENOSYS)
     for name in ("kill", "tgkill"):
         _refuse(library, rules, name, library.Arg(0, library.NE, os.getpid()))
+    # The limit of memory counts private memory alone.
+    _refuse(library, rules, "mmap", library.Arg(3, library.MASKED_EQ, _MAP_KIND, _MAP_SHARED_ANONYMOUS))
     # The process must still die with its parent, if the service asked the kernel for that.
     _refuse(library, rules, "prctl", library.Arg(0, library.EQ, _PR_SET_PDEATHSIG))
     # Root could raise its limits again. The CPU limit stays adjustable because `allow_cpu` sets it for each request.

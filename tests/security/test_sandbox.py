@@ -162,7 +162,8 @@ BUILTIN_EXPECTED = {
         ),
         "EPERM",
     ),
-    **dict.fromkeys(("4 GiB", "4 GiB shared"), "no memory"),
+    "4 GiB": "no memory",
+    "4 GiB shared": "EPERM",
     "secret": "absent",
     "core": 0,
 }

@@ -62,6 +62,38 @@ def test_threads_are_still_there_without_processes() -> None:
     assert enter_and_run(narrow(), code) == "0 here\n"
 
 
+@needs_kernel
+def test_threads_are_bounded_also_for_root() -> None:
+    code = """
+import os, threading, time
+threading.stack_size(32768)
+count = 0
+def start():
+    global count
+    try:
+        while count < 3000:
+            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+            count += 1
+    except RuntimeError: pass
+start()
+first = count
+for call in (lambda: os.setresuid(0, 0, 0), lambda: os.setuid(0), lambda: os.setreuid(0, 0)):
+    try: call()
+    except OSError: pass
+start()
+print(sandbox.policy.MAX_THREADS - 5 <= first == count <= sandbox.policy.MAX_THREADS, flush=True)
+os._exit(0)
+"""
+    assert enter_and_run(narrow(memory_bytes=8 << 30), code) == "0 True\n"
+
+
+@needs_kernel
+def test_there_is_no_shared_memory_that_no_limit_counts() -> None:
+    assert "Operation not permitted" in enter_and_run(narrow(), "import mmap; mmap.mmap(-1, 4096)")
+    assert enter_and_run(narrow(), "import mmap; mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE)") == "0 "
+    assert enter_and_run(narrow(processes=100), "import mmap; mmap.mmap(-1, 4096)") == "0 "
+
+
 @pytest.mark.parametrize("part", ["landlock.abi = lambda: 0", "seccomp._library = lambda: None"])
 def test_required_policy_is_refused_where_the_kernel_lacks_a_part(part: str) -> None:
     before = f"from fourfold.sandbox import landlock, seccomp\n{part}"

@@ -117,11 +117,10 @@ class Worker:
     def score(self, verifier: str, sample: SampleFields) -> Outcome:
         """Score one sample with a loaded function. Exceptions of user code end here."""
         try:
-            if verifier in self._evaluating:
-                return self._score_in_fork(verifier, sample)
-            return self._score(verifier, sample)
-        except InvalidSample as error:
-            return Outcome.error(error.reason, str(error))
+            try:
+                return (self._score_in_fork if verifier in self._evaluating else self._score)(verifier, sample)
+            except InvalidSample as error:
+                return Outcome.error(error.reason, str(error))
         except BaseException as error:
             return Outcome.error("RAISED", self._explain(error, self._files.get(verifier, "")))
 
@@ -199,18 +198,13 @@ class Worker:
     def _explain(self, error: BaseException, file: str) -> str:
         """Return the type, text and place of an error; print its traceback if type or place are new."""
         place = place_of(error.__traceback__, file)
-        kind = f"{type(error).__name__} at {place}"
-        if kind not in self._reported:
-            self._reported.add(kind)
-            sys.stderr.write(f"reward function raised {kind} (printed once)\n")
-            traceback.print_exception(error, limit=-20)
-        suffix = f" ({place})" if place else ""
-        refused = isinstance(error, PermissionError) or os.strerror(errno.EPERM) in str(error)
+        report_once(error, f"reward function raised {type(error).__name__} at {place}", self._reported)
+        suffix, described = f" ({place})" if place else "", describe(error)
+        refused = isinstance(error, PermissionError) or os.strerror(errno.EPERM) in described
         if refused and self._policy is not None:
             suffix += "; the sandbox may have refused this: see reward.network and reward.sandbox"
         # A long text is cut before the place, which the caller needs most.
-        text = clean(f"{type(error).__name__}: {error}".rstrip(": "), MAX_ERROR - len(suffix))
-        return text + suffix
+        return clean(described, MAX_ERROR - len(suffix)) + suffix
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
@@ -223,6 +217,25 @@ def _is_told_to_drop(requests: BinaryIO, first: int) -> bool:
         return False
     request = protocol.read(requests)
     return request is not None and request.get("drop") == first
+
+
+def describe(error: BaseException) -> str:
+    """Return type and text of an exception of a user's program, whose methods may raise anything."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {str.__str__(str(error))}".rstrip(": ")
+    except BaseException as failure:
+        return f"{name}, whose __str__ raised {type(failure).__name__}"
+
+
+def report_once(error: BaseException, title: str, reported: set[str]) -> None:
+    """Print a title and the traceback of an exception to stderr, if the title is new."""
+    if title in reported:
+        return
+    reported.add(title)
+    with contextlib.suppress(BaseException):  # the program may have replaced stderr, too
+        sys.stderr.write(f"{title} (printed once)\n")
+        traceback.print_exception(error, limit=-20)
 
 
 def place_of(trace: TracebackType | None, file: str) -> str:

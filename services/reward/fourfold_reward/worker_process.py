@@ -1,8 +1,8 @@
 """Starts, calls and kills one worker process, from the side of the reward service.
 
-A worker is a fresh interpreter, because a fork after gRPC has started threads is unsafe. It leads a session of its own,
-so that a kill also ends the programs that a reward function started. Start workers from the main thread: the kernel
-kills them when the thread that started them ends.
+A worker is a fresh interpreter, because a fork after gRPC has started threads is unsafe. It leads a session of its own
+and has a tag in its environment, so that a kill also ends the programs that a reward function started. Start workers
+from the main thread: the kernel kills them when the thread that started them ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from fourfold.host.postmortem import oom_kill_count, signal_name
+from fourfold.host.process_tree import TAGS_VARIABLE, kill_tagged
 from fourfold.host.scratch import Scratch
 from fourfold_reward import protocol
 from fourfold_reward.worker_sandbox import WorkerSandbox
@@ -36,10 +38,11 @@ class WorkerDied(Exception):
 class ChildProcess:
     """A process of this service with a pipe in each direction and a scratch folder."""
 
-    def __init__(self, process: Process, scratch: Scratch, *, builtin: bool) -> None:
+    def __init__(self, process: Process, scratch: Scratch, tag: str, *, builtin: bool) -> None:
         """Wrap a started process; use `start_child`."""
         self._process = process
         self._scratch = scratch
+        self._tag = tag
         self._oom_kills = oom_kill_count()
         self.builtin = builtin  # it runs built-in verifiers; otherwise it runs users' functions
 
@@ -50,7 +53,9 @@ class ChildProcess:
         """Start `python -m MODULE` with the rights of built-in verifiers or of users' functions, for limited calls."""
         scratch = Scratch("reward-worker")
         policy = sandbox.policy(builtin=builtin, timeout_seconds=timeout_seconds, scratch=scratch.path)
-        variables = sandbox.variables(builtin=builtin, scratch=scratch.path)
+        tag = secrets.token_hex(16)
+        tags = ",".join(filter(None, (os.environ.get(TAGS_VARIABLE, ""), tag)))
+        variables = sandbox.variables(builtin=builtin, scratch=scratch.path) | {TAGS_VARIABLE: tags}
         try:
             process = await asyncio.create_subprocess_exec(
                 # -P: no current directory on the import path; the worker appends it at the end.
@@ -65,7 +70,7 @@ class ChildProcess:
         except BaseException:
             scratch.remove()
             raise
-        return cls(process, scratch, builtin=builtin)
+        return cls(process, scratch, tag, builtin=builtin)
 
     @property
     def pid(self) -> int:
@@ -73,9 +78,11 @@ class ChildProcess:
         return self._process.pid
 
     async def kill(self) -> None:
-        """Kill the process group, wait for the end of the worker, and remove its scratch folder."""
+        """Kill the worker and all that it started, wait for its end, and remove its scratch folder."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        if not self.builtin:  # programs that a function started in other sessions; a thread, because it reads /proc
+            await asyncio.to_thread(kill_tagged, self._tag)
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._wait(_REAP_SECONDS)
@@ -211,7 +218,7 @@ class WorkerProcess(ChildProcess):
             raise WorkerDied(f"the worker sent an invalid reply: {error}") from None
 
     async def kill(self) -> None:
-        """Kill the process group, wait for the end of the worker, and remove its scratch folder."""
+        """Kill the worker and all that it started, wait for its end, and remove its scratch folder."""
         if self._reader >= 0:
             asyncio.get_running_loop().remove_reader(self._reader)
             os.close(self._reader)

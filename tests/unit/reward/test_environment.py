@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -19,6 +20,7 @@ from fourfold_reward.environment.adapters.gymnasium import GymnasiumEpisode
 from fourfold_reward.environment.adapters.openenv import OpenEnvEpisode
 from fourfold_reward.environment.python_tool import MAX_OUTPUT_BYTES, PythonTool
 from fourfold_reward.environment.spec import EnvironmentSpec
+from fourfold_reward.environment.worker import Worker
 from fourfold_reward.loader import VerifierError
 
 TASK = Task(
@@ -159,6 +161,34 @@ def test_results_of_tools_are_text_within_limits() -> None:
 async def test_the_interpreter_returns_output_and_refuses_rights(code: str, result: str) -> None:
     text, valid = await PythonTool(seconds=30).call(json.dumps({"code": code}))
     assert valid and result in text and "\x1b" not in text
+
+
+async def test_the_interpreter_reads_neither_the_checkout_nor_pythonpath(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret_module.py").write_text("KEY = 918273645")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tool, root = PythonTool(seconds=30), Path(__file__).parents[3]
+    for path in (tmp_path / "secret_module.py", root / "README.md", root / "fourfold" / "answers.py"):
+        text, _ = await tool.call(json.dumps({"code": f"print(open({str(path)!r}).read())"}))
+        assert "PermissionError" in text, path
+    text, _ = await tool.call(json.dumps({"code": "import secret_module; print(secret_module.KEY)"}))
+    assert "ModuleNotFoundError" in text
+    text, _ = await tool.call(json.dumps({"code": "import os, sys, numpy; 'PYTHONPATH' in os.environ"}))
+    assert text == "False"
+
+
+def test_an_exception_with_a_broken_text_has_its_type_and_its_place() -> None:
+    class BrokenError(Exception):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    worker = Worker()
+    text = worker._explain(BrokenError())
+    assert text == "BrokenError, whose __str__ raised KeyboardInterrupt"
+    answer = asyncio.run(worker.answer({"op": "load", "spec": BrokenError()}))
+    assert answer["error"].startswith("TypeError: ")
 
 
 async def test_the_interpreter_is_stopped_at_its_limits() -> None:

@@ -26,8 +26,16 @@ from fourfold_reward.protocol import Outcome, SampleFields
 FUNCTIONS = """
 import asyncio, ctypes, json, math, os, signal, subprocess, sys, threading, time
 from fourfold_reward import Abstain, Score, ScoreInput
+from fourfold_reward.sample import InvalidSample
 
 calls = 0
+
+class Broken(Exception):
+    def __str__(self): raise SystemExit("no text")
+    __repr__ = __str__
+
+class BrokenSample(InvalidSample, Broken):
+    def __init__(self): self.reason = "UNKNOWN_REASON"
 
 def reward(sample: ScoreInput):
     global calls
@@ -38,6 +46,9 @@ def reward(sample: ScoreInput):
         case "library": json.loads("{")
         case "exit": sys.exit(3)
         case "bad text": raise ValueError("\\ud800" + "x" * 5000)
+        case "broken": raise Broken
+        case "broken sample": raise BrokenSample
+        case "broken result": return Broken()
         case "hang": time.sleep(1000)
         case "hang in c":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -51,6 +62,10 @@ def reward(sample: ScoreInput):
         case "child":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", sample.metadata["mark"]])
             time.sleep(1000)
+        case "own session":
+            code = f"import time; time.sleep(1000)  # {os.getpid()}"
+            subprocess.Popen([sys.executable, "-c", code, sample.metadata["mark"]], start_new_session=True)
+            return 1.0
         case "print":
             for _ in range(100): sys.stdout.write("x" * 1000 + "\\n")
             os.write(1, b"raw\\n"); subprocess.run(["echo", "from a child"], check=True); return 1.0
@@ -217,6 +232,35 @@ async def test_processes_of_a_function_end_with_its_worker(pool: WorkerPool) -> 
     while alive(mark) and time.monotonic() < end:
         await asyncio.sleep(0.02)
     assert not alive(mark)
+
+
+async def test_a_process_in_a_session_of_its_own_ends_with_the_pool(file: Path) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    pool = make_pool(f"{file}:reward")
+    await pool.start()
+    try:
+        assert await score(pool, "own session", metadata=f'{{"mark": "{mark}"}}') == [Outcome(score=1.0)]
+        end = time.monotonic() + 20
+        while not alive(mark) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        assert alive(mark)
+    finally:
+        await pool.close()
+    while alive(mark) and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    assert not alive(mark)
+
+
+async def test_an_exception_with_broken_methods_is_an_error_with_its_place(pool: WorkerPool) -> None:
+    before = set(pool.worker_pids())
+    outcomes = await score(pool, "broken", "broken sample", "broken result", "1", timeout=60)
+    assert [outcome.error_reason for outcome in outcomes[:2]] == ["RAISED", "RAISED"]
+    line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if "raise Broken" in text)
+    assert outcomes[0].message == f"Broken, whose __str__ raised SystemExit (functions.py:{line})"
+    assert "SystemExit" in outcomes[1].message and "(functions.py:" in outcomes[1].message
+    assert outcomes[2].error_reason in ("RAISED", "NOT_A_NUMBER")
+    assert outcomes[3] == Outcome(score=1.0)
+    assert before <= set(pool.worker_pids())
 
 
 async def test_function_that_forks_returns_one_score(pool: WorkerPool) -> None:

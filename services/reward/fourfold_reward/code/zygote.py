@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from fourfold import sandbox
@@ -125,7 +124,7 @@ def _fork(work: Callable[[], None], control: socket.socket) -> int:
 
 def _policy() -> sandbox.Policy:
     return sandbox.Policy(
-        read=(*sandbox.python_paths(), str(Path(__file__).parents[1])),
+        read=sandbox.interpreter_paths(),
         write=("/dev/null",),
         memory_bytes=0,
         cpu_seconds=0,

@@ -57,7 +57,7 @@ class PythonTool:
         self._python_path = os.pathsep.join(str(Path(path).absolute()) for path in sys.path if path)
         self._slots = asyncio.Semaphore(os.cpu_count() or 1)
         self._policy = sandbox.Policy(
-            read=sandbox.python_paths(),
+            read=sandbox.interpreter_paths(),
             write=("/dev/null",),
             memory_bytes=_MEMORY_BYTES,
             address_bytes=4 * _MEMORY_BYTES,
@@ -128,7 +128,10 @@ def main(arguments: list[str]) -> int:
     """Run the code on stdin in the sandbox policy `arguments[1]` (JSON), as a child of `arguments[0]`."""
     die_with_parent(int(arguments[0]))
     code = sys.stdin.buffer.read().decode(errors="replace")
-    sandbox.enter(sandbox.Policy.from_json(arguments[1]))
+    policy = sandbox.Policy.from_json(arguments[1])
+    os.environ.pop("PYTHONPATH", None)
+    sys.path[:] = [path for path in sys.path if any(Path(path).is_relative_to(each) for each in policy.read)]
+    sandbox.enter(policy)
     try:
         _run_code(code)
     except BaseException as error:  # everything that code of the model raises is its output

@@ -14,7 +14,6 @@ import inspect
 import os
 import sys
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from fourfold_reward import protocol
 from fourfold_reward.environment import adapters, tools, wire
 from fourfold_reward.environment.protocol import Done, Endpoint, Observation
 from fourfold_reward.environment.spec import EnvironmentSpec
-from fourfold_reward.worker import place_of, take_pipes
+from fourfold_reward.worker import describe, place_of, report_once, take_pipes
 
 _THREADS: Final = 256
 _THREAD_SECONDS: Final = 1.0  # that a running call may still take when its episode is truncated
@@ -179,7 +178,7 @@ class Worker:
             try:
                 result = await self._call(episode, tool.function, **arguments)
             except Exception as error:  # the model sees the error, and may try again
-                return {"text": tools.error_text(f"{type(error).__name__}: {error}"), "valid": True}
+                return {"text": tools.error_text(describe(error)), "valid": True}
             return {"text": tools.result_text(result), "valid": True}
         finally:
             episode.work.discard(task)
@@ -216,13 +215,10 @@ class Worker:
     def _explain(self, error: BaseException) -> str:
         """Return the type, text and place of an error; print its traceback if type or place are new."""
         place = place_of(error.__traceback__, "")
-        kind = f"{type(error).__name__} at {place}"
-        if kind not in self._reported and not isinstance(error, asyncio.CancelledError):
-            self._reported.add(kind)
-            sys.stderr.write(f"environment raised {kind} (printed once)\n")
-            traceback.print_exception(error, limit=-20)
+        if not isinstance(error, asyncio.CancelledError):
+            report_once(error, f"environment raised {type(error).__name__} at {place}", self._reported)
         suffix = f" ({place})" if place else ""
-        return clean(f"{type(error).__name__}: {error}".rstrip(": "), MAX_ERROR - len(suffix)) + suffix
+        return clean(describe(error), MAX_ERROR - len(suffix)) + suffix
 
 
 async def _cancel(episode: _Episode) -> None:

@@ -62,7 +62,7 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
     )
     assert "step 6/6  reward " in output
     assert "toy is done: 6 steps" in output
-    assert "Held-out accuracy: " in output and "fourfold chat runs/toy\n" in output
+    assert "Held-out score: " in output and "fourfold chat runs/toy\n" in output
     report = json.loads((stage.run_dir / "report.json").read_text())
     assert report["steps"] == 6 and report["resumes"] == 0
     assert report["restarts"] == {"reward-0": 1, "rollout-0": 1, "trainer-0": 1}

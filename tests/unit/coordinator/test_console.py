@@ -49,13 +49,13 @@ async def test_waits_services_steps_and_scores_are_told(caplog: pytest.LogCaptur
     board.add_eval(EvalRow(0, 0.25, None, 8, 0, []))
     board.add_step(1, {"reward/mean": 0.5})
     held_out, step = await terminal.lines()
-    assert held_out.startswith("step 0: held-out accuracy 0.25") and step.startswith("step 1/2")
+    assert held_out.startswith("step 0: held-out score 0.25") and step.startswith("step 1/2")
     board.add_eval(EvalRow(2, 0.75, None, 8, 0, []))
     board.add_step(2, {"alarms": ["all \x1b[31m equal"]})
     terminal.task.cancel()
     await asyncio.gather(terminal.task, return_exceptions=True)
     end = terminal.out.getvalue().splitlines()[-3:]
-    assert end[0].startswith("step 2/2") and end[2].startswith("step 2: held-out accuracy 0.75"), "the last lines, too"
+    assert end[0].startswith("step 2/2") and end[2].startswith("step 2: held-out score 0.75"), "the last lines, too"
     assert end[1].startswith("  ! all ") and "\x1b" not in end[1]
 
 

@@ -72,7 +72,7 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
         display.refresh()
     assert output.getvalue().splitlines() == [
         "coordinator-0 is ready (0 s)",
-        "step 0: held-out accuracy 0.11 +- 0.14 (160 answers)",
+        "step 0: held-out score 0.11 +- 0.14 (160 answers)",
         "step 1/24  reward 0.10  useful groups 75%  logprob mismatch 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
         "12:00:00 rollout-0 died (killed by SIGKILL); restarting it",
         "step 2/24  reward 0.20  useful groups 75%  logprob mismatch 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
@@ -88,9 +88,7 @@ def test_several_held_out_sets_are_told_one_by_one() -> None:
     with dashboard(output, live=False) as display:
         display.update(status)
         display.refresh()
-    line = (
-        "step 0: held-out accuracy 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05 (80 answers), code 0.02 (80 answers)"
-    )
+    line = "step 0: held-out score 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05 (80 answers), code 0.02 (80 answers)"
     assert line in output.getvalue().splitlines()
     assert ("held-out sets", "math 0.20, code 0.02") in panel_rows(status)
 
@@ -102,8 +100,8 @@ def test_a_score_says_how_many_answers_have_none() -> None:
     with dashboard(output, live=False) as display:
         display.update(status)
         display.refresh()
-    assert "step 0: held-out accuracy 1.00 (1 of 240 answers; 239 without a score)\n" in output.getvalue()
-    assert ("held-out accuracy", "1.00 (step 0; 1 of 240 answers; 239 without a score)") in panel_rows(status)
+    assert "step 0: held-out score 1.00 (1 of 240 answers; 239 without a score)\n" in output.getvalue()
+    assert ("held-out score", "1.00 (step 0; 1 of 240 answers; 239 without a score)") in panel_rows(status)
 
 
 def test_evaluation_after_a_step_comes_after_it() -> None:
@@ -115,7 +113,7 @@ def test_evaluation_after_a_step_comes_after_it() -> None:
         display.refresh()
         display.update(snapshot(9))
     lines = output.getvalue().splitlines()
-    assert lines.index("step 8: held-out accuracy 0.45 +- 0.13 (160 answers)") == 1 + next(
+    assert lines.index("step 8: held-out score 0.45 +- 0.13 (160 answers)") == 1 + next(
         i for i, line in enumerate(lines) if line.startswith("step 8/24")
     )
 
@@ -136,7 +134,7 @@ def test_live_panel_shows_what_matters() -> None:
     assert dict(panel_rows(status, samples_per_step=96))["trained samples"].startswith("16 of 96  ")
     for words in (
         "demo: step 8 of 24",
-        "\n| now                training 50%",
+        "\n| now               training 50%",
         "0.11 (step 0) -> 0.45 (step 8)",
         "0.80  \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588",
         "75%",
@@ -175,7 +173,7 @@ def test_nothing_is_cut_off_on_a_small_terminal(width: int, height: int) -> None
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     assert "\u2026" not in text
-    for label in ("now", "reward", "held-out accuracy"):
+    for label in ("now", "reward", "held-out score"):
         assert f" {label} " in text
     assert "! rollout-3" in text
     if height >= 20:

@@ -73,7 +73,7 @@ def test_on_a_terminal_the_folder_comes_first_and_the_result_last(
     assert serve.main(options) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"Run folder: {folder} (log: {folder}/logs/coordinator-0.log)\n\ntoy is done: 4 steps")
-    assert "Held-out accuracy: 0.25 (8 answers) before, 0.75 (8 answers) after" in out
+    assert "Held-out score: 0.25 (8 answers) before, 0.75 (8 answers) after" in out
 
 
 def test_a_start_that_fails_forgets_what_stopped_the_run_before(

@@ -31,9 +31,9 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "demo is done: 24 steps (9.8 s each) in 4:10 min, seed 17, at most 8.3 GB of memory." in text
     away = {**report, "peak_memory_without": ["trainer-0"]}
     assert "8.3 GB of memory (without trainer-0: not on the coord" in "\n".join(summary_lines(away, tmp_path))
-    assert "Held-out accuracy: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
+    assert "Held-out score: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
     few = {"step": 0, "score": 1.0, "half_width": None, "n": 1, "missing": 239}
-    line = "Held-out accuracy: 1.00 (1 of 240 answers; 239 without a score) before, 0.63 (160 answers) after training"
+    line = "Held-out score: 1.00 (1 of 240 answers; 239 without a score) before, 0.63 (160 answers) after training"
     assert f"{line} (95 %)." in summary_lines({**report, "eval_before": few}, tmp_path)
     bounded = {"step": 24, "score": 1.0, "half_width": 0.04, "interval": [0.92, 1.0], "n": 88}
     text = "\n".join(summary_lines({**report, "eval_after": bounded}, tmp_path))

@@ -314,7 +314,7 @@ def panel_rows(
         rows.append(("queue", _queue_text(status.queue)))
     if status.evals:
         shown = [status.evals[0], *status.evals[1:][-3:]]
-        rows.append(("held-out accuracy", " -> ".join(_score(each, f"step {each.step}") for each in shown)))
+        rows.append(("held-out score", " -> ".join(_score(each, f"step {each.step}") for each in shown)))
         last = status.evals[-1]
         if len(last.sets) > 1:
             rows.append(("held-out sets", ", ".join(f"{each.name} {_score(each)}" for each in last.sets)))

@@ -185,7 +185,7 @@ def _records(status: pb.RunStatus, printed: Collection[tuple[str, int]]) -> Iter
     for evaluation in status.evals:
         if ("eval", evaluation.step) in printed:
             continue
-        text = f"step {evaluation.step}: held-out accuracy {_score(evaluation)}"
+        text = f"step {evaluation.step}: held-out score {_score(evaluation)}"
         if len(evaluation.sets) > 1:
             text += ": " + ", ".join(f"{each.name} {_score(each)}" for each in evaluation.sets)
         yield ("eval", evaluation.step), text

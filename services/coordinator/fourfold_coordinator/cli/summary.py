@@ -42,7 +42,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines = ["", _headline(report)]
     before, after = report.get("eval_before"), report.get("eval_after")
     if before and after:
-        lines.append(f"Held-out accuracy: {_score(before)} before, {_score(after)} after training (95 %).")
+        lines.append(f"Held-out score: {_score(before)} before, {_score(after)} after training (95 %).")
         lines += _sets(before, after)
     lines += _asynchrony(report.get("asynchrony") or {})
     lines += _interruptions(report)

@@ -346,7 +346,7 @@ class _Serve:
         options = ServeOptions(
             role=args.role,
             recipe=args.recipe,
-            config=settings,
+            config=config.fix_date(settings, run_dir or Path("runs") / settings.name),
             assignments=tuple(args.set),
             member_id=args.member_id or f"{args.role}-0",
             listen=args.listen,

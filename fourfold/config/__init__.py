@@ -22,6 +22,8 @@ from fourfold.config.reward import RewardConfig as RewardConfig
 from fourfold.config.reward import RewardModelConfig as RewardModelConfig
 from fourfold.config.rollout import RolloutConfig as RolloutConfig
 from fourfold.config.rollout import RolloutPool as RolloutPool
+from fourfold.config.run_date import fix_date as fix_date
+from fourfold.config.run_date import with_date as with_date
 from fourfold.config.schema import AsynchronyConfig as AsynchronyConfig
 from fourfold.config.schema import BatchConfig as BatchConfig
 from fourfold.config.schema import CheckpointConfig as CheckpointConfig

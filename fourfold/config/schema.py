@@ -6,6 +6,7 @@ contain the units: `_seconds`, `_tokens`, `_gib`.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -97,6 +98,9 @@ class DataConfig(Table):
     """Apply the tokenizer's chat template. false: the text is the whole prompt."""
     system_prompt: str = ""
     """System message before a text prompt; empty: none."""
+    date: str = ""
+    """Date that chat templates write (`strftime_now`), as `2026-11-28` or `2026-11-28T06:30:00`. Empty: the local time
+    at which the run begins; the run's config.toml then has it."""
     min_prompt_tokens: int = Field(default=0, ge=0)
     """Fewest tokens of a training prompt; rows with shorter ones are left out."""
     max_prompt_tokens: int = Field(default=0, ge=0)
@@ -105,6 +109,18 @@ class DataConfig(Table):
     order: Literal["shuffled", "file"] = "shuffled"
     """Order of the training prompts. shuffled: by the run's seed, differently in every pass. file: as they are in the
     files, in every pass, for data that is sorted by difficulty."""
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _check_date(cls, value: Any) -> Any:
+        if isinstance(value, datetime.date):  # TOML has dates
+            return value.isoformat()
+        try:
+            if value:
+                datetime.datetime.fromisoformat(value)
+        except (ValueError, TypeError):
+            raise ValueError(f'{value!r} is no date; write it as "2026-11-28" or "2026-11-28T06:30:00"') from None
+        return value
 
     @field_validator("train", mode="before")
     @classmethod

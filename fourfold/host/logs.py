@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.host.clock import utc_text
+from fourfold.host.disk import make_private_folder
 from fourfold.text import printable
 
 MAX_BYTES: Final = 32 << 20
@@ -51,7 +52,8 @@ def setup(member_id: str, *, run_dir: Path | None = None, terse: bool = False) -
         if run_dir is not None:
             stream.setLevel(logging.WARNING if terse else logging.NOTSET)
             path = run_dir / "logs" / f"{member_id}.log"
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(run_dir)
+            path.parent.mkdir(exist_ok=True)
             file = _FileHandler(path, encoding="utf-8", maxBytes=MAX_BYTES, backupCount=1)
             file.setFormatter(JsonFormatter(member_id))
             root.addHandler(file)

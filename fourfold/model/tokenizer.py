@@ -92,11 +92,12 @@ class Tokenizer:
     _control: re.Pattern[str] | None  # finds the texts of special tokens
 
     @staticmethod
-    def load(source: str | Path) -> Tokenizer:
+    def load(source: str | Path, *, date: str = "") -> Tokenizer:
         """Read the tokenizer and the chat template of a model.
 
         Args:
             source: model folder, "hf:OWNER/NAME" or "builtin:NAME", as a recipe's `model.source`.
+            date: that the chat template writes, as a recipe's `data.date`; empty: that of each rendering.
 
         Raises:
             ConfigError: tokenizer.json is missing or damaged, or the chat template is not a Jinja template.
@@ -125,7 +126,7 @@ class Tokenizer:
             vocabulary_size=_vocabulary_size(folder, tokenizer),
             _folder=folder,
             _tokenizer=tokenizer,
-            _templates={name: _compile(text, folder) for name, text in templates.items()},
+            _templates={name: _compile(text, folder, date) for name, text in templates.items()},
             _reads_null_content=any(_NULL_CONTENT.search(text) for text in templates.values()),
             _special=special,
             _token_bytes=TokenBytes(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None,
@@ -268,7 +269,7 @@ class Tokenizer:
         return [self._token_bytes.decode(ids) for ids in sequences]
 
 
-def _compile(source: str, folder: Path) -> jinja2.Template:
+def _compile(source: str, folder: Path, date: str) -> jinja2.Template:
     """Compile a template in a sandbox, because a model folder is data and must not run code."""
     import jinja2
     import jinja2.sandbox
@@ -278,7 +279,8 @@ def _compile(source: str, folder: Path) -> jinja2.Template:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    fixed = datetime.datetime.fromisoformat(date) if date else None
+    environment.globals["strftime_now"] = lambda pattern: (fixed or datetime.datetime.now()).strftime(pattern)
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
@@ -310,10 +312,6 @@ def _raise_exception(message: str) -> NoReturn:
     import jinja2
 
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
 
 
 def _with_null_content(message: Message) -> Message:

@@ -115,9 +115,6 @@ class FakeRun(experience_grpc.ExperienceServiceServicer):
         self.released_leases += [t.lease for t in request.tasks]
         return experience.ReleaseTasksResponse()
 
-    async def ListTasks(self, request: Any, context: Any) -> experience.ListTasksResponse:
-        return experience.ListTasksResponse()
-
     async def PutTrajectories(self, request: experience.PutTrajectoriesRequest, context: Any) -> Any:
         if self.refuses_all:
             raise Unavailable("not now")

@@ -72,12 +72,20 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
     again = stage.start("--resume", "runs/toy")
     output, _ = again.communicate(timeout=20)
     assert again.returncode == 0 and "runs/toy is finished already, with 6 steps." in output
+    recipe = (stage.run_dir / "config.toml").read_text()
+    refused = stage.start("--resume", "runs/latest", "--set", "steps=7", "--set", "seed=99")
+    output, errors = refused.communicate(timeout=40)
+    assert refused.returncode == 1 and "the data differs from the data that the run began with: seed" in errors
+    assert "-> 99; restore it, or start a new run" in errors and "is as it was, without steps=7, seed=99." in errors
+    assert (stage.run_dir / "config.toml").read_text() == recipe, "it is checked first and written last"
+    assert not (stage.run_dir / "recipe-changes.jsonl").exists()
     longer = stage.start("--resume", "runs/latest", "--set", "steps=7")
     output, errors = longer.communicate(timeout=40)
     assert longer.returncode == 0 and "toy is done: 7 steps" in output, errors
     assert "resumed after step 6" in output and "step 7/7  " in output
     assert "step 6/7  " not in output, "old steps are not told again"
     assert "Run folder: runs/toy\n" in output and configuration.load(stage.run_dir / "config.toml").steps == 7
+    assert '"changes": {"steps": [6, 7]}' in (stage.run_dir / "recipe-changes.jsonl").read_text()
     assert "Resumed 1 time." in output
     assert sorted(shown_by_tensorboard(stage.run_dir / "sinks" / "tensorboard", "reward/mean")) == list(range(1, 8))
 

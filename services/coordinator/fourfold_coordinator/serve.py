@@ -17,7 +17,7 @@ import sqlite3
 import sys
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -46,7 +46,7 @@ from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_
 from fourfold.coordinator.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
 from fourfold.host.clock import SYSTEM_CLOCK
-from fourfold.host.disk import check_room
+from fourfold.host.disk import check_room, make_private_folder
 from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ from .state.experiences import ExperienceStore
 from .state.faults import FaultLog
 from .state.files import DiskWriter, replace_file
 from .state.ledger import Ledger
-from .state.recipe_history import RecipeHistory
+from .state.recipe_history import RecipeHistory, describe_changes
 from .state.run_board import RunBoard
 from .state.sample_traces import SampleTraces
 from .state.segments import SegmentFiles
@@ -108,6 +108,7 @@ from .weights.status import WeightPlaneStatus
 log = logging.getLogger("fourfold.coordinator")
 
 _PROMPTS_KEY: Final = "prompts_sha256"
+_DATA_KEYS: Final = ("data", "model", "seed")  # tables and keys of a recipe from which its prompts follow
 _RUN_ID_KEY: Final = "run_id"
 _TRACING: Final = "tracing"  # subject of a condition
 _PROBE_TEXT: Final = "The quick brown fox jumps over the lazy dog."
@@ -124,7 +125,7 @@ _GC_THRESHOLDS: Final = (20_000, 5, 1_000)
 def main(options: ServeOptions) -> int:
     """Run the coordinator; return the exit code. A finished run exits at once."""
     folder = options.run_dir or Path("runs") / options.config.name
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     with locked(folder / COORDINATOR_LOCK, "coordinator"):
         if is_finished(folder, options.config):
             sys.stdout.write(
@@ -168,7 +169,7 @@ class Coordinator:
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
         log.info("coordinator started: folder=%s recipe=%s sqlite=%s", folder, options.recipe, sqlite3.sqlite_version)
-        self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
+        self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source), date=config.data.date)
         self._board = RunBoard(
             name=config.name, step_count=config.steps, max_policy_lag=config.asynchrony.max_policy_lag
         )
@@ -328,7 +329,6 @@ class Coordinator:
                 background.append(asyncio.create_task(LoadedModel(context.router).run()))
                 work = StandaloneEvaluation(context, self._tokenizer).run()
             else:
-                await context.history.record(self._config)
                 background.append(asyncio.create_task(context.broker.run()))
                 work = TrainingLoop(context).run()
             await first_of(work, background)
@@ -354,9 +354,8 @@ class Coordinator:
 
     async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
         config = self._config
-        prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer, train=not self._evaluate)
-        await asyncio.to_thread(self._scoring.check_prompts, (*prompts.train, *prompts.held_out_prompts))
-        await self._disk.write(check_same_data, await asyncio.to_thread(prompts.digest), ledger)
+        history = RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe, self._assignments)
+        prompts = await self._load_prompts(ledger, history)
         router = self._router
         session = TrainerSession(router, config, self._board)
         run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
@@ -378,8 +377,7 @@ class Coordinator:
         return RunContext(
             config=config,
             recipe=self._recipe,
-            assignments=self._assignments,
-            history=RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe, self._assignments),
+            history=history,
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,
@@ -413,6 +411,14 @@ class Coordinator:
             start_seconds=self._start_seconds,
         )
 
+    async def _load_prompts(self, ledger: Ledger, history: RecipeHistory) -> PromptSet:
+        """Read the data; raise ConfigError when a scorer cannot score them, or the run began with other data."""
+        prompts = await asyncio.to_thread(load_prompts, self._config, self._tokenizer, train=not self._evaluate)
+        await asyncio.to_thread(self._scoring.check_prompts, (*prompts.train, *prompts.held_out_prompts))
+        digest, changes = await asyncio.to_thread(prompts.digest), history.changes(self._config)
+        await self._disk.write(check_same_data, digest, ledger, changes)
+        return prompts
+
     def _probe_ids(self, prompts: PromptSet) -> Int32Array:
         """Return the tokens that engines and trainer compare after an update: a prompt, or any text without one."""
         if prompts.train:
@@ -444,16 +450,17 @@ def _service(module: ModuleType) -> ServiceDescriptor:
     return service
 
 
-def check_same_data(digest: str, ledger: Ledger) -> None:
+def check_same_data(digest: str, ledger: Ledger, changes: Mapping[str, tuple[Any, Any]]) -> None:
     """Store the digest of the run's prompts; raise ConfigError when the run began with other data.
 
-    The ledger stores a position in the data, which is meaningless in other data.
+    The ledger stores a position in the data, which is meaningless in other data. `changes` are those of the recipe.
     """
     known = ledger.get(_PROMPTS_KEY)
     if known and known != digest:
+        keys = {key: values for key, values in changes.items() if key.partition(".")[0] in _DATA_KEYS}
+        what = describe_changes(keys) or "files, tokenizer, chat template or reasoning-gym changed, and no key"
         raise ConfigError(
-            "the data differs from the data that the run began with: files, options, seed, tokenizer or reasoning-gym "
-            "changed; restore them, or start a new run"
+            f"the data differs from the data that the run began with: {what}; restore it, or start a new run"
         )
     ledger.put({_PROMPTS_KEY: digest})
 

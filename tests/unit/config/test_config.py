@@ -57,6 +57,13 @@ def test_every_recipe_of_the_repository_is_valid(recipe: Path) -> None:
     assert settings.batch.samples_per_step == settings.batch.prompts_per_step * settings.batch.group_size
 
 
+def test_the_date_of_chat_templates_is_a_date(tmp_path: Path) -> None:
+    for value in ("2026-11-28", '"2026-11-28"'):  # TOML has dates
+        assert config.load(write(tmp_path, f"{RECIPE}[data]\ndate = {value}\n")).data.date == "2026-11-28"
+    wrong = refused(tmp_path, f'{RECIPE}[data]\ndate = "28 Nov"\n')
+    assert "data.date = '28 Nov' is no date; write it as \"2026-11-28\"" in wrong.replace("data.date: ", "data.date = ")
+
+
 def test_tools_of_an_environment_need_a_parser(tmp_path: Path) -> None:
     agents = '[agents]\nsource = "tasks"\n[environment]\nreplicas = 1\ntools = ["builtin:python"]\n'
     assert "rollout.tool_parser" in refused(tmp_path, RECIPE + agents)

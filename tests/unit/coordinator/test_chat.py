@@ -193,10 +193,22 @@ def test_an_answer_says_if_it_was_cut(
     seen: list[Any] = []
     monkeypatch.setattr(chat, "RolloutClient", _Client(seen, tokenizer, reason))
     monkeypatch.setattr("fourfold.model.folder.resolve", Path)
-    monkeypatch.setattr(Tokenizer, "load", lambda _: tokenizer)
+    dates: list[str] = []
+
+    def load(_: Path, *, date: str) -> Tokenizer:
+        dates.append(date)
+        return tokenizer
+
+    monkeypatch.setattr(Tokenizer, "load", load)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     monkeypatch.setenv("FOURFOLD_TOKEN", "of the environment")
-    sets = ["data.chat=false", "data.system_prompt=''", "sampling.stop_token_ids=[5, 6]", "sampling.temperature=0.5"]
+    sets = [
+        "data.date=2026-11-28",
+        "data.chat=false",
+        "data.system_prompt=''",
+        "sampling.stop_token_ids=[5, 6]",
+        "sampling.temperature=0.5",
+    ]
     (tmp_path / "config.toml").write_text(configuration.dump(configuration.load("recipes/quickstart.toml", sets)))
     (tmp_path / "model").mkdir()
     (tmp_path / "token").write_text("of a file\n")
@@ -208,6 +220,7 @@ def test_an_answer_says_if_it_was_cut(
         sys.stdin.seek(0)
         assert chat.main(parser.parse_args([*words, *access])) == 0
         assert capsys.readouterr().out.startswith(output)
+    assert set(dates) == {"2026-11-28"}
     signal.signal(signal.SIGTERM, before)
     assert seen[::2] == ["", "of the environment", "of a file"]
     prompt, params = seen[1]

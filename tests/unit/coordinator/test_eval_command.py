@@ -18,7 +18,7 @@ from fourfold.errors import ConfigError
 from fourfold_coordinator.cli import evaluate
 from fourfold_coordinator.cli.evaluate import result_lines
 from fourfold_coordinator.launch.exports import export_checkpoint, find_weights
-from fourfold_coordinator.launch.run_folder import RUN_LOCK, is_locked, locked
+from fourfold_coordinator.launch.run_folder import RUN_LOCK, is_locked, locked, make_run_dir
 from fourfold_coordinator.state.ledger import EvalRow, Ledger
 from tests.fakes.toy import make_config
 from tests.support.eval_results import make_result
@@ -46,7 +46,7 @@ def test_a_narrow_terminal_gets_a_table_for_each_set() -> None:
 
 def test_an_evaluation_leaves_the_public_port_of_the_run_free() -> None:
     keys = ["view.public_listen=127.0.0.1:8441", "security.directory=certs", "security.tokens_file=certs/tokens.txt"]
-    args = argparse.Namespace(recipe=Path("recipes/quickstart.toml"), set=keys, data=[], lm_eval="")
+    args = argparse.Namespace(run=None, recipe=Path("recipes/quickstart.toml"), set=keys, data=[], lm_eval="")
     assert evaluate._evaluation_config(args, "model").view.public_listen == ""
 
 
@@ -57,6 +57,16 @@ def test_the_command_for_a_run_by_hand_has_a_held_out_set_and_starts_services() 
     words = ["runs/by-hand", "--recipe", "recipes/by_hand.toml", *line.split()]
     config = evaluate._evaluation_config(parser.parse_args(words), "MODEL")
     assert config.data.held_out and config.rollout.replicas and all(table.replicas for table in config.reward)
+
+
+def test_an_evaluation_of_a_run_has_the_date_of_its_prompts(tmp_path: Path) -> None:
+    run_dir, made = make_run_dir(make_config(tmp_path), "demo", tmp_path)
+    (tmp_path / "other.toml").write_text(dump(make_config(tmp_path)))
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    for words in ([], ["--recipe", str(tmp_path / "other.toml")]):
+        given = [str(run_dir), "--data", "held_out.jsonl", *words]
+        assert evaluate._evaluation_config(parser.parse_args(given), "MODEL").data.date == made.data.date != ""
 
 
 def test_a_table_of_many_k_has_the_smallest_and_the_largest() -> None:

@@ -177,6 +177,24 @@ def test_coordinator_starts_first_and_its_address_is_handed_on(tmp_path: Path, c
     assert "--coordinator" not in launcher.started[0].argv
 
 
+def test_keys_of_the_command_line_reach_the_services_until_the_recipe_of_the_run_has_them(
+    tmp_path: Path, clock: FakeClock
+) -> None:
+    (tmp_path / "config.toml").write_text("steps = 3\n")
+    launcher, words = FakeLauncher(), ("steps=5", "seed=7")
+    fleet = Fleet(recipe(), run_dir=tmp_path, launcher=launcher, notify=print, assignments=list(words), clock=clock)
+    fleet.start()
+    (tmp_path / "coordinator.address").write_text("127.0.0.1:4000\n")
+    fleet.tick()
+    assert len(launcher.started) > 1
+    assert all(command.argv[-4:] == ("--set", words[0], "--set", words[1]) for command in launcher.started)
+    assert fleet.assignments() == list(words), "nothing has accepted them yet"
+    (tmp_path / "config.toml").write_text("steps = 5\nseed = 7\n")
+    launcher.dying = [death("rollout-0")]
+    fleet.tick()
+    assert launcher.started[-1].name == "rollout-0" and "--set" not in launcher.started[-1].argv
+
+
 def test_states_follow_the_processes(tmp_path: Path, clock: FakeClock) -> None:
     fleet, launcher, _ = started(tmp_path, recipe(), clock)
     launcher.ready = {"rollout-0"}
@@ -466,7 +484,7 @@ def test_run_folder_takes_a_free_name_and_keeps_the_recipe(tmp_path: Path) -> No
     names = [make_run_dir(recipe(), "demo", tmp_path)[0].name for _ in range(3)]
     assert names == ["demo", "demo-2", "demo-3"]
     written = configuration.load(tmp_path / "demo-2" / "config.toml")
-    assert written == recipe().model_copy(update={"name": "demo-2"})
+    assert written == configuration.with_date(recipe(), written.data.date).model_copy(update={"name": "demo-2"})
     with pytest.raises(ConfigError, match=r"name = '\.\./x'"):
         make_run_dir(recipe(), "../x", tmp_path)
 

@@ -13,7 +13,7 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger, SampleState
-from fourfold_coordinator.state.recipe_history import CHANGES_FILE, RecipeHistory
+from fourfold_coordinator.state.recipe_history import CHANGES_FILE, RecipeHistory, describe_changes
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.fakes.toy import make_config
 
@@ -82,6 +82,14 @@ async def test_an_edit_of_the_file_of_the_run_is_recorded_and_the_file_kept(tmp_
     longer = config.model_copy(update={"steps": 10})
     await RecipeHistory(ledger, run.disk, run.file, run.file, ["steps=10"]).record(longer)
     assert configuration.load(run.file) == longer, "with keys of the command line"
+    history = RecipeHistory(ledger, run.disk, run.file, run.file, ["steps=11"])
+    longest = config.model_copy(update={"steps": 11})
+    assert describe_changes(history.changes(longest)) == "steps 10 -> 11"
+    assert configuration.load(run.file) == longer, "a check writes nothing"
+    await history.record(longest)
+    run.file.write_text("# mine\n" + run.file.read_text())
+    await history.record(longest.model_copy(update={"steps": 12}))
+    assert run.file.read_text().startswith("# mine\n"), "which its user edited since the first record"
 
 
 async def test_a_run_of_an_earlier_release_is_compared_with_its_file(tmp_path: Path, ledger: Ledger) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
+from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.host.disk import make_private_folder
 from fourfold_coordinator.launch.run_folder import METRICS_FILE, find_run, free_name, link_latest, make_run_dir
 from tests.fakes.toy import make_config
 
@@ -22,6 +27,45 @@ def test_runs_of_one_name_are_numbered_and_none_is_called_latest(tmp_path: Path,
     assert made == ["demo", "demo-2", "latest-2", "latest-3"]
     with pytest.raises(ConfigError, match="choose another"):
         make_run_dir(config, "demo.failed", tmp_path)
+
+
+def test_the_folder_of_a_run_is_private(tmp_path: Path, config: Config) -> None:
+    before = os.umask(0o022)
+    try:
+        run_dir, _ = make_run_dir(config, "demo", tmp_path / "runs")
+        make_private_folder(by_hand := tmp_path / "a" / "b" / "by-hand")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (run_dir, by_hand, by_hand.parent)] == [0o700, 0o700, 0o755]
+    by_hand.chmod(0o750)
+    make_private_folder(by_hand)
+    assert stat.S_IMODE(by_hand.stat().st_mode) == 0o750, "its user may open it"
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make the folder of the run"):
+        make_run_dir(config, "demo", tmp_path / "file")
+
+
+def test_a_run_keeps_the_date_on_which_it_began(tmp_path: Path, config: Config) -> None:
+    before = datetime.datetime.now().replace(microsecond=0)
+    run_dir, made = make_run_dir(config, "demo", tmp_path)
+    file = run_dir / "config.toml"
+    assert before <= datetime.datetime.fromisoformat(made.data.date) <= datetime.datetime.now()
+    assert configuration.load(file).data.date == made.data.date
+    os.utime(file, (0, 0))
+    # A coordinator or a gateway that is started with the recipe of the user, which has no date.
+    assert configuration.fix_date(config, run_dir) == configuration.with_date(config, made.data.date)
+    assert configuration.fix_date(configuration.with_date(config, "2020-01-01"), run_dir).data.date == "2020-01-01"
+
+
+def test_a_run_of_a_release_without_dates_has_that_of_its_recipe_file(tmp_path: Path, config: Config) -> None:
+    file = tmp_path / "config.toml"
+    began = datetime.datetime(2026, 11, 27, 23, 59, 58)
+    for text in (configuration.dump(config).replace('date = ""\n', ""), configuration.dump(config), "data = ["):
+        file.write_text(text)
+        os.utime(file, (began.timestamp(), began.timestamp()))
+        assert configuration.fix_date(config, tmp_path).data.date == "2026-11-27T23:59:58"
+    made, _ = make_run_dir(configuration.with_date(config, "2026-11-28"), "demo", tmp_path)
+    assert configuration.load(made / "config.toml").data.date == "2026-11-28"
 
 
 def test_latest_is_the_run_that_was_started_last(tmp_path: Path, config: Config) -> None:

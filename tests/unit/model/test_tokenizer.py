@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import datetime
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,35 @@ def test_a_chat_is_rendered_as_the_template_says(folder: Path) -> None:
     expected = "<|start|>system\nYou help.<|end|>\n<|start|>user\n3 * 4 <b><|end|>\n<|start|>assistant\n"
     assert re.sub(r"\n\s*", "\n", tokenizer.render_chat(USER)).strip() == expected.strip()
     assert "assistant" not in tokenizer.render_chat(USER, add_generation_prompt=False)
+
+
+def test_a_template_writes_the_date_of_the_run_in_every_time_zone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    (folder / "chat_template.jinja").write_text("Today: {{ strftime_now('%d %b %Y %H:%M') }}{{ messages[0].content }}")
+    request.addfinalizer(time.tzset)  # runs after `monkeypatch` has restored TZ
+    for zone in ("UTC", "Etc/GMT+12"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert (
+            Tokenizer.load(folder, date="2026-11-28T06:30:00").render_chat(USER).startswith("Today: 28 Nov 2026 06:30")
+        )
+        assert Tokenizer.load(folder, date="2026-11-28").render_chat(USER).startswith("Today: 28 Nov 2026 00:00")
+    now = datetime.datetime.now()
+    assert Tokenizer.load(folder).render_chat(USER)[:18] in {
+        (now + datetime.timedelta(minutes=late)).strftime("Today: %d %b %Y") for late in (0, 1)
+    }
+
+
+def test_every_process_that_renders_has_the_date_of_the_run() -> None:
+    """These two only count tokens or decode them."""
+    services, found = Path(__file__).parents[3] / "services", set()
+    for path in services.rglob("*.py"):
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        for call in calls:
+            if ast.unparse(call.func) == "Tokenizer.load" and "date" not in {word.arg for word in call.keywords}:
+                found.add("/".join(path.parts[-2:]))
+    assert found == {"cli/new.py", "view/reader.py"}
 
 
 def test_ids_come_back_as_text_without_special_tokens(folder: Path) -> None:

@@ -12,6 +12,7 @@ from fourfold import config as configuration
 from fourfold.errors import ConfigError
 from fourfold.plan.preflight import Preflight, check_recipe
 from fourfold.plan.report import describe
+from fourfold_coordinator.rewards import data_check
 
 RECIPE = """\
 name = "own"
@@ -63,6 +64,15 @@ def test_the_plan_says_what_was_read(folder: Path) -> None:
     assert found.notes["reward"] == ["mine.py:reward: the reference answers of 4 rows score 1, 1, 1, 1."]
     plan = describe(found.config, found=found)
     assert "read: 6 training prompts" in plan and "score 1, 1, 1, 1." in plan
+
+
+def test_the_plan_says_which_date_the_template_writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_check, "chat_template", lambda _: "{{ strftime_now('%d %b %Y') }}")
+    assert check(folder, 'data.date="2026-11-28"').notes["data"][0] == (
+        "The chat template writes the date, here of 2026-11-28 (data.date)."
+    )
+    assert check(folder).notes["data"][0].endswith("(a run has that of its beginning, data.date is another).")
+    assert len(check(folder, "data.chat=false").notes["data"]) == 1
 
 
 def test_the_plan_says_how_often_each_source_is_drawn(folder: Path) -> None:

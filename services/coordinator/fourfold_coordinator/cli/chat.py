@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     source = use_run(args, find_run(Path(args.model))) or args.model
     notes = run_notes(args.system or "", Path(source).parent)
     folder = model_folder.resolve(source)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, date=args.date)
     conversation = Conversation(tokenizer, system=args.system or "", chat=args.chat)
     notes += [] if args.chat else [_PLAIN_NOTE]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
@@ -106,10 +106,10 @@ def main(args: argparse.Namespace) -> int:
 def use_run(args: argparse.Namespace, folder: Path) -> str:
     """Take the settings that the command line leaves open from a run; return its model, or "" if it is no run.
 
-    `folder` is that of the run, or one of its exported models. `args` also gets `chat`, `stop_token_ids` and
+    `folder` is that of the run, or one of its exported models. `args` also gets `chat`, `date`, `stop_token_ids` and
     `max_context`, which no option sets.
     """
-    args.chat, args.stop_token_ids, args.max_context = True, (), _MAX_CONTEXT
+    args.chat, args.date, args.stop_token_ids, args.max_context = True, "", (), _MAX_CONTEXT
     is_run = (folder / CONFIG_FILE).is_file()  # its name may be that of an export
     run_dir = folder.parent if not is_run and folder.name.startswith(MODEL_FOLDER) else folder
     if not (run_dir / CONFIG_FILE).is_file():
@@ -121,6 +121,7 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
         raise no_export(run_dir, f"folder `{model.name}`")
     config = configuration.load(run_dir / CONFIG_FILE)
     args.chat, args.stop_token_ids = config.data.chat, config.sampling.stop_token_ids
+    args.date = configuration.fix_date(config, run_dir).data.date
     args.max_context = max(config.model.max_context_tokens, _MAX_CONTEXT)
     if args.system is None:
         args.system = config.data.system_prompt

@@ -143,8 +143,9 @@ def _find_model(args: argparse.Namespace) -> tuple[int | None, str, Path]:
 
 def _evaluation_config(args: argparse.Namespace, model: str) -> Config:
     """Return the recipe of the evaluation: with the model, more held-out sets, and no trackers."""
-    recipe = args.recipe or find_run(args.run) / CONFIG_FILE
-    tables = configuration.load(recipe, args.set).model_dump(exclude_none=True)
+    run_dir = args.run and find_run(args.run)
+    recipe = args.recipe or run_dir / CONFIG_FILE
+    tables = configuration.fix_date(configuration.load(recipe, args.set), run_dir).model_dump(exclude_none=True)
     tables["model"]["source"] = model
     tables["logging"]["sinks"] = []
     tables["placement"].pop("colocated", None)  # with the trainer, which an evaluation does not have

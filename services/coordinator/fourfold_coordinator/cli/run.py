@@ -51,7 +51,6 @@ from ..launch.run_folder import (
 )
 from ..launch.stopped_run import describe_stop, last_progress
 from ..sinks.sink import check_sinks
-from ..state.files import replace_file
 from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 from .watch import follow
@@ -112,8 +111,6 @@ def main(args: argparse.Namespace) -> int:
                 more = f"To train further, add --set steps=N with an N above {config.steps}."
                 print(f"{run_dir} is finished already, with {config.steps} steps. {more}")
                 return _print_report(run_dir)
-            if args.resume is not None and args.set:
-                replace_file(run_dir / CONFIG_FILE, [configuration.dump(config)])
             try:
                 model_folder.resolve(config.model.source)
                 launcher = make_launcher(args, config, run_dir)
@@ -200,6 +197,7 @@ class RunCommand:
             notify=self._dashboard.note,
             coordinator_listen=args.listen,
             evaluate=self.evaluate,
+            assignments=args.set if args.resume is not None else (),
         )
         signals.launcher, signals.dashboard = launcher, self._dashboard
 
@@ -237,6 +235,8 @@ class RunCommand:
         if self._args.resume is None and (folder := free_name(self._run_dir)) != self._run_dir:
             lines += [f"No step was done. Its logs are in {folder}; correct the cause, and start it again."]
         else:
+            if words := self._fleet.assignments():
+                lines += [f"{folder / CONFIG_FILE} is as it was, without {', '.join(words)}."]
             lines += [self.next_command()]
         print("\n".join(lines).replace(f"{self._run_dir}/", f"{folder}/"), file=sys.stderr)
 
@@ -272,7 +272,12 @@ class RunCommand:
 
     def _show_manual_commands(self) -> None:
         for service in services_of(self._config, manual=True, evaluate=self.evaluate):
-            words = serve_arguments(service, run_dir=self._run_dir, coordinator=self._fleet.address)
+            words = serve_arguments(
+                service,
+                run_dir=self._run_dir,
+                coordinator=self._fleet.address,
+                assignments=self._fleet.assignments(),
+            )
             self._dashboard.note(f"start this service yourself (replicas = 0): {program()} {shlex.join(words)}")
 
     def next_command(self) -> str:
@@ -350,7 +355,7 @@ def _resumed_config(run_dir: Path, args: argparse.Namespace) -> Config:
         raise ConfigError("--name and --resume exclude each other: a resumed run keeps its name")
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run (no config.toml); give one of runs/")
-    config = configuration.load(run_dir / CONFIG_FILE, args.set)
+    config = configuration.fix_date(configuration.load(run_dir / CONFIG_FILE, args.set), run_dir)
     if config.steps < (done := last_progress(run_dir).step):
         raise ConfigError(f"steps = {config.steps}: {run_dir} has done {done} steps; give --set steps={done} or more")
     return config

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -117,8 +117,10 @@ def _spec(role: str, cpus: int, *, scorer: str = "", pool: str = "", gpu: str = 
     return ServiceSpec(role=role, name="", cpus=cpus, scorer=scorer, pool=pool, gpu=gpu)
 
 
-def serve_arguments(service: ServiceSpec, *, run_dir: Path, coordinator: str, listen: str = "") -> list[str]:
-    """Return the arguments of `fourfold` that start a service of the run in `run_dir`."""
+def serve_arguments(
+    service: ServiceSpec, *, run_dir: Path, coordinator: str, listen: str = "", assignments: Sequence[str] = ()
+) -> list[str]:
+    """Return the arguments of `fourfold` that start a service of the run in `run_dir`, with keys for its recipe."""
     member_id = service.member_id
     words = ["serve", service.role, str(run_dir / CONFIG_FILE), "--member-id", member_id, "--run-dir", str(run_dir)]
     if service.ranks is not None:
@@ -131,6 +133,8 @@ def serve_arguments(service: ServiceSpec, *, run_dir: Path, coordinator: str, li
         words += ["--listen", listen]
     if coordinator:
         words += ["--coordinator", coordinator]
+    for assignment in assignments:
+        words += ["--set", assignment]
     return words
 
 
@@ -146,12 +150,14 @@ class Fleet:
         notify: Callable[[str], None],
         coordinator_listen: str = "127.0.0.1:0",
         evaluate: bool = False,
+        assignments: Sequence[str] = (),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Create the fleet of the run in `run_dir`, which has config.toml; `start` starts the first process.
 
         `notify` receives a line for the user about each death and restart. `coordinator_listen` is host:port.
-        With `evaluate`, the fleet evaluates the model of the recipe, and trains nothing.
+        With `evaluate`, the fleet evaluates the model of the recipe, and trains nothing. `assignments`, KEY=VALUE each,
+        are keys of `config` that config.toml does not have yet.
         """
         self.config = config
         run_dir = run_dir.absolute()
@@ -163,8 +169,18 @@ class Fleet:
         self._slots = {service.name: _Slot(service) for service in services_of(config, evaluate=evaluate)}
         self._evaluate = evaluate
         self._step = 0  # the last one that the run has reached
+        self._assignments = assignments
+        self._recipe = self._read_recipe()
         self._deadline: float | None = None  # of the first start of all processes
         self._listen_deadline: float | None = None  # of a restarted coordinator
+
+    def assignments(self) -> Sequence[str]:
+        """Return the keys that config.toml does not have yet: the coordinator writes them when the run goes on."""
+        return self._assignments if self._assignments and self._read_recipe() == self._recipe else ()
+
+    def _read_recipe(self) -> bytes:
+        file = self._run_dir / CONFIG_FILE
+        return file.read_bytes() if self._assignments else b""
 
     def start(self) -> None:
         """Start the coordinator; `tick` starts the services when it listens."""
@@ -319,7 +335,13 @@ class Fleet:
             if slot.death:
                 env[DEATH_VARIABLE] = slot.death
                 self._listen_deadline = self._clock.monotonic() + _COORDINATOR_START_SECONDS
-        arguments = serve_arguments(service, run_dir=self._run_dir, coordinator=coordinator, listen=listen)
+        arguments = serve_arguments(
+            service,
+            run_dir=self._run_dir,
+            coordinator=coordinator,
+            listen=listen,
+            assignments=self.assignments(),
+        )
         if slot is self._coordinator and self._evaluate:
             arguments.append("--evaluate")
         self._launcher.start(

@@ -26,6 +26,7 @@ from fourfold import config as configuration
 from fourfold import hub
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.host.disk import make_private_folder
 from fourfold.host.program import resume_command
 from fourfold.text import clean, nearest_name
 
@@ -58,10 +59,11 @@ DEATH_VARIABLE: Final = "FOURFOLD_COORDINATOR_DEATH"
 def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[Path, Config]:
     """Make runs/<name>, or <name>-2, -3 ... when it exists, and write config.toml; return both, under that name.
 
-    Sources of the hub are pinned to the commits that are in the cache: a resumed run uses the same files.
+    Sources of the hub are pinned to the commits that are in the cache, and the date of chat templates to now: a
+    resumed run has the same prompts.
     """
     number = 2 if name == LATEST else 1  # runs/latest is the link
-    tables = pin_sources(config.model_dump())
+    tables = pin_sources(configuration.fix_date(config, None).model_dump())
     while True:
         candidate = name if number == 1 else f"{name}-{number}"
         try:
@@ -71,7 +73,7 @@ def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[
                 raise
             raise ConfigError(f"name = {candidate!r}: 1 to 64 characters of A-Z a-z 0-9 _ -; choose another") from None
         try:
-            (root / candidate).mkdir(parents=True)
+            make_private_folder(root / candidate, exist_ok=False)
             (root / candidate / CONFIG_FILE).write_text(configuration.dump(named), encoding="utf-8")
             return root / candidate, named
         except FileExistsError:

@@ -9,9 +9,10 @@ from typing import Final
 
 import numpy as np
 
+from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.model import folder as model_folder
-from fourfold.model.tokenizer import Tokenizer
+from fourfold.model.tokenizer import Tokenizer, chat_template
 from fourfold.plan.preflight import ExampleRow, Preflight
 
 from ..data.prompts import Prompt, PromptSet, load_prompts
@@ -28,8 +29,13 @@ def check_data(preflight: Preflight) -> None:
     config = preflight.config
     if not config.data.train and not config.data.held_out:
         return
-    prompts = load_prompts(config, Tokenizer.load(model_folder.resolve(config.model.source)))
+    folder = model_folder.resolve(config.model.source)
+    config = configuration.fix_date(config, None)
+    prompts = load_prompts(config, Tokenizer.load(folder, date=config.data.date))
     check_scorers(config, config.reward, (*prompts.train, *prompts.held_out_prompts))
+    if config.data.chat and "strftime_now" in (chat_template(folder) or ""):
+        when = "data.date" if preflight.config.data.date else "a run has that of its beginning, data.date is another"
+        preflight.note("data", f"The chat template writes the date, here of {config.data.date} ({when}).")
     if prompts.train:
         preflight.note("data", _describe(config, prompts.train))
         for text in _describe_sources(config, prompts.train):

@@ -38,21 +38,28 @@ class RecipeHistory:
         """Keep `file`, the run's config.toml; this process was started with `recipe` and `assignments` of keys."""
         self._ledger, self._disk, self._file = ledger, disk, file
         # A file that its user edits has the new values already.
-        self._is_own = recipe.absolute() == file.absolute() and not assignments
+        self._has_own = recipe.absolute() == file.absolute()
+        self._is_own = self._has_own and not assignments
+        self.assignments = () if self._has_own else assignments
+        """Those that `recipe` does not have after `record`."""
+
+    def changes(self, config: Config) -> dict[str, tuple[Any, Any]]:
+        """Return old and new value of each key of `config` that differs from the recipe that was recorded last."""
+        old = self._ledger.get(_RECIPE_KEY) or self._read()
+        return changed_keys(tomllib.loads(old), tomllib.loads(configuration.dump(config))) if old else {}
 
     async def record(self, config: Config) -> None:
         """Record `config`, with which the next step runs; log the keys that differ from the recipe before."""
-        new, old = configuration.dump(config), self._ledger.get(_RECIPE_KEY) or self._read()
-        changes = changed_keys(tomllib.loads(old), tomllib.loads(new)) if old else {}
-        if changes:
-            step = self._ledger.last_step()
-            words = ", ".join(f"{key} {_text(before)} -> {_text(after)}" for key, (before, after) in changes.items())
+        new = configuration.dump(config)
+        if changes := self.changes(config):
+            step, words = self._ledger.last_step(), describe_changes(changes)
             log.warning("recipe changed: after_step=%d file=%s changes: %s", step, self._file, words)
             entry = {"time": utc_text(SYSTEM_CLOCK.now()), "step": step, "changes": changes}
             line = json.dumps(entry, default=str) + "\n"  # TOML also has dates
             await self._disk.write(append_lines, self._file.with_name(CHANGES_FILE), line.encode())
         if not self._is_own and new != self._read():
             await self._disk.write(replace_file, self._file, [new])
+        self._is_own = self._has_own  # with the assignments
         if new != self._ledger.get(_RECIPE_KEY):
             await self._disk.write(self._ledger.put, {_RECIPE_KEY: new})
 
@@ -70,6 +77,11 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
     """Return old and new value of each key of a recipe that differs; None for one that is unset."""
     before, after = configuration.flatten(old), configuration.flatten(new)
     return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
+
+
+def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return changes of keys as text, such as "seed 5 -> 7"."""
+    return ", ".join(f"{key} {_text(before)} -> {_text(after)}" for key, (before, after) in changes.items())
 
 
 def _text(value: Any) -> str:

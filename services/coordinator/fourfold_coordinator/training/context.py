@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +34,6 @@ class RunContext:
 
     config: Config
     recipe: Path  # the file that `config` was read from
-    assignments: Sequence[str]  # KEY=VALUE each, which replaced keys of that file
     history: RecipeHistory
     folder: Path  # runs/<name>
     prompts: PromptSet

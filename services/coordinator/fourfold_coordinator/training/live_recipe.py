@@ -34,6 +34,8 @@ class LiveRecipe:
         self._stamp = stamp
         try:
             found = await asyncio.to_thread(configuration.load, self._path, self._assignments)
+            if not found.data.date:  # it is fixed in the folder of the run alone
+                found = configuration.with_date(found, self.config.data.date)
             new = self.config.model_copy(update={"asynchrony": found.asynchrony})
             check_tables(new)  # the other tables of the file do not count, and may be those that allow the lag
         except (ConfigError, ValueError) as error:

@@ -58,7 +58,7 @@ class TrainingLoop:
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.config = context, context.config
-        self.recipe = LiveRecipe(context.recipe, context.config, context.assignments)
+        self.recipe = LiveRecipe(context.recipe, context.config, context.history.assignments)
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
         self.producer, self.evaluator = GroupProducer(context), context.evaluator()
@@ -110,6 +110,7 @@ class TrainingLoop:
         await self.reporter.close()  # a recovery rewrites the file that the reporter appends to
         totals = self.context.totals
         position = await take_over(self.context) or await restore(self.context)
+        await self.context.history.record(self.config)  # the trainer has accepted it
         await self.context.experiences.release(position.step)
         self.step = position.step
         if reason or totals.continued:

@@ -33,6 +33,8 @@ class EnvironmentSpec:
     tools: tuple[Mapping[str, str], ...] = ()
     model: str = ""
     """`model.source` of the recipe; only agent files that tokenize for themselves read it."""
+    date: str = ""
+    """`data.date` of the recipe, for their chat templates."""
     max_context_tokens: int = 0
 
     @classmethod
@@ -59,6 +61,7 @@ class EnvironmentSpec:
             file=_read(config.source, "environment.source", directory) if has_file else None,
             tools=tuple(_read(name, "environment.tools", directory) for name in config.tools if name != PYTHON_TOOL),
             model=recipe.model.source,
+            date=recipe.data.date,
             max_context_tokens=recipe.model.max_context_tokens,
         )
 

@@ -53,6 +53,7 @@ class RewardModelBackend:
         self,
         table: RewardModelConfig,
         *,
+        date: str = "",
         on_failure: Callable[[str], None] = _log_failure,
         max_waiting_samples: int = MAX_WAITING_SAMPLES,
     ) -> None:
@@ -60,6 +61,7 @@ class RewardModelBackend:
 
         Args:
             table: of the recipe.
+            date: that its chat template writes, `data.date` of the recipe.
             on_failure: called on the event loop with a message when this process cannot score any more, such as after
                 an error that ends its use of the GPU. The service must then exit.
             max_waiting_samples: limit of the queue.
@@ -68,7 +70,7 @@ class RewardModelBackend:
         self.reads = Reads()
         self.pure = True
         self.seconds = Histogram()  # of the forward pass of each sample
-        self._table = table
+        self._table, self._date = table, date
         self._max_waiting = max_waiting_samples
         self._scorer = ""
         self._open_samples = self._open_bytes = 0  # of all calls
@@ -88,7 +90,7 @@ class RewardModelBackend:
         if table.model is None:
             raise ConfigError(f"reward {table.name!r} has no `model`; give the folder of a reward model")
         ClassifierFolder.read(table.model.source)
-        return cls(table.model, on_failure=on_failure)
+        return cls(table.model, date=config.data.date, on_failure=on_failure)
 
     @property
     def scorer(self) -> str:
@@ -175,7 +177,7 @@ class RewardModelBackend:
         folder = ClassifierFolder.read(table.source)
         max_tokens = _max_tokens(folder, table)
         check_devices(table)
-        tokenizer = Tokenizer.load(folder.path)
+        tokenizer = Tokenizer.load(folder.path, date=self._date)
         with ThreadPoolExecutor(max_workers=1) as digests:
             digest = digests.submit(folder.digest, table.dtype, str(table.chat), str(table.max_tokens))
             passes, vocabulary_size = load_passes(folder, table)

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import sqlite3
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from fourfold.agent.v1.agent_service_pb2_grpc import add_AgentServiceServicer_to
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
+from fourfold.host.disk import make_private_folder
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
@@ -42,7 +44,7 @@ def main(options: ServeOptions) -> int:
         raise ConfigError(
             "a gateway needs engines: give --coordinator HOST:PORT of a run, or --engine HOST:PORT for each engine"
         )
-    tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
+    tokenizer = Tokenizer.load(model_folder.resolve(config.model.source), date=config.data.date)
     host.tokenizer_sha256 = tokenizer.sha256
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(host, tokenizer))
@@ -60,6 +62,8 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
     options, config = host.options, host.options.config
     folder = (options.run_dir or Path("runs") / config.name) / "gateway" / options.member_id
     _log.info("gateway started: folder=%s sqlite=%s", folder, sqlite3.sqlite_version)
+    with suppress(OSError):  # the store has the message
+        make_private_folder(folder.parent.parent)
     store = SessionStore(folder)
     engines = EnginePool(
         tokenizer_sha256=tokenizer.sha256, vocabulary_size=tokenizer.vocabulary_size, security=host.security

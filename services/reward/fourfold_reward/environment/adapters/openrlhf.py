@@ -196,7 +196,7 @@ class ExecutorEpisode:
             _label(task),
             _sampling_params(),
             self._spec.max_context_tokens,
-            _Tokenizer(self._spec.model),
+            _Tokenizer(self._spec.model, date=self._spec.date),
             SimpleNamespace(generate=self._generate),
         )
         self._running = asyncio.ensure_future(work)
@@ -244,16 +244,16 @@ class ExecutorEpisode:
 class _Tokenizer:
     """The parts of Hugging Face's tokenizer that agent files call."""
 
-    def __init__(self, source: str) -> None:
-        """Take `model.source`, which is read at the first call: many agent files tokenize nothing."""
-        self._source = source
+    def __init__(self, source: str, *, date: str) -> None:
+        """Take `data.date` and `model.source`, which is read at the first call: many agent files tokenize nothing."""
+        self._source, self._date = source, date
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
         try:
             from fourfold.model.tokenizer import Tokenizer
 
-            return Tokenizer.load(self._source)
+            return Tokenizer.load(self._source, date=self._date)
         except ImportError:
             raise ImportError("this file uses the tokenizer: pip install 'fourfold-reward[openrlhf]'") from None
         except FourfoldError as error:

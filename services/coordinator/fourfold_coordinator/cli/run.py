@@ -35,7 +35,7 @@ from fourfold.plan.placement import check_gpu_memory
 from fourfold.plan.preflight import check_recipe
 from fourfold.security.access import VIEWER, Security
 
-from ..launch.fleet import Fleet, RunOutcome, serve_arguments, services_of
+from ..launch.fleet import Fleet, RunOutcome, services_of
 from ..launch.launcher import Launcher, LocalLauncher
 from ..launch.placement import assign_gpus, shared_gpus
 from ..launch.run_folder import (
@@ -272,12 +272,7 @@ class RunCommand:
 
     def _show_manual_commands(self) -> None:
         for service in services_of(self._config, manual=True, evaluate=self.evaluate):
-            words = serve_arguments(
-                service,
-                run_dir=self._run_dir,
-                coordinator=self._fleet.address,
-                assignments=self._fleet.assignments(),
-            )
+            words = self._fleet.arguments(service, coordinator=self._fleet.address)
             self._dashboard.note(f"start this service yourself (replicas = 0): {program()} {shlex.join(words)}")
 
     def next_command(self) -> str:

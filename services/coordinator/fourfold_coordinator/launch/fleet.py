@@ -117,10 +117,8 @@ def _spec(role: str, cpus: int, *, scorer: str = "", pool: str = "", gpu: str = 
     return ServiceSpec(role=role, name="", cpus=cpus, scorer=scorer, pool=pool, gpu=gpu)
 
 
-def serve_arguments(
-    service: ServiceSpec, *, run_dir: Path, coordinator: str, listen: str = "", assignments: Sequence[str] = ()
-) -> list[str]:
-    """Return the arguments of `fourfold` that start a service of the run in `run_dir`, with keys for its recipe."""
+def serve_arguments(service: ServiceSpec, *, run_dir: Path, coordinator: str, listen: str = "") -> list[str]:
+    """Return the arguments of `fourfold` that start a service of the run in `run_dir`."""
     member_id = service.member_id
     words = ["serve", service.role, str(run_dir / CONFIG_FILE), "--member-id", member_id, "--run-dir", str(run_dir)]
     if service.ranks is not None:
@@ -133,8 +131,6 @@ def serve_arguments(
         words += ["--listen", listen]
     if coordinator:
         words += ["--coordinator", coordinator]
-    for assignment in assignments:
-        words += ["--set", assignment]
     return words
 
 
@@ -176,11 +172,15 @@ class Fleet:
 
     def assignments(self) -> Sequence[str]:
         """Return the keys that config.toml does not have yet: the coordinator writes them when the run goes on."""
-        return self._assignments if self._assignments and self._read_recipe() == self._recipe else ()
+        return self._assignments if self._read_recipe() == self._recipe else ()
 
     def _read_recipe(self) -> bytes:
-        file = self._run_dir / CONFIG_FILE
-        return file.read_bytes() if self._assignments else b""
+        return (self._run_dir / CONFIG_FILE).read_bytes() if self._assignments else b""
+
+    def arguments(self, service: ServiceSpec, *, coordinator: str, listen: str = "") -> list[str]:
+        """Return what `serve_arguments` does, with the keys that config.toml does not have yet."""
+        words = serve_arguments(service, run_dir=self._run_dir, coordinator=coordinator, listen=listen)
+        return [*words, *(word for key in self.assignments() for word in ("--set", key))]
 
     def start(self) -> None:
         """Start the coordinator; `tick` starts the services when it listens."""
@@ -335,13 +335,7 @@ class Fleet:
             if slot.death:
                 env[DEATH_VARIABLE] = slot.death
                 self._listen_deadline = self._clock.monotonic() + _COORDINATOR_START_SECONDS
-        arguments = serve_arguments(
-            service,
-            run_dir=self._run_dir,
-            coordinator=coordinator,
-            listen=listen,
-            assignments=self.assignments(),
-        )
+        arguments = self.arguments(service, coordinator=coordinator, listen=listen)
         if slot is self._coordinator and self._evaluate:
             arguments.append("--evaluate")
         self._launcher.start(

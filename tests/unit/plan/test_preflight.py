@@ -179,10 +179,32 @@ def test_a_function_of_a_service_by_hand_that_always_fails_is_a_warning(folder: 
 
 def test_held_out_prompts_that_are_trained_and_evaluations_that_never_come_are_warnings(folder: Path) -> None:
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS[:2], {"question": "new"}]))
-    interval, trained = check(folder, 'data.eval=[{path="test.jsonl"}]').warnings
+    with pytest.raises(ConfigError, match=r"of the held-out set test are .*or set data.eval_overlap = .warn."):
+        check(folder, 'data.eval=[{path="test.jsonl"}]')
+    trained, interval = check(folder, 'data.eval=[{path="test.jsonl"}]', "data.eval_overlap=warn").warnings
     assert interval.startswith("evaluation.every_steps = 10 is above steps = 3, so that only the first and the last")
     assert trained.startswith("2 of 3 prompts of the held-out set test are training prompts, too")
-    assert len(check(folder, 'data.eval=[{path="test.jsonl"}]', "evaluation.every_steps=3").warnings) == 1
+    keys = ("data.eval_overlap=warn", "evaluation.every_steps=3")
+    assert len(check(folder, 'data.eval=[{path="test.jsonl"}]', *keys).warnings) == 1
+
+
+def test_a_verifier_without_the_answers_that_it_needs_is_refused(folder: Path) -> None:
+    write_rows(folder, [{"question": "1+1?", "level": 3}, {"question": "1+2?", "answer": " ", "level": 3}])
+    for name in ("exact_match", "last_number", "math_verify"):
+        with pytest.raises(
+            ConfigError, match=rf"'{name}' needs a reference answer.*and no row of the training data has"
+        ):
+            check(folder, f"reward.function={name}")
+    assert check(folder, "reward.function=mine.py:reward").warnings == []
+    write_rows(folder, [{"question": "1+1?", "answer": "two"}, {"question": "1+2?", "answer": "3"}])
+    assert check(folder, "reward.function=exact_match").warnings == []
+    (warning,) = check(folder, "reward.function=last_number").warnings
+    assert warning.startswith(
+        "1 of 2 rows of the training data have no reference answer with a number, which last_numb"
+    )
+    with pytest.raises(ConfigError, match=r"and no row of held-out set test has one; .*\(there are: solution\)"):
+        (folder / "test.jsonl").write_text('{"question": "5+5?", "solution": "10"}\n')
+        check(folder, "reward.function=exact_match", 'data.eval=[{path="test.jsonl"}]')
 
 
 def test_a_context_longer_than_the_model_is_refused(folder: Path) -> None:

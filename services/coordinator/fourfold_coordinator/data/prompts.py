@@ -30,6 +30,7 @@ from fourfold.seeds import derive_seed
 from fourfold.text import choices, clean
 
 from .order import MixtureOrder, PassOrder
+from .overlap import find_overlaps
 from .sources import Row, describe, read_rows
 
 log = logging.getLogger("fourfold.coordinator")
@@ -109,6 +110,7 @@ class PromptSet:
         weights: Mapping[str, float] | None = None,
         shuffled: bool = True,
         left_out: int = 0,
+        warnings: Sequence[str] = (),
     ) -> None:
         """Order the training prompts by `seed`; own groups of agents need none.
 
@@ -119,6 +121,7 @@ class PromptSet:
             weights: relative share of each training source, by name. Empty: all prompts form one pool.
             shuffled: whether every pass is shuffled; otherwise each is in the order of the files.
             left_out: number of training rows that are too short or too long.
+            warnings: probable mistakes in the data.
 
         Raises:
             ConfigError: a source has no training prompt.
@@ -126,6 +129,7 @@ class PromptSet:
         self.train = tuple(train)
         self.held_out = tuple(held_out)
         self.left_out = left_out
+        self.warnings = tuple(warnings)
         self._weights, self._shuffled = dict(weights or {}), shuffled
         self._order: PassOrder | MixtureOrder
         if self._weights and self.train:
@@ -184,6 +188,9 @@ def load_prompts(config: Config, tokenizer: PromptTokenizer, *, train: bool = Tr
         name = rule.name if data.names_sources else ""
         prompts = taken if rule.source is None else _Loader(without_groups, tokenizer, rule.source, name=name).load()
         held_out.append(HeldOutSet(rule=rule, prompts=tuple(prompts[: rule.max_prompts or None])))
+    overlaps = find_overlaps(trained, held_out) if train and data.eval else []
+    if overlaps and data.eval_overlap == "error":
+        raise ConfigError(f'{overlaps[0]}, or set data.eval_overlap = "warn"')
     weights = {source.title: source.weight for source in data.train if source.weight is not None}
     return PromptSet(
         train=trained if train else (),
@@ -192,6 +199,7 @@ def load_prompts(config: Config, tokenizer: PromptTokenizer, *, train: bool = Tr
         weights=weights if len(weights) > 1 else {},
         shuffled=data.order == "shuffled",
         left_out=left_out,
+        warnings=overlaps,
     )
 
 
@@ -286,25 +294,12 @@ class _Loader:
     def _make_prompt(self, index: int, row: Row, where: str) -> Prompt | None:
         """Return the prompt of a row; None if it has too much metadata."""
         data, source = self.config.data, self.source
-        prompt_field = "" if source.template else source.prompt_field or data.prompt_field
-        answer_field = source.answer_field or data.answer_field
-        value = _fill_template(source.template, row, where) if source.template else _prompt_of(row, prompt_field, where)
-        answer = answer_of(row, answer_field, where)
-        messages = chat_messages(value, data, where) if data.chat else None
-        if messages and messages[-1]["role"] == "assistant":
-            said = _take_answer(messages, data, where)
-            answer = said if answer is None else answer
-        try:
-            tools = read_tools(row.get(data.tools_field)) if messages else []
-        except InvalidInput as error:
-            raise ConfigError(
-                f"{where}: data.tools_field = {data.tools_field!r}: {error.message}; correct the row, or set another "
-                f'column, or "" if the data have no tools'
-            ) from None
-        text, ids = _tokenize(value, messages, tools, data, self.tokenizer, where)
+        value, messages, tools, answer = read_prompt(row, source, data, where)
+        text, ids = tokenize(value, messages, tools, data, self.tokenizer, where)
         if not ids:
             raise ConfigError(f"{where}: an empty prompt; remove the row")
-        rest = _without_answer(row, answer_field)
+        prompt_field = "" if source.template else source.prompt_field or data.prompt_field
+        rest = _without_answer(row, source.answer_field or data.answer_field)
         metadata = {k: v for k, v in rest.items() if k not in (prompt_field, "metadata")}
         nested = rest.get("metadata")
         if isinstance(nested, dict):
@@ -372,6 +367,35 @@ def _to_json(value: Any) -> str:
     if "NaN" in encoded or "Infinity" in encoded:  # of Python alone: a reward in another language reads JSON
         encoded = json.dumps(json.loads(encoded, parse_constant=lambda _: None), ensure_ascii=False)
     return encoded
+
+
+def read_prompt(
+    row: Row, source: DataSourceConfig, data: DataConfig, where: str
+) -> tuple[Any, list[dict[str, Any]] | None, list[dict[str, Any]], Any]:
+    """Return the prompt of a row, its chat messages (None: a plain text), its tools, and its reference answer or None.
+
+    Raises:
+        ConfigError: a column is missing, or a message or a tool is malformed.
+    """
+    value = (
+        _fill_template(source.template, row, where)
+        if source.template
+        else _prompt_of(row, source.prompt_field or data.prompt_field, where)
+    )
+    answer = answer_of(row, source.answer_field or data.answer_field, where)
+    if not data.chat:
+        return value, None, [], answer
+    messages = chat_messages(value, data, where)
+    if messages[-1]["role"] == "assistant":
+        said = _take_answer(messages, data, where)
+        answer = said if answer is None else answer
+    try:
+        return value, messages, read_tools(row.get(data.tools_field)), answer
+    except InvalidInput as error:
+        raise ConfigError(
+            f"{where}: data.tools_field = {data.tools_field!r}: {error.message}; correct the row, or set another "
+            f'column, or "" if the data have no tools'
+        ) from None
 
 
 def _prompt_of(row: Row, column: str, where: str) -> Any:
@@ -462,7 +486,7 @@ def _take_answer(messages: list[dict[str, Any]], data: DataConfig, where: str) -
     return said
 
 
-def _tokenize(
+def tokenize(
     value: Any,
     messages: list[dict[str, Any]] | None,
     tools: Sequence[Mapping[str, Any]],

@@ -36,6 +36,8 @@ def check_data(preflight: Preflight) -> None:
     if config.data.chat and "strftime_now" in (chat_template(folder) or ""):
         when = "data.date" if preflight.config.data.date else "a run has that of its beginning, data.date is another"
         preflight.note("data", f"The chat template writes the date, here of {config.data.date} ({when}).")
+    prompts = load_prompts(config, Tokenizer.load(model_folder.resolve(config.model.source)))
+    preflight.warnings += [*prompts.warnings, *check_scorers(config, config.reward, prompts)]
     if prompts.train:
         preflight.note("data", _describe(config, prompts.train))
         for text in _describe_sources(config, prompts.train):
@@ -117,11 +119,4 @@ def _held_out_warnings(config: Config, prompts: PromptSet) -> list[str]:
             f"evaluation.every_steps = {config.evaluation.every_steps} is above steps = {config.steps}, so that only "
             f"the first and the last weights are evaluated; lower it to see the score between them"
         )
-    trained = {prompt.text for prompt in prompts.train}
-    for held_out in prompts.held_out:
-        if count := sum(prompt.text in trained for prompt in held_out.prompts):
-            found.append(
-                f"{count:,} of {len(held_out.prompts):,} prompts of the held-out set {held_out.name} are training "
-                f"prompts, too, so that its score also measures what was memorized; remove them from one of the two"
-            )
     return found

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fourfold.answers import find_last_number
 from fourfold.config import Config, RewardConfig
+from fourfold.config.reward import ANSWER_VERIFIERS
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError, WrongState
+from fourfold.text import clean
 
-from ..data.prompts import Prompt
+from ..data.prompts import Prompt, PromptSet
 from ..routing.replica import RetryBudget
 from ..routing.router import Router
 from ..routing.trainer_session import leaves
@@ -75,9 +79,9 @@ class Scoring:
         names = scorer_names([s.table for s in scorers], prompt, self._config.data.scorers_field)
         return [s for s in scorers if s.table.name in names]
 
-    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ConfigError for a row without a scorer; such samples would all be lost."""
-        check_scorers(self._config, [s.table for s in self._table.scorers], prompts)
+    def check_prompts(self, prompts: PromptSet) -> list[str]:
+        """Return what `check_scorers` finds."""
+        return check_scorers(self._config, [s.table for s in self._table.scorers], prompts)
 
     async def _ask(
         self, name: str, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool
@@ -158,16 +162,46 @@ def scorer_names(tables: Sequence[RewardConfig], prompt: Prompt, scorers_field: 
     return tuple(table.name for table in tables if applies(table, row, scorers_field))
 
 
-def check_scorers(config: Config, tables: Sequence[RewardConfig], prompts: Iterable[Prompt]) -> None:
-    """Raise ConfigError for a row that none of the tables scores."""
-    if not config.needs_scorer:
-        return
-    for prompt in prompts:
-        if not scorer_names(tables, prompt, config.data.scorers_field):
-            raise ConfigError(
-                f"row {prompt.index} of the data has no scorer: {prompt.metadata_json[:200]}; change `where` of a "
-                f"table [[reward]], or what the row has in data.scorers_field"
-            )
+def check_scorers(config: Config, tables: Sequence[RewardConfig], prompts: PromptSet) -> list[str]:
+    """Return warnings about rows without the reference answer that a scorer needs; their samples are lost.
+
+    Raises ConfigError: none of the tables scores a row, or no row of the training data, or of a held-out set, has the
+    reference answer that a scorer needs.
+    """
+    found = []
+    parts = [("the training data", prompts.train), *((f"held-out set {s.name}", s.prompts) for s in prompts.held_out)]
+    for where, rows in parts if config.needs_scorer else ():
+        scored, unanswered = Counter[str](), Counter[str]()
+        for prompt in rows:
+            names = scorer_names(tables, prompt, config.data.scorers_field)
+            if not names:
+                raise ConfigError(
+                    f"row {prompt.index} of the data has no scorer: {prompt.metadata_json[:200]}; change `where` of a "
+                    f"table [[reward]], or what the row has in data.scorers_field"
+                )
+            scored.update(names)
+            unanswered.update(table.name for table in tables if table.name in names and _lacks_answer(table, prompt))
+        for table in (table for table in tables if unanswered[table.name]):
+            answer = f"reference answer{' with a number' * (table.function == 'last_number')}"
+            if unanswered[table.name] == scored[table.name]:
+                columns = ", ".join(json.loads(rows[0].metadata_json)) or "no other"
+                raise ConfigError(
+                    f"reward.function = {table.function!r} needs a {answer}, and no row of {where} has one; set "
+                    f"data.answer_field = {config.data.answer_field!r} to the column with the answers (there are: "
+                    f"{clean(columns, 300)}), or use a function that needs none"
+                )
+            if table.abstain == "drop":
+                found.append(
+                    f"{unanswered[table.name]:,} of {scored[table.name]:,} rows of {where} have no {answer}, which "
+                    f"{table.function} needs: their samples are dropped; remove these rows, or add the answers"
+                )
+    return found
+
+
+def _lacks_answer(table: RewardConfig, prompt: Prompt) -> bool:
+    if table.function == "last_number":
+        return find_last_number(prompt.answer) is None
+    return table.function in ANSWER_VERIFIERS and not prompt.answer.strip()
 
 
 def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:

@@ -177,7 +177,7 @@ def toml_value(value: Any) -> str:
         case date() | time():
             return value.isoformat()
         case str():
-            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
             return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
         case list() | tuple():
             return "[" + ", ".join(toml_value(v) for v in value) + "]"

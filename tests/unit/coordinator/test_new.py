@@ -74,10 +74,68 @@ def test_an_answer_inside_of_an_object() -> None:
         new.main(_parsed("other.toml", "--data", "rows.jsonl", "--answer-field", "reward_model.ground_trut"))
 
 
+SOLUTION = "She has 1+N=<<1+N=M>>M apples.\n#### M"
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "reward"),
+    [
+        ({"question": "qN", "answer": SOLUTION}, {"prompt_field": "question", "answer_field": "answer"}, "last_number"),
+        ({"question": "qN", "answer": f"$5: {SOLUTION}"}, {"answer_field": "answer"}, "last_number"),
+        ({"question": "qN", "answer": "So.\n#### \\frac{1}{7N}"}, {"answer_field": "answer"}, "math_verify"),
+        (
+            {"instruction": "Add.", "input": "1+N", "output": "M"},
+            {"template": "{instruction}\n{input}", "answer_field": "output"},
+            "last_number",
+        ),
+        ({"instruction": "qN", "input": "", "output": "word"}, {"prompt_field": "instruction"}, "exact_match"),
+        (
+            {
+                "data_source": "math_dapo", "prompt": [{"role": "user", "content": "qN"}], "ability": "math",
+                "reward_model": {"ground_truth": "N", "style": "rule"}, "extra_info": {"answer": SOLUTION},
+            },
+            {"prompt_field": "prompt", "answer_field": "reward_model.ground_truth"},
+            "last_number",
+        ),
+        (
+            {"id": "N", "conversations": [{"from": "human", "value": "qN"}, {"from": "gpt", "value": "N"}]},
+            {"prompt_field": "conversations", "answer_from_messages": True, "system_prompt": ""},
+            "last_number",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "qN"}, {"role": "assistant", "content": "mail", "weight": 1}]},
+            {"prompt_field": "messages", "answer_from_messages": True, "system_prompt": ""},
+            "exact_match",
+        ),
+        (
+            {"question": "qN", "context": "About N.", "answer": "Because of this one reason, it is so."},
+            {"template": "{question}\n{context}"},
+            "exact_match",
+        ),
+        (
+            {"query": "qN", "response": "It is N and no more, so the answer is: N."},
+            {"system_prompt": "Reply with only the final answer."},
+            "last_number",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_of_well_known_data_sets_get_their_fields_and_verifier(
+    row: dict[str, Any], keys: dict[str, Any], reward: str
+) -> None:
+    text = json.dumps(row)
+    write("rows.jsonl", [json.loads(text.replace("N", str(n)).replace("M", str(n + 1))) for n in range(12)])
+    config = call("--data", "rows.jsonl", "--yes")
+    found = {**config.data.model_dump(), "template": config.data.train[0].template}
+    assert {key: found[key] for key in keys} == keys
+    assert config.reward[0].function == reward
+    assert ("scores equal texts alone" in Path("mine.toml").read_text()) == ("reason" in text)
+    assert check_recipe(config, Path("mine.toml")).notes["reward"][0].endswith("rows score 1, 1, 1, 1.")
+
+
 def test_a_split_of_a_folder_is_in_the_recipe(folder: Path) -> None:
     (folder / "set").mkdir()
-    write("set/train.jsonl", [{"prompt": "x"}])
-    write("set/test.jsonl", [{"prompt": "y"}])
+    write("set/train.jsonl", [{"prompt": "x", "answer": "1"}])
+    write("set/test.jsonl", [{"prompt": "y", "answer": "2"}])
     with pytest.raises(ConfigError, match="several splits; set split to one of: test, train"):
         call("--data", "set")
     (source,) = call("--data", "set", "--split", "train").data.train
@@ -110,19 +168,26 @@ def test_texts_of_the_user_are_quoted() -> None:
 
 def test_open_options_are_asked_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    answers = {"Column with the prompt": "b", "Column with the answer": "", "Algorithm": "rloo", "Longest": "16"}
+    answers = {"Column with the prompt": "b", "Reward": "mine.py:score", "Algorithm": "rloo", "Longest": "16"}
 
     def answer(question: str) -> str:
         asked.append(question)
         return next((text for start, text in answers.items() if question.startswith(start)), "")
 
     write("other.jsonl", [{"a": 1, "b": "tell me"}])
+    Path("mine.py").write_text("def score(sample):\n    return 1.0\n")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", answer)
     config = call("--data", "other.jsonl")
     assert config.data.prompt_field == "b" and config.algorithm.preset == "rloo"
-    assert config.sampling.max_new_tokens == 16 and config.reward[0].function == "exact_match"
-    assert "Column with the prompt (of a, b) []: " in asked and "Training steps [100]: " in asked
+    assert config.sampling.max_new_tokens == 16 and config.reward[0].function == "mine.py:score"
+    assert "Column with the prompt (of a, b), or a template with {COLUMN} []: " in asked
+    assert "Reward: a verifier or FILE.py:FUNCTION []: " in asked, (
+        "no verifier compares with an answer that is not there"
+    )
+    assert "Algorithm (grpo, dapo, gspo, rloo, ppo; others: docs/algorithms.md) [grpo]: " in asked
+    assert "Model folder or hf:OWNER/NAME [builtin:smollm2-135m-instruct]: " in asked
+    assert "System message []: " in asked and "Training steps [10]: " in asked
 
 
 @pytest.mark.parametrize(
@@ -141,7 +206,17 @@ def test_open_options_are_asked_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         (["--data", "sums.jsonl", "--steps", "0"], "steps = 0"),
         (["--data", "sums.jsonl", "--max-new-tokens", "0"], "sampling.max_new_tokens = 0"),
         (["--data", "sums.jsonl", "--split", "train"], "is one file or one split; remove split and config"),
-        (["--data", "numbers.jsonl"], "column 'prompt': a prompt is a text, or a list of messages"),
+        (["--data", "numbers.jsonl"], "numbers.jsonl, row 0: a prompt is a text, or a list of messages"),
+        (
+            ["--data", "other.jsonl", "--prompt-field", "b"],
+            "--reward is missing: no row has a reference answer, which ex",
+        ),
+        (["--data", "sums.jsonl", "--answer-field", "", "--reward", "last_number"], "--reward last_number: no row has"),
+        (
+            ["--data", "sums.jsonl", "--prompt-field", "{problm}"],
+            "no such column in sums.jsonl; did you mean `problem`?",
+        ),
+        (["--data", "sums.jsonl", "--prompt-field", "{problem"], "--prompt-field: template = '{problem': "),
     ],
 )
 def test_mistakes_write_nothing(words: list[str], message: str) -> None:
@@ -177,7 +252,7 @@ def test_a_wrong_answer_is_asked_for_again_at_once(
     Path("mine.py").write_text("def score(sample):\n    return 1.0\n")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", answer)
-    assert call().steps == 100
+    assert call().steps == 50, "twenty passes over 20 rows"
     assert not wrong and len(asked) == 9 + 8
     output = capsys.readouterr().out
     for words in (
@@ -197,14 +272,15 @@ def test_nothing_is_asked_with_every_option_or_with_yes(monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", fail)
     options = {
-        "data": "sums.jsonl", "prompt-field": "problem", "answer-field": "", "model": "builtin:smollm2-135m-instruct",
+        "data": "sums.jsonl", "prompt-field": "problem", "answer-field": "solution",
+        "model": "builtin:smollm2-135m-instruct",
         "system-prompt": "", "reward": "exact_match", "preset": "rloo", "max-new-tokens": "16", "steps": "8",
     }  # fmt: skip
     config = call(*(word for key, value in options.items() for word in (f"--{key}", value)))
     assert (config.evaluation.every_steps, config.checkpoint.every_steps) == (4, 2), "a run of 8 steps"
     assert config.batch.group_size == 8
     Path("mine.toml").unlink()
-    assert call("--data", "sums.jsonl", "--yes").checkpoint.every_steps == 20
+    assert call("--data", "sums.jsonl", "--yes").checkpoint.every_steps == 12
     parser = argparse.ArgumentParser()
     new.add_arguments(parser)
     assert parser.epilog is not None and all(f"--{key}" in parser.epilog for key in options)

@@ -21,21 +21,43 @@ from typing import Any, Final, TypeVar
 
 from fourfold import config as configuration
 from fourfold.cli.numbers import whole
-from fourfold.config import PRESETS, DataConfig, DataSourceConfig
-from fourfold.errors import ConfigError
+from fourfold.config import PRESETS, DataConfig, DataSourceConfig, parse_template
+from fourfold.config.reward import ANSWER_VERIFIERS
+from fourfold.errors import ConfigError, InvalidInput
 from fourfold.host.hardware import visible_gpus
 from fourfold.host.program import program
 from fourfold.model import folder as model_folder
+from fourfold.model.chat import read_messages
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.text import choices, clean
 
-from ..data.prompts import answer_of, chat_messages
+from ..data.prompts import answer_of, read_prompt, tokenize
 from ..data.sources import Row, read_rows
 
-_PROMPT_COLUMNS: Final = ("question", "prompt", "problem", "query", "instruction", "messages", "input", "text")
-_ANSWER_COLUMNS: Final = ("answer", "solution", "label", "ground_truth", "target", "expected", "response", "output")
+_PROMPT_COLUMNS: Final[tuple[str, ...]] = (
+    "question", "prompt", "problem", "query", "instruction", "messages", "conversations", "input", "text"
+)  # fmt: skip
+_CONTEXT_COLUMNS: Final = (
+    "input",
+    "context",
+    "passage",
+)  # texts that a prompt of another column is about, as in Alpaca
+_ANSWER_COLUMNS: Final = (
+    "reward_model.ground_truth", "answer", "solution", "label", "ground_truth", "target", "expected", "completion",
+    "response", "output",
+)  # fmt: skip
 _READ_ROWS: Final = 200
 _NUMBER: Final = re.compile(r"\s*[-+]?[\d,]*\.?\d+\s*")
+_MARK: Final = "####"  # before the final answer of a worked solution, as in GSM8K
+_ENDS_WITH_NUMBER: Final = re.compile(r"\d\W*$")
+_FEW_WORDS: Final = 5
+_PRESETS_SHOWN: Final = "grpo, dapo, gspo, rloo, ppo; others: docs/algorithms.md"
+_PASSES: Final = 20  # over a small data set, by default
+_BRIEF: Final = "Reply with only the final answer."
+_LONG: Final = {
+    "last_number": "Think step by step. The last number of the reply is the final answer.",
+    "math_verify": "Think step by step, and put the final answer within \\boxed{}.",
+}
 _DEFAULT_MODEL: Final = "builtin:smollm2-135m-instruct"
 _FEW_ROWS: Final = 10
 _HELD_OUT_SHARE: Final = 0.1
@@ -49,13 +71,12 @@ class Answers:
 
     name: str
     model: str
-    data: tuple[DataSourceConfig, ...]
-    prompt_field: str
-    answer_field: str
+    sources: tuple[DataSourceConfig, ...]
+    data: DataConfig  # columns and system message
     reward: str
     preset: str
-    system_prompt: str
     max_new_tokens: int
+    has_long_answers: bool  # of more than a few words
     longest_prompt: int  # tokens of the prompts that were read, with the system message
     rows: int  # that were read; at most _READ_ROWS
     steps: int
@@ -65,7 +86,7 @@ class Answers:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "On a terminal, options that are left out are asked for, with a default that Enter takes: --data, "
-        "--prompt-field, --answer-field, --model, --system-prompt, --reward, --preset, --max-new-tokens and --steps. "
+        "--prompt-field, --answer-field, --model, --reward, --system-prompt, --preset, --max-new-tokens and --steps. "
         "A wrong answer is asked for again. With --yes, or without a terminal, nothing is asked."
     )
     parser.add_argument("recipe", type=Path, help="file to write, such as mine.toml; it must not exist")
@@ -79,17 +100,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default="", help="split of the data sets, such as train")
     parser.add_argument("--config", default="", help="configuration (subset) of data sets of the hub")
     parser.add_argument("--model", help=f"Hugging Face model folder or hf:OWNER/NAME; default: {_DEFAULT_MODEL}")
-    parser.add_argument("--prompt-field", metavar="COLUMN", help="column with the prompt; default: found by its name")
+    parser.add_argument(
+        "--prompt-field",
+        metavar="COLUMN",
+        help="column with the prompt, or a template as '{instruction} {input}'; default: found by its name",
+    )
     parser.add_argument(
         "--answer-field",
         metavar="COLUMN",
-        help="column with the reference answer; empty: none; default: found by its name",
+        help="column with the reference answer, or COLUMN.KEY; empty: none, or the assistant's last message; default: "
+        "found by its name",
     )
     parser.add_argument("--reward", help="a built-in verifier, or FILE.py:FUNCTION; default: by the answers")
     parser.add_argument("--preset", metavar="NAME", help=f"algorithm: {', '.join(sorted(PRESETS))}; default: grpo")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="system message before each prompt; default: none")
+    parser.add_argument(
+        "--system-prompt",
+        metavar="TEXT",
+        help="system message before each prompt that is a text; default: by the reward",
+    )
     parser.add_argument("--max-new-tokens", type=whole, metavar="N", help="longest answer; default: 64, on GPUs 1024")
-    parser.add_argument("--steps", type=whole, metavar="N", help="training steps, default: 100")
+    parser.add_argument("--steps", type=whole, metavar="N", help="training steps; default: by the rows, at most 100")
     parser.add_argument("--gpus", type=whole, metavar="N", help="GPUs to use; default: all of this machine")
     parser.add_argument("--yes", action="store_true", help="ask nothing: take the default of each option left out")
 
@@ -158,39 +188,61 @@ def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
         found = [option(None, "Training data (JSONL, CSV, Parquet, dataset folder or hf:OWNER/NAME)", "", read)]
     rows = [row for source in found for row in source.rows]
     gpus = args.gpus if args.gpus is not None else len(visible_gpus())
-    prompt_field, answer_field = (
-        option(
-            given,
-            f"Column with the {what} (of {', '.join(rows[0])})",
-            _likely_column(rows, names, only=what == "prompt"),
-            partial(_check_column, found, what),
-        )
-        for given, what, names in (
-            (args.prompt_field, "prompt", _PROMPT_COLUMNS),
-            (args.answer_field, "answer", _ANSWER_COLUMNS),
-        )
+    columns = ", ".join(rows[0])
+    prompt_field = option(
+        args.prompt_field,
+        f"Column with the prompt (of {columns}), or a template with {{COLUMN}}",
+        _likely_prompt(rows).replace("\n", "\\n"),
+        partial(_check_prompt, found),
     )
-    model = option(args.model, "Model folder", _DEFAULT_MODEL, _check_model)
-    system_prompt = option(args.system_prompt, "System message", "", str)
-    reward = _reward(rows, answer_field)
+    answer_field = option(
+        args.answer_field, f"Column with the answer (of {columns})", _likely_answer(rows), partial(_check_answer, found)
+    )
+    model = option(args.model, "Model folder or hf:OWNER/NAME", _DEFAULT_MODEL, _check_model)
+    prompts = _Prompts.read(found, prompt_field, answer_field)
+    reward = option(
+        args.reward,
+        "Reward: a verifier or FILE.py:FUNCTION",
+        _reward(prompts.answers),
+        partial(_check_reward, has_answers=bool(prompts.answers)),
+    )
+    default = "" if prompts.data.answer_from_messages or not prompts.are_texts else _system_prompt(reward, gpus)
+    system_prompt = option(args.system_prompt, "System message", default, str)
+    data = prompts.data.model_copy(update={"system_prompt": system_prompt})
     longest = "1024" if gpus else "64"
+    steps = str(_steps(len(rows), gpus))
     return Answers(
         name=re.sub(r"[^A-Za-z0-9_-]", "-", args.recipe.stem)[:64] or "mine",
         model=model,
-        data=tuple(source.config for source in found),
-        prompt_field=prompt_field,
-        answer_field=answer_field,
-        reward=option(args.reward, "Reward: a verifier or FILE.py:FUNCTION", reward, _check_reward),
-        preset=option(args.preset, f"Algorithm ({', '.join(sorted(PRESETS))})", "grpo", _check_preset),
-        system_prompt=system_prompt,
+        sources=prompts.sources,
+        data=data,
+        reward=reward,
+        preset=option(args.preset, f"Algorithm ({_PRESETS_SHOWN})", "grpo", _check_preset),
         max_new_tokens=args.max_new_tokens
         if args.max_new_tokens is not None
         else ask("Longest answer in tokens", longest, _number),
-        longest_prompt=_longest(rows, prompt_field, system_prompt, model),
+        has_long_answers=_are_long(prompts.answers),
+        longest_prompt=prompts.longest(data, model),
         rows=len(rows),
-        steps=args.steps if args.steps is not None else ask("Training steps", "100", _number),
+        steps=args.steps if args.steps is not None else ask("Training steps", steps, _number),
         gpus=gpus,
     )
+
+
+def _steps(rows: int, gpus: int) -> int:
+    """Return the proposed steps: 100, or with few rows those of _PASSES passes, and at least 10."""
+    return 100 if rows >= _READ_ROWS else min(100, max(10, -(-_PASSES * rows // _prompts_per_step(gpus))))
+
+
+def _prompts_per_step(gpus: int) -> int:
+    return 64 if gpus else 8
+
+
+def _system_prompt(reward: str, gpus: int) -> str:
+    """Return the proposed system message, which tells the model where the reward looks for the answer."""
+    if reward not in ANSWER_VERIFIERS:
+        return ""
+    return _LONG.get(reward, _BRIEF) if gpus else _BRIEF
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,23 +263,107 @@ def _read(path: str, args: argparse.Namespace) -> _Source:
     return _Source(config, rows)
 
 
-def _likely_column(rows: Sequence[Row], names: Sequence[str], *, only: bool) -> str:
-    """Return the column that its name tells, or the only one if `only`; empty if there is none."""
-    columns = list(rows[0])
-    found = next((name for name in names if name in columns), "")
-    return columns[0] if only and not found and len(columns) == 1 else found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompts:
+    """The prompts that were read, and the keys that make them from the rows."""
+
+    sources: tuple[DataSourceConfig, ...]
+    data: DataConfig
+    rows: list[tuple[DataSourceConfig, Row, str]]  # with the place of each
+    answers: list[str]  # of the rows that have one
+    are_texts: bool  # a system message is put before texts alone
+
+    @staticmethod
+    def read(found: Sequence[_Source], prompt_field: str, answer_field: str) -> _Prompts:
+        """Read the prompts and answers. Raises ConfigError: a prompt is malformed."""
+        template = prompt_field if "{" in prompt_field else ""
+        sources = tuple(source.config.model_copy(update={"template": template}) for source in found)
+        rows = [
+            (config, row, f"{config.path}, row {number}")
+            for config, source in zip(sources, found, strict=True)
+            for number, row in enumerate(source.rows)
+        ]
+        values = [row.get(prompt_field) for _, row, _ in rows]
+        keys = {"answer_field": answer_field, "answer_from_messages": any(map(_ends_with_assistant, values))}
+        data = DataConfig.model_validate(keys if template else {**keys, "prompt_field": prompt_field})
+        answers = [read_prompt(row, config, data, where)[3] for config, row, where in rows]
+        return _Prompts(
+            sources=sources,
+            data=data,
+            rows=rows,
+            answers=[str(answer) for answer in answers if answer is not None and str(answer).strip()],
+            are_texts=bool(template) or any(isinstance(value, str) for value in values),
+        )
+
+    def longest(self, data: DataConfig, model: str) -> int:
+        """Return the tokens of the longest prompt with the chat template."""
+        tokenizer = Tokenizer.load(model_folder.resolve(model))
+        read = ((where, read_prompt(row, config, data, where)) for config, row, where in self.rows)
+        return max(
+            len(tokenize(value, messages, tools, data, tokenizer, where)[1])
+            for where, (value, messages, tools, _) in read
+        )
+
+
+def _ends_with_assistant(value: Any) -> bool:
+    try:
+        return isinstance(value, list) and read_messages(value)[-1]["role"] == "assistant"
+    except InvalidInput:
+        return False
+
+
+def _likely_prompt(rows: Sequence[Row]) -> str:
+    """Return the column that its name tells, or the only one, or a template of two columns; empty if there is none."""
+    names = [name for name in _PROMPT_COLUMNS if name in rows[0]] or (list(rows[0]) if len(rows[0]) == 1 else [])
+    if not names:
+        return ""
+    for other in _CONTEXT_COLUMNS:
+        texts = [(row.get(names[0]), row.get(other)) for row in rows if other != names[0]]
+        if any(isinstance(prompt, str) and isinstance(text, str) and text for prompt, text in texts):
+            return f"{{{names[0]}}}\n{{{other}}}"
+    return names[0]
+
+
+def _likely_answer(rows: Sequence[Row]) -> str:
+    """Return the column, or COLUMN.KEY, that its name tells; empty if there is none."""
+    for name in _ANSWER_COLUMNS:
+        column, _, key = name.partition(".")
+        values = [row.get(column) for row in rows]
+        if any(isinstance(v, dict) and key in v if key else v is not None and not isinstance(v, dict) for v in values):
+            return name
+    return ""
+
+
+def _check_prompt(found: Sequence[_Source], prompt: str) -> str:
+    """Return the column with the prompts, or a template. Raises ConfigError: a source lacks a column."""
+    if not prompt:
+        raise ConfigError(
+            f"no column is the prompt by its name, of {', '.join(found[0].rows[0])}; give --prompt-field COLUMN"
+        )
+    if "{" not in prompt:
+        return _check_column(found, "prompt", prompt)
+    prompt = prompt.replace("\\n", "\n")
+    try:
+        columns = [column for _, column in parse_template(prompt) if column]
+    except ValueError as error:
+        raise ConfigError(f"--prompt-field: {error}") from None
+    for column in columns:
+        _check_column(found, "prompt", column)
+    return prompt
+
+
+def _check_answer(found: Sequence[_Source], column: str) -> str:
+    """Return the column with the answers; empty: none. Raises ConfigError: a source lacks it."""
+    if "." not in column:
+        return _check_column(found, "answer", column) if column else ""
+    for source in found:
+        answer_of(source.rows[0], column, source.config.path)
+    return column
 
 
 def _check_column(found: Sequence[_Source], what: str, column: str) -> str:
-    """Return the column with prompts or answers. Raises ConfigError: a source lacks it."""
-    if not column and what == "prompt":
-        raise ConfigError(
-            f"no column is the {what} by its name, of {', '.join(found[0].rows[0])}; give --{what}-field COLUMN"
-        )
     for source in found:
-        if what == "answer" and "." in column:
-            answer_of(source.rows[0], column, source.config.path)
-        elif column and column not in source.rows[0]:
+        if column not in source.rows[0]:
             raise ConfigError(
                 f"--{what}-field {column}: no such column in {source.config.path}; {choices(column, source.rows[0])}"
             )
@@ -239,8 +375,13 @@ def _check_model(source: str) -> str:
     return source
 
 
-def _check_reward(name: str) -> str:
+def _check_reward(name: str, *, has_answers: bool) -> str:
     """Return the name of a reward function. Raises ConfigError: there is none of that name; its code is not run."""
+    if not has_answers and (not name or name in ANSWER_VERIFIERS):
+        raise ConfigError(
+            f"--reward {name or 'is missing'}: no row has a reference answer, which {', '.join(ANSWER_VERIFIERS)} "
+            f"need; give --answer-field COLUMN, or --reward FILE.py:FUNCTION"
+        )
     for entry in importlib.metadata.entry_points(group="fourfold.checks", name="reward"):
         loader = importlib.import_module(f"{entry.module.rpartition('.')[0]}.loader")
         try:
@@ -264,32 +405,28 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _reward(rows: Sequence[Row], answer_field: str) -> str:
-    """Return the verifier that fits the reference answers."""
-    found = [answer_of(row, answer_field, "--data") for row in rows] if answer_field else []
-    answers = [str(answer) for answer in found if answer is not None]
-    if answers and all(_NUMBER.fullmatch(answer) for answer in answers):
+def _reward(answers: Sequence[str]) -> str:
+    """Return the verifier that fits the reference answers; empty without answers."""
+    if not answers:
+        return ""
+    marked = all(_MARK in answer for answer in answers)
+    finals = [answer.rpartition(_MARK)[2] if marked else answer for answer in answers]
+    if all(_NUMBER.fullmatch(final) for final in finals):
         return "last_number"
-    if any("\\" in answer or "$" in answer for answer in answers):
+    if marked or any("\\" in answer or "$" in answer for answer in answers):
         return "math_verify"
-    return "exact_match"
+    solutions = _are_long(answers) and all(_ENDS_WITH_NUMBER.search(answer) for answer in answers)
+    return "last_number" if solutions else "exact_match"
 
 
-def _longest(rows: Sequence[Row], prompt_field: str, system_prompt: str, model: str) -> int:
-    """Return the tokens of the longest prompt with the chat template."""
-    tokenizer, data = Tokenizer.load(model_folder.resolve(model)), DataConfig(system_prompt=system_prompt)
-
-    def count(value: Any) -> int:
-        messages = chat_messages(value, data, f"column {prompt_field!r}")
-        return len(tokenizer.encode(tokenizer.render_chat(messages)))
-
-    return max(count(row[prompt_field]) for row in rows if prompt_field in row)
+def _are_long(answers: Sequence[str]) -> bool:
+    return sum(len(answer.split()) > _FEW_WORDS for answer in answers) > len(answers) / 2
 
 
 def recipe_text(answers: Answers) -> str:
     """Return the recipe with comments."""
     context = -(-(answers.longest_prompt + answers.max_new_tokens) * 5 // 4 // 64) * 64
-    quoted = configuration.toml_value
+    quoted, long = configuration.toml_value, answers.reward == "exact_match" and answers.has_long_answers
     lines = [
         "# Check it: fourfold plan RECIPE. Run it: fourfold run RECIPE. All keys: docs/reference/recipe.md",
         f"name = {quoted(answers.name)}",
@@ -307,11 +444,15 @@ def recipe_text(answers: Answers) -> str:
         f"max_new_tokens = {answers.max_new_tokens}",
         "",
         "[reward]",
+        *(
+            ["# It scores equal texts alone. For long answers write a function, or take a judge: docs/rewards.md"]
+            * long
+        ),
         f"function = {quoted(answers.reward)}",
         "",
         "[batch]",
         "# Each prompt is sampled group_size times. More prompts: steadier and slower steps.",
-        f"prompts_per_step = {64 if answers.gpus else 8}",
+        f"prompts_per_step = {_prompts_per_step(answers.gpus)}",
         "group_size = 8",
         f"tokens_per_micro_batch = {max(context, 16_384 if answers.gpus else 2048)}",
         "",
@@ -331,15 +472,17 @@ def _interval(steps: int, times: int, most: int) -> int:
 
 
 def _data(answers: Answers) -> list[str]:
-    quoted = configuration.toml_value
-    lines = ["[data]", f"prompt_field = {quoted(answers.prompt_field)}"]
-    if answers.answer_field:
-        lines.append(f"answer_field = {quoted(answers.answer_field)}")
-    if answers.system_prompt:
-        lines.append(f"system_prompt = {quoted(answers.system_prompt)}")
-    header = "[data.train]" if len(answers.data) == 1 else "[[data.train]]"
-    for source in answers.data:
-        keys = {"path": source.path, "split": source.split, "config": source.config}
+    quoted, data = configuration.toml_value, answers.data
+    keys: dict[str, Any] = {
+        "prompt_field": "" if answers.sources[0].template else data.prompt_field,
+        "answer_field": data.answer_field,
+        "answer_from_messages": data.answer_from_messages,
+        "system_prompt": data.system_prompt,
+    }
+    lines = ["[data]", *(f"{key} = {quoted(value)}" for key, value in keys.items() if value)]
+    header = "[data.train]" if len(answers.sources) == 1 else "[[data.train]]"
+    for source in answers.sources:
+        keys = {"path": source.path, "split": source.split, "config": source.config, "template": source.template}
         lines += ["", header, *(f"{key} = {quoted(value)}" for key, value in keys.items() if value)]
     lines.append("")
     if answers.rows < _FEW_ROWS:

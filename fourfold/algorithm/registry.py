@@ -14,11 +14,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from importlib.metadata import entry_points
-from typing import ClassVar, Generic, TypeVar
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, ClassVar, Generic, TypeVar
 
+from fourfold.errors import ConfigError
 from fourfold.table import Table
-from fourfold.text import choices
+from fourfold.text import choices, clean
+
+
+def load_entry(point: EntryPoint) -> Any:
+    """Return the object of an entry point. Raises ConfigError: its module cannot be imported, or has no such object."""
+    try:
+        return point.load()
+    except Exception as error:  # a module of another distribution may raise any
+        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        raise ConfigError(
+            f"entry point {point.group}: {point.name} = {point.value} cannot be loaded "
+            f"({clean(f'{kind}{error}', 300)}); repair or remove the distribution that has it"
+        ) from None
 
 
 class Definition(Table):
@@ -66,12 +79,9 @@ class Registry(Generic[D]):
         # Entry points are searched last: reading the metadata of all distributions takes 15 ms.
         for point in entry_points(group=self.group, name=kind):
             try:
-                definition = point.load()
-            except (ImportError, AttributeError) as error:
-                raise ValueError(
-                    f"entry point {self.group}: {kind} = {point.value} cannot be loaded ({error}); repair or remove "
-                    f"the distribution that has it"
-                ) from None
+                definition = load_entry(point)
+            except ConfigError as error:
+                raise ValueError(error.message) from None
             if not (isinstance(definition, type) and issubclass(definition, self._base)):
                 raise ValueError(
                     f"entry point {self.group}: {kind} = {point.value} is not a subclass of {self._base.__name__}"

@@ -10,8 +10,10 @@ from typing import Final
 
 from fourfold.algorithm import aggregation, corrections, kl
 from fourfold.algorithm.advantages import factor
+from fourfold.algorithm.registry import Definition
 from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig, KlConfig
+from fourfold.errors import ConfigError
 
 # Largest |p - o| of a token at the same weights in micro-batches of other samples, in nats: benchmarks/results,
 # logprob_noise-tiny-*-cpu and logprob_noise-trained-float32-cuda, rounded up. In bfloat16 the one GPU measured there
@@ -47,7 +49,7 @@ def algorithm_plan(config: Config) -> list[str]:
         _legend(config),
         _reward(config),
         _advantage(algorithm),
-        f"loss of a token: {algorithm.loss.formula()}.",
+        f"loss of a token: {_formula(algorithm.loss)}.",
         _total(config),
         _routers(config),
         _correction(algorithm),
@@ -59,6 +61,16 @@ def algorithm_plan(config: Config) -> list[str]:
     return [text for text in paragraphs if text]
 
 
+def _formula(definition: Definition) -> str:
+    try:
+        return definition.formula()
+    except Exception as error:  # of another distribution
+        raise ConfigError(
+            f"algorithm: the formula of kind {definition.kind!r} ({type(definition).__module__}) failed with "
+            f"{type(error).__name__}: {error}; repair it, or choose another kind"
+        ) from None
+
+
 def _legend(config: Config) -> str:
     """Define the log-probabilities of the formulas."""
     names = ["o before the step"]
@@ -66,7 +78,7 @@ def _legend(config: Config) -> str:
         names.append("u in its engine")
     if config.needs_reference:
         names.append("f under the reference")
-    ratio = "; ratio = exp(p - o)" if "ratio" in config.algorithm.loss.formula() else ""
+    ratio = "; ratio = exp(p - o)" if "ratio" in _formula(config.algorithm.loss) else ""
     return f"p is the log-probability of a sampled token now, {', '.join(names)}{ratio}."
 
 
@@ -94,7 +106,7 @@ def _advantage(algorithm: AlgorithmConfig) -> str:
     bounds, estimator = algorithm.shaping.bounds, algorithm.advantage
     bounded = f" clipped to [{bounds[0]:g}, {bounds[1]:g}]" if bounds else ""
     penalty = _kl_term(algorithm.kl, "o") if algorithm.kl.coef and algorithm.kl.placement == "reward" else ""
-    text = estimator.formula()
+    text = _formula(estimator)
     if estimator.per_token:
         text += f"; R = r{bounded} on the last token, 0 elsewhere" + (f", less {penalty} on each" if penalty else "")
     else:

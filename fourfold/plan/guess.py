@@ -135,8 +135,8 @@ def guess(config: Config, sizes: ModelSizes, device: Device, prompt_tokens: floa
     )
 
 
-def guess_text(config: Config, sizes: ModelSizes, device: Device, prompt_tokens: float | None) -> str:
-    """Return a sentence on the time of a step and of the run."""
+def guess_text(config: Config, sizes: ModelSizes, device: Device, prompt_tokens: float | None) -> tuple[str, float]:
+    """Return a sentence on the time of a step and of the run, and the seconds of the run."""
     basis, lag = guess(config, sizes, device, prompt_tokens), config.asynchrony.max_policy_lag
     work = workload(config, sizes.policy, basis, lag)
     step = predict(basis.rates, work, lag).step_seconds
@@ -144,11 +144,12 @@ def guess_text(config: Config, sizes: ModelSizes, device: Device, prompt_tokens:
     tokens = samples * (basis.prompt_tokens + basis.mean_new_tokens)
     training = tokens / basis.rates.train_tokens_per_second + basis.rates.other_seconds
     steps = f"{_about(step * config.steps)} for the {config.steps:,} steps"
-    return (
+    text = (
         f"a guess from {device.title}; on an H200, guesses were within a factor of two. About {_about(step)} a step, "
         f"of which the trainer takes {_about(training)}, and {steps}, if every answer has "
         f"{basis.longest_new_tokens:,} tokens; without scoring, evaluations and checkpoints."
     )
+    return text, step * config.steps
 
 
 def _about(seconds: float) -> str:

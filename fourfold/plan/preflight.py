@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
+from fourfold.algorithm.registry import load_entry
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 
@@ -59,7 +60,7 @@ def check_recipe(config: Config, recipe: Path, assignments: Sequence[str] = ()) 
     """
     found = Preflight(config)
     for entry in sorted(importlib.metadata.entry_points(group=_GROUP), key=lambda entry: entry.name):
-        check: Check = entry.load()
+        check: Check = load_entry(entry)
         try:
             check(found)
         except ConfigError as error:

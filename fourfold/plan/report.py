@@ -46,10 +46,11 @@ from fourfold.plan.placement import gpu_plan, memory_warnings, node_plan
 from fourfold.plan.preflight import Preflight, check_recipe
 from fourfold.plan.rates import RunRates, read_rates
 from fourfold.plan.weight_update import update_cost
-from fourfold.text import align_columns
+from fourfold.text import align_columns, format_duration
 
 _WIDTH: Final = 110
 _LABEL: Final = 12
+_LONG_SECONDS: Final = 2 * 3600.0
 _COLUMNS: Final = ("weights", "gradients", "optimizer", "activations", "kv_cache", "programs")
 
 
@@ -100,7 +101,8 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
     on_gpus, on_nodes = gpu_plan(config, rows, gpu_bytes, here=len(gpus)), node_plan(config, sizes)
     host_bytes = None if gpu_bytes is None else available_memory()  # a plan may be made on another machine
     warnings = memory_warnings(config, sizes, gpu_count=len(gpus), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-    warnings = [*warnings, *noise_warnings(config), *found.warnings]
+    speed, slow = (rates_text(run), []) if run else _guess(config, sizes, gpus, found)
+    warnings = [*warnings, *noise_warnings(config), *found.warnings, *slow]
     # Label and paragraph; further paragraphs of a label have an empty one.
     paragraphs = [
         ("model", _model(config, shape)),
@@ -121,7 +123,7 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
         *zip_longest(["warning"] if warnings else [], warnings, fillvalue=""),
         *zip_longest(["weights"], _weights(config, shape), fillvalue=""),
         *zip_longest(["policy lag"], lag_plan(config, shape), fillvalue=""),
-        ("speed", rates_text(run) if run else _guess(config, sizes, gpus, found)),
+        ("speed", speed),
     ]
     title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
     lines = [title, ""]
@@ -134,12 +136,19 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
     return "\n".join([*lines, "", *memory_table(rows)]) + "\n"
 
 
-def _guess(config: Config, sizes: ModelSizes, gpus: Sequence[Gpu], found: Preflight) -> str:
+def _guess(config: Config, sizes: ModelSizes, gpus: Sequence[Gpu], found: Preflight) -> tuple[str, list[str]]:
+    """Return a paragraph on the speed, and what it warns of."""
     elsewhere = config.trainer.device == "cpu" and found.prompt_tokens is None  # its data are not on this machine
     # Of agents, the number of turns is unknown.
     if elsewhere or config.agents.source != "none" or (device := device_of(config, gpus)) is None:
-        return f"unknown. {NO_RATES}"
-    return f"{guess_text(config, sizes, device, found.prompt_tokens)} {NO_RATES}"
+        return f"unknown. {NO_RATES}", []
+    text, seconds = guess_text(config, sizes, device, found.prompt_tokens)
+    if config.trainer.device == "cuda" or seconds <= _LONG_SECONDS:  # runs on GPUs may take days
+        return f"{text} {NO_RATES}", []
+    return f"{text} {NO_RATES}", [
+        f"The run takes about {format_duration(seconds)} on this CPU, more than two hours, by the guess below: lower "
+        f"steps, batch.prompts_per_step or sampling.max_new_tokens, or train on a GPU."
+    ]
 
 
 def _model(config: Config, shape: ModelShape) -> str:

@@ -356,10 +356,6 @@ class Coordinator:
         config = self._config
         history = RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe, self._assignments)
         prompts = await self._load_prompts(ledger, history)
-        prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer, train=not self._evaluate)
-        for warning in (*prompts.warnings, *await asyncio.to_thread(self._scoring.check_prompts, prompts)):
-            log.warning("data: %s", warning)
-        await self._disk.write(check_same_data, await asyncio.to_thread(prompts.digest), ledger)
         router = self._router
         session = TrainerSession(router, config, self._board)
         run_id = ledger.get(_RUN_ID_KEY) or uuid.uuid4().hex
@@ -418,7 +414,8 @@ class Coordinator:
     async def _load_prompts(self, ledger: Ledger, history: RecipeHistory) -> PromptSet:
         """Read the data; raise ConfigError when a scorer cannot score them, or the run began with other data."""
         prompts = await asyncio.to_thread(load_prompts, self._config, self._tokenizer, train=not self._evaluate)
-        await asyncio.to_thread(self._scoring.check_prompts, (*prompts.train, *prompts.held_out_prompts))
+        for warning in (*prompts.warnings, *await asyncio.to_thread(self._scoring.check_prompts, prompts)):
+            log.warning("data: %s", warning)
         digest, changes = await asyncio.to_thread(prompts.digest), history.changes(self._config)
         await self._disk.write(check_same_data, digest, ledger, changes)
         return prompts

@@ -16,14 +16,19 @@ from fourfold.errors import ConfigError
 from fourfold.plan.preflight import ExampleRow, Preflight
 from fourfold.service.lifecycle import ServeOptions
 from fourfold_reward.backends import make_scoring
+from fourfold_reward.code.verifier import CODE_TESTS
 from fourfold_reward.columns import parse_metadata, take_answer
 from fourfold_reward.job import Job
 from fourfold_reward.loader import Verifier
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
+from fourfold_reward.text_rules import FORMAT
 
 _KINDS: Final = ("function", "command")
 """What costs little to start. A model takes the time of a service; servers and judges may not be there yet."""
+
+_OF_FORM: Final = (FORMAT, CODE_TESTS)
+"""Verifiers for which a reference answer is no completion: they are loaded, and not tried."""
 
 _START_SECONDS: Final = 30.0
 
@@ -36,23 +41,36 @@ def check_rewards(preflight: Preflight) -> None:
     config = preflight.config
     if not config.needs_scorer:
         return
+    zeros = list[str]()
+    scores = list[float]()
     for table in config.reward:
         if table.kind not in _KINDS:
             continue
         try:
-            _check(table, preflight)
+            found = _check(table, preflight)
         except ConfigError as error:
             if table.replicas:
                 raise
             # A service that the user starts may have its code on another machine.
             preflight.note("reward", f"{table.title} could not be tried on this machine: {error.message}")
+            continue
+        scores += found
+        if found and not any(found):
+            answer = next(row.answer for row in preflight.examples if table.name in row.scorers)
+            zeros.append(
+                f"{table.title} gives 0 to the reference answer of each of {len(found)} rows, such as {answer[:60]!r}: "
+                f"a model that answers so learns nothing. The function may expect another form"
+            )
+    # Beside a function that knows the answers, one with 0 for them may be a penalty, or look at the form.
+    preflight.warnings += [] if any(scores) else zeros
 
 
-def _check(table: RewardConfig, preflight: Preflight) -> None:
-    rows = [row for row in preflight.examples if table.name in row.scorers]
+def _check(table: RewardConfig, preflight: Preflight) -> list[float]:
+    """Try a table; return the scores of the reference answers, 1 where it abstains; none if it fails for some."""
+    rows = [row for row in preflight.examples if table.name in row.scorers and table.function not in _OF_FORM]
     outcomes = asyncio.run(_try(preflight.config, table, rows))
-    if not rows:
-        return
+    if not outcomes:
+        return []
     errors = [outcome for outcome in outcomes if outcome.error_reason]
     if len(errors) == len(rows):
         failure = (
@@ -62,7 +80,7 @@ def _check(table: RewardConfig, preflight: Preflight) -> None:
         if table.replicas:
             raise ConfigError(failure)
         preflight.warnings.append(failure)  # the service of the user may have other code
-        return
+        return []
     texts = [_text(outcome) for outcome in outcomes]
     preflight.note("reward", f"{table.title}: the reference answers of {len(rows)} rows score {', '.join(texts)}.")
     if errors:
@@ -71,11 +89,8 @@ def _check(table: RewardConfig, preflight: Preflight) -> None:
             f"{table.title} fails for the reference answer of row {row.index}: {error.message}; such samples are "
             f"{'dropped' if table.on_error == 'drop' else 'handled by reward.on_error'}"
         )
-    elif all(outcome.score == 0 for outcome in outcomes):
-        preflight.warnings.append(
-            f"{table.title} gives 0 to the reference answer of each of {len(rows)} rows, such as "
-            f"{rows[0].answer[:60]!r}: a model that answers so learns nothing. The function may expect another form"
-        )
+        return []
+    return [1.0 if outcome.score is None else outcome.score for outcome in outcomes]
 
 
 def _text(outcome: Outcome) -> str:
@@ -93,7 +108,7 @@ async def _try(config: Config, table: RewardConfig, rows: Sequence[ExampleRow]) 
     try:
         await scoring.backend.start()
         verifier = scoring.backend.verifier if isinstance(scoring.backend, WorkerPool) else None
-        jobs = [_job(row, verifier) for row in rows]
+        jobs = [] if scoring.backend.reads.tokens else [_job(row, verifier) for row in rows]  # answers have no tokens
         # One worker process scores them one after the other.
         limit = table.timeout_seconds * len(jobs) + _START_SECONDS
         outcomes = await scoring.backend.score(jobs, timeout=limit) if jobs else []

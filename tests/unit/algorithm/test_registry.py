@@ -21,6 +21,7 @@ from fourfold.algorithm.registry import Definition
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.cli.main import main
 from fourfold.errors import ConfigError
+from fourfold.plan.algorithm import algorithm_plan
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import ToyEngine
@@ -169,6 +170,24 @@ def test_an_entry_point_that_is_no_definition_is_named(installed: Path, tmp_path
 def test_an_entry_point_that_cannot_be_loaded_is_named(installed: Path, tmp_path: Path, target: str) -> None:
     installed.write_text(f"[fourfold.losses]\nquadratic = {target}\n")
     with pytest.raises(ConfigError, match=f"fourfold.losses: quadratic = {target} cannot be loaded"):
+        configuration.load(write(tmp_path))
+
+
+def test_a_definition_that_raises_is_named(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration.load(write(tmp_path))
+
+    def formula(self: Definition) -> str:
+        raise KeyError("beta")
+
+    monkeypatch.setattr(type(config.algorithm.loss), "formula", formula)
+    with pytest.raises(
+        ConfigError, match=r"the formula of kind 'quadratic' \(my_losses\) failed with KeyError: 'beta'"
+    ):
+        algorithm_plan(config)
+    (tmp_path / "broken_losses.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.write_text("[fourfold.losses]\nquadratic = broken_losses:Quadratic\n")
+    with pytest.raises(ConfigError, match=r"broken_losses:Quadratic cannot be loaded \(ZeroDivisionError: division by"):
         configuration.load(write(tmp_path))
 
 

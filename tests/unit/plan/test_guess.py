@@ -115,7 +115,7 @@ def test_the_plan_names_what_it_guesses_from(tmp_path: Path, monkeypatch: pytest
     assert device_of(config, [replace(H200[0], name="Some GPU 9000")]) is None
     elsewhere = device_of(config, [])
     assert elsewhere is not None
-    text = guess_text(config, sizes, elsewhere, None)
+    text, _ = guess_text(config, sizes, elsewhere, None)
     assert text.startswith("a guess from the data sheet of H100, as this machine has no GPU; on an H200, guesses")
     assert "for the 10 steps, if every answer has 512 tokens" in text
     monkeypatch.setattr(module, "cpu_flops", lambda: 1e11)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +12,12 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.errors import ConfigError
+from fourfold.plan import guess
 from fourfold.plan.preflight import Preflight, check_recipe
 from fourfold.plan.report import describe
 from fourfold_coordinator.rewards import data_check
+from fourfold_coordinator.sinks import sink
+from fourfold_rollout.check import check_parsers
 
 RECIPE = """\
 name = "own"
@@ -148,6 +153,62 @@ def test_a_function_that_knows_no_correct_answer_is_a_warning(folder: Path) -> N
     write_reward(folder, "return float(sample.completion == f'The answer is {sample.answer}')")
     (warning,) = check(folder).warnings
     assert "mine.py:reward gives 0 to the reference answer of each of 4 rows, such as '0'" in warning
+
+
+def test_verifiers_for_which_a_reference_answer_is_no_completion_are_no_warning(folder: Path) -> None:
+    form = '{function="format", options={pattern="<a>.*</a>"}, name="form"}'
+    length = '{function="length", options={target_tokens=8, max_tokens=16}, name="length"}'
+    mine = '{function="mine.py:reward", name="mine"}'
+    write_reward(folder, "return 0.0")
+    reads_ids = "def reward(completions, completion_ids):\n    return [float(len(ids) > 0) for ids in completion_ids]\n"
+    (folder / "ids.py").write_text(reads_ids)
+    ids = '{function="ids.py:reward", name="ids"}'
+    assert check(folder, f'reward=[{mine}, {form}, {length}, {ids}, {{function="exact_match"}}]').warnings == []
+    (warning,) = check(folder, f"reward=[{mine}, {form}]").warnings
+    assert "mine.py:reward gives 0 to the reference answer of each of 4 rows, such as '0'" in warning
+
+
+def test_a_sink_without_its_library_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sink._LIBRARIES, "wandb", "no_such_module")
+    config = configuration.load(folder / "recipe.toml", ['logging.sinks=["wandb"]'])
+    with pytest.raises(ConfigError, match='the sink "wandb" needs the module'):
+        sink.check_logging(Preflight(config))
+    assert _registered("coordinator", "logging") == "fourfold_coordinator.sinks.sink:check_logging"
+
+
+def test_a_parser_that_vllm_does_not_have_is_found(folder: Path) -> None:
+    for key, wrong, near in (("tool_parser", "hermess", "hermes"), ("reasoning_parser", "deepseek_r2", "deepseek_r1")):
+        config = configuration.load(folder / "recipe.toml", [f'rollout.{key}="{wrong}"'])
+        with pytest.raises(
+            ConfigError, match=f"rollout.{key} = '{wrong}': the installed vLLM .* did you mean `{near}`"
+        ):
+            check_parsers(Preflight(config))
+        check_parsers(Preflight(configuration.load(folder / "recipe.toml", [f'rollout.{key}="{near}"'])))
+    assert _registered("rollout", "rollout") == "fourfold_rollout.check:check_parsers"
+
+
+def _registered(distribution: str, name: str) -> str:
+    """Return a check of a distribution as its metadata will have it."""
+    path = Path(__file__).parents[3] / "services" / distribution / "pyproject.toml"
+    found: str = tomllib.loads(path.read_text())["project"]["entry-points"]["fourfold.checks"][name]
+    return found
+
+
+def test_a_check_that_cannot_be_loaded_names_its_distribution(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "broken_plug_in.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(folder)
+    broken = importlib.metadata.EntryPoint("mine", "broken_plug_in:check", "fourfold.checks")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [broken])
+    with pytest.raises(ConfigError, match=r"mine = broken_plug_in:check cannot be loaded \(RuntimeError: no licence\)"):
+        check(folder)
+
+
+def test_more_than_two_hours_on_a_cpu_are_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guess, "cpu_flops", lambda: 1e11)
+    for steps, warned in ((3, False), (30_000, True)):
+        found = check(folder, f"steps={steps}")
+        plan = " ".join(describe(found.config, found=found).split())
+        assert ("on this CPU, more than two hours, by the guess below: lower steps" in plan) == warned
 
 
 def test_prompts_without_room_for_an_answer_are_a_warning(folder: Path) -> None:

@@ -32,12 +32,10 @@ def check_data(preflight: Preflight) -> None:
     folder = model_folder.resolve(config.model.source)
     config = configuration.fix_date(config, None)
     prompts = load_prompts(config, Tokenizer.load(folder, date=config.data.date))
-    check_scorers(config, config.reward, (*prompts.train, *prompts.held_out_prompts))
+    preflight.warnings += [*prompts.warnings, *check_scorers(config, config.reward, prompts)]
     if config.data.chat and "strftime_now" in (chat_template(folder) or ""):
         when = "data.date" if preflight.config.data.date else "a run has that of its beginning, data.date is another"
         preflight.note("data", f"The chat template writes the date, here of {config.data.date} ({when}).")
-    prompts = load_prompts(config, Tokenizer.load(model_folder.resolve(config.model.source)))
-    preflight.warnings += [*prompts.warnings, *check_scorers(config, config.reward, prompts)]
     if prompts.train:
         preflight.note("data", _describe(config, prompts.train))
         for text in _describe_sources(config, prompts.train):

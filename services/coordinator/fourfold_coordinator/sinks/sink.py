@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from fourfold.config import Config, flatten
 from fourfold.errors import ConfigError
+from fourfold.plan.preflight import Preflight
 
 from .rows import MetricRow
 
@@ -60,11 +61,16 @@ def open_sink(name: str, run: RunFacts) -> Sink:
     return sink
 
 
+def check_logging(preflight: Preflight) -> None:
+    """Raise ConfigError if the library of a sink of the recipe is not installed (`fourfold.plan.preflight`)."""
+    check_sinks(preflight.config.logging.sinks)
+
+
 def check_sinks(names: Iterable[str]) -> None:
     """Raise ConfigError if the library of a sink is not installed."""
     for name in names:
         if importlib.util.find_spec(_LIBRARIES[name]) is None:
             raise ConfigError(
-                f'the sink "{name}" needs the module {_LIBRARIES[name]!r}, which is not installed; '
+                f'logging.sinks: the sink "{name}" needs the module {_LIBRARIES[name]!r}, which is not installed; '
                 f"pip install 'fourfold-coordinator[{name}]', or remove it from logging.sinks"
             )

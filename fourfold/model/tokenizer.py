@@ -13,12 +13,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from fourfold import hub
 from fourfold.errors import ConfigError, InvalidInput
 from fourfold.model.folder import BUILTIN_PREFIX, resolve
+from fourfold.model.tool_calls import CallForm, find_call_form
 
 if TYPE_CHECKING:
     import jinja2
@@ -34,8 +37,6 @@ MARK: Final = "\udcff"
 
 _DEFAULT_TEMPLATE: Final = "default"
 _TOOL_TEMPLATE: Final = "tool_use"  # name of the template for conversations with tools, if a model has several
-# Templates of DeepSeek find a message with tool calls by its null content, as OpenAI's API returns it.
-_NULL_CONTENT: Final = re.compile(r"""\bcontent['")\]]* (?:is (?:not )?|[!=]= )none\b""", re.IGNORECASE)
 
 
 def tokenizer_sha256(folder: Path) -> bytes:
@@ -84,8 +85,7 @@ class Tokenizer:
     """Token ids are below this: the vocabulary of the model, or of the tokenizer if config.json gives none."""
     _folder: Path
     _tokenizer: tokenizers.Tokenizer
-    _templates: Mapping[str, jinja2.Template]  # by name
-    _reads_null_content: bool  # whether a template compares the content of a message with null
+    _templates: Mapping[str, tuple[jinja2.Template, CallForm]]  # by name
     _special: Mapping[str, str]
     _token_bytes: TokenBytes | None  # of byte-level tokenizers
     _added: Mapping[int, str]  # texts of the added tokens: special tokens, and others that are never split
@@ -126,8 +126,7 @@ class Tokenizer:
             vocabulary_size=_vocabulary_size(folder, tokenizer),
             _folder=folder,
             _tokenizer=tokenizer,
-            _templates={name: _compile(text, folder, date) for name, text in templates.items()},
-            _reads_null_content=any(_NULL_CONTENT.search(text) for text in templates.values()),
+            _templates={name: _compile(text, folder, date, special) for name, text in templates.items()},
             _special=special,
             _token_bytes=TokenBytes(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None,
             _added={token_id: token.content for token_id, token in added.items()},
@@ -152,6 +151,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the messages as the text of the model, up to the beginning of the assistant's answer.
 
@@ -160,36 +160,31 @@ class Tokenizer:
                 OpenAI's chat completions, with the arguments as an object), "tool_call_id", "reasoning_content".
             tools: functions, each {"type": "function", "function": {"name", "description", "parameters"}}.
             add_generation_prompt: end with the beginning of the assistant's answer.
+            variables: further ones that the template may read, such as "enable_thinking".
 
         Raises:
             ConfigError: the model has no chat template.
             InvalidInput: the template cannot render the messages.
         """
         name = _TOOL_TEMPLATE if tools and _TOOL_TEMPLATE in self._templates else _DEFAULT_TEMPLATE
-        if (template := self._templates.get(name)) is None:
+        if name not in self._templates:
             raise ConfigError(
                 f"{self._folder}: this model has no chat template; set data.chat = false to use prompts without a "
                 f"template, or use an instruction-tuned model"
             )
-        import jinja2
-
-        messages = [_with_null_content(m) for m in messages] if self._reads_null_content else messages
+        template, call_form = self._templates[name]
         values: dict[str, Any] = {
             **self._special,
-            "messages": messages,
+            "messages": call_form.fit(messages),
             "add_generation_prompt": add_generation_prompt,
             "tools": tools or None,
             "documents": None,
         }
+        if clash := variables.keys() & values:
+            raise InvalidInput(f"the variables {sorted(clash)} of the chat template are not for the caller to set")
         try:
-            try:
-                return template.render(values)
-            except TypeError:  # DeepSeek's templates append the arguments of a call to text
-                if not any(m.get("tool_calls") for m in messages):
-                    raise
-                return template.render({**values, "messages": [_with_argument_texts(m) for m in messages]})
-        # A template is a program of others over data of others: it may fail in any of these ways.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            return template.render({**variables, **values})
+        except _render_errors() as error:
             roles = [m.get("role") for m in messages]
             raise InvalidInput(f"the chat template refuses messages with the roles {roles}: {error}") from None
 
@@ -269,8 +264,25 @@ class Tokenizer:
         return [self._token_bytes.decode(ids) for ids in sequences]
 
 
-def _compile(source: str, folder: Path, date: str) -> jinja2.Template:
-    """Compile a template in a sandbox, because a model folder is data and must not run code."""
+def _render_errors() -> tuple[type[Exception], ...]:
+    """Return what rendering raises: a template is a program of others over data of others."""
+    import jinja2
+
+    return jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError
+
+
+def _try_render(template: jinja2.Template, special: Mapping[str, str], messages: Sequence[Message]) -> str | None:
+    try:
+        return template.render(messages=messages, add_generation_prompt=False, tools=None, documents=None, **special)
+    except _render_errors():
+        return None
+
+
+def _compile(source: str, folder: Path, date: str, special: Mapping[str, str]) -> tuple[jinja2.Template, CallForm]:
+    """Compile a template, and find the form in which it reads tool calls.
+
+    It runs in a sandbox, because a model folder is data and must not run code.
+    """
     import jinja2
     import jinja2.sandbox
 
@@ -282,9 +294,10 @@ def _compile(source: str, folder: Path, date: str) -> jinja2.Template:
     fixed = datetime.datetime.fromisoformat(date) if date else None
     environment.globals["strftime_now"] = lambda pattern: (fixed or datetime.datetime.now()).strftime(pattern)
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source)
     except jinja2.TemplateError as error:
         raise ConfigError(f"{folder}: the chat template is not a Jinja template: {error}") from None
+    return template, find_call_form(partial(_try_render, template, special))
 
 
 def _generation_tag() -> type[jinja2.ext.Extension]:
@@ -312,20 +325,6 @@ def _raise_exception(message: str) -> NoReturn:
     import jinja2
 
     raise jinja2.TemplateError(message)
-
-
-def _with_null_content(message: Message) -> Message:
-    return {**message, "content": None} if message.get("tool_calls") and not message.get("content") else message
-
-
-def _with_argument_texts(message: Message) -> Message:
-    """Return a message whose tool calls have their arguments as JSON text."""
-    calls = []
-    for call in message.get("tool_calls", ()):
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else _tojson(arguments)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {**message, "tool_calls": calls} if calls else message
 
 
 def _is_control(token: tokenizers.AddedToken) -> bool:

@@ -53,6 +53,20 @@ async def connected(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
         await server.stop(1.0)
 
 
+async def test_a_refused_close_tells_what_is_missing(gateway: Gateway) -> None:
+    await gateway.open()
+    async with connected(gateway) as client:
+        for outcome, text in (
+            ({}, 'close with one of {"reward": 1.0}, {"score": true}'),
+            ({"score": False}, 'and {"abandon_reason": "GAVE_UP"}'),
+            ({"reward": 1.0}, "no finished turn, so that there is nothing to train on; sample a turn in it"),
+            ({"score": True}, "the run has no reward service for agents; close with a reward"),
+            ({"abandon_reason": "gave up"}, "give UPPER_SNAKE_CASE"),
+        ):
+            answer = await client.post("/v1/sessions/s/close", json=outcome)
+            assert answer.status_code == 400 and text in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("seed", [-1, 0, (1 << 53) - 1, -(1 << 63), (1 << 63) - 1])
 async def test_every_seed_that_openai_allows_gives_valid_seeds_to_all_samples(gateway: Gateway, seed: int) -> None:
     async with connected(gateway) as client:

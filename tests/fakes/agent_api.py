@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,9 @@ class FakeAgentApi:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.part_bytes.get(token_id, b"")
+
+    def is_neutral(self, variables: Mapping[str, Any]) -> bool:
+        return variables == {"enable_thinking": True}
 
     async def apply_chat_template(
         self, caller: Caller, request: pb.ApplyChatTemplateRequest

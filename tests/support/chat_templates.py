@@ -110,6 +110,32 @@ HERMES: Final = (
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
 """
 )
+# Arguments are JSON text. The calls of a message are written only if its content is null.
+DEEPSEEK: Final = """\
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.content is none %}
+        {%- for call in message.tool_calls %}
+            {{- '<|begin|>' + call.type + '<|head|>' + call.function.name + '\\n```json\\n' }}
+            {{- call.function.arguments + '\\n```<|eot|>' }}
+        {%- endfor %}
+    {%- else %}
+        {{- '<|head|>' + message.role + '<|/head|>' + message.content + '<|eot|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|head|>assistant<|/head|>' }}{% endif %}
+{%- if add_generation_prompt and thinking %}{{- '<think>' }}{% endif %}
+"""
+# Text and calls of one message.
+DEEPSEEK_V3: Final = """\
+{%- for message in messages %}
+    {{- '<|head|>' + message.role + '<|/head|>' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<|begin|>' + call.function.name + '<|head|>' + call.function.arguments }}
+    {%- endfor %}
+    {{- '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|head|>assistant<|/head|>' }}{% endif %}
+"""
 # (template, text that ends a reply)
 FAMILIES: Final = {
     "qwen25": (QWEN25, "<|im_end|>"),
@@ -118,11 +144,12 @@ FAMILIES: Final = {
     "mistral": (MISTRAL, "</s>"),
     "hermes": (HERMES, "<|im_end|>"),
 }
+TOOL_TEXT: Final = {"deepseek": (DEEPSEEK, "<|eot|>"), "deepseek-v3": (DEEPSEEK_V3, "<|eot|>")}
 
 
 def family_tokenizer(folder: Path, family: str) -> Tokenizer:
     """Write a model folder with the template of a family, and return its tokenizer."""
-    template, end = FAMILIES[family]
+    template, end = (FAMILIES | TOOL_TEXT)[family]
     write_tokenizer(folder, template, {"eos_token": end})
     return Tokenizer.load(folder)
 

@@ -37,6 +37,46 @@ def template_of(family: str) -> ChatTemplate:
         return ChatTemplate(family_tokenizer(Path(folder), family), PromptLimits(1 << 20))
 
 
+@pytest.mark.parametrize(
+    ("family", "written"),
+    [
+        (
+            "deepseek",
+            "<|head|>assistant<|/head|>Let me add.<|eot|><|begin|>function<|head|>add\n```json\n{}\n```<|eot|>",
+        ),
+        ("deepseek-v3", "<|head|>assistant<|/head|>Let me add.<|begin|>add<|head|>{}<|eot|>"),
+        ("qwen25", 'Let me add.\n<tool_call>\n{{"name": "add", "arguments": {}}}\n</tool_call><|im_end|>'),
+    ],
+)
+def test_a_template_gets_tool_calls_in_the_form_that_it_reads(family: str, written: str) -> None:
+    arguments = '{"a": "\u00e9", "b": [1]}'
+    for content in ("", "Let me add."):
+        call = pb.ToolCall(id="c1", name="add", arguments_json=arguments)
+        reply = pb.Message(role="assistant", content=content, tool_calls=[call])
+        result = pb.Message(role="tool", content="3", tool_call_id="c1")
+        chat = pb.Chat(messages=[pb.Message(role="user", content="1 + 2?"), reply, result], tools=[TOOL])
+        text, ids = template_of(family).encode(chat)
+        wanted = written.replace("{}", arguments).replace("{{", "{").replace("}}", "}")
+        if family == "deepseek" and not content:
+            wanted = wanted.partition("<|eot|>")[2]
+        assert wanted.replace("Let me add.", content) in text and ids
+
+
+@pytest.mark.parametrize(
+    ("family", "variables", "neutral"),
+    [
+        ("qwen25", {"enable_thinking": True}, True),
+        ("deepseek", {"thinking": False, "date": "today"}, True),
+        ("deepseek", {"thinking": True}, False),
+        ("qwen25", {"messages": []}, False),
+    ],
+)
+def test_variables_are_neutral_if_the_text_stays_the_same(
+    family: str, variables: dict[str, Any], neutral: bool
+) -> None:
+    assert template_of(family).is_neutral(variables) is neutral
+
+
 class Driver:
     """A session whose turns sample given ids."""
 

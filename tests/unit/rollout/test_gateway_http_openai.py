@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from fourfold.config.agents import GatewayConfig
-from fourfold.errors import Overloaded, Unavailable
+from fourfold.errors import Overloaded, Unavailable, WrongState
 from fourfold.tracing import spans
 from fourfold.tracing.propagation import format_traceparent
 from fourfold.tracing.spans import Span, SpanContext
@@ -249,10 +249,44 @@ async def test_a_wrong_parameter_is_named_with_its_fix(options: dict[str, Any], 
     assert text in caught.value.message
 
 
+NEUTRAL: dict[str, Any] = {
+    "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "repetition_penalty": 1.0, "length_penalty": 1,
+    "min_p": 0.0, "min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True, "use_beam_search": False,
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "bad_words": [], "priority": 0,
+    "top_k": -1, "top_p": 1, "echo": False, "best_of": 1, "stop_token_ids": [], "return_tokens_as_token_ids": False,
+}  # fmt: skip
+
+
 async def test_neutral_values_of_refused_parameters_are_accepted() -> None:
-    async with connected(FakeAgentApi()) as client:
-        create: Any = client.chat.completions.create
-        await create(model="m", messages=USER, presence_penalty=0, logit_bias={}, parallel_tool_calls=True, store=True)
+    api = FakeAgentApi()
+    ignored = {"user": "u", "store": True, "service_tier": "auto", "request_id": "r", "stop": None, "seed": None}
+    chat = {"parallel_tool_calls": True, "n": 1, "top_logprobs": 0, "function_call": "none", "modalities": ["text"]}
+    chat |= {"add_generation_prompt": True, "chat_template_kwargs": {"enable_thinking": True}, "chat_template": None}
+    async with connected(api) as client:
+        ask: Any = client.chat.completions.create
+        await ask(model="m", messages=USER, extra_body=NEUTRAL | ignored | chat)
+        await client.completions.create(model="m", prompt="x", suffix="", extra_body=NEUTRAL | ignored)
+        await client.responses.create(model="m", input="x", truncation="disabled", extra_body=NEUTRAL | ignored)
+        for request in api.requests:
+            assert not request.sampling_params.HasField("top_k") and not request.sampling_params.stop
+        for name, value in NEUTRAL.items():
+            if name not in ("top_k", "top_p", "stop_token_ids"):
+                wrong = {dict: {"1": 2}, list: ["x"], bool: not value}.get(type(value), 0.5)
+                with pytest.raises(openai.BadRequestError, match=r"leave it out|send n"):
+                    await ask(model="m", messages=USER, extra_body={name: wrong})
+        for wrong in ({"enable_thinking": False}, "x"):
+            with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+                await ask(model="m", messages=USER, extra_body={"chat_template_kwargs": wrong})
+
+
+async def test_health_needs_no_key_and_the_end_of_a_run_is_410() -> None:
+    api = FakeAgentApi(error=WrongState("the run has trained all its steps", reason="RUN_ENDED"))
+    async with served(api) as server, httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+        health = await client.get("/health", headers={"authorization": "Bearer wrong"})
+        assert (health.status_code, health.json()) == (200, {"status": "ok"})
+        ended = await client.post("/v1/tasks/next", json={})
+        assert (ended.status_code, ended.json()["error"]["code"]) == (410, "run_ended")
+        assert ended.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize("stream", [False, True])

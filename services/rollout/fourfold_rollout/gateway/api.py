@@ -9,10 +9,10 @@ Both forms authenticate the caller and convert messages and errors; everything e
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.security.principal import Principal
@@ -57,6 +57,10 @@ class AgentApi(Protocol):
     async def detokenize(self, caller: Caller, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse: ...
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, perhaps a part of a character; none for a special token."""
+        ...
+
+    def is_neutral(self, variables: Mapping[str, Any]) -> bool:
+        """Return whether variables for the chat template leave its text as it is."""
         ...
 
     async def apply_chat_template(

@@ -195,6 +195,21 @@ class ChatTemplate:
         self._limits.check_text(text)
         return self.tokenizer.encode(text)
 
+    def is_neutral(self, variables: Mapping[str, Any]) -> bool:
+        """Return whether variables leave the text of a conversation with reasoning, and of the next turn, as it is."""
+        reply = pb.Message(role="assistant", content="y", reasoning="z")
+        question = pb.Message(role="user", content="x")
+        messages = [self.entry(message).rendered for message in (question, reply, question)]
+        for tools in ([], self.tools([pb.Tool(name="t", parameters_json="{}")])):
+            for chat in (messages[:1], messages):
+                try:
+                    plain = self.tokenizer.render_chat(chat, tools=tools)
+                    if self.tokenizer.render_chat(chat, tools=tools, variables=variables) != plain:
+                        return False
+                except InvalidInput:  # the template takes no such chat, or not these variables
+                    return False
+        return True
+
     def _end_of_reply(self) -> str | None:
         """Return what the template writes after the content of the last reply; None if that cannot be found."""
         if self._ending is None:

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -246,6 +246,10 @@ class GatewayCore:
         """Return the bytes of a token; see `AgentApi`."""
         return self._tokenizer.token_bytes(token_id)
 
+    def is_neutral(self, variables: Mapping[str, Any]) -> bool:
+        """Compare the renderings of a conversation; see `AgentApi`."""
+        return self._template.is_neutral(variables)
+
     async def apply_chat_template(
         self, caller: Caller, request: pb.ApplyChatTemplateRequest
     ) -> pb.ApplyChatTemplateResponse:
@@ -469,7 +473,10 @@ def _check_outcome(request: pb.CloseSessionRequest) -> str:
     """Check the outcome of a session; return its kind."""
     kind = request.WhichOneof("outcome")
     if kind is None or (kind == "score" and not request.score):
-        raise InvalidInput("the outcome is missing; set reward, score = true, or abandon_reason")
+        raise InvalidInput(
+            'the outcome is missing; close with one of {"reward": 1.0}, {"score": true} (the run scores the session) '
+            'and {"abandon_reason": "GAVE_UP"}'
+        )
     numbers = [
         ("reward", request.reward),
         *((f"metric {name[:80]!r}", value) for name, value in request.metrics.items()),

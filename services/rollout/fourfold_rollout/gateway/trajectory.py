@@ -276,7 +276,8 @@ class Trajectory:
         turns = self.turns
         if not turns:
             raise WrongState(
-                "the session has no finished turn, so that there is nothing to train on; abandon it, or sample a turn"
+                "the session has no finished turn, so that there is nothing to train on; sample a turn in it (with its "
+                "session_key, or at /sessions/ID/v1), or close it with an abandon_reason"
             )
         rewards = _rewards_by_number(turn_rewards or {}, turns)
         truncated = truncated or turns[-1].finish_reason == pb.FINISH_REASON_LENGTH

@@ -144,6 +144,8 @@ class _Exchange:
 
     async def _serve(self, task: asyncio.Task[Any]) -> None:
         self._check_origin()
+        if (self._scope["method"], self._path) == ("GET", "/health"):  # for probes, which have no key
+            return await self._reply(200, b'{"status":"ok"}')
         route, session_id = self._route()
         caller = self._app._api.check_key(self._key(), route.method)
         if caller.session_id and session_id and caller.session_id != session_id:
@@ -257,6 +259,11 @@ class _Exchange:
         if route.turns is not None:
             request_id = self._headers.get(b"idempotency-key", b"").decode("latin-1")
             options: TurnOptions = route.turns.parse(Fields(body), session_id, request_id)
+            if options.template and not app._api.is_neutral(options.template):
+                raise RequestError(
+                    "chat_template_kwargs would change what the run's chat template writes; leave it out",
+                    param="chat_template_kwargs",
+                )
             info = await app.info(caller)
             turn = Turn(app._api, caller, options, info.model)
             if options.stream:

@@ -7,6 +7,7 @@ from json.encoder import encode_basestring
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold_rollout.gateway.http import sampling
 from fourfold_rollout.gateway.http.errors import encode
 from fourfold_rollout.gateway.http.fields import Fields, Refusal
 from fourfold_rollout.gateway.http.sampling import (
@@ -26,20 +27,15 @@ from fourfold_rollout.gateway.http.turns import Sample, TokenTexts, Turn, TurnOp
 USED: Final = EXTENSIONS | {
     "messages", "model", "stream", "stream_options", "tools", "tool_choice", "response_format", "n", "stop",
     "logprobs", "seed", "max_tokens", "max_completion_tokens", "temperature", "top_p", "parallel_tool_calls",
+    "chat_template_kwargs",
 }  # fmt: skip
-IGNORED: Final = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "reasoning_effort", "verbosity",
-})  # fmt: skip
-_FULL: Final = "the trainer needs the full distribution of the policy; leave it out"
-REFUSED: Final = {
+IGNORED: Final = sampling.IGNORED | {"reasoning_effort", "verbosity"}
+REFUSED: Final = sampling.REFUSED | {
     "top_logprobs": Refusal("the engine cannot return: it gives the sampled token's only; send logprobs alone", (0,)),
-    "frequency_penalty": Refusal(f"would change the distribution: {_FULL}", (0,)),
-    "presence_penalty": Refusal(f"would change the distribution: {_FULL}", (0,)),
-    "logit_bias": Refusal(f"would change the distribution: {_FULL}", ({},)),
+    "add_special_tokens": Refusal("the chat template decides; leave it out", (False,)),
     "modalities": Refusal('the model cannot produce; leave it out or send ["text"]', (["text"],)),
-    "functions": Refusal("is the old form of tools; send tools"),
-    "function_call": Refusal("is the old form of tool_choice; send tool_choice"),
+    "functions": Refusal("is the old form of tools; send tools", ([],)),
+    "function_call": Refusal("is the old form of tool_choice; send tool_choice", ("none", "auto")),
     "audio": Refusal("the model cannot produce; leave it out"),
     "prediction": Refusal("the engine does not use; leave it out"),
     "web_search_options": Refusal("the gateway does not have; send a function tool"),
@@ -81,6 +77,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         logprobs=fields.flag("logprobs"),
         single_call=refuses_parallel_calls(fields),
         token_ids=fields.flag("return_token_ids"),
+        template=fields.mapping("chat_template_kwargs"),
     )
 
 

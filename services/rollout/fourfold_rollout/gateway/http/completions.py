@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from json.encoder import encode_basestring
 from typing import Any, Final
 
+from fourfold_rollout.gateway.http import sampling
 from fourfold_rollout.gateway.http.chat import DONE, FINISH
-from fourfold_rollout.gateway.http.chat import REFUSED as CHAT_REFUSED
 from fourfold_rollout.gateway.http.errors import encode
 from fourfold_rollout.gateway.http.fields import Fields, Refusal
 from fourfold_rollout.gateway.http.sampling import (
@@ -24,12 +24,11 @@ USED: Final = EXTENSIONS | {
     "prompt", "model", "stream", "stream_options", "n", "stop", "logprobs", "seed", "max_tokens", "temperature",
     "top_p",
 }  # fmt: skip
-IGNORED: Final = frozenset({"user", "metadata"})
-REFUSED: Final = {
-    **{name: CHAT_REFUSED[name] for name in ("frequency_penalty", "presence_penalty", "logit_bias")},
+IGNORED: Final = sampling.IGNORED
+REFUSED: Final = sampling.REFUSED | {
     "echo": Refusal("the engine does not do; join prompt and text yourself", (False,)),
     "suffix": Refusal("the model cannot use; leave it out", ("",)),
-    "best_of": Refusal("would hide samples; send n, and choose yourself", (1,)),
+    "add_special_tokens": Refusal("the engine does not do; send token ids", (True,)),
 }
 _DEFAULT_TOKENS: Final = 16  # OpenAI's default of max_tokens
 

@@ -24,6 +24,8 @@ _STATUS: Final = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
+# By reason: it never succeeds again, and agents need not read the body to know it.
+_STATUS_OF_REASON: Final = {"RUN_ENDED": 410}
 _TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -52,7 +54,9 @@ class RequestError(InvalidInput):
 
 def status_of(error: FourfoldError) -> int:
     """Return the HTTP status code of an error."""
-    return error.status if isinstance(error, RequestError) else _STATUS.get(error.code, 500)
+    if isinstance(error, RequestError):
+        return error.status
+    return _STATUS_OF_REASON.get(error.reason) or _STATUS.get(error.code, 500)
 
 
 def error_body(error: FourfoldError, dialect: Dialect) -> dict[str, Any]:

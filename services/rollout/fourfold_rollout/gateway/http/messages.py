@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold_rollout.gateway.http import sampling
 from fourfold_rollout.gateway.http.errors import RequestError, encode
 from fourfold_rollout.gateway.http.fields import Fields, Refusal
 from fourfold_rollout.gateway.http.sampling import (
@@ -26,11 +27,11 @@ USED: Final = EXTENSIONS | {
     "messages", "model", "stream", "system", "tools", "tool_choice", "stop_sequences", "max_tokens", "temperature",
     "top_p", "seed", "output_config",
 }  # fmt: skip
-IGNORED: Final = frozenset({"metadata", "service_tier", "thinking", "cache_control", "inference_geo"})
-REFUSED: Final = {
+IGNORED: Final = sampling.IGNORED | {"thinking", "cache_control", "inference_geo"}
+REFUSED: Final = sampling.REFUSED | {
     "mcp_servers": Refusal("the gateway does not call; give the model function tools", ([],)),
     "container": Refusal("the gateway does not have; leave it out"),
-    "context_management": Refusal("the gateway does not do; edit the messages yourself"),
+    "context_management": Refusal("the gateway does not do; edit the messages yourself", ({},)),
 }
 FINISH: Final[Mapping[int, str]] = {
     pb.FINISH_REASON_STOP: "end_turn",

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold_rollout.gateway.http import sampling
 from fourfold_rollout.gateway.http.errors import encode
 from fourfold_rollout.gateway.http.fields import Fields, Refusal
 from fourfold_rollout.gateway.http.sampling import (
@@ -26,12 +27,9 @@ USED: Final = EXTENSIONS | {
     "input", "model", "stream", "instructions", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p",
     "text", "include", "seed", "parallel_tool_calls",
 }  # fmt: skip
-IGNORED: Final = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "reasoning", "stream_options",
-})  # fmt: skip
+IGNORED: Final = sampling.IGNORED | {"reasoning", "stream_options"}
 _STATELESS: Final = "the gateway does not keep; send the whole conversation as input"
-REFUSED: Final = {
+REFUSED: Final = sampling.REFUSED | {
     "previous_response_id": Refusal(_STATELESS),
     "conversation": Refusal(_STATELESS),
     "background": Refusal("the gateway does not do; leave it out and use stream", (False,)),

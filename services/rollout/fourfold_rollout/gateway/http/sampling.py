@@ -8,12 +8,37 @@ from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold_rollout.gateway.http.errors import RequestError
-from fourfold_rollout.gateway.http.fields import Fields
+from fourfold_rollout.gateway.http.fields import Fields, Refusal
 
 MAX_TOKENS: Final = 1 << 30
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
+IGNORED: Final = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "request_id", "cache_salt",
+})  # fmt: skip
+"""Parameters of the clients of OpenAI and vLLM that change no answer."""
+_FULL: Final = "would change the distribution: the trainer needs the full distribution of the policy; leave it out"
+_SERVED: Final = "the gateway does not do; leave it out"
+REFUSED: Final = {
+    **{name: Refusal(_FULL, (0,)) for name in ("frequency_penalty", "presence_penalty", "min_p", "min_tokens")},
+    **{name: Refusal(_FULL, (1,)) for name in ("repetition_penalty", "length_penalty")},
+    **{name: Refusal(_FULL, (False,)) for name in ("ignore_eos", "use_beam_search", "early_stopping")},
+    **{name: Refusal(_FULL, ([],)) for name in ("bad_words", "logits_processors")},
+    "logit_bias": Refusal(_FULL, ({},)),
+    **{name: Refusal(_SERVED, (0,)) for name in ("priority", "top_logprobs")},
+    **{name: Refusal(_SERVED, (True,)) for name in (
+        "skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt", "include_reasoning",
+        "separate_reasoning", "stream_reasoning",
+    )},
+    **{name: Refusal(_SERVED, (False,)) for name in (
+        "include_stop_str_in_output", "continue_final_message", "return_tokens_as_token_ids", "echo", "no_stop_trim",
+    )},
+    **{name: Refusal(_SERVED, ([], {})) for name in ("documents", "mm_processor_kwargs", "vllm_xargs")},
+    "best_of": Refusal("would hide samples; send n, and choose yourself", (1,)),
+}  # fmt: skip
+"""Parameters of these clients that the gateway does not have, with the values that change nothing."""
 EXTENSIONS: Final = frozenset({"top_k", "stop_token_ids", "min_policy_version", "return_token_ids"})
 """Parameters that the gateway adds to every API."""
 

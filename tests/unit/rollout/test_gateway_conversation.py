@@ -40,10 +40,7 @@ def template_of(family: str) -> ChatTemplate:
 @pytest.mark.parametrize(
     ("family", "written"),
     [
-        (
-            "deepseek",
-            "<|head|>assistant<|/head|>Let me add.<|eot|><|begin|>function<|head|>add\n```json\n{}\n```<|eot|>",
-        ),
+        ("deepseek", "<|begin|>function<|head|>add\n```json\n{}\n```<|eot|>"),
         ("deepseek-v3", "<|head|>assistant<|/head|>Let me add.<|begin|>add<|head|>{}<|eot|>"),
         ("qwen25", 'Let me add.\n<tool_call>\n{{"name": "add", "arguments": {}}}\n</tool_call><|im_end|>'),
     ],
@@ -57,8 +54,8 @@ def test_a_template_gets_tool_calls_in_the_form_that_it_reads(family: str, writt
         chat = pb.Chat(messages=[pb.Message(role="user", content="1 + 2?"), reply, result], tools=[TOOL])
         text, ids = template_of(family).encode(chat)
         wanted = written.replace("{}", arguments).replace("{{", "{").replace("}}", "}")
-        if family == "deepseek" and not content:
-            wanted = wanted.partition("<|eot|>")[2]
+        if family == "deepseek" and content:  # this template leaves out the calls beside a text
+            wanted = "<|head|>assistant<|/head|>Let me add.<|eot|>"
         assert wanted.replace("Let me add.", content) in text and ids
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
+from fourfold.model.tokenizer import Tokenizer
 from fourfold_reward.environment import Action, Done, Endpoint, Message, Observation, Task, TokenIds, tools, wire
 from fourfold_reward.environment.adapters import load
 from fourfold_reward.environment.adapters.gymnasium import GymnasiumEpisode
@@ -322,6 +323,60 @@ def test_a_version_of_verifiers_without_the_classic_api_is_refused(verifiers: di
     del sys.modules["verifiers.clients"]
     with pytest.raises(ImportError, match=r"verifiers below 0.4, .*fourfold-reward\[verifiers\]"):
         load(EnvironmentSpec(kind="verifiers", source="wordle"))
+
+
+OPENRLHF_AGENT = """
+from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
+
+class Own(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, **kwargs):
+        text = hf_tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        ids = hf_tokenizer.encode(text, add_special_tokens=False)
+        room = min(sampling_params.max_tokens, max_length - len(ids))
+        await llm_engine.generate(ids, sampling_params)
+        tokens = hf_tokenizer(text, add_special_tokens=False, return_tensors="np")
+        logs = {"room": room, "temperature": sampling_params.temperature, "eos": hf_tokenizer.eos_token_id}
+        logs |= {"pad": hf_tokenizer.pad_token_id, "size": len(hf_tokenizer)}
+        logs |= {"same": tokens["input_ids"].tolist() == [ids]}
+        logs |= {"named": bool(hf_tokenizer.name_or_path), "back": hf_tokenizer.decode(ids) == text}
+        return {"reward": 1.0, "scores": 1.0, "extra_logs": logs}
+
+class Steps(AgentInstanceBase):
+    async def step(self, states, **kwargs):
+        asked = states["sampling_params"]
+        return {"rewards": asked.max_tokens, "scores": asked.temperature, "environment_feedback": "", "done": True}
+"""
+
+
+async def test_an_openrlhf_file_gets_the_recipes_sampling_and_the_tokenizer_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    source = "builtin:smollm2-135m-instruct"
+    reference = Tokenizer.load(source)
+    (eos,) = reference.stop_token_ids
+
+    def make(name: str) -> Any:
+        file = {"file": "agent.py", "text": OPENRLHF_AGENT, "name": name, "version": "1"}
+        spec = EnvironmentSpec(
+            kind="openrlhf", file=file, model=source, max_context_tokens=64, max_new_tokens=24, temperature=0.5
+        )
+        return load(spec).make()
+
+    task, episode = Task(task_id="t", group_id="g", text="1+1=", answer="2"), make("Own")
+    first = await episode.reset(task)
+    chat = [{"role": "user", "content": "1+1="}]
+    ids = reference.encode(reference.render_chat(chat))
+    assert first.content == TokenIds(tuple(ids))
+    done = await episode.step(action("2"))
+    assert done.metrics == {
+        "scores": 1.0, "room": min(24, 64 - len(ids)), "temperature": 0.5, "eos": eos, "pad": eos,
+        "size": reference.vocabulary_size, "same": True, "named": True, "back": True,
+    }  # fmt: skip
+    steps = make("Steps")
+    await steps.reset(task)
+    done = await steps.step(action("2"))
+    assert (done.reward, done.metrics["scores"]) == (24, 0.5)
 
 
 def test_a_missing_library_is_named_with_its_extra() -> None:

@@ -36,6 +36,8 @@ class EnvironmentSpec:
     date: str = ""
     """`data.date` of the recipe, for their chat templates."""
     max_context_tokens: int = 0
+    max_new_tokens: int = 0
+    temperature: float = 1.0
 
     @classmethod
     def from_config(cls, recipe: Config, *, directory: Path) -> EnvironmentSpec:
@@ -63,6 +65,8 @@ class EnvironmentSpec:
             model=recipe.model.source,
             date=recipe.data.date,
             max_context_tokens=recipe.model.max_context_tokens,
+            max_new_tokens=recipe.sampling.max_new_tokens,
+            temperature=recipe.sampling.temperature,
         )
 
 

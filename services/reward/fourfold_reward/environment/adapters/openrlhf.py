@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import functools
 import inspect
 import sys
 import types
 from collections.abc import Awaitable, Mapping
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fourfold.errors import FourfoldError
+from fourfold.model import folder as model_folder
 from fourfold_reward import openrlhf_modules
 from fourfold_reward.environment.adapters import Factory
 from fourfold_reward.environment.protocol import Action, Done, Observation, RawText, Task, TokenIds
 from fourfold_reward.environment.spec import EnvironmentSpec, load_object
 from fourfold_reward.loader import VerifierError
-
-if TYPE_CHECKING:
-    from fourfold.model.tokenizer import Tokenizer
 
 _AGENT_MODULE: Final = "openrlhf.utils.agent"
 
@@ -105,10 +104,10 @@ def load(spec: EnvironmentSpec) -> Factory:
         instance: Any = getattr(found(**spec.options), "agent_instance_cls", None)
         if instance is None:
             raise VerifierError(f"{spec.source} defines neither execute nor an AgentInstance")
-        return Factory(make=lambda: InstanceEpisode(instance), wants_text=True)
+        return Factory(make=lambda: InstanceEpisode(instance, spec), wants_text=True)
     if not hasattr(found, "step"):
         raise VerifierError(f"{spec.source} is {found!r:.100}; name the AgentInstance or the AgentExecutor of the file")
-    return Factory(make=lambda: InstanceEpisode(found, spec.options), wants_text=True)
+    return Factory(make=lambda: InstanceEpisode(found, spec, spec.options), wants_text=True)
 
 
 def _provide_modules() -> None:
@@ -120,17 +119,18 @@ def _provide_modules() -> None:
     sys.modules[_AGENT_MODULE] = module
 
 
-def _sampling_params() -> SimpleNamespace:
+def _sampling_params(spec: EnvironmentSpec) -> SimpleNamespace:
     # Attributes of vLLM's SamplingParams that agent files read. The recipe decides about the distribution.
     return SimpleNamespace(
-        temperature=1.0, top_p=1.0, top_k=-1, max_tokens=None, min_tokens=1, logprobs=None, stop=None, seed=None
-    )
+        temperature=spec.temperature, max_tokens=spec.max_new_tokens,
+        n=1, top_p=1.0, top_k=-1, min_p=0.0, min_tokens=0, logprobs=None, stop=None, seed=None,
+    )  # fmt: skip
 
 
 class InstanceEpisode:
     """One episode of an `AgentInstance`."""
 
-    def __init__(self, cls: Any, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(self, cls: Any, spec: EnvironmentSpec, options: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Make the file's object. `reset` finishes an `async def __init__`, as OpenRLHF's README has it."""
         self._starting: Awaitable[None] | None = None
         if inspect.iscoroutinefunction(getattr(cls, "__init__", None)):  # Python refuses to call such a class
@@ -138,6 +138,7 @@ class InstanceEpisode:
             self._starting = self._instance.__init__(**options)
         else:
             self._instance = cls(**options)
+        self._spec = spec
         self._label: Any = ""
         self._text = ""
         self._reward = 0.0
@@ -159,7 +160,7 @@ class InstanceEpisode:
             "observation_text": self._text,
             "action_text": action.text,
             "label": self._label,
-            "sampling_params": _sampling_params(),
+            "sampling_params": _sampling_params(self._spec),
         }
         result = await _value(self._instance.step(states))
         self._reward += float(result["rewards"])
@@ -194,7 +195,7 @@ class ExecutorEpisode:
         work = self._executor.execute(
             task.text,
             _label(task),
-            _sampling_params(),
+            _sampling_params(self._spec),
             self._spec.max_context_tokens,
             _Tokenizer(self._spec.model, date=self._spec.date),
             SimpleNamespace(generate=self._generate),
@@ -242,36 +243,41 @@ class ExecutorEpisode:
 
 
 class _Tokenizer:
-    """The parts of Hugging Face's tokenizer that agent files call."""
+    """The tokenizer of transformers, read at the first use: many agent files tokenize nothing."""
 
     def __init__(self, source: str, *, date: str) -> None:
-        """Take `data.date` and `model.source`, which is read at the first call: many agent files tokenize nothing."""
+        """Take `model.source`, and `data.date`, which chat templates write."""
         self._source, self._date = source, date
 
     @functools.cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self) -> Any:
         try:
-            from fourfold.model.tokenizer import Tokenizer
-
-            return Tokenizer.load(self._source, date=self._date)
+            import transformers
         except ImportError:
             raise ImportError("this file uses the tokenizer: pip install 'fourfold-reward[openrlhf]'") from None
-        except FourfoldError as error:
-            raise ImportError(f"model.source = {self._source!r} cannot be read here: {error.message}") from None
+        try:
+            # Not AutoTokenizer: its classes for single models may change what tokenizer.json says.
+            return transformers.PreTrainedTokenizerFast.from_pretrained(model_folder.resolve(self._source))
+        except (FourfoldError, OSError, ValueError) as error:
+            raise ImportError(
+                f"model.source = {self._source!r} has no tokenizer that can be read here: {error}"
+            ) from None
 
-    def __call__(self, text: str, add_special_tokens: bool = True, return_tensors: str | None = None, **_: Any) -> Any:
-        ids = self.encode(text, add_special_tokens=add_special_tokens)
-        if return_tensors is None:
-            return {"input_ids": ids}
-        import numpy as np
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # such as those that copy and hash look for
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
 
-        return {"input_ids": np.array([ids], np.int64)}
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._tokenizer(*args, **options)
 
-    def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
-        return self._tokenizer.encode(text, add_special=add_special_tokens)
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        """Render with the date of the run: transformers gives templates the clock."""
+        fixed = {"strftime_now": datetime.datetime.fromisoformat(self._date).strftime} if self._date else {}
+        return self._tokenizer.apply_chat_template(*args, **{**fixed, **options})
 
-    def decode(self, token_ids: Any, **_: Any) -> str:
-        return self._tokenizer.decode([int(i) for i in token_ids])
+    def __len__(self) -> int:
+        return len(self._tokenizer)
 
 
 def _label(task: Task) -> Any:

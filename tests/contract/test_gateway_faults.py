@@ -25,12 +25,14 @@ from fourfold.errors import (
     WrongState,
 )
 from fourfold.model.tokenizer import Tokenizer
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.security.principal import LOCAL_AGENT
 from fourfold_rollout.gateway import coordinator_link, core, sessions
 from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.store import StoredSession
 from tests.contract.test_gateway import USER, Gateway, running_gateway
 from tests.fakes.stage import until
+from tests.fakes.toy_rollout import FakeRollout
 
 
 @pytest.fixture
@@ -444,3 +446,42 @@ async def test_all_old_sessions_are_pruned_at_once(gateway: Gateway, monkeypatch
         await gateway.close(f"s{number}", abandon_reason="DONE")
     await gateway.core.sessions.prune()
     assert [await gateway.store.load_session(f"s{number}") for number in range(5)] == [None] * 5
+
+
+@pytest.mark.parametrize("hostile", ["", "../s", "a/b", "a b", "s\n", "s\x00", "\u00e9", "x" * 129, "s;drop"])
+async def test_ids_of_agents_that_are_no_ids_are_refused(gateway: Gateway, hostile: str) -> None:
+    """They are in URLs, in the names of samples, and in log lines."""
+    for request in (
+        pb.OpenSessionRequest(session_id=hostile),
+        pb.OpenSessionRequest(session_id="s", own_group=pb.OwnGroup(key=hostile)),
+    ):
+        with pytest.raises(InvalidInput, match="must be 1 to 128 characters"):
+            await gateway.call("OpenSession", request)
+    assert not gateway.core.sessions.live and not gateway.run.joined
+    await gateway.open("s", own_group=pb.OwnGroup(key="k"))
+    if hostile:
+        with pytest.raises(InvalidInput, match="request_id is"):
+            await gateway.turn([USER], request_id=hostile)
+        with pytest.raises(NotFound):
+            await gateway.turn([USER], hostile)
+    assert not gateway.engine.requests
+
+
+async def test_reasoning_is_parsed_without_tools_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[tuple[str, str]] = []
+
+    async def parse(_: Any, request: Any, context: Any) -> rollout.ParseCompletionResponse:
+        parsed.append((request.text, request.tools_json))
+        return rollout.ParseCompletionResponse(content="2", reasoning="1")
+
+    monkeypatch.setattr(FakeRollout, "ParseCompletion", parse)
+    async with running_gateway(tmp_path) as gateway:
+        await gateway.open()
+        (info,) = (engine.info for engine in gateway.engines.usable)
+        assert info is not None
+        (plain,) = await gateway.turn([USER])
+        info.reasoning_parser = "deepseek_r1"
+        (chunk,) = await gateway.turn([USER])
+    assert (plain.message.content, plain.message.reasoning) == ("12", "")
+    assert (chunk.message.content, chunk.message.reasoning) == ("2", "1")
+    assert [text for text, _ in parsed] == ["12"]

@@ -31,9 +31,12 @@ async def test_a_prompt_that_cannot_fit_the_context_is_refused_by_its_size(gatew
     chat = pb.Chat(messages=[pb.Message(role="user", content=large)])
     for name, request in (
         ("Tokenize", pb.TokenizeRequest(text=large)),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[1] * (1 << 17))),
         ("ApplyChatTemplate", pb.ApplyChatTemplateRequest(chat=chat)),
     ):
-        with pytest.raises(InvalidInput, match=r"has 131\d+ bytes, and at most 65536 are encoded for a context of 64"):
+        with pytest.raises(
+            InvalidInput, match=r"131\d+ (bytes|token ids).* at most 65536 are (encoded for a context of 64|decoded)"
+        ):
             await gateway.call(name, request)
     short = pb.Chat(messages=[pb.Message(role="user", content="2+2?")] * 65)
     ids = pb.TokenIds(ids=[1] * 64)

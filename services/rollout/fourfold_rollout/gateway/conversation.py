@@ -18,6 +18,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -200,15 +201,21 @@ class ChatTemplate:
         reply = pb.Message(role="assistant", content="y", reasoning="z")
         question = pb.Message(role="user", content="x")
         messages = [self.entry(message).rendered for message in (question, reply, question)]
-        for tools in ([], self.tools([pb.Tool(name="t", parameters_json="{}")])):
-            for chat in (messages[:1], messages):
-                try:
-                    plain = self.tokenizer.render_chat(chat, tools=tools)
-                    if self.tokenizer.render_chat(chat, tools=tools, variables=variables) != plain:
-                        return False
-                except InvalidInput:  # the template takes no such chat, or not these variables
-                    return False
-        return True
+        tools = self.tools([pb.Tool(name="t", parameters_json="{}")])
+
+        def render(values: Mapping[str, Any]) -> list[str]:
+            chats = product(([], tools), (messages[:1], messages))
+            return [self._render_or_explain(chat, offered, values) for offered, chat in chats]
+
+        return render(variables) == render({})
+
+    def _render_or_explain(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        try:
+            return self.tokenizer.render_chat(messages, tools=tools, variables=variables)
+        except InvalidInput as error:  # not every template takes tools
+            return error.message
 
     def _end_of_reply(self) -> str | None:
         """Return what the template writes after the content of the last reply; None if that cannot be found."""

@@ -235,9 +235,12 @@ class GatewayCore:
 
     async def detokenize(self, caller: Caller, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         size = self._tokenizer.vocabulary_size
-        if (wrong := next((i for i in request.token_ids if not 0 <= i < size), None)) is not None:
-            raise InvalidInput(f"token id {wrong} is outside the vocabulary [0, {size})")
+        count, most = len(request.token_ids), self._encoder.limits.text_bytes  # as many as Tokenize can return
+        if count > most:
+            raise InvalidInput(f"{count} token ids; at most {most} are decoded in one call: send them in parts")
         ids = list(request.token_ids)
+        if wrong := [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < size]:
+            raise InvalidInput(f"token id {wrong[0]} is outside the vocabulary [0, {size})")
         if len(ids) <= _FEW_TOKENS:  # a thread would take longer
             return pb.DetokenizeResponse(text=self._tokenizer.decode(ids))
         return pb.DetokenizeResponse(text=await asyncio.to_thread(self._tokenizer.decode, ids))

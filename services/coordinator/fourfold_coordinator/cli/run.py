@@ -235,8 +235,6 @@ class RunCommand:
         if self._args.resume is None and (folder := free_name(self._run_dir)) != self._run_dir:
             lines += [f"No step was done. Its logs are in {folder}; correct the cause, and start it again."]
         else:
-            if words := self._fleet.assignments():
-                lines += [f"{folder / CONFIG_FILE} is as it was, without {', '.join(words)}."]
             lines += [self.next_command()]
         print("\n".join(lines).replace(f"{self._run_dir}/", f"{folder}/"), file=sys.stderr)
 
@@ -277,8 +275,9 @@ class RunCommand:
 
     def next_command(self) -> str:
         """Return how to go on after a stop."""
-        stop = describe_stop(self._run_dir, last_progress(self._run_dir))
-        return f"{stop.resumption}: {stop.command}"
+        stop, pending = describe_stop(self._run_dir, last_progress(self._run_dir)), self._fleet.assignments()
+        kept = f"{self._run_dir / CONFIG_FILE} is as it was, without {', '.join(pending)}. " if pending else ""
+        return f"{kept}{stop.resumption}: {stop.command}"
 
 
 def make_launcher(args: argparse.Namespace, config: Config, run_dir: Path, *, evaluate: bool = False) -> Launcher:

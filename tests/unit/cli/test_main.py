@@ -99,7 +99,11 @@ def test_service_without_its_libraries_names_them(
     assert "needs the module 'vllm', which is not installed; pip install fourfold-rollout" in capsys.readouterr().err
 
 
-def test_serve_hands_its_arguments_to_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_hands_its_arguments_to_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "runs" / "quickstart"
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.toml").write_text('[data]\ndate = "2020-02-03"\n')
     seen: list[ServeOptions] = []
 
     class Entry:
@@ -127,6 +131,8 @@ def test_serve_hands_its_arguments_to_the_service(monkeypatch: pytest.MonkeyPatc
     assert reward.config.name == "quickstart"
     assert (trainer.member_id, trainer.run_dir, trainer.listen) == ("trainer-0", Path("/tmp/x"), "127.0.0.1:0")
     assert coordinator.run_dir == Path("runs/quickstart")
+    dates = [options.config.data.date[:10] for options in seen]
+    assert dates[0] == dates[2] == "2020-02-03" < dates[1], "that of the run, or now"
 
 
 @pytest.mark.parametrize(("role", "first"), [("rollout", str(Path(sys.executable).parent)), ("coordinator", "/bin")])

@@ -64,10 +64,18 @@ def explain_no_space(text: str, folder: Path) -> str:
 
 
 def make_private_folder(folder: Path, *, exist_ok: bool = True) -> None:
-    """Make a folder that only this user can enter; its parents have the usual rights. One that exists keeps its own."""
-    with suppress(FileExistsError):  # or it is a file, which the next line refuses
-        folder.parent.mkdir(parents=True)
-    folder.mkdir(mode=0o700, exist_ok=exist_ok)
+    """Make a folder that only this user can enter; its parents have the usual rights. One that exists keeps its own.
+
+    Raises ConfigError: it cannot be made. FileExistsError: it exists, without `exist_ok`.
+    """
+    try:
+        with suppress(FileExistsError):  # or it is a file, which the next line refuses
+            folder.parent.mkdir(parents=True)
+        folder.mkdir(mode=0o700, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        raise ConfigError(f"{folder}: cannot make the folder of the run ({error.strerror})") from None
 
 
 def append_lines(path: Path, lines: bytes | bytearray, *, sync: bool = False) -> None:

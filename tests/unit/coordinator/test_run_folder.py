@@ -41,6 +41,9 @@ def test_the_folder_of_a_run_is_private(tmp_path: Path, config: Config) -> None:
     make_private_folder(by_hand)
     assert stat.S_IMODE(by_hand.stat().st_mode) == 0o750, "its user may open it"
     (tmp_path / "file").touch()
+    for wrong in (tmp_path / "file", tmp_path / "file" / "demo", Path("/proc/none/demo")):
+        with pytest.raises(ConfigError, match=f"{wrong}: cannot make the folder of the run"):
+            make_private_folder(wrong)
     with pytest.raises(ConfigError, match="cannot make the folder of the run"):
         make_run_dir(config, "demo", tmp_path / "file")
 

@@ -62,7 +62,7 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
     options, config = host.options, host.options.config
     folder = (options.run_dir or Path("runs") / config.name) / "gateway" / options.member_id
     _log.info("gateway started: folder=%s sqlite=%s", folder, sqlite3.sqlite_version)
-    with suppress(OSError):  # the store has the message
+    with suppress(ConfigError):  # the store has the message
         make_private_folder(folder.parent.parent)
     store = SessionStore(folder)
     engines = EnginePool(

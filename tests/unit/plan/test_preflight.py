@@ -73,11 +73,15 @@ def test_the_plan_says_what_was_read(folder: Path) -> None:
 
 def test_the_plan_says_which_date_the_template_writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_check, "chat_template", lambda _: "{{ strftime_now('%d %b %Y') }}")
-    assert check(folder, 'data.date="2026-11-28"').notes["data"][0] == (
-        "The chat template writes the date, here of 2026-11-28 (data.date)."
-    )
-    assert check(folder).notes["data"][0].endswith("(a run has that of its beginning, data.date is another).")
-    assert len(check(folder, "data.chat=false").notes["data"]) == 1
+
+    def notes(*assignments: str) -> list[str]:
+        found = Preflight(configuration.load(folder / "recipe.toml", assignments))
+        data_check.check_data(found)
+        return found.notes["data"]
+
+    assert notes('data.date="2026-11-28"')[0] == "The chat template writes the date, here of 2026-11-28 (data.date)."
+    assert notes()[0].endswith("(a run has that of its beginning, data.date is another).")
+    assert len(notes("data.chat=false")) == 1
 
 
 def test_the_plan_says_how_often_each_source_is_drawn(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,12 @@ from fourfold.errors import Unavailable
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
+from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold_coordinator.routing.registry import Member, MemberChange
 from fourfold_coordinator.routing.replica import Replica
-from tests.fakes.stage import Stage, check_books
+from tests.fakes.stage import Stage, check_books, successor, until
 from tests.fakes.toy_rollout import FakeRollout
+from tests.fakes.toy_trainer import FakeTrainer
 
 SLEEP = {"gpus_per_replica": 1, "sleep_mode": True, "replicas": 2}
 CLOSED_SECONDS = 0.6
@@ -95,3 +98,46 @@ async def test_an_engine_that_leaves_while_the_trainer_looks_at_the_probe(make_s
 
     stage.trainer.on_probe = leave
     await check_goes_on(stage)
+
+
+class SpotTrainer(FakeTrainer):
+    """Leaves once, at one moment of publishing, as after SIGTERM: the call in flight still gets its answer."""
+
+    moment, version_then = "", 0
+    left = False
+
+    async def at(self, moment: str) -> None:
+        if moment == self.moment and self.version == self.version_then and not self.left:
+            await self.leave()
+            self.left = True
+
+    async def MakeOffer(self, request: weight.MakeOfferRequest, context: Any) -> weight.MakeOfferResponse:
+        await self.at("offer")
+        return await super().MakeOffer(request, context)
+
+    async def OpenWeights(self, request: weight.OpenWeightsRequest, context: Any) -> weight.OpenWeightsResponse:
+        await self.at("open")
+        return await super().OpenWeights(request, context)
+
+    async def SendWeights(self, request: weight.SendWeightsRequest, context: Any) -> weight.SendWeightsResponse:
+        await self.at("send")
+        return await super().SendWeights(request, context)
+
+
+@pytest.mark.parametrize(("moment", "version"), [("offer", 1), ("open", 1), ("describe", 3), ("send", 3)])
+async def test_a_trainer_that_leaves_while_it_publishes_is_waited_for(
+    make_stage: Callable[..., Stage], moment: str, version: int
+) -> None:
+    stage = make_stage(steps=4)
+    trainer = SpotTrainer("trainer-0", stage.config)
+    stage.trainer, trainer.moment, trainer.version_then = trainer, moment, version
+    stage.rollouts[0].on_describe = lambda: trainer.at("describe")
+    await stage.start()
+    await until(lambda: trainer.left)
+    await asyncio.sleep(0.3)
+    await trainer.kill()
+    stage.trainer = successor(trainer)
+    await stage.trainer.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.report()["restarts"] == {"trainer-0": 1}

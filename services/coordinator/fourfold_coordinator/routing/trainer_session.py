@@ -79,12 +79,13 @@ class TrainerSession:
         """
         return await self._repeat(name, work)
 
-    async def try_once(self, work: Callable[[Replica], Awaitable[T]]) -> T:
-        """Make one try of a call that must not be repeated; raise TrainerRestarted when the process is new."""
+    def present(self) -> Replica | None:
+        """Return the trainer, for calls that must not be repeated; None while it has left.
+
+        Raises TrainerRestarted when the process is new.
+        """
         replicas = self._router.replicas(Role.ROLE_TRAINER)
-        if not replicas:
-            raise Unavailable("no trainer is registered")
-        return await replicas[0].call(work(self._check_incarnation(replicas[0])))
+        return self._check_incarnation(replicas[0]) if replicas else None
 
     async def wait_until_idle(self) -> pb.TrainerStatus:
         """Wait until the trainer has ended the call of an earlier coordinator; return its status.
@@ -115,8 +116,7 @@ class TrainerSession:
 
     def check_process(self) -> None:
         """Raise TrainerRestarted when the registered trainer is a new process."""
-        for replica in self._router.replicas(Role.ROLE_TRAINER)[:1]:
-            self._check_incarnation(replica)
+        self.present()
 
     async def raise_policy_version(self, version: int) -> int:
         """Raise the policy version of the trainer's present weights; return the new one."""

@@ -107,14 +107,19 @@ async def call_all(
 
 def _only_consequences(tasks: Sequence[asyncio.Future[Any]]) -> bool:
     """Return whether tasks have failed, and each of them because of a member whose own error is not known yet."""
-    errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    errors = [_cause(task.exception()) for task in tasks if task.done() and not task.cancelled()]
     known = [error for error in errors if error is not None]
     return bool(known) and all(isinstance(error, FourfoldError) and error.reason in CONSEQUENCES for error in known)
 
 
 def service_error(task: asyncio.Future[Any]) -> FourfoldError | None:
     """Return a task's error; None when it succeeded or was cancelled. Re-raise errors that no service caused: bugs."""
-    error = None if task.cancelled() else task.exception()
+    error = _cause(None if task.cancelled() else task.exception())
     if error is None or isinstance(error, FourfoldError):
         return error
     raise error
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """Return the trainer's own error, when the trainer's call is what failed."""
+    return error.trainer if isinstance(error, UpdateFailed) else error

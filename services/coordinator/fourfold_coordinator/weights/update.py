@@ -25,7 +25,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -40,7 +40,7 @@ from fourfold.weights.digest import differing_tensors, digest_of, join_names
 from fourfold.weights.manifest import Manifest
 
 from ..routing.replica import INFO_SECONDS, Replica, ReplicaKey
-from ..routing.trainer_session import TrainerRestarted, TrainerSession
+from ..routing.trainer_session import TrainerSession
 from . import status
 from .backends import BackendGroup, group_by_backend, host_of
 from .fan_out import DescribedEngine, UpdateFailed, call_all, service_error
@@ -237,7 +237,7 @@ class WeightUpdater:
         timeout = self._weights.timeout_seconds
 
         async def open_trainer() -> None:
-            await self._session.try_once(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
+            await self._ask_trainer(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
             self._status.mark_done(self._session.name)
 
         await call_all(self._open_calls(offers), trainer=open_trainer())
@@ -298,7 +298,22 @@ class WeightUpdater:
         async def host(replica: Replica) -> str:
             return host_of(replica)
 
-        return await self._session.try_once(host)
+        return await self._ask_trainer(host)
+
+    async def _ask_trainer(self, work: Callable[[Replica], Awaitable[T]]) -> T:
+        """Make one try of a call of the trainer, which may leave at any time.
+
+        Raises:
+            UpdateFailed: the trainer is to blame; whoever runs updates waits for it, and tries again.
+            TrainerRestarted: the trainer is a new process.
+        """
+        replica = self._session.present()
+        if replica is None:
+            raise UpdateFailed({}, Unavailable("no trainer is registered"))
+        try:
+            return await replica.call(work(replica))
+        except FourfoldError as error:
+            raise UpdateFailed({}, error) from error
 
     async def _get_layout(self) -> weight.GetManifestResponse:
         """Return the trainer's manifest, host and GPUs, which are constant for one trainer process."""
@@ -310,22 +325,17 @@ class WeightUpdater:
         return self._layout[1]
 
     async def _make_offers(self, group: BackendGroup, index: int, host: str) -> list[bytes]:
-        try:
-            return await self._session.try_once(
-                lambda r: r.weights.make_offer(
-                    epoch=self._epoch,
-                    backend=group.backend,
-                    receiver_count=group.receiver_count,
-                    group=index,
-                    host=host,
-                    interface=self._weights.interface,
-                    timeout=self._weights.timeout_seconds,
-                )
+        return await self._ask_trainer(
+            lambda r: r.weights.make_offer(
+                epoch=self._epoch,
+                backend=group.backend,
+                receiver_count=group.receiver_count,
+                group=index,
+                host=host,
+                interface=self._weights.interface,
+                timeout=self._weights.timeout_seconds,
             )
-        except TrainerRestarted:
-            raise
-        except FourfoldError as error:
-            raise UpdateFailed({}, error) from error
+        )
 
     # -- transfer -------------------------------------------------------------------------------------------------
 
@@ -342,7 +352,7 @@ class WeightUpdater:
 
         async def send() -> None:
             with self._timer.measure(m.SEND_SECONDS):
-                response = await self._session.try_once(
+                response = await self._ask_trainer(
                     lambda r: r.weights.send(
                         epoch=epoch, policy_version=version, skip_sums=skip, timeout=_seconds_until(end)
                     )
@@ -486,14 +496,15 @@ class WeightUpdater:
 
         async def abort_trainer() -> None:
             if trainer:
-                await self._session.try_once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
+                await self._ask_trainer(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
 
         trainer_result, *engine_results = await asyncio.gather(
             abort_trainer(), *(self._abort_engine(engine) for engine in engines), return_exceptions=True
         )
         self._status.end_update()
-        if isinstance(trainer_result, FourfoldError) and not isinstance(trainer_result, StaleEpoch | Unavailable):
-            log.warning("trainer did not abort the update error=%s", trainer_result)
+        refusal = trainer_result.trainer if isinstance(trainer_result, UpdateFailed) else None
+        if refusal is not None and not isinstance(refusal, StaleEpoch | Unavailable):
+            log.warning("trainer did not abort the update error=%s", refusal)
         for error in engine_results:
             if error is not None:
                 raise error

@@ -14,7 +14,7 @@ ANSWER_VALUE: Final = "answer_value"
 """Metadata field with the reference answer of a row that has another JSON value than a text."""
 
 # Full-width forms, which models write between East Asian characters, and the minus sign of mathematics.
-_PLAIN: Final = str.maketrans("０１２３４５６７８９．，－−", "0123456789.,--")  # noqa: RUF001
+_PLAIN: Final = {ord(c) + 0xFEE0: c for c in "0123456789.,-"} | {0x2212: "-"}
 # A minus with a space behind it is a sign where no operand can stand before it. At the beginning of a later line it is
 # the mark of a list.
 _SPACED_MINUS: Final = re.compile(r"(\A\s*|[=:,;({\[$*>][ \t]*|\b(?:is|are|equals)[ \t]+)-[ \t]+(?=\.?[0-9])")
@@ -25,13 +25,15 @@ _EXPONENT: Final = r"[+-]?[0-9]{1,9}(?!\.?[0-9])"
 _NUMBER: Final = re.compile(
     r"(?P<digits>(?:(?<![A-Za-z0-9_.)\]])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+))"
     rf"(?:[eE](?P<exponent>{_EXPONENT})"
-    rf"| ?(?:[*×xX]|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?(?:(?P<power>{_EXPONENT})|\{{(?P<braced>{_EXPONENT})\}}))?"  # noqa: RUF001
+    rf"| ?(?:[*\u00d7xX]|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?(?:(?P<power>{_EXPONENT})|\{{(?P<braced>{_EXPONENT})\}}))?"
 )
 _SCIENTIFIC: Final = re.compile(rf"(?<![A-Za-z0-9_.,])[0-9]+(?:\.[0-9]+)?[eE]{_EXPONENT}(?![A-Za-z])")
 _BRACE: Final = re.compile(r"(?P<box>\\boxed\s*\{)|\\.|[{}]", re.DOTALL)
 _HASHES: Final = "####"
 _TAG: Final = r"(?:think|thinking|thought|reasoning|seed:think)>"
-_REASONING: Final = re.compile(rf"(?P<opens><{_TAG}|\[THINK\]|◁think▷)|</{_TAG}|\[/THINK\]|◁/think▷", re.IGNORECASE)
+_REASONING: Final = re.compile(
+    rf"(?P<opens><{_TAG}|\[THINK\]|\u25c1think\u25b7)|</{_TAG}|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE
+)
 _MAX_ZEROS: Final = 1000  # a number with more of them is written with an exponent
 
 

@@ -16,6 +16,8 @@ from fourfold.sandbox.policy import MAX_THREADS, Policy, SandboxUnavailable
 
 _FIRST_USER: Final = 1 << 30  # above those of people, services and containers
 _CAPABILITY_VERSION: Final = 0x20080522
+_PR_SET_SECUREBITS: Final = 28
+_NO_SETUID_FIXUP: Final = 1 << 2
 _CAP_SYS_ADMIN: Final = 21
 _CAP_SYS_RESOURCE: Final = 24
 
@@ -79,6 +81,8 @@ def _limit_threads() -> None:
     """
     if os.geteuid() == 0:
         with contextlib.suppress(OSError):  # a container without so many users: its root is no root for the kernel
+            # access(2) asks for the rights of the real user, and drops the capabilities of one that is not root.
+            ctypes.CDLL(None).prctl(_PR_SET_SECUREBITS, _NO_SETUID_FIXUP, 0, 0, 0)
             os.setresuid(_FIRST_USER + os.getpid(), -1, -1)
             _drop_capabilities()
             return _set(resource.RLIMIT_NPROC, threading.active_count() + MAX_THREADS)

@@ -213,7 +213,7 @@ def test_metadata_is_the_other_columns_and_what_is_in_metadata(tmp_path: Path, l
     ("value", "text"),
     [
         ("['4']", "['4']"),
-        (["Paris", "Île"], '["Paris", "Île"]'),
+        (["Paris", "\u00cele"], '["Paris", "\u00cele"]'),
         ({"a": [1, None]}, '{"a": [1, null]}'),
         (True, "true"),
         (0, "0"),

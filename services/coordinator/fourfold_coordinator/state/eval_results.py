@@ -1,4 +1,4 @@
-"""Defines the result of a held-out set in one evaluation, as the ledger and evaluation.json store it."""
+"""Defines an evaluation and the result of a held-out set in it, as the ledger and evaluation.json store them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from pydantic import TypeAdapter
+
+from fourfold import metrics as m
 
 from .typed_json import Finite, Whole, check, parse
 
@@ -82,6 +84,33 @@ def mean_of_sets(sets: Sequence[SetResult]) -> tuple[float, Interval | None]:
         return mean, None
     below, above = (math.hypot(*side) / len(sets) for side in zip(*distances, strict=True))
     return mean, (mean - below, mean + above)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRow:
+    """One evaluation on the held-out sets."""
+
+    step: Whole
+    score: Finite  # of several sets: the unweighted mean
+    half_width: Finite | None  # of the 95 % interval; None when a single task group of a set was evaluated
+    answer_count: Whole
+    missing_count: Whole  # answers without a score
+    answers: list[dict[str, Any]]  # a few examples of each set
+    sets: tuple[SetResult, ...] = ()  # none: an earlier release wrote the row
+
+    @property
+    def interval(self) -> Interval | None:
+        """The 95 % interval of the score."""
+        return bounds(self.score, self.half_width, mean_of_sets(self.sets)[1] if self.sets else None)
+
+    def scores(self) -> dict[str, tuple[float, Interval | None]]:
+        """Return score and interval by metric: `eval/score`, then `eval/NAME/score` of each set."""
+        sets = {f"eval/{r.name}/score": (r.score, bounds(r.score, r.half_width, r.interval)) for r in self.sets}
+        return {m.EVAL_SCORE: (self.score, self.interval)} | sets
+
+    def set_metrics(self) -> dict[str, float]:
+        """Return the metrics of each held-out set, such as `eval/NAME/score`."""
+        return {f"eval/{result.name}/{key}": value for result in self.sets for key, value in result.metrics().items()}
 
 
 _RESULTS: Final = TypeAdapter(tuple[SetResult, ...])

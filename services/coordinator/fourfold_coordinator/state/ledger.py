@@ -25,11 +25,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from fourfold import metrics as m
 from fourfold.errors import AlreadyExists, NotFound, WrongState
 
-from .eval_results import Interval, SetResult, bounds, check_examples, mean_of_sets, read_results, write_results
-from .typed_json import Finite, Whole, load
+from .eval_results import EvalRow as EvalRow
+from .eval_results import check_examples, read_results, write_results
+from .typed_json import load
 
 # Reasons for which the coordinator itself drops samples.
 TRAINER_RESTORED: Final = "TRAINER_RESTORED"
@@ -159,33 +159,6 @@ class StepRow:
     data_position: int  # prompts drawn up to and including this step
     seconds: float  # from the first prompt to the published weights
     metrics: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class EvalRow:
-    """One evaluation on the held-out sets."""
-
-    step: Whole
-    score: Finite  # of several sets: the unweighted mean
-    half_width: Finite | None  # of the 95 % interval; None when a single task group of a set was evaluated
-    answer_count: Whole
-    missing_count: Whole  # answers without a score
-    answers: list[dict[str, Any]]  # a few examples of each set
-    sets: tuple[SetResult, ...] = ()  # none: an earlier release wrote the row
-
-    @property
-    def interval(self) -> Interval | None:
-        """The 95 % interval of the score."""
-        return bounds(self.score, self.half_width, mean_of_sets(self.sets)[1] if self.sets else None)
-
-    def scores(self) -> dict[str, tuple[float, Interval | None]]:
-        """Return score and interval by metric: `eval/score`, then `eval/NAME/score` of each set."""
-        sets = {f"eval/{r.name}/score": (r.score, bounds(r.score, r.half_width, r.interval)) for r in self.sets}
-        return {m.EVAL_SCORE: (self.score, self.interval)} | sets
-
-    def set_metrics(self) -> dict[str, float]:
-        """Return the metrics of each held-out set, such as `eval/NAME/score`."""
-        return {f"eval/{result.name}/{key}": value for result in self.sets for key, value in result.metrics().items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.coordinator.v1.experience_service_pb2 import LeasedTask
 from fourfold.errors import InvalidInput
 from fourfold.model.chat import read_messages, read_tools
 from fourfold.model.tokenizer import Tokenizer
+from fourfold_rollout.gateway import core
 from fourfold_rollout.gateway.conversation import ChatTemplate
 from fourfold_rollout.gateway.encoding import PromptLimits
 from tests.support.chat_templates import write_tokenizer
@@ -197,6 +199,12 @@ def test_rows_and_requests_are_rendered_as_transformers_renders_them(tmp_path: P
                 count = sum(i in special for i in tokenizer.encode(tokenizer.render_chat(plain)))
                 assert sum(i in special for i in found[1]) == count, shape
     assert len(SHAPES) >= 24 and len(CHATS) == 9 and refused < len(SHAPES)
+
+
+@pytest.mark.parametrize("name", [name for name in CHATS if name not in SHOWS_TOOLS] + ["results"])
+def test_an_agent_gets_the_messages_of_a_row_with_calls_and_results(name: str) -> None:
+    task = core._agent_task(LeasedTask(messages_json=json.dumps(read_messages(CHATS[name][1]))))
+    assert list(task.messages) == list(request(name).messages)
 
 
 @pytest.mark.parametrize(

@@ -524,5 +524,15 @@ def _agent_task(task: experience.LeasedTask) -> pb.Task:
     )
     messages = json.loads(task.messages_json) if task.messages_json else []
     for message in messages:
-        result.messages.add(role=str(message.get("role", "")), content=str(message.get("content", "")))
+        added = result.messages.add(
+            role=str(message.get("role", "")),
+            content=str(message.get("content") or ""),
+            name=str(message.get("name", "")),
+            tool_call_id=str(message.get("tool_call_id", "")),
+            reasoning=str(message.get("reasoning_content", "")),
+        )
+        for call in message.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            added.tool_calls.add(id=call.get("id", ""), name=name, arguments_json=text)
     return result

@@ -254,13 +254,18 @@ def test_held_out_prompts_that_are_trained_and_evaluations_that_never_come_are_w
 
 
 def test_a_verifier_without_the_answers_that_it_needs_is_refused(folder: Path) -> None:
-    write_rows(folder, [{"question": "1+1?", "level": 3}, {"question": "1+2?", "answer": " ", "level": 3}])
+    write_rows(folder, [{"question": "1+1?", "tested": "assert f()"}, {"question": "1+2?", "answer": ""}])
     for name in ("exact_match", "last_number", "math_verify"):
         with pytest.raises(
             ConfigError, match=rf"'{name}' needs a reference answer.*and no row of the training data has"
         ):
             check(folder, f"reward.function={name}")
     assert check(folder, "reward.function=mine.py:reward").warnings == []
+    code = ("reward.function=code_tests", "reward.evaluate_text=true")
+    with pytest.raises(ConfigError, match=r"'code_tests' needs a reference answer"):
+        check(folder, *code)
+    (warning,) = check(folder, *code, "reward.options={field='tested'}").warnings
+    assert warning.startswith("1 of 2 rows of the training data have no reference answer, which code_tests needs")
     write_rows(folder, [{"question": "1+1?", "answer": "two"}, {"question": "1+2?", "answer": "3"}])
     assert check(folder, "reward.function=exact_match").warnings == []
     (warning,) = check(folder, "reward.function=last_number").warnings

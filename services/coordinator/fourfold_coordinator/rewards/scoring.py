@@ -201,7 +201,10 @@ def check_scorers(config: Config, tables: Sequence[RewardConfig], prompts: Promp
 def _lacks_answer(table: RewardConfig, prompt: Prompt) -> bool:
     if table.function == "last_number":
         return find_last_number(prompt.answer) is None
-    return table.function in ANSWER_VERIFIERS and not prompt.answer.strip()
+    if table.function not in (*ANSWER_VERIFIERS, "code_tests") or prompt.answer.strip():
+        return False
+    # The tests of code may stand in a column in place of the answer.
+    return table.function != "code_tests" or not set(json.loads(prompt.metadata_json)) & (table.columns or set())
 
 
 def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:

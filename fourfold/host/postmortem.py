@@ -17,7 +17,7 @@ from fourfold.text import clean, printable
 _TAIL_LINES: Final = 30
 _TAIL_BYTES: Final = 16 << 10
 _MESSAGE_BYTES: Final = 64 << 10  # lines of other processes may follow the message
-_MESSAGE_CHARACTERS: Final = 500
+_MESSAGE_CHARACTERS: Final = 800  # the text of a GPU without memory names each process and key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

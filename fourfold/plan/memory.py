@@ -6,8 +6,9 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                                                 which DeepSpeed gathers for the passes; b for each of a larger layer
                          gradients   4 P        summed in float32, divided by N from stage 2; b P at stage 0
                          optimizer   12 P       divided by N from stage 1: float32 master and both Adam moments (Muon
-                                                has one); with bfloat16 or offloading 4 P more, a flat copy of the
-                                                gradients for the update
+                                                has one); with bfloat16 or offloading 4 P more for the update, a flat
+                                                copy of the gradients; on a GPU it comes when the activations are
+                                                gone, and the larger of both counts, in `activations`
                          activations of one micro-batch, kept for the backward pass, divided by
                                      trainer.sequence_parallel_size, and its logits
                          average     4 P        with trainer.ema_decay, divided by N from stage 1; in `optimizer`
@@ -28,15 +29,21 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                          KV cache    2 * layers * kv_heads * head_dim * b per token
     reward model         weights     b P        of its own dtype, divided by reward.model.gpus_per_replica
 
-Measured on H100, in GiB; the formulas with the tokens of the largest micro-batch, without "programs":
+Measured on H100 and H200, in GiB; the formulas with the tokens of the largest micro-batch, without "programs":
 
-    trainer of 0.5B, one rank         28.2, by formula 28.7; with Liger 23.2 and 23.7; with checkpointing 12.5 and 14.2
-    trainer of 1.5B, two ranks        with Liger 43.4 and 43.5
+    trainer of 0.5B, one rank         28.2, by formula 26.9; with Liger 23.2 and 21.9; with checkpointing 12.5 and 12.4
+    trainer of 1.5B, two ranks        with Liger 43.4 and 40.6
+    trainer of 7B, Liger              two ranks 108.5 and 104.6; four with checkpointing 42 and 40.9
     7B, hybrid, optimizer offloaded   trainer 17.0 and 15.9; the fullest GPU, with engine and reference, 48.2 and 48.4
 
 Raw: `trainer_speed-*-memory-*` and `step-7b-hybrid-sleep-offload-*` in benchmarks/results.
 
-The column "programs" is the memory that a process holds before it loads a model: interpreter, libraries, threads.
+The column "programs" is the memory that a process holds before it loads a model: interpreter, libraries, threads; on a
+GPU, what it takes besides. 0.43B, hybrid on two H200, Liger, 9 GiB of KV cache; measured per process and by formula:
+
+    tokens of a micro-batch     rank             engine           reference       GPU
+    36,864                      43.1 and 41.2    11.6 and 11.6    4.9 and 4.4     59.2 and 57.3
+    73,728                      75.6 and 73.3    11.6 and 11.6    5.9 and 6.3     92.8 and 91.2
 """
 
 from __future__ import annotations
@@ -68,6 +75,10 @@ _REWARD_PROGRAM: Final = 60 * _MIB
 _GATEWAY_PROGRAM: Final = 140 * _MIB
 _ENVIRONMENT_PROGRAM: Final = 90 * _MIB  # each process; an environment may take more, up to environment.memory_gib
 _COORDINATOR_PROGRAM: Final = 240 * _MIB  # with the launcher and its guard
+# Measured on H100 and H200: memory of a GPU that a process takes besides what it allocates at its peak: the context,
+# and of a rank NCCL's buffers and blocks that the allocator keeps, of an engine its captured graphs.
+_TRAINER_ON_GPU: Final = 4 * GIB
+_OTHERS_ON_GPU: Final = GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,21 +167,25 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
     stage, ranks = config.trainer.zero_stage, config.trainer.ranks
     count = shape.parameter_count if trained is None else trained
     weights = weight_bytes(config, shape)
-    has_copy = config.model.dtype == "bfloat16" or config.trainer.offload != "none"
-    copies = (1 if has_copy else 0) + (1 if config.trainer.ema_decay else 0)
+    shares = ranks if stage >= 1 else 1
+    on_gpu, offloaded = config.trainer.device == "cuda", config.trainer.offload != "none"
+    flat_copy = 4 * count // shares if config.model.dtype == "bfloat16" or offloaded else 0
+    kept = (_master_bytes(config, shape, trained) + (4 * count if config.trainer.ema_decay else 0)) // shares
+    passing = activation_bytes(config, shape) + logits_bytes(config, shape)
     gathered = min(shape.parameter_count, max(_GATHERED_PARAMETERS, shape.largest_block)) if stage == 3 else 0
     gathered *= _bytes_per_weight(config)
     second = weights // config.trainer.zero_hpz_partition_size if config.trainer.zero_hpz_partition_size > 1 else 0
     return MemoryRow(
         role="trainer",
         count=ranks,
-        on_gpu=config.trainer.device == "cuda",
+        on_gpu=on_gpu,
         weights=weights // ranks + second + gathered if stage == 3 else weights,
         gathered=gathered,
         gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_per_weight(config) * count,
-        optimizer=(_master_bytes(config, shape, trained) + 4 * copies * count) // (ranks if stage >= 1 else 1),
-        activations=activation_bytes(config, shape) + logits_bytes(config, shape),
-        programs=_TRAINER_PROGRAM,
+        # The update comes after the passes.
+        optimizer=kept if on_gpu and not offloaded else kept + flat_copy,
+        activations=max(passing, flat_copy) if on_gpu and not offloaded else passing,
+        programs=_TRAINER_ON_GPU if on_gpu else _TRAINER_PROGRAM,
     )
 
 
@@ -249,6 +264,7 @@ def _rollout(config: Config, shape: ModelShape, pool: RolloutPool) -> MemoryRow:
         count=pool.services * max(gpus, 1),
         on_gpu=gpus > 0,
         weights=shape.parameter_count * width // max(gpus, 1),
+        programs=_OTHERS_ON_GPU if gpus else _ROLLOUT_PROGRAM,
     )
     if gpus and not pool.kv_cache_gib:
         return replace(row, share_of_gpu=pool.gpu_memory_utilization)
@@ -256,7 +272,6 @@ def _rollout(config: Config, shape: ModelShape, pool: RolloutPool) -> MemoryRow:
         row,
         activations=layer_bytes_per_token(shape, width) * engine_limits(config, pool).batched_tokens,
         kv_cache=(pool.kv_cache_gib or 1) * GIB,
-        programs=0 if gpus else _ROLLOUT_PROGRAM,
     )
 
 
@@ -274,7 +289,7 @@ def _reference(config: Config, shape: ModelShape) -> MemoryRow:
         weights=weight_bytes(config, shape),
         activations=layer_bytes_per_token(shape, _bytes_per_weight(config)) * config.reference.tokens_per_batch
         + logits_bytes(config, shape),
-        programs=_REFERENCE_PROGRAM,
+        programs=_OTHERS_ON_GPU if config.reference.device == "cuda" else _REFERENCE_PROGRAM,
     )
 
 
@@ -296,7 +311,7 @@ def _reward_model(table: RewardConfig, model: RewardModelConfig) -> MemoryRow:
         on_gpu=model.device == "cuda",
         weights=folder.parameter_count * width // gpus,
         activations=layer * model.tokens_per_batch,
-        programs=_REFERENCE_PROGRAM,
+        programs=_OTHERS_ON_GPU if model.device == "cuda" else _REFERENCE_PROGRAM,
     )
 
 

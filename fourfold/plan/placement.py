@@ -19,8 +19,6 @@ from fourfold.plan.models import ModelSizes, model_sizes
 # A model of this size is worth a warning if every rank holds all of it.
 _LARGE_WEIGHTS: Final = 8 * GIB
 _MOST_RANKS: Final = 4096
-# CUDA context and captured graphs of an engine, and the contexts of the other services: about 1 GiB on an H200.
-_ENGINE_REST: Final = 1 * GIB
 
 
 def gpu_plan(
@@ -108,13 +106,14 @@ def _overlap(config: Config, rows: Sequence[MemoryRow], needed: int, gpu_bytes: 
     )
 
 
-def check_gpu_memory(config: Config, gpu_bytes: int) -> None:
+def check_gpu_memory(config: Config, gpu_bytes: int) -> str:
     """Check that weights, gradients, optimizer and KV caches of services that share a GPU fit on the smallest one.
 
-    Activations are left out: they depend on the samples.
+    Returns a warning if they do not fit together with the activations of full micro-batches, which depend on the
+    samples; else an empty text.
     """
     if not config.placement.colocated:
-        return
+        return ""
     rows = memory_plan(config, model_sizes(config))
     phases = zip(*_bytes_by_gpu(config, rows, only_persistent=True), strict=True)
     for phase, needed in zip(("sampling", "training"), map(max, phases), strict=True):
@@ -129,6 +128,26 @@ def check_gpu_memory(config: Config, gpu_bytes: int) -> None:
             f"gradients, optimizer and KV cache, and has {gpu_bytes / GIB:.1f}; lower {caches}, raise "
             f"trainer.ranks{sleep}, or set placement.colocated = false (`fourfold plan` shows the parts)"
         )
+    if (needed := _fullest(config, rows)) <= gpu_bytes:
+        return ""
+    return (
+        f"A GPU must hold about {needed / GIB:.1f} GiB with full micro-batches, and has {gpu_bytes / GIB:.1f}: it may "
+        f"run out of memory. To prevent it, {memory_advice(config)} (`fourfold plan` shows the parts)."
+    )
+
+
+def memory_advice(config: Config) -> str:
+    """Return the keys that lower the memory of a GPU with a rank of the trainer, with their values."""
+    trainer, colocated = config.trainer, config.placement.colocated
+    found = [f"lower batch.tokens_per_micro_batch = {config.batch.tokens_per_micro_batch}"]
+    if colocated:
+        found += [f"{pool.key('kv_cache_gib')} = {pool.kv_cache_gib}" for pool in config.rollout_pools]
+    if colocated and config.needs_reference and config.reference.device == "cuda":
+        found.append(f"reference.tokens_per_batch = {config.reference.tokens_per_batch}")
+    flags = [] if trainer.gradient_checkpointing else ["trainer.gradient_checkpointing = true"]
+    if colocated and not (config.rollout.sleep_mode or config.asynchrony.max_policy_lag):
+        flags.append("rollout.sleep_mode = true")
+    return " or ".join(found) + (f", or set {' or '.join(flags)}" if flags else "")
 
 
 def memory_warnings(
@@ -243,9 +262,9 @@ def _bytes_by_gpu(config: Config, rows: Sequence[MemoryRow], *, only_persistent:
         is_policy = gpu < config.trainer.ranks
         critics = ["critic"] if not config.critic_apart or not is_policy else []
         trainer = [*(["trainer"] if is_policy else []), *critics] if gpu < config.trainer_processes else []
-        rest = 0 if only_persistent else _ENGINE_REST
-        engine = size(engines[gpu]) + rest if gpu in engines else 0
-        asleep = rest if gpu in engines and config.rollout.sleep_mode else engine
+        engine = asleep = size(engines[gpu]) if gpu in engines else 0
+        if engine and config.rollout.sleep_mode:
+            asleep = 0 if only_persistent else by_role[engines[gpu]].programs
         staying = sum(size(role) for index, role in models if index == gpu)
         sampling = engine + staying + sum(size(role, between_steps=True) for role in trainer)
         result.append((sampling, asleep + staying + sum(size(role) for role in trainer)))

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/troubleshooting.md"
 FOLDERS = ("fourfold", "services")
 # Texts of other programs, in tables whose other texts are Fourfold's.
-FOREIGN = {"CUDA out of memory", "gpu_memory_utilization"}
+FOREIGN = {"gpu_memory_utilization"}
 
 
 def _quoted() -> list[str]:

@@ -85,11 +85,16 @@ def test_missing_certificates_are_named_before_a_folder_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_on_ray_the_same_is_refused_when_it_says_which_gpus_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_ray_the_same_is_refused_when_it_says_which_gpus_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(ray, "RayLauncher", lambda services, **options: given.update(options))
     launcher("ray")
     given["check_gpu"](141 << 30)
+    assert capsys.readouterr().err == ""
+    given["check_gpu"](12 << 30)
+    assert "16.8 GiB with full micro-batches, and has 12.0: it may run out of memory" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"placement.colocated = true: while sampling .* and has 4.0"):
         given["check_gpu"](4 << 30)
 

@@ -88,10 +88,10 @@ def test_engine_and_trainer_that_overlap_on_a_gpu_must_fit(monkeypatch: pytest.M
         return plan(**COLOCATED)
 
     needs = (
-        "Engine and trainer work at the same time: the fullest GPU holds about 16.6 GiB, 9.2 of them the engine (8.0 KV"
+        "Engine and trainer work at the same time: the fullest GPU holds about 19.9 GiB, 10.2 of them the engine (8.0"
     )
     assert needs in on(None) and "Every GPU must have at least that much." in on(None)
-    assert "It fits: this machine's have 20.0." in on(20)
+    assert "It fits: this machine's have 24.0." in on(24)
     assert "It does not fit: this machine's have 15.0. Lower rollout.kv_cache_gib or" in on(15)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from fourfold.config import Config, load
 from fourfold.model.folder import ModelShape
+from fourfold.plan import placement
 from fourfold.plan.batch import batch_plan
 from fourfold.plan.memory import GIB, activation_bytes, checkpoint_bytes, kv_bytes_per_token, memory_plan
 from fourfold.plan.models import ModelSizes, model_sizes
@@ -174,3 +175,65 @@ def test_the_plan_of_the_quickstart_is_near_what_was_measured() -> None:
 def test_reference_is_counted_only_when_it_is_needed() -> None:
     assert "reference" not in [row.role for row in memory_plan(recipe(), SIZES)]
     assert "reference" in [row.role for row in memory_plan(recipe(algorithm={"kl": {"coef": 0.1}}), SIZES)]
+
+
+OF_0_43B = ModelShape(
+    hidden=1024, layers=24, heads=16, kv_heads=8, head_dim=64, intermediate=4096, vocabulary=49_152, tied=True,
+    parameter_count=427_870_208, largest_block=50_331_648,
+)  # fmt: skip
+OF_7B = ModelShape(
+    hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, intermediate=18_944, vocabulary=152_064, tied=False,
+    parameter_count=7_615_616_512, largest_block=544_997_376,
+)  # fmt: skip
+
+
+def hybrid(tokens: int, ranks: int, **trainer: Any) -> Config:
+    return recipe(
+        model={"max_context_tokens": 576, "dtype": "bfloat16"},
+        batch={"prompts_per_step": 64, "group_size": 8, "tokens_per_micro_batch": tokens},
+        sampling={"max_new_tokens": 512},
+        trainer={"device": "cuda", "ranks": ranks, "liger_kernels": True, **trainer},
+        rollout={"replicas": ranks, "gpus_per_replica": 1, "kv_cache_gib": 9, "max_batched_tokens": 16_384},
+        reference={"replicas": ranks, "device": "cuda", "tokens_per_batch": tokens},
+        algorithm={"kl": {"coef": 0.001}},
+        placement={"colocated": True},
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "measured"),
+    [  # GiB of a rank at the peak of its allocator, on H100 and H200
+        (OF_0_43B, hybrid(36_864, 2), 39.22),
+        (OF_0_43B, hybrid(73_728, 2), 71.55),
+        (OF_7B, hybrid(9_216, 2), 108.53),
+        (OF_7B, hybrid(9_216, 4, gradient_checkpointing=True), 42.0),
+        (OF_7B, hybrid(18_432, 2, gradient_checkpointing=True, offload="optimizer"), 17.0),
+    ],
+)
+def test_the_plan_is_within_a_tenth_of_what_ranks_took(shape: ModelShape, config: Config, measured: float) -> None:
+    trainer = memory_plan(config, ModelSizes(policy=shape, critic=shape, adapters=None))[0]
+    assert (trainer.total - trainer.programs) / GIB == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "measured", "whole"),
+    [  # GiB that nvidia-smi shows for the processes of a GPU, and for all of it
+        (36_864, {"trainer": 43.1, "rollout": 11.6, "reference": 4.9}, 59.2),
+        (73_728, {"trainer": 75.6, "rollout": 11.6, "reference": 5.9}, 92.8),
+    ],
+)
+def test_what_shares_a_gpu_takes_what_the_plan_says(
+    tokens: int, measured: dict[str, float], whole: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, sizes = hybrid(tokens, 2), ModelSizes(policy=OF_0_43B, critic=OF_0_43B, adapters=None)
+    monkeypatch.setattr(placement, "model_sizes", lambda config: sizes)
+    planned = {row.role: row.total / GIB for row in memory_plan(config, sizes) if row.on_gpu}
+    assert planned == {role: pytest.approx(value, rel=0.1) for role, value in measured.items()}
+    assert placement._fullest(config, memory_plan(config, sizes)) / GIB == pytest.approx(whole, rel=0.1)
+    small = placement.check_gpu_memory(config, round(79.2 * GIB))  # an H100
+    assert placement.check_gpu_memory(config, 139 * GIB) == "", "an H200"
+    if tokens == 36_864:
+        assert small == ""
+    else:
+        assert small.startswith("A GPU must hold about 91.") and "and has 79.2: it may run out of memory." in small
+        assert "lower batch.tokens_per_micro_batch = 73728 or rollout.kv_cache_gib = 9 or reference.tokens_per" in small

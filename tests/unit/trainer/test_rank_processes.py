@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError, DeadlinePassed, Unavailable
@@ -28,6 +29,7 @@ from fourfold_trainer.ranks.main import QueuedBatches
 from fourfold_trainer.ranks.placement import collective_interface, place_ranks, rank_environment
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_processes import RankProcesses, SharedBatches
+from fourfold_trainer.ranks.worker import explain_failure
 
 
 def recipe(**tables: Any) -> Config:
@@ -228,6 +230,68 @@ class Dying:
                 last_lines=(),
             )
         ]  # fmt: skip
+
+
+# What PyTorch 2.11 says when an allocation fails.
+FACTS = (
+    "Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.11 GiB of which 1.53 GiB is free. Process 4000 has "
+    "11.60 GiB memory in use. Process 4001 has 4.90 GiB memory in use. Including non-PyTorch memory, this process has "
+    "61.08 GiB memory in use. Of the allocated memory 58.20 GiB is allocated by PyTorch, and 1.10 GiB is reserved by "
+    "PyTorch but unallocated"
+)
+OUT_OF_MEMORY = (
+    f"CUDA out of memory. {FACTS}. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF"
+)
+FAILING_RANK = """
+import sys, torch
+from fourfold_trainer.ranks.main import run_rank
+from fourfold_trainer.ranks.worker import RankWorker
+
+def fail(command):
+    raise torch.OutOfMemoryError({text!r})
+
+def make(start, config):
+    worker = object.__new__(RankWorker)
+    worker._config, worker._commands = config, {{"update_policy": fail}}
+    return worker
+
+sys.exit(run_rank(make))
+"""
+SHARED = {
+    "model": {"source": "tiny", "max_context_tokens": 12, "dtype": "bfloat16"},
+    "batch": {"prompts_per_step": 4, "group_size": 3, "tokens_per_micro_batch": 73728},
+    "trainer": {"ranks": 2, "device": "cuda"},
+    "rollout": {"replicas": 2, "gpus_per_replica": 1, "kv_cache_gib": 9},
+    "reference": {"replicas": 2, "device": "cuda", "tokens_per_batch": 73728},
+    "algorithm": {"kl": {"coef": 0.001}},
+    "placement": {"colocated": True},
+}
+
+
+def test_a_rank_without_memory_says_what_holds_it_and_which_keys_help(tmp_path: Path) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    made, config = LocalRanks(run_dir=tmp_path, name="trainer-0", on_death=told.put), recipe(**SHARED)
+    made.loaded.set()
+    try:
+        program = ("-c", FAILING_RANK.format(text=OUT_OF_MEMORY))
+        (connection,) = made.start([1], timeout=60, program=program, env={"CUDA_VISIBLE_DEVICES": "4,5"})
+        with connection:
+            channel = RankChannel(connection)
+            channel.send(RankMessage(name="start", fields={"config": config.model_dump(mode="json")}))
+            channel.receive(timeout=60)
+            channel.send(RankMessage(name="update_policy"))
+            said = told.get(timeout=60)
+    finally:
+        made.close()
+    assert said.startswith(
+        f"trainer-0-rank-1 died: ended with exit code 1: out of memory: {FACTS.replace('GPU 1', 'GPU 5')}; lower "
+        "batch.tokens_per_micro_batch = 73728 or rollout.kv_cache_gib = 9 or reference.tokens_per_batch = 73728, or "
+        "set trainer.gradient_checkpointing = true or rollout.sleep_mode = true"
+    )
+    assert explain_failure(RuntimeError("NCCL error\nsee its log"), config) == "RuntimeError: NCCL error see its log"
+    alone = recipe(trainer={"ranks": 1, "device": "cuda", "gradient_checkpointing": True})
+    text = explain_failure(torch.OutOfMemoryError("a text of another release"), alone)
+    assert text == "out of memory: a text of another release; lower batch.tokens_per_micro_batch = 4096"
 
 
 @pytest.mark.parametrize(("loaded", "words"), [(True, "died: "), (False, "died before it was ready: ")])

@@ -298,7 +298,7 @@ def make_launcher(args: argparse.Namespace, config: Config, run_dir: Path, *, ev
             variables=[table.judge.api_key_env for table in config.reward if table.judge is not None],
             secured=bool(config.security.directory),
             coordinator_listen=args.listen,
-            check_gpu=partial(check_gpu_memory, config),
+            check_gpu=partial(_check_gpu_memory, config),
         )
     if args.ray_address:
         raise ConfigError("--ray-address is for --launcher ray; give both, or neither")
@@ -340,8 +340,14 @@ def local_gpus(config: Config, *, evaluate: bool = False) -> dict[str, tuple[str
     assigned = assign_gpus(services, visible, colocated=config.placement.colocated)
     used = {gpu for ids in assigned.values() for gpu in ids}
     if (size := smallest_memory(gpu for gpu in visible if gpu.id in used)) is not None:
-        check_gpu_memory(config, size)
+        _check_gpu_memory(config, size)
     return assigned
+
+
+def _check_gpu_memory(config: Config, gpu_bytes: int) -> None:
+    """Warn on the console if services that share a GPU may be too large for it; raise ConfigError if they are."""
+    if warning := check_gpu_memory(config, gpu_bytes):
+        print(warning, file=sys.stderr)
 
 
 def _resumed_config(run_dir: Path, args: argparse.Namespace) -> Config:

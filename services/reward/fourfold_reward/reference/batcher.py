@@ -23,7 +23,7 @@ import torch
 from fourfold.arrays import Float32Array, Int32Array
 from fourfold.errors import WrongState
 from fourfold.host.timing import Histogram
-from fourfold.nn.gpu_errors import is_fatal
+from fourfold.nn.gpu_errors import explain_out_of_memory, is_fatal
 from fourfold_reward.reference.model import ReferenceModel, Stopped
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ class DynamicBatcher:
         """Return what the calls of a batch raise for an error of the model."""
         if isinstance(error, torch.OutOfMemoryError):
             return WrongState(
-                f"the GPU has no memory for a pass; lower reference.tokens_per_batch = {model.tokens_per_batch}",
+                f"the GPU has no memory for a pass ("
+                f"{explain_out_of_memory(error)}); lower reference.tokens_per_batch = {model.tokens_per_batch}",
                 reason="OUT_OF_MEMORY",
             )
         if error is None or not is_fatal(error):

@@ -22,6 +22,8 @@ from fourfold.host.scratch import Scratch
 
 PROGRAM: Final = ("-m", "fourfold_trainer.ranks.main")
 """Arguments of a child's interpreter; the path of the socket comes last."""
+NAME_VARIABLE: Final = "FOURFOLD_RANK_NAME"
+"""A child logs the reason of its end as "NAME: reason" (`fourfold.host.postmortem`)."""
 WATCH_SECONDS: Final = 0.2
 # A rank has nothing to finish: it exits when its channel ends.
 _STOP_SECONDS: Final = 0.2
@@ -77,7 +79,7 @@ class LocalRanks:
                     Command(
                         name=f"{self._name}-rank-{rank}",
                         argv=(sys.executable, *program, str(path)),
-                        env={**(env or {}), **found},
+                        env={**(env or {}), **found, NAME_VARIABLE: f"{self._name}-rank-{rank}"},
                     )
                 )
                 for rank in ranks

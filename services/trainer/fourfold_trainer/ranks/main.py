@@ -26,9 +26,10 @@ from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
 from fourfold.host.process_tree import die_with_parent
 from fourfold_trainer.batches import Array
 from fourfold_trainer.ranks.loading import make_worker
+from fourfold_trainer.ranks.local_ranks import NAME_VARIABLE
 from fourfold_trainer.ranks.placement import RankPlacement
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
-from fourfold_trainer.ranks.worker import ANSWER, RankWorker
+from fourfold_trainer.ranks.worker import ANSWER, RankWorker, explain_failure
 
 _START_SECONDS: Final = 60.0
 
@@ -91,12 +92,19 @@ def run_rank(make: Callable[[Mapping[str, Any], Config], RankWorker], *, start_s
     connection.connect(sys.argv[-1])
     channel = RankChannel(connection)
     start = channel.receive(timeout=start_seconds).fields
+    config = Config.model_validate(start["config"])
     try:
-        config = Config.model_validate(start["config"])
-        worker = make(start, config)
+        return _work(channel, config, make(start, config))
     except FourfoldError as error:
-        sys.stderr.write(f"{error.message}\n")
-        return 1
+        reason = error.message
+    except Exception as error:  # the one broad handler of this process: rank 0 reports the reason
+        logging.getLogger(__name__).exception("rank failed")
+        reason = explain_failure(error, config)
+    sys.stderr.write(f"{os.environ.get(NAME_VARIABLE, 'rank')}: {reason}\n")
+    return 1
+
+
+def _work(channel: RankChannel, config: Config, worker: RankWorker) -> int:
     # One queue: all ranks run the commands in the order in which rank 0 sends them, so that their collectives match.
     commands: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, worker, commands), daemon=True).start()

@@ -20,13 +20,15 @@ from fourfold import errors, metrics
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal
 from fourfold.nn.batching import TokenBatch
+from fourfold.nn.gpu_errors import explain_out_of_memory
+from fourfold.plan.placement import memory_advice
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.transport.base import available_backends
 from fourfold_trainer.batches import Array, PolicyBatch, ReceivedBatches, ValueBatch, WeightedBatch
 from fourfold_trainer.checkpoint import machines
 from fourfold_trainer.checkpoint.shards import Shard
 from fourfold_trainer.checkpoint.store import STATE_FILE, remove_partial, writing
-from fourfold_trainer.engine import Critic, Policy, TrainedModel, UpdateSettings, UpdateSums
+from fourfold_trainer.engine import Critic, EngineFailedError, Policy, TrainedModel, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.placement import ADDRESS_VARIABLE
 from fourfold_trainer.ranks.rank_channel import RankMessage, from_bytes
@@ -106,6 +108,8 @@ class RankWorker:
         except FourfoldError as error:
             fields = {"class": type(error).__name__, "message": error.message, "reason": error.reason}
             return RankMessage(name=ERROR, fields={**fields, "retry_after": error.retry_after})
+        except torch.OutOfMemoryError as error:
+            raise EngineFailedError(explain_failure(error, self._config)) from error
 
     def abort_weights(self, epoch: int) -> None:
         """End the transfer of `epoch`. Any thread may call this."""
@@ -203,6 +207,13 @@ class RankWorker:
     def _send_weights(self, command: RankMessage) -> RankMessage:
         sent = self.sender.send(**command.fields)
         return _answer(from_bytes(sent.partial_sums), sent_bytes=sent.sent_bytes)
+
+
+def explain_failure(error: Exception, config: Config) -> str:
+    """Return an error in one line; that of a GPU without memory with what holds it, and the keys that help."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{explain_out_of_memory(error)}; {memory_advice(config)}"
+    return str(error) if isinstance(error, EngineFailedError) else " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def read_sums(answer: RankMessage) -> UpdateSums:

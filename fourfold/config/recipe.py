@@ -19,6 +19,23 @@ from fourfold.table import Table
 from fourfold.text import nearest_name
 
 _log: Final = logging.getLogger(__name__)
+# Names that other trainers have for a key.
+_ALIASES: Final = {
+    **dict.fromkeys(("lr", "actor_learning_rate"), "learning_rate"),
+    **dict.fromkeys(("wd", "l2"), "weight_decay"),
+    **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "gradient_clipping"), "max_grad_norm"),
+    **dict.fromkeys(("warmup", "num_warmup_steps", "lr_warmup_steps"), "warmup_steps"),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), "schedule"),
+    **dict.fromkeys(("num_generations", "n_samples_per_prompt", "rollout_n"), "group_size"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "prompts_per_step"),
+    **dict.fromkeys(("num_iterations", "ppo_epochs", "epochs", "num_epochs"), "epochs_per_step"),
+    **dict.fromkeys(("max_tokens", "max_completion_length", "max_response_length"), "max_new_tokens"),
+    **dict.fromkeys(("beta", "kl_coef", "init_kl_coef", "kl_loss_coef"), "algorithm.kl.coef"),
+    **dict.fromkeys(("max_steps", "total_steps", "num_steps"), "steps"),
+    **dict.fromkeys(("model_path", "pretrain", "model_name_or_path"), "source"),
+    **dict.fromkeys(("tensor_parallel_size", "tp"), "gpus_per_replica"),
+    **dict.fromkeys(("num_gpus", "world_size"), "ranks"),
+}
 _LISTS: Final = (("reward",), ("rollout", "pool"), ("data", "train"), ("data", "eval"))  # tables with names
 
 
@@ -104,11 +121,12 @@ def _key_text(keys: tuple[str, ...], tables: Mapping[str, Any]) -> str:
 
 
 def _suggest(keys: tuple[str, ...]) -> str:
-    known = _known_keys(keys[:-1])
-    if near := nearest_name(keys[-1], known):
+    known, name = _known_keys(keys[:-1]), _ALIASES.get(keys[-1], keys[-1])
+    if near := name if name in known else nearest_name(keys[-1], known):
         return f" Did you mean `{near}`?"
-    if elsewhere := [f"{table}.{keys[-1]}" for table in Config.model_fields if keys[-1] in _known_keys((table,))]:
-        return f" Did you mean `{elsewhere[0]}`?"
+    tables = [table for table in Config.model_fields if name in _known_keys((table,))]
+    if "." in name or tables or name in Config.model_fields:
+        return f" Did you mean `{f'{tables[0]}.{name}' if tables else name}`?"
     return f" Known keys: {', '.join(sorted(known))}." if known else ""
 
 

@@ -14,9 +14,10 @@ from fourfold import config
 from fourfold.algorithm.advantages import Gae, Grpo
 from fourfold.algorithm.corrections import DEFAULT_BOUNDS
 from fourfold.algorithm.losses import CispoLoss, GspoLoss, PpoLoss, SapoLoss
-from fourfold.config import Config
+from fourfold.config import Config, recipe
 from fourfold.config.reward import JudgeConfig, RewardConfig
 from fourfold.errors import ConfigError
+from fourfold.table import Table
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPE = """\
@@ -135,6 +136,14 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("steps = 3", "", "DIR/recipe.toml:1  steps: missing, and it has no default; add it."),
         ("group_size = 4", "groupsize = 4", ":13  batch.groupsize: no such key. Did you mean `group_size`?"),
         ("group_size = 4", "learning_rate = 1", ":13  batch.learning_rate: no such key. Did you mean `trainer.learn"),
+        (
+            "group_size = 4",
+            "num_generations = 4",
+            ":13  batch.num_generations: no such key. Did you mean `group_size",
+        ),
+        ("group_size = 4", "lr = 1e-6", ":13  batch.lr: no such key. Did you mean `trainer.learning_rate`?"),
+        ("group_size = 4", "kl_coef = 0.1", ":13  batch.kl_coef: no such key. Did you mean `algorithm.kl.coef`?"),
+        ("steps = 3", "max_steps = 3", ":2  max_steps: no such key. Did you mean `steps`?"),
         ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known keys: epochs_per_step, group_size, mini_ba"),
         ("group_size = 4", "group_size = 0", ":13  batch.group_size = 0: input should be greater than or equal to 1"),
         ("group_size = 4", 'group_size = "4x"', ":13  batch.group_size = '4x': input should be a valid integer"),
@@ -568,3 +577,14 @@ def test_a_table_of_another_kind_does_not_inherit_the_keys_of_the_preset(tmp_pat
         clip_low=3e-4, clip_high=0.1
     )
     assert config.load(write(tmp_path, text + 'kind = "ppo"\n')).algorithm.loss == PpoLoss()
+
+
+def test_each_name_of_another_trainer_leads_to_a_key() -> None:
+    tables = [model for model in map(_table_of, Config.model_fields.values()) if model is not None]
+    keys = {*Config.model_fields, "algorithm.kl.coef"}.union(*(table.model_fields for table in tables))
+    assert set(recipe._ALIASES.values()) <= keys and not recipe._ALIASES.keys() & keys
+
+
+def _table_of(field: Any) -> Any:
+    candidates = (field.annotation, *getattr(field.annotation, "__args__", ()))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Table)), None)

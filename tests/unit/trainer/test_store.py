@@ -9,9 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
+import tokenizers
+import tokenizers.models
 import torch
 
 from fourfold.algorithm.state import AlgorithmState, RunningMoments
@@ -191,6 +195,8 @@ def test_a_process_killed_while_it_writes_leaves_the_one_before(tmp_path: Path) 
     program = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from fourfold_trainer.checkpoint.store import CheckpointStore, TrainerState, write_text
 
 def write(folder):
@@ -302,6 +308,25 @@ def test_an_export_has_the_tokenizers_files_and_the_trained_weights(tmp_path: Pa
     assert all((target / name).read_text() == f"{name} of the source" for name in copied)
     assert json.loads((target / "config.json").read_text()) == {"model_type": "w", "id2label": {"0": "value"}}
     assert safetensors.torch.load_file(target / "model.safetensors")["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "padding", "found"),
+    [
+        ({"pad_token_id": 0, "eos_token_id": 2}, "<pad>", 0),
+        ({"eos_token_id": 2}, "<pad>", 3),
+        ({"eos_token_id": 2}, "<unknown>", 2),
+        ({"eos_token_id": [2, 1]}, None, 2),
+        ({}, None, None),
+    ],
+)
+def test_an_exported_critic_pads_with_the_tokenizers_token_or_the_end_of_a_text(
+    tmp_path: Path, config: dict[str, Any], padding: str | None, found: int | None
+) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "</s>": 2, "<pad>": 3}, unk_token="a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": padding}))
+    assert model_export.pad_token_id(SimpleNamespace(**config), tmp_path) == found
 
 
 @pytest.fixture

@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import tokenizers
 import torch
 from torch import Tensor
 
 from fourfold import hub
 from fourfold.model.folder import WEIGHTS_FILE, WEIGHTS_INDEX
+from fourfold.model.tokenizer import special_tokens
 from fourfold_trainer.checkpoint import store
 from fourfold_trainer.checkpoint.tensor_files import TensorFileWriter
 
@@ -107,6 +109,20 @@ def write_companions(model: Any, folder: Path, *, source: Path, settings: Mappin
                 shutil.copyfile(path, target)
         for path in folder.rglob("*"):
             store.sync(path)
+
+
+def pad_token_id(config: Any, source: Path) -> int | None:
+    """Return the id that fills up shorter texts of a batch: the model's, the tokenizer's, or the end of a text.
+
+    transformers refuses batches of a classifier whose config has none.
+    """
+    if (own := getattr(config, "pad_token_id", None)) is not None:
+        return int(own)
+    tokenizer, text = source / "tokenizer.json", special_tokens(source).get("pad_token")
+    if text is not None and (found := tokenizers.Tokenizer.from_file(str(tokenizer)).token_to_id(text)) is not None:
+        return int(found)
+    end = getattr(config, "eos_token_id", None)
+    return end[0] if isinstance(end, list) else end
 
 
 def _split(tensors: Specs, max_file_bytes: int) -> list[Specs]:

@@ -66,10 +66,10 @@ def export_model(
         if failure is not None:
             raise failure
         writer.finish()
-        model_export.write_companions(model, folder, source=source, settings=_classifier_settings(model))
+        model_export.write_companions(model, folder, source=source, settings=_classifier_settings(model, source))
 
 
-def _classifier_settings(model: Any) -> dict[str, Any]:
+def _classifier_settings(model: Any, source: Path) -> dict[str, Any]:
     """Return what config.json has in addition if the model is a critic: that of a classifier with one label.
 
     transformers reads its folder as a ...ForSequenceClassification, and `critic.source` takes it.
@@ -77,7 +77,9 @@ def _classifier_settings(model: Any) -> dict[str, Any]:
     if not hasattr(model, "score"):
         return {}
     name = type(model).__name__.replace("ForCausalLM", "ForSequenceClassification")
-    return {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    pad = model_export.pad_token_id(model.config.get_text_config(), source)
+    labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return {"architectures": [name], **labels, **({} if pad is None else {"pad_token_id": pad})}
 
 
 def _write(

@@ -155,7 +155,10 @@ def __getattr__(name: str) -> Any:
         package = (error.name or "").partition(".")[0]
         if package not in _REQUIREMENTS:
             raise
-        raise ImportError(f"fourfold.{name} needs {package}; run `pip install '{_REQUIREMENTS[package]}'`") from error
+        from fourfold.install import install_command
+
+        command = install_command(_REQUIREMENTS[package])
+        raise ImportError(f"fourfold.{name} needs {package}; run `{command}`") from error
     value = getattr(module, name)
     globals()[name] = value  # the next access does not come here
     return value

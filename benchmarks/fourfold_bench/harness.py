@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from fourfold.cli.numbers import number, whole
 from fourfold.errors import ConfigError, FourfoldError
+from fourfold.install import install_command
 from fourfold_bench import record
 from fourfold_bench.gpus import check_present
 from fourfold_bench.processes import workplace
@@ -295,8 +296,8 @@ def check_installed(packages: Mapping[str, str]) -> None:
     """Raise ConfigError unless all modules can be imported; `packages` has the distribution of each module."""
     missing = {name: package for name, package in packages.items() if importlib.util.find_spec(name) is None}
     if missing:
-        wanted = " ".join(f"'{package}'" for package in dict.fromkeys(missing.values()))
-        raise ConfigError(f"this benchmark needs {', '.join(missing)}, which are not installed; pip install {wanted}")
+        command = install_command(*dict.fromkeys(missing.values()))
+        raise ConfigError(f"this benchmark needs {', '.join(missing)}, which are not installed; {command}")
 
 
 def check_places(benchmark: Benchmark[Any], args: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold.errors import ConfigError, DeadlinePassed, Unavailable
+from fourfold.install import install_command
 
 _RATE: Final = 100  # stacks per second
 _WRITE_SECONDS: Final = 120.0
@@ -73,7 +74,7 @@ def find_py_spy() -> Path:
     beside = Path(sys.executable).with_name("py-spy")
     if found := beside if beside.exists() else shutil.which("py-spy"):
         return Path(found)
-    raise ConfigError("--profile needs py-spy, which is not installed; pip install fourfold-bench")
+    raise ConfigError(f"--profile needs py-spy, which is not installed; {install_command('py-spy>=0.4,<0.5')}")
 
 
 def check_permission(py_spy: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from fourfold.cli.numbers import positive
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.security.access import REVOKED_FILE, WARN_DAYS, read_revoked
 from fourfold.security.principal import Principal
 from fourfold.security.tokens import DEFAULT_SCOPES, LIMITS, SCOPES, read_tokens
@@ -183,7 +184,7 @@ def _certs() -> Any:
     try:
         return importlib.import_module("fourfold.security.certs")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"`certs` needs the module {error.name!r}; pip install 'fourfold[certs]'") from None
+        raise ConfigError(f"`certs` needs the module {error.name!r}; {install_command('fourfold[certs]')}") from None
 
 
 def _action(actions: Any, name: str, text: str, *, directory: bool = True) -> argparse.ArgumentParser:

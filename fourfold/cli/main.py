@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
+import importlib.util
 import os
 import select
 import signal
@@ -22,6 +24,7 @@ from typing import Any, Final, Protocol, TextIO
 
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.host import proxies
+from fourfold.install import install_command
 from fourfold.text import nearest_name
 
 _MODULES: Final = {
@@ -38,7 +41,7 @@ _COORDINATOR: Final = "fourfold-coordinator"
 _DISTRIBUTIONS: Final = {"bench": "fourfold-bench"}
 """Distributions of commands; of those that are not listed, the coordinator's."""
 _SERVICES: Final = {
-    "rollout": "fourfold-rollout[cpu]  (on GPUs: fourfold-rollout[gpu])",
+    "rollout": "fourfold-rollout[cpu]",
     "trainer": "fourfold-trainer",
     "reward": "fourfold-reward",
     "reference": "fourfold-reward[reference]",
@@ -162,8 +165,6 @@ def _dispatch(words: list[str]) -> int:
         print(_overview())
         return 0 if words else 2
     if words[0] == "--version":
-        import importlib.metadata
-
         print(f"fourfold {importlib.metadata.version('fourfold')}")
         return 0
     name, rest = words[0], words[1:]
@@ -172,8 +173,15 @@ def _dispatch(words: list[str]) -> int:
         hint = f"did you mean `{near}`?" if near else f"commands: {', '.join(_HELP)}"
         print(f"fourfold: no command {name!r}; {hint}", file=sys.stderr)
         return 2
-    command, arguments = parse(name, rest)
-    return command.main(arguments)
+    try:
+        command, arguments = parse(name, rest)
+        return command.main(arguments)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or importlib.util.find_spec(package) is not None:
+            raise
+        needed = install_command(package.replace("_", "-") if package.startswith("fourfold_") else package)
+        raise ConfigError(f"`{name}` needs the module {package!r}, which is not installed; {needed}") from None
 
 
 def parse(name: str, words: list[str]) -> tuple[CommandModule, argparse.Namespace]:
@@ -228,16 +236,16 @@ def _command(name: str) -> CommandModule:
 
 def _load(group: str, name: str, distribution: str) -> Any:
     """Return the object that an installed distribution registered under a name."""
-    import importlib.metadata
-
     for entry in importlib.metadata.entry_points(group=group, name=name):
         try:
             return entry.load()
         except ModuleNotFoundError as error:
+            if group == "fourfold.commands":
+                raise  # it is installed, and lacks another package
             raise ConfigError(
-                f"`{name}` needs the module {error.name!r}, which is not installed; pip install {distribution}"
+                f"`{name}` needs the module {error.name!r}, which is not installed; {install_command(distribution)}"
             ) from None
-    raise ConfigError(f"`{name}` is not installed here; pip install {distribution}")
+    raise ConfigError(f"`{name}` is not installed here; {install_command(distribution)}")
 
 
 def _ranks(text: str) -> range:

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.text import choices, clean
 
 README: Final = "README.md"
@@ -98,7 +99,7 @@ def _configs(readme: str, where: str) -> list[dict[str, Any]]:
     try:
         import yaml
     except ModuleNotFoundError:
-        raise ConfigError(f"{where}: its README.md has metadata in YAML; pip install 'fourfold[hub]'") from None
+        raise ConfigError(f"{where}: its README.md has metadata in YAML; {install_command('fourfold[hub]')}") from None
     try:
         metadata = yaml.safe_load(head.group(1))
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-13-01

@@ -6,6 +6,7 @@ import sys
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 
 MALFORMED: Final = (ValueError, TypeError, KeyError, AttributeError)
 """What huggingface_hub raises for answers that no hub gives, such as the login page of a proxy: it checks none."""
@@ -17,7 +18,7 @@ def hub_package() -> Any:
         import huggingface_hub.constants
         import huggingface_hub.errors
     except ModuleNotFoundError:
-        raise ConfigError("the hub needs the package huggingface_hub; pip install 'fourfold[hub]'") from None
+        raise ConfigError(f"the hub needs the package huggingface_hub; {install_command('fourfold[hub]')}") from None
     return huggingface_hub
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.text import clean
 
 _MAX_VALUES: Final = 20_000
@@ -22,7 +23,7 @@ def read_yaml(text: str, source: str) -> dict[str, Any]:
     try:
         import yaml
     except ModuleNotFoundError:
-        raise ConfigError(f"{source}: YAML files need PyYAML; pip install 'fourfold[yaml]'") from None
+        raise ConfigError(f"{source}: YAML files need PyYAML; {install_command('fourfold[yaml]')}") from None
     try:
         found = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:

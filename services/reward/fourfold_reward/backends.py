@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fourfold.config import RewardConfig
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.service.lifecycle import ServeOptions
 from fourfold_reward import worker_sandbox
 from fourfold_reward.allowed import AllowedVerifiers
@@ -76,7 +77,7 @@ def _reward_model(options: ServeOptions, reward: RewardConfig, on_failure: Calla
     except ImportError as error:
         raise ConfigError(
             f"[[reward]] {reward.name!r} is a reward model, which needs the module {error.name!r}; "
-            f"pip install 'fourfold-reward[models]'"
+            f"{install_command('fourfold-reward[models]')}"
         ) from None
     backend: Backend = module.RewardModelBackend.from_config(options.config, reward, on_failure=on_failure)
     return backend

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from fourfold.answers import find_boxed, find_last_number, find_tagged, without_reasoning, write_out_numbers
+from fourfold.install import install_command
 from fourfold.text import nearest_name
 from fourfold_reward import text_rules
 from fourfold_reward.code import verifier as code_verifier
@@ -144,7 +145,9 @@ def _load_math_verify() -> RewardFunction:
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise ImportError("verifier math_verify needs the package math-verify: pip install math-verify") from None
+        raise ImportError(
+            f"verifier math_verify needs the package math-verify: {install_command('math-verify')}"
+        ) from None
     # The library scores an answer 0 when its own time limits expire, so they are off. The pool's limit is an error.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -190,7 +193,7 @@ def _load_gym(task: str, options: GymOptions) -> RewardFunction:
             from reasoning_gym.factory import DATASETS, create_dataset
         except ImportError:
             raise ImportError(
-                f"verifier {GYM} needs the package reasoning-gym: pip install 'fourfold-reward[reasoning-gym]'"
+                f"verifier {GYM} needs the package reasoning-gym: {install_command('fourfold-reward[reasoning-gym]')}"
             ) from None
     scorers: dict[str, GymScorer] = {}
 

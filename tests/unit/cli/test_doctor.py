@@ -16,6 +16,7 @@ from fourfold.cli import doctor
 from fourfold.cli.doctor import Check
 from fourfold.host import hardware
 from fourfold.host.program import program
+from fourfold.install import install_command
 from fourfold.sandbox import SandboxSupport
 
 READ_MEMORY = hardware.available_memory
@@ -51,7 +52,7 @@ def test_missing_package_gives_the_exact_command(
     assert run() == 1
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("  missing  trainer: not installed: deepspeed")
-    assert lines[at + 1].strip() == "> pip install fourfold-trainer"
+    assert lines[at + 1].strip() == f"> {install_command('fourfold-trainer')}"
     assert lines[-1].startswith("1 missing")
 
 
@@ -75,7 +76,7 @@ def test_a_missing_optional_package_is_no_failure(monkeypatch: pytest.MonkeyPatc
     found = doctor.version_of
     monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "ray" else found(name))
     ray = next(check for check in doctor.extras() if "--launcher ray" in check.text)
-    assert (ray.state, ray.fix) == ("none", "pip install 'fourfold-coordinator[ray]'")
+    assert (ray.state, ray.fix) == ("none", install_command("fourfold-coordinator[ray]"))
     assert run() == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from fourfold.cli import main as cli_main
+from fourfold.install import install_command
 from fourfold.service.lifecycle import ServeOptions
 
 ROOT = Path(__file__).parents[3]
@@ -82,9 +84,9 @@ def test_service_that_is_not_installed_names_its_distribution(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert cli_main.main(["serve", "trainer", str(QUICKSTART)]) == 1
-    assert "`trainer` is not installed here; pip install fourfold-trainer" in capsys.readouterr().err
+    assert f"`trainer` is not installed here; {install_command('fourfold-trainer')}" in capsys.readouterr().err
     assert cli_main.main(["run", str(QUICKSTART)]) == 1
-    assert "pip install fourfold-coordinator" in capsys.readouterr().err
+    assert install_command("fourfold-coordinator") in capsys.readouterr().err
 
 
 def test_service_without_its_libraries_names_them(
@@ -96,7 +98,57 @@ def test_service_without_its_libraries_names_them(
 
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (Entry(),))
     assert cli_main.main(["serve", "rollout", str(QUICKSTART)]) == 1
-    assert "needs the module 'vllm', which is not installed; pip install fourfold-rollout" in capsys.readouterr().err
+    text = f"needs the module 'vllm', which is not installed; {install_command('fourfold-rollout[cpu]')}"
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("missing", "package"), [("fourfold_reward.pool", "fourfold-reward"), ("torch", "torch")])
+def test_a_command_names_the_package_that_is_missing(
+    missing: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    top = missing.partition(".")[0]
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == top else find(name, *rest))
+
+    class Command:
+        def add_arguments(self, parser: object) -> None:
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    class Entry:
+        def load(self) -> object:
+            return Command()
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (Entry(),))
+    assert cli_main.main(["bench", "rollout"]) == 1
+    text = f"`bench` needs the module {top!r}, which is not installed; {install_command(package)}"
+    assert text in capsys.readouterr().err
+
+
+_EDITABLE = '{"url": "file://ROOT", "dir_info": {"editable": true}}'
+
+
+@pytest.mark.parametrize(
+    ("requirement", "origin", "shown"),
+    [
+        ("fourfold-coordinator[view]", _EDITABLE, "-e 'services/coordinator[view]'"),
+        ("fourfold-bench", _EDITABLE, "-e ./benchmarks"),
+        ("fourfold[certs]", _EDITABLE, "-e '.[certs]'"),
+        ("liger-kernel>=0.8", _EDITABLE, "'liger-kernel>=0.8'"),
+        ("fourfold-bench", _EDITABLE.replace("ROOT", "/no/such"), "fourfold-bench"),
+        ("fourfold-bench", '{"url": "file:///a.whl", "archive_info": {}}', "fourfold-bench"),
+        ("fourfold-bench", None, "fourfold-bench"),
+    ],
+)
+def test_hints_name_the_checkout_that_is_installed(
+    requirement: str, origin: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Distribution:
+        def read_text(self, name: str) -> str | None:
+            return origin and origin.replace("ROOT", str(ROOT))
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution())
+    assert install_command(requirement).endswith(f"pip install {shown}")
 
 
 def test_serve_hands_its_arguments_to_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

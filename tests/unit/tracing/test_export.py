@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.tracing import export, spans
 from fourfold.tracing.export import SpanQueue, TraceFile, Tracing
 from fourfold.tracing.spans import Span, SpanContext
@@ -262,6 +264,6 @@ def test_absent_packages_give_the_command(tmp_path: Path, monkeypatch: pytest.Mo
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install 'fourfold\[tracing\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("fourfold[tracing]"))):
         start(tmp_path, endpoint="http://127.0.0.1:1")
     start(tmp_path, file=True).stop()  # needs no package

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fourfold.config import LoraConfig
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.source.dense import DenseSource
@@ -148,11 +149,11 @@ def test_without_peft_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    model = build("llama", torch.float32)
+    model, command = build("llama", torch.float32), install_command("fourfold-trainer[lora]")
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ConfigError) as caught:
         LoraAdapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
     assert caught.value.message == (
         "trainer.lora.rank = 3 needs PEFT, which cannot be imported (No module named 'peft'); "
-        "pip install 'fourfold-trainer[lora]', or set it to 0"
+        f"{command}, or set it to 0"
     )

@@ -23,6 +23,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.process import Supervisor
+from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold.text import align_columns, format_interval
 
@@ -97,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
     if args.out and args.out.is_dir():
         raise ConfigError(f"--out {args.out}: it is a folder; give the name of a file, such as {args.out}/result.json")
     if args.lm_eval and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("--lm-eval needs a package: pip install 'fourfold-coordinator[lm-eval]'")
+        raise ConfigError(f"--lm-eval needs a package: {install_command('fourfold-coordinator[lm-eval]')}")
     signals = SignalHandler()
     with signals.installed():
         if warning := check_room(Path.cwd()):

@@ -15,6 +15,7 @@ from typing import Final
 from fourfold import hub
 from fourfold.errors import ConfigError
 from fourfold.hub import upload
+from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold.text import choices, format_bytes
 
@@ -84,7 +85,7 @@ def _write(folder: Path, path: Path, *, dtype: str, force: bool, title: str) -> 
     try:
         from fourfold.model import write_gguf
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--gguf needs the package {error.name}; pip install 'fourfold[gguf]'") from None
+        raise ConfigError(f"--gguf needs the package {error.name}; {install_command('fourfold[gguf]')}") from None
     write_gguf.write(folder, path, dtype=dtype, name=title)
     print(f"wrote {path}: {folder} in {dtype}, {format_bytes(path.stat().st_size)}")
 

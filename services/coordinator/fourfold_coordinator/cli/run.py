@@ -29,6 +29,7 @@ from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.hardware import has_fast_bfloat16, smallest_memory, visible_gpus
 from fourfold.host.program import LAUNCH_OPTIONS, program, write_launch_options
+from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold.plan.models import adapter_plan, check_context, check_sequence_parallel
 from fourfold.plan.placement import check_gpu_memory
@@ -288,7 +289,7 @@ def make_launcher(args: argparse.Namespace, config: Config, run_dir: Path, *, ev
             from ..launch.ray import RayLauncher
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"--launcher ray needs the module {error.name!r}; pip install 'fourfold-coordinator[ray]'"
+                f"--launcher ray needs the module {error.name!r}; {install_command('fourfold-coordinator[ray]')}"
             ) from None
         return RayLauncher(
             services,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from fourfold.cli.numbers import number
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.rpc.channel import is_loopback, join_target, split_target
 
 from ..launch.run_folder import find_run
@@ -63,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     """Serve the pages until Ctrl-C."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"`view` needs {' and '.join(missing)}; pip install 'fourfold-coordinator[view]'")
+        raise ConfigError(f"`view` needs {' and '.join(missing)}; {install_command('fourfold-coordinator[view]')}")
     host, port = split_target(args.listen)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key belong together; give both or none")

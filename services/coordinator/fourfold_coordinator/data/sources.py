@@ -19,6 +19,7 @@ from typing import Any, Final, TextIO
 from fourfold import hub
 from fourfold.config import DataSourceConfig
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.paths import expand_home
 from fourfold.text import clean, nearest_name
 
@@ -217,7 +218,8 @@ def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
             from reasoning_gym.factory import DATASETS
     except ImportError:
         raise ConfigError(
-            "the key reasoning_gym of a data source needs a package: pip install 'fourfold-coordinator[reasoning-gym]'"
+            "the key reasoning_gym of a data source needs a package: "
+            f"{install_command('fourfold-coordinator[reasoning-gym]')}"
         ) from None
     task = source.reasoning_gym
     if task not in DATASETS:

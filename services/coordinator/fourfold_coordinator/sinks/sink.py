@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from fourfold.config import Config, flatten
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.plan.preflight import Preflight
 
 from .rows import MetricRow
@@ -72,5 +73,5 @@ def check_sinks(names: Iterable[str]) -> None:
         if importlib.util.find_spec(_LIBRARIES[name]) is None:
             raise ConfigError(
                 f'logging.sinks: the sink "{name}" needs the module {_LIBRARIES[name]!r}, which is not installed; '
-                f"pip install 'fourfold-coordinator[{name}]', or remove it from logging.sinks"
+                f"{install_command(f'fourfold-coordinator[{name}]')}, or remove it from logging.sinks"
             )

@@ -21,6 +21,7 @@ from fourfold.config import Config, RewardConfig
 from fourfold.config.reward import RewardModelConfig
 from fourfold.errors import ConfigError
 from fourfold.host.timing import Histogram
+from fourfold.install import install_command
 from fourfold.model.classifier import ClassifierFolder
 from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
 from fourfold_reward.job import Job
@@ -171,7 +172,8 @@ class RewardModelBackend:
             importlib.import_module("jinja2")
         except ImportError as error:
             raise ConfigError(
-                f"reward.model needs a package that is not installed ({error}); pip install 'fourfold-reward[models]'"
+                f"reward.model needs a package that is not installed ({error}); "
+                f"{install_command('fourfold-reward[models]')}"
             ) from None
         table = self._table
         folder = ClassifierFolder.read(table.source)

@@ -14,6 +14,7 @@ import transformers
 
 from fourfold.config.reward import RewardModelConfig
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold.model.classifier import ClassifierFolder
 from fourfold_reward.models import fused
 from fourfold_reward.models.packed import CannotPack, PackedPasses, Passes
@@ -100,8 +101,8 @@ def _device_map(table: RewardModelConfig) -> Any:
     if importlib.util.find_spec("accelerate") is None:
         if table.gpus_per_replica > 1:
             raise ConfigError(
-                f"reward.model.gpus_per_replica = {table.gpus_per_replica} needs the package accelerate: pip install "
-                f"'fourfold-reward[models]'"
+                f"reward.model.gpus_per_replica = {table.gpus_per_replica} needs the package accelerate: "
+                f"{install_command('fourfold-reward[models]')}"
             )
         return None
     if table.gpus_per_replica > 1:

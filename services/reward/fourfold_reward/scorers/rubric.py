@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from fourfold.config.reward import JudgeConfig
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold_reward.columns import parse_messages, parse_metadata, to_json
 from fourfold_reward.job import Job
 from fourfold_reward.sample import InvalidSample
@@ -125,7 +126,9 @@ class GradePattern:
         try:
             import regex  # type: ignore[import-untyped]  # its stubs are a package of their own
         except ImportError:
-            raise ConfigError("reward.judge needs the package regex: pip install 'fourfold-reward[http]'") from None
+            raise ConfigError(
+                f"reward.judge needs the package regex: {install_command('fourfold-reward[http]')}"
+            ) from None
         try:
             self._pattern = regex.compile(judge.pattern)  # `re` has no time limit
         except (regex.error, RecursionError, OverflowError) as error:

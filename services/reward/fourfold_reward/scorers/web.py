@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from fourfold.errors import ConfigError
 from fourfold.host.proxies import proxy_for
+from fourfold.install import install_command
 from fourfold.text import clean, public_url
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class JsonClient:
             import aiohttp
         except ImportError:
             raise ConfigError(
-                "scorers of the kinds http and judge need the package aiohttp: pip install 'fourfold-reward[http]'"
+                f"scorers of the kinds http and judge need the package aiohttp: "
+                f"{install_command('fourfold-reward[http]')}"
             ) from None
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._connections),

@@ -22,6 +22,7 @@ from transformers.models.auto import auto_factory
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError, WrongState
+from fourfold.install import install_command
 from fourfold.nn import forward
 from fourfold.weights.source.fused_params import ParameterSlice, checkpoint_slices
 from fourfold_trainer.checkpoint.tensor_files import ModelFiles, read_shard
@@ -219,7 +220,8 @@ def apply_liger(model: Any) -> None:
     """Replace layers by Liger's kernels, in place. Raises ConfigError if there are none for the architecture."""
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
-            "trainer.liger_kernels is on, but liger-kernel is not installed; pip install liger-kernel, or switch it off"
+            f"trainer.liger_kernels is on, but liger-kernel is not installed; "
+            f"{install_command('liger-kernel')}, or switch it off"
         )
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN

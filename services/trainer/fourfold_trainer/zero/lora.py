@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fourfold.config import LoraConfig
 from fourfold.errors import ConfigError, WrongState
+from fourfold.install import install_command
 from fourfold.plan.models import select_adapter_layers
 from fourfold.weights.source.fused_params import whole_shape
 from fourfold.weights.source.lora import Adapter
@@ -55,7 +56,7 @@ class LoraAdapters:
         except ImportError as error:
             raise ConfigError(
                 f"trainer.lora.rank = {config.rank} needs PEFT, which cannot be imported ({error}); "
-                f"pip install 'fourfold-trainer[lora]', or set it to 0"
+                f"{install_command('fourfold-trainer[lora]')}, or set it to 0"
             ) from None
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         layers = select_adapter_layers(linear, config)

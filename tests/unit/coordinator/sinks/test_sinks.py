@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sqlite3
 from pathlib import Path
 
 import pytest
 
 from fourfold.errors import ConfigError
+from fourfold.install import install_command
 from fourfold_coordinator.cli import log as command
 from fourfold_coordinator.sinks import sink as sink_module
 from tests.support.tensorboard import shown_by_tensorboard
@@ -86,7 +88,7 @@ def test_mlflow_continues_a_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_missing_library_names_its_package(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sink_module._LIBRARIES, "wandb", "no_such_module")
-    with pytest.raises(ConfigError, match=r"pip install 'fourfold-coordinator\[wandb\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("fourfold-coordinator[wandb]"))):
         log(run, "wandb")
 
 

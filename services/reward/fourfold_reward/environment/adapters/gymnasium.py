@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from fourfold.install import install_command
 from fourfold_reward.environment.adapters import Factory
 from fourfold_reward.environment.protocol import Action, Done, Observation, Task
 from fourfold_reward.environment.spec import EnvironmentSpec, load_object
@@ -29,7 +30,7 @@ def load(spec: EnvironmentSpec) -> Factory:
     except ImportError:
         raise ImportError(
             f"environment.source = {spec.source!r} needs the package gymnasium: "
-            f"pip install 'fourfold-reward[gymnasium]'; or give FILE.py:NAME of a class"
+            f"{install_command('fourfold-reward[gymnasium]')}; or give FILE.py:NAME of a class"
         ) from None
     return Factory(make=lambda: GymnasiumEpisode(gymnasium.make(spec.source, **spec.options)))
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fourfold.host.proxies import proxy_for
+from fourfold.install import install_command
 from fourfold_reward.environment.adapters import Factory
 from fourfold_reward.environment.protocol import Action, Done, Observation, Task
 from fourfold_reward.environment.spec import EnvironmentSpec
@@ -33,7 +34,7 @@ def load(spec: EnvironmentSpec) -> Factory:
         import aiohttp
     except ImportError:
         raise ImportError(
-            "environment.kind = \"openenv\" needs the package aiohttp: pip install 'fourfold-reward[openenv]'"
+            f'environment.kind = "openenv" needs the package aiohttp: {install_command("fourfold-reward[openenv]")}'
         ) from None
     if not spec.source.startswith(("http://", "https://")):
         raise VerifierError(f"environment.source = {spec.source!r} is no URL; give http://HOST:PORT of the server")

@@ -19,6 +19,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
 from fourfold.errors import FourfoldError
+from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold_reward import openrlhf_modules
 from fourfold_reward.environment.adapters import Factory
@@ -254,7 +255,7 @@ class _Tokenizer:
         try:
             import transformers
         except ImportError:
-            raise ImportError("this file uses the tokenizer: pip install 'fourfold-reward[openrlhf]'") from None
+            raise ImportError(f"this file uses the tokenizer: {install_command('fourfold-reward[openrlhf]')}") from None
         try:
             # Not AutoTokenizer: its classes for single models may change what tokenizer.json says.
             return transformers.PreTrainedTokenizerFast.from_pretrained(model_folder.resolve(self._source))

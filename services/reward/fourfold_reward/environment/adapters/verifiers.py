@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from fourfold.install import install_command
 from fourfold_reward.environment import wire
 from fourfold_reward.environment.adapters import Factory
 from fourfold_reward.environment.protocol import Done, Endpoint, Message, Task
@@ -30,7 +31,7 @@ def load(spec: EnvironmentSpec) -> Factory:
     except ImportError as error:
         raise ImportError(
             f'environment.kind = "verifiers" needs the package verifiers below 0.4, which removed load_environment '
-            f"({error}): pip install 'fourfold-reward[verifiers]'"
+            f"({error}): {install_command('fourfold-reward[verifiers]')}"
         ) from None
     with _no_signal_handlers():
         environment: Any = verifiers.load_environment(spec.source, **spec.options)

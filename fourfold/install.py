@@ -1,0 +1,60 @@
+"""Finds the command that installs a package beside this program."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+def install_command(*requirements: str, options: str = "") -> str:
+    """Return the command that installs requirements, such as `fourfold-trainer[lora]`, in this environment.
+
+    Fourfold's own distributions come from the checkout that `fourfold` is installed from, if it is from one: they may
+    be in no package index.
+    """
+    python, found = Path(sys.executable), shutil.which("pip")
+    own = python.with_name("pip")
+    if found and own.exists() and own.samefile(found):
+        program = "pip"
+    elif importlib.util.find_spec("pip"):
+        program = f"{shlex.quote(_shown(python))} -m pip"
+    else:
+        program, options = "uv pip", f"--python {shlex.quote(_shown(python))} {options}".strip()
+    words = [word for requirement in requirements for word in _source(requirement)]
+    return " ".join(filter(None, [program, "install", options, shlex.join(words)]))
+
+
+def _source(requirement: str) -> list[str]:
+    """Return the words of a requirement: its folder in the checkout, if there is one."""
+    name, bracket, extras = requirement.partition("[")
+    folders = {"fourfold": "", "fourfold-bench": "benchmarks"}
+    folder = folders.get(name, f"services/{name.removeprefix('fourfold-')}" if name.startswith("fourfold-") else None)
+    root = None if folder is None else _checkout()
+    if root is None or folder is None or not (root / folder / "pyproject.toml").is_file():
+        return [requirement]
+    shown = _shown(root / folder)
+    return ["-e", (shown if os.sep in shown or shown == "." else f"./{shown}") + bracket + extras]
+
+
+def _checkout() -> Path | None:
+    """Return the folder that `fourfold` is installed from in place; None if it comes from an index or a wheel."""
+    with suppress(importlib.metadata.PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
+        text = importlib.metadata.distribution("fourfold").read_text("direct_url.json")
+        found = json.loads(text or "{}")
+        if found["dir_info"].get("editable"):
+            return Path(unquote(urlsplit(found["url"]).path))
+    return None
+
+
+def _shown(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -19,7 +19,7 @@ from fourfold import config as configuration
 from fourfold.errors import ConfigError
 from fourfold.install import install_command
 from fourfold.model import write_gguf
-from fourfold_coordinator.cli import export
+from fourfold_coordinator.cli import evaluate, export
 from fourfold_coordinator.launch.run_folder import link_latest
 from fourfold_coordinator.reporting.model_card import model_card
 from tests.fakes.hub_server import FakeHub
@@ -85,8 +85,17 @@ def test_a_missing_export_is_named_with_those_that_are_there(run: Path) -> None:
         export.find_export("runs/demo/model", "model")
     for name in ("model", "model-ema", "model-step-3"):
         shutil.rmtree(run / name)
-    with pytest.raises(ConfigError, match=r"no export yet.*--resume"):
+    with pytest.raises(ConfigError, match=r"neither an exported model nor a checkpoint.*--resume"):
         export.find_export("runs/demo")
+
+
+def test_a_stopped_run_exports_its_last_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("model", "model-ema", "model-step-3"):
+        shutil.rmtree(run / name)
+    for step in (2, 4):
+        (run / "checkpoints" / f"step-{step:06}").mkdir(parents=True)
+    monkeypatch.setattr(evaluate, "export_checkpoint", lambda config, run, step, *_: run / f"model-step-{step}")
+    assert export.find_export("runs/demo").absolute() == run / "model-step-4"
 
 
 def test_a_file_is_written_once_and_replaced_only_by_force(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from fourfold_coordinator.state.sample_tokens import TOKENS_FILE
 from fourfold_coordinator.state.samples import SAMPLES_FILE
+from fourfold_coordinator.view import reader as reader_module
 from fourfold_coordinator.view.app import make_app
 from fourfold_coordinator.view.charts import Line, line_chart
 from fourfold_coordinator.view.reader import FolderReader, RunFolders
@@ -159,3 +160,19 @@ def test_charts_of_extreme_numbers_are_drawn(values: tuple[float, float]) -> Non
         [Line(name="a", points=[(float(x), y) for x, y in enumerate(values)], bars=[(-1e300, 1e300), None])]
     )
     assert chart.count("<polyline") == 1 and "nan" not in chart and "inf" not in chart
+
+
+def test_a_stopped_run_has_the_tokenizer_of_a_built_in_model_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text('name = "demo"\n[model]\nsource = "builtin:smollm2-135m-instruct"\n')
+    loaded: list[Path] = []
+    monkeypatch.setattr(reader_module.Tokenizer, "load", lambda path: loaded.append(path) or "tokenizer")
+    monkeypatch.setattr(reader_module.model_folder, "resolve", lambda source: tmp_path)
+    for ready in (False, True):
+        monkeypatch.setattr(reader_module.model_folder, "is_ready", lambda source, ready=ready: ready)
+        found = FolderReader(folder, cache=tmp_path / "cache")
+        assert found.state() != "running" and (found.tokenizer() is not None) == ready
+    assert loaded == [tmp_path]

@@ -38,6 +38,7 @@ from fourfold.text import clean, printable
 
 from ..data.question import last_message
 from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE, find_run, no_export
+from .evaluate import exported_weights
 
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
@@ -54,7 +55,7 @@ _PLAIN_NOTE: Final = "The model was trained on plain texts: each line is a promp
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", help="folder of a finished run, such as runs/quickstart, a model folder, hf:OWNER/NAME or builtin:NAME"
+        "model", help="folder of a run, such as runs/quickstart, a model folder, hf:OWNER/NAME or builtin:NAME"
     )
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="a rollout service that runs already")
     parser.add_argument("--ca", type=Path, metavar="FILE", help="ca.pem of that service's deployment")
@@ -117,8 +118,10 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
         args.max_tokens = _MAX_TOKENS if args.max_tokens is None else args.max_tokens
         return ""
     model = folder if run_dir != folder else folder / MODEL_FOLDER
-    if not model.is_dir():
+    if not model.is_dir() and run_dir != folder:
         raise no_export(run_dir, f"folder `{model.name}`")
+    if not model.is_dir():
+        _, model = exported_weights(run_dir, "last")  # the run has stopped early
     config = configuration.load(run_dir / CONFIG_FILE)
     args.chat, args.stop_token_ids = config.data.chat, config.sampling.stop_token_ids
     args.date = configuration.fix_date(config, run_dir).data.date

@@ -132,14 +132,24 @@ def _find_model(args: argparse.Namespace) -> tuple[int | None, str, Path]:
             f"{run_dir}: not the folder of a run (no {CONFIG_FILE}); give one of runs/, or a model folder with --model "
             f"{run_dir} --recipe FILE"
         )
-    step, folder = find_weights(run_dir, args.checkpoint or "last")
+    step, folder = exported_weights(run_dir, args.checkpoint or "last")
+    return step, str(folder), run_dir / EVALUATIONS_FOLDER
+
+
+def exported_weights(run_dir: Path, wanted: str) -> tuple[int, Path]:
+    """Return the step and the model folder of weights of a run; export them if they are a checkpoint alone.
+
+    Raises:
+        ConfigError: see `find_weights`; or the run is in progress, and has not exported them.
+    """
+    step, folder = find_weights(run_dir, wanted)
     if folder is None:
         config = configuration.load(run_dir / CONFIG_FILE)
         check_exportable(config, run_dir, step)
         print(f"Exporting the checkpoint of step {step} to {run_dir / f'model-step-{step}'} ...", flush=True)
         gpus = local_gpus(config).get("trainer-0", ())
         folder = export_checkpoint(config, run_dir, step, gpus, Supervisor(run_dir / "logs"))
-    return step, str(folder), run_dir / EVALUATIONS_FOLDER
+    return step, folder
 
 
 def _evaluation_config(args: argparse.Namespace, model: str) -> Config:

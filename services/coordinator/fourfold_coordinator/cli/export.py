@@ -19,8 +19,9 @@ from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold.text import choices, format_bytes
 
-from ..launch.run_folder import CONFIG_FILE, CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, find_run, no_export
+from ..launch.run_folder import CONFIG_FILE, CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, find_run
 from ..reporting.model_card import model_card
+from .evaluate import exported_weights
 
 _DTYPES: Final = ("bf16", "f16", "f32")
 
@@ -71,8 +72,8 @@ def find_export(source: str, name: str = "") -> Path:
         return model_folder.resolve(source)
     exports = {path.parent.name: path.parent for path in run.glob("[!.]*/config.json")}
     plain = [path for path in exports.values() if path.name not in (EMA_FOLDER, CRITIC_FOLDER)]
-    if not plain:
-        raise no_export(run, "export")
+    if not plain and not name:
+        return exported_weights(run, "last")[1]  # the run has stopped early
     if name and name not in exports:
         raise ConfigError(f"{run} has no export {name!r}; {choices(name, sorted(exports))}")
     newest = max(plain, key=lambda path: (path / "config.json").stat().st_mtime)

@@ -385,8 +385,8 @@ class FolderReader:
         with contextlib.suppress(FourfoldError, OSError):
             if self.peer:  # its model is on another machine, and another one may be here at the same place
                 return None
-            # A built-in model would be converted first, which takes a minute; a run has done that.
-            if source.startswith(model_folder.BUILTIN_PREFIX) and self.state() != "running":
+            # A built-in model would be converted first, which takes a minute; on this machine, a run has done that.
+            if source.startswith(model_folder.BUILTIN_PREFIX) and not model_folder.is_ready(source):
                 return None
             return Tokenizer.load(model_folder.resolve(source))
         return None

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import Tokenizer
 from fourfold_coordinator.state.sample_tokens import TOKENS_FILE
 from fourfold_coordinator.state.samples import SAMPLES_FILE
-from fourfold_coordinator.view import reader as reader_module
 from fourfold_coordinator.view.app import make_app
 from fourfold_coordinator.view.charts import Line, line_chart
 from fourfold_coordinator.view.reader import FolderReader, RunFolders
@@ -168,11 +169,9 @@ def test_a_stopped_run_has_the_tokenizer_of_a_built_in_model_that_is_here(
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text('name = "demo"\n[model]\nsource = "builtin:smollm2-135m-instruct"\n')
-    loaded: list[Path] = []
-    monkeypatch.setattr(reader_module.Tokenizer, "load", lambda path: loaded.append(path) or "tokenizer")
-    monkeypatch.setattr(reader_module.model_folder, "resolve", lambda source: tmp_path)
+    monkeypatch.setattr(Tokenizer, "load", lambda path: path)
+    monkeypatch.setattr(model_folder, "resolve", lambda source: tmp_path)
     for ready in (False, True):
-        monkeypatch.setattr(reader_module.model_folder, "is_ready", lambda source, ready=ready: ready)
+        monkeypatch.setattr(model_folder, "is_ready", lambda source, ready=ready: ready)
         found = FolderReader(folder, cache=tmp_path / "cache")
         assert found.state() != "running" and (found.tokenizer() is not None) == ready
-    assert loaded == [tmp_path]

@@ -270,3 +270,12 @@ def test_a_restart_continues_as_if_nothing_had_happened() -> None:
             again.observe(r.step, r.metrics)
             limits.append(again.limit)
         assert limits == (plant.limits[count - 1 :] if count else plant.limits)
+
+
+@pytest.mark.parametrize(
+    ("load", "limit"), [(1.0, 16), (1.01, 12), (1.2, 12), (1.32, 12), (1.34, 11), (1.6, 10), (2.0, 8), (16.5, 0)]
+)
+def test_a_load_a_little_above_1_lowers_the_limit_by_a_quarter(load: float, limit: int) -> None:
+    control = controller(START)
+    observe(control, 1, [measured(load * TARGET)] * 4)
+    assert control.limit == limit

@@ -242,7 +242,7 @@ async def test_a_web_page_of_another_site_cannot_use_the_port(
     method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
     api = FakeAgentApi()
-    server = await serve_http(api, GatewayConfig(), None, ["agents.example"])
+    server = await serve_http(api, GatewayConfig(), None, ["Agents.example"])
     try:
         async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
             outcome = {"reward": 1.0} if method == "POST" else None

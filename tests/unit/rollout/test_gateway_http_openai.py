@@ -266,7 +266,9 @@ async def test_neutral_values_of_refused_parameters_are_accepted() -> None:
         ask: Any = client.chat.completions.create
         await ask(model="m", messages=USER, extra_body=NEUTRAL | ignored | chat)
         await client.completions.create(model="m", prompt="x", suffix="", extra_body=NEUTRAL | ignored)
-        await client.responses.create(model="m", input="x", truncation="disabled", extra_body=NEUTRAL | ignored)
+        await client.responses.create(
+            model="m", input="x", truncation="disabled", extra_body=NEUTRAL | ignored | {"n": 1}
+        )
         for request in api.requests:
             assert not request.sampling_params.HasField("top_k") and not request.sampling_params.stop
         for name, value in NEUTRAL.items():

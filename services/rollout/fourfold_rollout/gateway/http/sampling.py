@@ -23,7 +23,7 @@ _FULL: Final = "would change the distribution: the trainer needs the full distri
 _SERVED: Final = "the gateway does not do; leave it out"
 REFUSED: Final = {
     **{name: Refusal(_FULL, (0,)) for name in ("frequency_penalty", "presence_penalty", "min_p", "min_tokens")},
-    **{name: Refusal(_FULL, (1,)) for name in ("repetition_penalty", "length_penalty")},
+    **{name: Refusal(_FULL, (1,)) for name in ("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p")},
     **{name: Refusal(_FULL, (False,)) for name in ("ignore_eos", "use_beam_search", "early_stopping")},
     **{name: Refusal(_FULL, ([],)) for name in ("bad_words", "logits_processors")},
     "logit_bias": Refusal(_FULL, ({},)),
@@ -36,6 +36,7 @@ REFUSED: Final = {
         "include_stop_str_in_output", "continue_final_message", "return_tokens_as_token_ids", "echo", "no_stop_trim",
     )},
     **{name: Refusal(_SERVED, ([], {})) for name in ("documents", "mm_processor_kwargs", "vllm_xargs")},
+    "n": Refusal("this format does not have; send a request for each answer", (1,)),
     "best_of": Refusal("would hide samples; send n, and choose yourself", (1,)),
 }  # fmt: skip
 """Parameters of these clients that the gateway does not have, with the values that change nothing."""

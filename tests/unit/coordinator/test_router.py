@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,8 +16,10 @@ from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.v1.rollout_service_pb2 import WatchLoadResponse
 from fourfold.rpc import circuit_breaker
 from fourfold.rpc.channel import open_channel
+from fourfold_coordinator.routing import router
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import (
+    NOT_INSPECTED,
     FatalRunError,
     Flight,
     GivenUp,
@@ -584,3 +587,61 @@ async def test_many_changes_that_follow_each_other_are_one_notice(bench: Bench) 
     await asyncio.sleep(0.05)
     task.cancel()
     assert 2 <= wakes < 10, "one at once, and one after each pause"
+
+
+async def test_a_call_that_failed_goes_to_another_replica_also_if_the_failed_one_does_not_rest(bench: Bench) -> None:
+    for member in ("a", "b"):
+        bench.join(member)
+    tried: list[str] = []
+
+    async def work(replica: Replica) -> str:
+        tried.append(replica.member.member_id)
+        if len(tried) == 1:
+            raise InvalidInput("no replica rests for such a request")
+        return "done"
+
+    assert await bench.call(work) == "done"
+    assert tried == ["a", "b"]
+
+
+async def test_a_replica_that_did_not_answer_is_inspected_again_after_its_rest(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, asked = bench.join("a"), list[str]()
+    bench.router.set_unusable_reason(replica, NOT_INSPECTED)
+
+    async def inspect(found: Replica, _sha256: bytes) -> str:
+        asked.append(found.member.member_id)
+        raise Unavailable("connection refused")
+
+    async def look() -> int:
+        async with asyncio.TaskGroup() as tasks:
+            await bench.router._watch_members(tasks)
+        return len(asked)
+
+    monkeypatch.setattr(router, "inspect_replica", inspect)
+    assert await look() == 1
+    replica.breaker.retry_at = math.inf
+    assert await look() == 1, "it rests"
+    replica.breaker.retry_at = 0.0
+    assert await look() == 2
+
+
+async def test_room_that_comes_without_a_notice_is_found(bench: Bench) -> None:
+    replica, end = bench.join("a", capacity=1), asyncio.Event()
+    begun: list[int] = []
+
+    async def work(_: Replica) -> None:
+        begun.append(1)
+        await end.wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in (1, 2):
+            tasks.create_task(bench.call(work))
+            await asyncio.sleep(0.05)
+            assert len(begun) == 1, number
+        replica.capacity = 2  # nothing tells the router
+        async with asyncio.timeout(5):
+            while len(begun) < 2:
+                await asyncio.sleep(0.01)
+        end.set()

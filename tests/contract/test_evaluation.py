@@ -151,6 +151,7 @@ async def test_an_engine_that_dies_in_an_evaluation_is_replaced(
     async def die() -> None:
         first.on_generate = None
         stage.rollouts.append(FakeRollout("rollout-0", stage.config))
+        await first.stop_answering()
         await stage.rollouts[-1].join(stage.address)
         raise FourfoldError("the engine died")
 

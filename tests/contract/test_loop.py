@@ -183,6 +183,7 @@ async def test_samples_of_an_engine_that_hangs_and_is_replaced_are_sampled_again
     await stage.start()
     await until(hanging.is_set)
     stage.rollouts.append(fresh)
+    await old.stop_answering()
     await fresh.join(stage.address)  # ends the lease of `old`, whose calls are in flight
     assert await stage.finish() == 0
     check_books(stage)

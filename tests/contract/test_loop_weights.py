@@ -401,6 +401,7 @@ async def test_an_engine_that_hangs_is_left_as_soon_as_it_is_no_member(make_stag
 
     async def hang() -> None:
         stage.others.append(replacement)
+        await stage.rollouts[0].stop_answering()
         await replacement.join(stage.address)  # whose registration ends the lease of the one that hangs
         await asyncio.sleep(100)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -11,10 +13,12 @@ import pytest
 from fourfold.coordinator.client import Lease, MembershipClient
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
-from fourfold.errors import InvalidInput, NotFound, Unavailable, WrongState
+from fourfold.errors import InvalidInput, NotFound, Overloaded, Unavailable, WrongState
+from fourfold.rpc.server import Server
 from fourfold.service.membership import Membership
+from fourfold_coordinator.routing import membership
 from fourfold_coordinator.routing.membership import MembershipServicer
-from fourfold_coordinator.routing.registry import Registry
+from fourfold_coordinator.routing.registry import MAX_MEMBERS, Registry
 from tests.conftest import Serve
 from tests.fakes.clock import FakeClock
 
@@ -95,6 +99,61 @@ async def test_a_replaced_process_is_not_found_and_stays_out(desk: Desk) -> None
         await desk.client.keep_alive(old.token, timeout=5)
     with pytest.raises(WrongState, match="give it another --member-id"):
         await desk.register()
+
+
+async def test_a_process_that_still_answers_is_not_replaced(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(listen="127.0.0.1:0", security=None)
+    target = await server.start()
+    lease = await desk.register(target=target)
+    for other in ("127.0.0.1:5001", "127.0.0.1:9"):
+        with pytest.raises(
+            Unavailable, match=r"rollout-0 at 127.* is another process of this name, and still"
+        ) as refused:
+            await desk.register(incarnation="b" * 32, target=other)
+        assert refused.value.reason == "MEMBER_ID_IN_USE"
+    assert await desk.register(target=target) == lease, "it is as it was"
+    await server.stop(0)
+    began = time.monotonic()
+    lease = await desk.register(incarnation="b" * 32, target="127.0.0.1:5001")
+    assert time.monotonic() - began < 2, "nothing listens there any more"
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        target = f"127.0.0.1:{hung.getsockname()[1]}"
+        await desk.register(incarnation="c" * 32, target=target)
+        monkeypatch.setattr(membership, "_PROBE_SECONDS", 0.3)
+        await desk.register(incarnation="d" * 32)
+    assert [m.incarnation[0] for m in desk.registry.members()] == ["d"]
+
+
+async def test_a_process_that_listens_at_the_address_of_the_old_one_replaces_it(desk: Desk) -> None:
+    server = Server(listen="127.0.0.1:0", security=None)
+    target = await server.start()
+    await desk.register(target=target)
+    await desk.register(incarnation="b" * 32, target=target)
+    assert [m.incarnation[0] for m in desk.registry.members()] == ["b"]
+    await server.stop(0)
+
+
+async def test_1200_members_that_register_at_once_do_no_harm(desk: Desk) -> None:
+    first = await desk.register()
+
+    async def keep_alive() -> None:
+        for _ in range(20):
+            await desk.client.keep_alive(first.token, timeout=5)
+            await asyncio.sleep(0.02)
+
+    kept = asyncio.create_task(keep_alive())
+    names = [f"rollout-{number}" for number in range(1, 1201)]
+    calls = (desk.register(member_id=name, timeout=60.0) for name in names)
+    leases = await asyncio.gather(*calls, return_exceptions=True)
+    await kept
+    refused = [lease for lease in leases if not isinstance(lease, Lease)]
+    assert all(isinstance(error, Overloaded | Unavailable) for error in refused), "all may try again"
+    assert len(refused) == 1201 - MAX_MEMBERS
+    assert len(desk.registry.members()) == MAX_MEMBERS
+    assert await desk.register() == first, "who is a member stays one"
+    (left, *_) = [lease for lease in leases if isinstance(lease, Lease)]
+    await desk.client.deregister(left.token, timeout=5)
+    await desk.register(member_id="rollout-1201")
 
 
 async def test_deregistering_is_idempotent(desk: Desk) -> None:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import grpc
 import numpy as np
+from grpc_health.v1 import health_pb2
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
@@ -187,6 +188,10 @@ class Member(ABC):
             task.cancel()
         await self._membership.leave(timeout=5)
         await self._leave_alone()
+
+    async def stop_answering(self) -> None:
+        """Answer no health check, as a process that hangs: another process may take its place."""
+        await self._server._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def kill(self) -> None:
         """Vanish, as after SIGKILL: no goodbye, calls in flight are cut."""

@@ -60,9 +60,10 @@ class MembershipServiceServicer(object):
 
     def Register(self, request, context):
         """Registers a member and grants it a lease. Idempotent by member_id and incarnation. A new
-        incarnation replaces the old one and ends its lease. FAILED_PRECONDITION: the member's
-        tokenizer differs from that of the run, a newer incarnation replaced it, or it is a second
-        trainer with another member_id.
+        incarnation replaces the old one and ends its lease; UNAVAILABLE while the old one still
+        answers at another address. FAILED_PRECONDITION: the member's tokenizer differs from that of
+        the run, a newer incarnation replaced it, its member_id is that of a live member of another
+        role, or it is a second trainer with another member_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

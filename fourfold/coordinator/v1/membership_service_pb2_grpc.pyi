@@ -37,9 +37,10 @@ class MembershipServiceStub:
     def __new__(cls, channel: _aio.Channel) -> MembershipServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_membership_service_pb2.RegisterRequest, _membership_service_pb2.RegisterResponse]
     """Registers a member and grants it a lease. Idempotent by member_id and incarnation. A new
-    incarnation replaces the old one and ends its lease. FAILED_PRECONDITION: the member's
-    tokenizer differs from that of the run, a newer incarnation replaced it, or it is a second
-    trainer with another member_id.
+    incarnation replaces the old one and ends its lease; UNAVAILABLE while the old one still
+    answers at another address. FAILED_PRECONDITION: the member's tokenizer differs from that of
+    the run, a newer incarnation replaced it, its member_id is that of a live member of another
+    role, or it is a second trainer with another member_id.
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_membership_service_pb2.KeepAliveRequest, _membership_service_pb2.KeepAliveResponse]
     """Renews a lease. NOT_FOUND: the lease expired or was replaced; stop work and register again."""
@@ -55,9 +56,10 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_membership_service_pb2.RegisterRequest, _membership_service_pb2.RegisterResponse]  # type: ignore[assignment]
     """Registers a member and grants it a lease. Idempotent by member_id and incarnation. A new
-    incarnation replaces the old one and ends its lease. FAILED_PRECONDITION: the member's
-    tokenizer differs from that of the run, a newer incarnation replaced it, or it is a second
-    trainer with another member_id.
+    incarnation replaces the old one and ends its lease; UNAVAILABLE while the old one still
+    answers at another address. FAILED_PRECONDITION: the member's tokenizer differs from that of
+    the run, a newer incarnation replaced it, its member_id is that of a live member of another
+    role, or it is a second trainer with another member_id.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_membership_service_pb2.KeepAliveRequest, _membership_service_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews a lease. NOT_FOUND: the lease expired or was replaced; stop work and register again."""
@@ -76,9 +78,10 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_membership_service_pb2.RegisterResponse, _abc.Awaitable[_membership_service_pb2.RegisterResponse]]:
         """Registers a member and grants it a lease. Idempotent by member_id and incarnation. A new
-        incarnation replaces the old one and ends its lease. FAILED_PRECONDITION: the member's
-        tokenizer differs from that of the run, a newer incarnation replaced it, or it is a second
-        trainer with another member_id.
+        incarnation replaces the old one and ends its lease; UNAVAILABLE while the old one still
+        answers at another address. FAILED_PRECONDITION: the member's tokenizer differs from that of
+        the run, a newer incarnation replaced it, its member_id is that of a live member of another
+        role, or it is a second trainer with another member_id.
         """
 
     @_abc_1.abstractmethod

@@ -132,6 +132,23 @@ def test_a_new_incarnation_replaces_the_old_one_for_good(
     assert [m.incarnation[0] for m in registry.members()] == ["b"]
 
 
+async def test_the_id_of_a_live_member_is_refused_to_another_role(
+    registry: Registry, changes: list[tuple[str, MemberChange]], clock: FakeClock
+) -> None:
+    token = registry.register(member("a-0"))
+    for incarnation in ("a", "b"):
+        with pytest.raises(
+            WrongState, match=r"a live rollout service has this id, a-0 at 127\.0\.0\.1:5000"
+        ) as refused:
+            registry.register(member("a-0", incarnation, role=Role.ROLE_TRAINER))
+        assert refused.value.reason == "MEMBER_ID_TAKEN"
+    registry.keep_alive(token)
+    assert changes == [("a", MemberChange.JOINED)]
+    await clock.advance(TTL_SECONDS)
+    registry.register(member("a-0", "b", role=Role.ROLE_TRAINER))
+    assert [m.role_name for m in registry.members()] == ["trainer"]
+
+
 def test_a_member_that_moved_keeps_its_incarnation(registry: Registry, changes: list[tuple[str, MemberChange]]) -> None:
     registry.register(member())
     registry.register(member(target="127.0.0.1:5002"))

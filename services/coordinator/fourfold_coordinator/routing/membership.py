@@ -6,11 +6,14 @@ from typing import Any, Final
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fourfold import metrics as m
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
+from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
+from fourfold.rpc.channel import call, open_channel
 from fourfold.security import principal
 from fourfold.security.access import Security, expiry_warning
 from fourfold.security.principal import Principal
@@ -21,6 +24,7 @@ from .registry import Member, Registry
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _CHECK_SECONDS: Final = 60.0
+_PROBE_SECONDS: Final = 2.0
 
 
 class CertificateMonitor:
@@ -93,9 +97,36 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
             tokenizer_sha256=request.tokenizer_sha256,
             pool=request.scorer,
         )
+        await self._ask_rivals(member)
         token = self._registry.register(member, principal.current())
         self._record_certificate(context)
         return pb.RegisterResponse(lease_token=token, ttl=self._ttl())
+
+    async def _ask_rivals(self, member: Member) -> None:
+        """Raise Unavailable when the process whose place a member would take still answers."""
+        silent: Member | None = None
+        while (rival := self._registry.rival(member, principal.current())) not in (None, silent):
+            if await self._answers(rival):
+                raise Unavailable(
+                    f"{rival.peer} is another process of this name, and still answers; stop it, or give this one "
+                    f"another --member-id",
+                    reason="MEMBER_ID_IN_USE",
+                )
+            silent = rival
+
+    async def _answers(self, member: Member) -> bool:
+        """Return whether a process answers. One that has ended, hangs or drains does not."""
+        server = Principal(member.role_name, member.member_id)
+        async with open_channel(member.target, self._registry.security, server=server) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest()
+            try:
+                response = await call(stub.Check, request, timeout=_PROBE_SECONDS, peer=member.peer)
+            except (Unavailable, DeadlinePassed):
+                return False
+            except FourfoldError:  # a server without health
+                return True
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveResponse:
         """Renew a lease."""

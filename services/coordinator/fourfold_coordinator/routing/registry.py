@@ -1,8 +1,9 @@
 """Keeps the members of a run: their leases and their incarnations.
 
 A member lives as long as its lease, whatever happens to its connection. A process that registers with a new
-incarnation takes the place of the old one: the old lease ends at once, and the old incarnation is refused from then
-on, so that a process that was only slow cannot come back next to its successor.
+incarnation takes the place of the old one, if that does not answer any more (`membership.py` asks it): the old lease
+ends at once, and the old incarnation is refused from then on, so that a process that was only slow cannot come back
+next to its successor. The id of a live member is refused to services of another role.
 
     Register --> live --KeepAlive every ttl/3--> live --no KeepAlive for ttl--> EXPIRED
                   |--Deregister--> LEFT (its calls in flight may finish)
@@ -115,7 +116,7 @@ class Registry:
 
         `scorers` are the names of the tables [[reward]], the pools of reward services that register.
         """
-        self.ttl, self.clock, self._security = ttl, clock, security
+        self.ttl, self.clock, self.security = ttl, clock, security
         self.tokenizer_sha256, self._scorers = tokenizer_sha256, tuple(scorers)
         self._leases: dict[str, _Lease] = {}  # by member_id
         self._by_token: dict[bytes, _Lease] = {}
@@ -137,13 +138,27 @@ class Registry:
         members = [lease.member for lease in self._leases.values()]
         return sorted((m for m in members if role is None or m.role == role), key=lambda m: m.member_id)
 
+    def rival(self, member: Member, owner: Principal = LOCAL) -> Member | None:
+        """Return the live process whose place `member` would take, if its server may still be there.
+
+        A process at the same address has ended: the new one could not listen there. Raises the errors of `register`.
+        """
+        self._forgive_stall()
+        self._check(member, owner)
+        held = self._leases.get(member.member_id)
+        if held is None or held.member.permanent or self._age(held) >= self.ttl:
+            return None
+        same = held.member.incarnation == member.incarnation or held.member.target == member.target
+        return None if same or (member.member_id, member.incarnation) in self._fenced else held.member
+
     def register(self, member: Member, owner: Principal = LOCAL) -> bytes:
         """Grant a lease and return its token; renew the lease when the same incarnation registers again.
 
         Raises:
             InvalidInput: A field is malformed, or no channel may be opened to the target.
             PermissionDenied: The caller's certificate is that of another member.
-            WrongState: Another tokenizer, an unknown scorer, an incarnation that was replaced, or a second trainer.
+            WrongState: Another tokenizer, an unknown scorer, an incarnation that was replaced, a second trainer, or
+                the id of a live member of another role.
             Overloaded: There are too many members.
         """
         self._forgive_stall()
@@ -201,7 +216,7 @@ class Registry:
 
         Raises ConfigError: no channel may be opened to the target.
         """
-        check_target(target, self._security)
+        check_target(target, self.security)
         if split_target(target)[1] == 0:
             raise ConfigError(f"{target!r} has port 0, where nothing listens; give the port of the service")
         if (held := self._leases.get(member_id)) is not None:
@@ -318,11 +333,12 @@ class Registry:
             )
         self._check_target(member)
         self._check_tokenizer(member)
+        self._check_role(member)
 
     def _check_target(self, member: Member) -> None:
         """Raise InvalidInput for a target to which no channel may be opened."""
         try:
-            check_target(member.target, self._security)
+            check_target(member.target, self.security)
             if split_target(member.target)[1] == 0:
                 raise ConfigError(f"{member.target!r} has port 0, where nothing listens; give the bound port")
         except ConfigError as error:
@@ -338,6 +354,15 @@ class Registry:
             reason="WRONG_TOKENIZER",
         )
 
+    def _check_role(self, member: Member) -> None:
+        held = self._leases.get(member.member_id)
+        if held is not None and held.member.role != member.role and self._age(held) < self.ttl:
+            raise WrongState(
+                f"{member.member_id}: a live {held.member.role_name} service has this id, {held.member.peer}; start "
+                f"this {member.role_name} service with another --member-id",
+                reason="MEMBER_ID_TAKEN",
+            )
+
     def _check_only_trainer(self, member: Member) -> None:
         if member.role != Role.ROLE_TRAINER:
             return
@@ -345,7 +370,7 @@ class Registry:
             if other.member_id != member.member_id:
                 raise WrongState(
                     f"{member.member_id}: this run has a trainer already, {other.peer}, and a run has one; stop this "
-                    f"process, or start it with --member-id {other.member_id} to replace that one",
+                    f"process, or stop that one and start this one with --member-id {other.member_id}",
                     reason="SECOND_TRAINER",
                 )
 

@@ -283,3 +283,16 @@ def test_a_board_keeps_few_connections_without_the_secret_and_no_old_ones(
         assert member.get("other", threading.Event(), deadline, "a value") == b"value"
         member.close()
         second.close()
+
+
+def test_an_abort_ends_a_member_that_waits_for_another_one(board: rendezvous.Board) -> None:
+    deadline, abort = Deadline(20.0), threading.Event()
+    member = BoardClient("127.0.0.1", board.port, board.nonce, "the board", deadline)
+    timer = threading.Timer(0.1, abort.set)
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(StaleEpoch):  # in `get`, before gloo is asked, which only its own timeout ends
+        rendezvous.connect_pair(member, "pair", 0, "127.0.0.1", abort, deadline, "the other end")
+    assert time.monotonic() - began < 10
+    timer.join()
+    member.close()

@@ -28,7 +28,7 @@ from agents import (
     function_tool,
 )
 from agents.items import ToolCallItem
-from openai import APIError, AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
+from openai import APIError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 # Tasks at a time. An engine samples many turns in little more time than one.
 _WORKERS: Final = 32
@@ -108,7 +108,7 @@ async def work(client: AsyncOpenAI, found: list[Attempt]) -> None:
     while True:
         try:
             leased: Any = await client.post("/tasks/next", cast_to=object, body={"wait": "10s"})
-        except BadRequestError as error:
+        except APIStatusError as error:
             if error.code == "run_ended":
                 return
             raise

@@ -13,7 +13,6 @@ learning rate come from the recipe; master weights are float32.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import sys
 import time
@@ -31,8 +30,7 @@ from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 from fourfold_coordinator.data.prompts import Prompt, load_prompts
-
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+from fourfold_reward import ScoreInput, verifiers
 
 
 class BareLoop:
@@ -43,6 +41,8 @@ class BareLoop:
         self.config = config
         self.tokenizer = Tokenizer.load(folder)
         self.prompts = load_prompts(config, self.tokenizer)
+        scorer = config.reward[0]
+        self.score = verifiers.load(scorer.function, {scorer.function: scorer.options})
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.model.dtype))
         self.masters = [p.detach().float() for p in self.model.parameters()]  # the model's own tensors if it is float32
         self.optimizer = torch.optim.AdamW(self.masters, lr=config.trainer.learning_rate, weight_decay=0.0)
@@ -97,9 +97,10 @@ class BareLoop:
         return out, mask
 
     def reward(self, prompt: Prompt, tokens: torch.Tensor, mask: torch.Tensor) -> float:
-        """1 when the last number of the completion is the answer, else 0."""
-        numbers = _NUMBER.findall(self.tokenizer.decode(tokens[mask].tolist()))
-        return float(bool(numbers) and float(numbers[-1]) == float(prompt.answer))
+        """Return the score of the recipe's built-in verifier, a number."""
+        completion = self.tokenizer.decode(tokens[mask].tolist())
+        score = self.score(ScoreInput(sample_id="", prompt=prompt.text, completion=completion, answer=prompt.answer))
+        return float(score)  # type: ignore[arg-type]
 
     def advantages(self, rewards: np.ndarray) -> torch.Tensor:
         """GRPO: (r - mean) / std of the group, 0 for constant groups."""

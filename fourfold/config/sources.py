@@ -45,6 +45,8 @@ class DataSourceConfig(Table):
     """Rows to take. 0: all rows of a file; a generator needs a size."""
     seed: int = Field(default=0, ge=0)
     """Seed of the generator of `reasoning_gym`."""
+    skip: str = ""
+    """Regular expression: rows whose prompt has a match are left out, as those with a trivial question. Empty: none."""
 
     @property
     def default_name(self) -> str:
@@ -58,6 +60,15 @@ class DataSourceConfig(Table):
     @classmethod
     def _columns_only(cls, value: str) -> str:
         parse_template(value)
+        return value
+
+    @field_validator("skip")
+    @classmethod
+    def _is_pattern(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"skip = {value!r:.200} is no regular expression: {error}") from None
         return value
 
     @model_validator(mode="after")

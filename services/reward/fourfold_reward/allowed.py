@@ -15,7 +15,7 @@ from fourfold_reward.code.verifier import CODE_TESTS
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.verifiers import GymOptions
 
-_WITHOUT_OPTIONS: Final = ("exact_match", "last_number", "math_verify", verifiers.GYM)
+_WITHOUT_OPTIONS: Final = ("exact_match", "math_verify", verifiers.GYM)
 # Of the time limit of a sample; the rest is for the verifier itself.
 _SHARE_OF_TESTS: Final = 0.8
 

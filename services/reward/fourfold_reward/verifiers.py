@@ -49,7 +49,8 @@ DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
     ("exact_match", "1 if the completion equals the answer, without surrounding spaces"),
     (
         "last_number",
-        "1 if the last number in the completion, outside of its reasoning, equals the last number in the answer",
+        "1 if the last number in the completion, outside of its reasoning, equals the last number in the answer. With "
+        "options.pattern the whole completion must also match this regular expression",
     ),
     ("math_verify", "1 if the final expression of the completion equals the answer; both are LaTeX or plain text"),
     (FORMAT, "1 if the regular expression options.pattern matches the whole completion"),
@@ -107,8 +108,8 @@ def load(name: str, options: GymOptions) -> RewardFunction:
     match name:
         case "exact_match":
             return exact_match
-        case "last_number":
-            return last_number
+        case text_rules.LAST_NUMBER:
+            return _load_last_number(options.get(name, {}))
         case "math_verify":
             return _load_math_verify()
         case text_rules.FORMAT:
@@ -139,6 +140,20 @@ def last_number(sample: ScoreInput) -> float | Abstain:
     if expected is None:
         return NO_ANSWER
     return float(find_last_number(without_reasoning(sample.completion, sample.prompt)) == expected)
+
+
+def _load_last_number(options: Mapping[str, Any]) -> RewardFunction:
+    """Return `last_number`; with `options.pattern`, a completion that does not match it as a whole scores 0."""
+    text_rules.check_names(text_rules.LAST_NUMBER, options, {"pattern"})
+    if not options:
+        return last_number
+    matches = text_rules.load_format(options)
+
+    def last_number_of_form(sample: ScoreInput) -> float | Abstain:
+        score = last_number(sample)
+        return score if isinstance(score, Abstain) or matches(sample) else 0.0
+
+    return last_number_of_form
 
 
 def _load_math_verify() -> RewardFunction:

@@ -546,16 +546,31 @@ def test_no_held_out_pair_is_in_training_in_either_order(quickstart: tuple[Confi
     trained = {operands(p) for p in prompts.train}
     assert not trained & held_out
     assert not trained & {(b, a) for a, b in held_out}
-    assert len(trained | held_out) == 100, "every pair of digits is in one of the two"
+    both = {(a, b) for a in range(2, 10) for b in range(2, 10)}
+    assert trained | held_out == both, "every pair of factors from 2 to 9 is in one of the two, and no other"
 
 
-def test_the_quickstart_evaluates_22_ordered_pairs_of_11_groups(quickstart: tuple[Config, PromptSet]) -> None:
+def test_the_quickstart_evaluates_18_ordered_pairs_of_9_groups(quickstart: tuple[Config, PromptSet]) -> None:
     config, prompts = quickstart
     pairs = [operands(p) for p in prompts.held_out_prompts]
-    assert len(pairs) == len(set(pairs)) == 22
-    assert len({frozenset(pair) for pair in pairs}) == len({p.group_key for p in prompts.held_out_prompts}) == 11
+    assert len(pairs) == len(set(pairs)) == 18
+    assert len({frozenset(pair) for pair in pairs}) == len({p.group_key for p in prompts.held_out_prompts}) == 9
     assert all((b, a) in pairs for a, b in pairs)
-    assert len(pairs) * config.evaluation.samples_per_prompt == 176
+    assert len(pairs) * config.evaluation.samples_per_prompt == 144
+
+
+def test_rows_whose_prompt_matches_skip_are_left_out(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    messages = [{"role": "user", "content": "what is 1?"}]
+    file = write_jsonl(tmp_path / "a.jsonl", [{"question": text} for text in ("1 * 4", "11 * 4", messages, "2 * 4")])
+    prompts = load(file, train={"path": str(file), "skip": r"\b[01]\b"}, order="file").train
+    assert [(prompt.index, prompt.text) for prompt in prompts] == [
+        (1, "<user>11 * 4<assistant>"),
+        (3, "<user>2 * 4<assistant>"),
+    ]
+    with pytest.raises(ConfigError, match=r"no prompt is left: all 4 match skip = '\\\\d'"):
+        load(file, train={"path": str(file), "skip": r"\d"})
+    with pytest.raises(ValueError, match=r"skip = '\('.* is no regular expression"):
+        configuration.load(QUICKSTART, ["data.train.skip='('"])
 
 
 def test_the_split_is_a_matter_of_the_seed(quickstart: tuple[Config, PromptSet]) -> None:

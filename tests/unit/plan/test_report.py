@@ -27,20 +27,20 @@ QUICKSTART = RECIPES / "quickstart.toml"
 
 # Word for word what the command prints: the README quotes it.
 READ = (
-    "read: 3,245 training prompts of 43 tokens. The run draws 108 prompts: 3.33% of them.",
-    "read: 22 prompts in 11 task groups.",
+    "read: 1,930 training prompts of 43 tokens. The run draws 96 prompts: 4.97% of them.",
+    "read: 18 prompts in 9 task groups.",
     "last_number: the reference answers of 4 rows score 1, 1, 1, 1.",
 )
 QUICKSTART_PLAN = """\
-quickstart: 9 steps of grpo on builtin:smollm2-135m-instruct
+quickstart: 8 steps of grpo on builtin:smollm2-135m-instruct
 
 model       134.5M parameters: 30 layers of 576, 9 heads (3 for keys and values), vocabulary 49,152, tied
             embeddings. Trained in float32.
 data        4,096 rows made by reasoning-gym `products` (min_terms 2, max_terms 2, min_digits 1, max_digits 1,
             seed 0), as chat; system prompt "Reply with only the final answer."
-held out    11 groups of rows, drawn with seed 17 and never trained on; rows with the same numbers in
+held out    9 groups of rows, drawn with seed 17 and never trained on; rows with the same numbers in
             `expression`, in any order, form one group. 8 sampled answers to each of their distinct prompts
-            before step 1 and after steps 3, 6, 9.
+            before step 1 and after steps 4, 8.
 one step    12 prompts x 8 samples = 96 trajectories of at most 128 tokens, 16 of them sampled: at most 12,288
             tokens, 1,536 to train on, in one optimizer step.
 algorithm   p is the log-probability of a sampled token now, o before the step; ratio = exp(p - o).
@@ -50,7 +50,7 @@ algorithm   p is the log-probability of a sampled token now, o before the step; 
             loss of a token: l = -min(ratio A, clip(ratio, 0.8, 1.2) A).
             loss: l summed over all sampled tokens / their number: every token weighs the same (token-mean).
             updates: 1 a step, in which p = o, so that no clip binds.
-the run     9 steps = 864 trajectories. 3 checkpoints of about 1.5 GiB; the newest 2 stay in
+the run     8 steps = 768 trajectories. 2 checkpoints of about 1.5 GiB; the newest 2 stay in
             runs/quickstart/checkpoints.
 trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories are packed into micro-batches of at most 2,048
             tokens: 16 of full length, so at most 6 passes. The packing does not change the result.
@@ -283,7 +283,7 @@ def test_plan_describes_checkpoints_and_the_average() -> None:
         "A moving average of the weights (decay 0.992 per optimizer step) is exported as runs/quickstart/model-ema"
         in average
     )
-    assert "3 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
+    assert "2 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
 
 
 def test_plan_describes_a_second_partition_of_the_weights() -> None:
@@ -300,7 +300,7 @@ def test_plan_describes_optimizers_and_learning_rates() -> None:
     text = changed(trainer={**table, "weight_decay": 0.1}, algorithm={"preset": "ppo"}, critic={"warmup_steps": 1})
     assert (
         "optimizer Muon with momentum 0.95 for the layers' matrices, AdamW with betas 0.9 and 0.999 for the rest; "
-        "learning rate 1e-05, reached after 3 steps, cosine decay to 0.1 of it after step 9; weight decay "
+        "learning rate 1e-05, reached after 3 steps, cosine decay to 0.1 of it after step 8; weight decay "
         "0.1, gradients clipped to a norm of 1. critic: the same; learning rate 9e-06, reached after 1 step, constant "
         "from then on; gradients clipped to a norm of 1." in text
     )
@@ -323,7 +323,7 @@ def test_plan_describes_offloading() -> None:
 
 def test_plan_counts_the_critic() -> None:
     plain, text = changed(), changed(algorithm={"preset": "ppo"})
-    assert "quickstart: 9 steps of ppo on" in text
+    assert "quickstart: 8 steps of ppo on" in text
     assert "1 rank on CPU for policy and critic, ZeRO stage 3." in text
     assert "checkpoints of about 1.5 GiB" in plain and "checkpoints of about 3.0 GiB" in text
     assert "critic 1 0.50 0.50 2.00 - - - 3.01 rollout" in text and "critic" not in plain

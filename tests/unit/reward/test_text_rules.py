@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold_reward import ScoreInput, loader, verifiers
@@ -44,6 +45,21 @@ def test_length_is_the_soft_overlong_punishment_of_dapo(tokens: int, score: floa
     assert result.components == {"tokens": tokens}
 
 
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        *[(text, 1.0) for text in ("20", "20.", "4 * 5 = 20", "5 x 4 equals 20.", "4 \u00d7 5 is 20")],
+        *[(text, 0.0) for text in ("21", "4 * 5 = 21", "4 * 5 = 20 is incorrect.", "4 * 5 is not 20", "", "20 or 20")],
+        ("4 * 5 = 20 is incorrect and your response should be", 0.0),
+    ],
+)
+def test_the_quickstart_scores_the_number_alone_or_the_equation(completion: str, score: float) -> None:
+    table = configuration.load(Path(__file__).parents[3] / "recipes" / "quickstart.toml").reward[0]
+    function = verifiers.load(table.function, {table.function: table.options})
+    assert function(ScoreInput(sample_id="s", prompt="", completion=completion, answer="20")) == score
+    assert function(sample(completion)) == verifiers.NO_ANSWER
+
+
 def test_length_needs_the_tokens() -> None:
     function = verifiers.load("length", {"length": {"target_tokens": 1, "max_tokens": 3, "min": -4}})
     assert function(sample("abc", 2)).score == -2.0  # type: ignore[union-attr]
@@ -58,6 +74,8 @@ def test_length_needs_the_tokens() -> None:
     ("name", "options", "message"),
     [
         ("format", {}, "options.pattern = None"),
+        ("last_number", {"pattern": "("}, "is no regular expression"),
+        ("last_number", {"patern": "a"}, "options.patern is no option of last_number; it has pattern"),
         ("format", {"pattern": "("}, "is no regular expression"),
         ("format", {"pattern": "a", "patern": "b"}, "options.patern is no option of format"),
         ("length", {"target_tokens": 3}, "options.max_tokens = None"),

@@ -241,6 +241,7 @@ class _Loader:
     too_long: list[int] = field(default_factory=list)  # rows that leave no room in the context
     too_large: list[int] = field(default_factory=list)  # rows with too much metadata that is read
     unread: Counter[str] = field(default_factory=Counter)  # rows without a large column, by the column
+    skipped: list[int] = field(default_factory=list)  # rows that the recipe leaves out
     read: frozenset[str] | None = field(init=False)  # columns that become metadata for somebody; None: any
 
     def __post_init__(self) -> None:
@@ -253,6 +254,9 @@ class _Loader:
         count = 0
         for row_number, row in enumerate(read_rows(self.source)):
             count += 1
+            if self._is_skipped(row, f"{where}, row {row_number}"):
+                self.skipped.append(row_number)
+                continue
             try:
                 prompt = self._make_prompt(first + row_number, row, f"{where}, row {row_number}")
             except RecursionError:
@@ -285,11 +289,21 @@ class _Loader:
                 ", ".join(f"{clean(column, 80)} ({rows} rows)" for column, rows in self.unread.items()),
             )  # fmt: skip
         if not prompts:
+            dropped.append((self.skipped, f"match skip = {self.source.skip!r}"))
             why = ", and ".join(
                 f"{'all' if len(rows) == count else f'{len(rows)} of'} {count} {rule}" for rows, rule in dropped if rows
             )
             raise ConfigError(f"{where}: no prompt is left: {why or 'it is empty'}")
         return prompts
+
+    def _is_skipped(self, row: Row, where: str) -> bool:
+        """Return whether `skip` leaves out a row."""
+        if not self.source.skip:
+            return False
+        value, *_ = read_prompt(row, self.source, self.config.data, where)
+        return (
+            re.search(self.source.skip, value if isinstance(value, str) else json.dumps(value, default=str)) is not None
+        )
 
     def _make_prompt(self, index: int, row: Row, where: str) -> Prompt | None:
         """Return the prompt of a row; None if it has too much metadata."""

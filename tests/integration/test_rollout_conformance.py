@@ -21,6 +21,7 @@ def test_a_service_with_vllm_keeps_the_contract(
     service = start(model, tmp_path)
     try:
         words = ["conformance", "rollout", service.target, "--model", str(model), "--json", str(out)]
+        words += ["--timeout", "180"]  # beside other work, the first grammar waits for a process that imports vLLM
         assert cli_main.main(words) == 0, capsys.readouterr().out
     finally:
         service.close()

@@ -26,7 +26,7 @@ from fourfold.errors import FourfoldError
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_BYTES = 1_000_000
-MAX_FILE_LINES = 600
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 MAX_README_LINES = 150
 

@@ -60,11 +60,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
     options, config = host.options, host.options.config
-    folder = (options.run_dir or Path("runs") / config.name) / "gateway" / options.member_id
-    _log.info("gateway started: folder=%s sqlite=%s", folder, sqlite3.sqlite_version)
-    with suppress(ConfigError):  # the store has the message
-        make_private_folder(folder.parent.parent)
-    store = SessionStore(folder)
+    store = _open_store((options.run_dir or Path("runs") / config.name) / "gateway" / options.member_id)
     engines = EnginePool(
         tokenizer_sha256=tokenizer.sha256, vocabulary_size=tokenizer.vocabulary_size, security=host.security
     )
@@ -121,6 +117,13 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
         return await host.run(start=start)
     finally:
         await stop()
+
+
+def _open_store(folder: Path) -> SessionStore:
+    _log.info("gateway started: folder=%s sqlite=%s", folder, sqlite3.sqlite_version)
+    with suppress(ConfigError):  # the store has the message
+        make_private_folder(folder.parent.parent)
+    return SessionStore(folder)
 
 
 def _report_end(task: asyncio.Task[None], host: ServiceHost) -> None:

@@ -54,8 +54,7 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> int:
-    """Run the service to its end."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--coordinator", default="")
@@ -71,7 +70,12 @@ def main() -> int:
     parser.add_argument("--certs", default="")
     parser.add_argument("--metrics-listen", default="")
     parser.add_argument("--run-dir", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the service to its end."""
+    args = _arguments()
     if args.hasty:
         for name in ("_ON_DRAIN_SECONDS", "_HARD_EXIT_SECONDS"):
             setattr(lifecycle, name, getattr(lifecycle, name) / 4)

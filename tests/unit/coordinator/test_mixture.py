@@ -110,15 +110,15 @@ def test_rows_of_several_files_form_one_pool(load: Callable[..., PromptSet], fil
     assert [p.source for p in prompts.train] == ["easy"] * 6 + ["hard"] * 4
     assert [p.text for p in prompts.train][5:7] == ["easy 5", "hard 0"]
     assert [p.answer for p in prompts.train][5:7] == ["5", "0"]
-    assert json.loads(prompts.train[6].metadata_json) == {"level": 0, "data_source": "hard"}
+    assert json.loads(prompts.train[6].metadata_json) == {"level": 0, "data_source": "hard", "answer_value": 0}
     assert sorted(prompts.at(i).index for i in range(10)) == list(range(10))
 
 
 def test_a_single_source_without_a_name_adds_nothing(
     load: Callable[..., PromptSet], files: Sequence[dict[str, Any]]
 ) -> None:
-    assert json.loads(load(files[0]).train[0].metadata_json) == {}
-    assert json.loads(load({**files[0], "name": "x"}).train[0].metadata_json) == {"data_source": "x"}
+    assert json.loads(load(files[0]).train[0].metadata_json) == {"answer_value": 0}
+    assert json.loads(load({**files[0], "name": "x"}).train[0].metadata_json) == {"data_source": "x", "answer_value": 0}
     rows = write_jsonl(Path(files[0]["path"]).with_name("own.jsonl"), [{"question": "q", "data_source": "mine"}])
     own = load({"path": str(rows), "name": "x"}).train[0]
     assert json.loads(own.metadata_json) == {"data_source": "mine"} and own.source == "x"

@@ -28,7 +28,8 @@ _NUMBER: Final = re.compile(
     rf"| ?(?:[*\u00d7xX]|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?(?:(?P<power>{_EXPONENT})|\{{(?P<braced>{_EXPONENT})\}}))?"
 )
 _SCIENTIFIC: Final = re.compile(rf"(?<![A-Za-z0-9_.,])[0-9]+(?:\.[0-9]+)?[eE]{_EXPONENT}(?![A-Za-z])")
-_BRACE: Final = re.compile(r"(?P<box>\\boxed\s*\{)|\\.|[{}]", re.DOTALL)
+# Some models write two backslashes before `boxed`. Elsewhere two are a line break; one before a brace escapes it.
+_BRACE: Final = re.compile(r"(?P<box>\\boxed\s*\{)|\\\\(?!boxed)|\\[{}]|[{}]")
 _HASHES: Final = "####"
 _TAG: Final = r"(?:think|thinking|thought|reasoning|seed:think)>"
 _REASONING: Final = re.compile(

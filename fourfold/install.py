@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shlex
@@ -24,12 +23,19 @@ def install_command(*requirements: str, options: str = "") -> str:
     own = python.with_name("pip")
     if found and own.exists() and own.samefile(found):
         program = "pip"
-    elif importlib.util.find_spec("pip"):
+    elif _has_pip():
         program = f"{shlex.quote(_shown(python))} -m pip"
     else:
         program, options = "uv pip", f"--python {shlex.quote(_shown(python))} {options}".strip()
     words = [word for requirement in requirements for word in _source(requirement)]
     return " ".join(filter(None, [program, "install", options, shlex.join(words)]))
+
+
+def _has_pip() -> bool:
+    # Not `find_spec`: setuptools warns when that looks for pip after distutils was imported.
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version("pip"))
+    return False
 
 
 def _source(requirement: str) -> list[str]:

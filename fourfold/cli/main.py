@@ -244,6 +244,7 @@ def _load(group: str, name: str, distribution: str) -> Any:
                 raise  # it is installed, and lacks another package
             raise ConfigError(
                 f"`{name}` needs the module {error.name!r}, which is not installed; {install_command(distribution)}"
+                f"{' (with [gpu] on GPUs)' if '[cpu]' in distribution else ''}"
             ) from None
     raise ConfigError(f"`{name}` is not installed here; {install_command(distribution)}")
 

@@ -18,9 +18,10 @@ def fix_date(config: Config, run_dir: Path | None) -> Config:
     if config.data.date:
         return config
     now = datetime.datetime.now()
-    if run_dir is not None and (file := run_dir / "config.toml").is_file():
-        now = datetime.datetime.fromtimestamp(file.stat().st_mtime)
-        with suppress(ValueError, KeyError, TypeError):  # no date, or a file that its user is editing
+    if run_dir is not None:
+        file = run_dir / "config.toml"
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no file or date, or a file that its user is editing
+            now = datetime.datetime.fromtimestamp(file.stat().st_mtime)
             now = datetime.datetime.fromisoformat(tomllib.loads(file.read_text(encoding="utf-8"))["data"]["date"])
     return with_date(config, now.isoformat(timespec="seconds"))
 

@@ -215,7 +215,7 @@ class _Reader:
         holds: bool | None = False
         while self._at < len(self._text) and self._text[self._at] not in ";&<>)":
             holds = either(holds, matches(block.subject, " ".join(self._word())))
-            self._step(" \t\n|")
+            self._step(" \t\n|(")
         self._at += 1
         block.take(holds)
 

@@ -410,8 +410,11 @@ def _rewards(draft: Draft, options: Options) -> None:
             draft.set(f"{table}.weight", float(weights[index]), "reward_weights")
     if "soft_overlong_punishment" not in functions:
         draft.leave("not needed without soft_overlong_punishment", "max_completion_len", "soft_punish_cache")
-    if any(_last(name) in ("accuracy", "accuracy_reward", "reasoning_accuracy_reward") for name in functions):
+    if any(name == "accuracy" or _last(name) in _ACCURACY for name in functions):
         draft.set("data.answer_field", "solution", "reward_funcs", note="the column of accuracy_reward")
+
+
+_ACCURACY: Final = ("accuracy_reward", "reasoning_accuracy_reward")
 
 
 def _last(name: str) -> str:
@@ -427,13 +430,14 @@ def _one_reward(draft: Draft, table: str, flag: str, name: str) -> None:
         common.model(draft, f"{table}.model.source", name, flag)
         draft.set(f"{table}.model.device", "cuda")
         return
-    match _last(name):
-        case "accuracy" | "accuracy_reward" | "reasoning_accuracy_reward":
+    # The short names are those of open-r1; a function of the user's file may have such a name, too.
+    match name if name in ("accuracy", "format", "soft_overlong_punishment") else f".{_last(name)}":
+        case "accuracy" | ".accuracy_reward" | ".reasoning_accuracy_reward":
             draft.set(f"{table}.function", "math_verify", flag)
             draft.check(
                 f"reward: {_last(name)} becomes math_verify, which compares the final expression by the same library"
             )
-        case "think_format_reward":
+        case ".think_format_reward":
             draft.set(f"{table}.function", "format", flag)
             draft.set(f"{table}.options", {"pattern": _THINK}, flag)
         case "format":
@@ -444,7 +448,7 @@ def _one_reward(draft: Draft, table: str, flag: str, name: str) -> None:
             draft.set(f"{table}.function", "length", flag)
             limits = {"target_tokens": longest - cache, "max_tokens": longest, "min": -1.0}
             draft.set(f"{table}.options", limits, "max_completion_len", "soft_punish_cache")
-        case "get_soft_overlong_punishment":
+        case ".get_soft_overlong_punishment":
             draft.set(f"{table}.function", "length", flag)
             draft.set(f"{table}.options", {"target_tokens": 1024, "max_tokens": 1280, "min": -1.0}, flag)
             draft.check("reward: length has the limits of trl grpo (1280 and 256); change them to yours")

@@ -100,7 +100,7 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if (role := message.get("role")) not in _ROLES:
         raise InvalidInput(f"{where} has the role {_show(role)}; a role is one of {', '.join(_ROLES)}")
     calls, found = [], _value(message.get("tool_calls", []))
-    for call in found if isinstance(found, list) else [found]:
+    for call in found if isinstance(found, list) else [found] if found else []:
         name, function = _function(call, f"{where}: a tool call", "arguments")
         calls.append((name, str(call.get("id", "")), _value(function.get("arguments", {}))))
     reasoning = message.get("reasoning_content") or message.get("reasoning", "")

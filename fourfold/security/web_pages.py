@@ -8,9 +8,8 @@ this machine (DNS rebinding), `Origin` and `Sec-Fetch-Site` name the page that a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Final
 
-LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+from fourfold.address import is_loopback
 
 
 def refusal(method: str, headers: Mapping[str, str], names: Collection[str] = ()) -> tuple[int, str] | None:
@@ -25,7 +24,7 @@ def refusal(method: str, headers: Mapping[str, str], names: Collection[str] = ()
     """
     host = headers.get("host", "").lower()
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    if name not in LOOPBACK and name not in map(str.lower, names):
+    if not is_loopback(name.strip("[]")) and name not in map(str.lower, names):
         return 421, f"Host {host[:100]!r} is not this machine; use http://127.0.0.1:PORT/"
     follows_link = method in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
     own_origins = (f"http://{host}", f"https://{host}")  # https: a reverse proxy has TLS

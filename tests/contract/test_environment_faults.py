@@ -224,8 +224,9 @@ async def test_an_episode_that_ends_with_a_bug_is_counted_once(stage: Make, monk
 async def test_the_end_of_a_group_leaves_time_to_hand_in_what_there_is(stage: Make) -> None:
     s = await stage(max_turns=1000)
     s.gateway.sample_seconds = 0.01
-    outcome = await s.outcome(answer="again", time_left=Duration(seconds=3))
-    assert outcome.truncated and outcome.reward == 0.25 and s.gateway.lengths[0] < 2.9
+    # A tenth is left to end the episode: with 3 s, that was too little once on two busy cores.
+    outcome = await s.outcome(answer="again", time_left=Duration(seconds=6))
+    assert outcome.truncated and outcome.reward == 0.25 and s.gateway.lengths[0] < 5.8
 
 
 async def test_a_call_that_soon_returns_keeps_the_reward_of_its_truncated_episode(stage: Make) -> None:

@@ -137,6 +137,7 @@ async def test_tasks_return_at_once_when_their_environment_or_their_gateway_has_
     stub = other.stub(stage.address)
     async with asyncio.timeout(10):
         first = {task.task_id for task in await lease(stub, 12, agent=environment.incarnation)}
+        await environment.stop_answering()
         await replacement.join(stage.address)  # in its place
         stage.others.append(replacement)
         again = await lease(stub, 12, agent=replacement.incarnation)

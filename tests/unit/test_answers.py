@@ -18,6 +18,8 @@ from fourfold.answers import final_answer
         (r"\boxed{1} then \boxed {\left\{2\right.}", r"\left\{2\right."),
         (r"\boxed{a \boxed{b}", "b"),
         (r"text } \boxed{x}", "x"),
+        (r"so \\boxed{x} or \boxed", "x"),
+        (r"\boxed{a \\ b}", r"a \\ b"),
         ("so\n#### 1,200.50\nmore 3", "1200.5"),
         ("it is 007, or -12.0", "-12"),
         ("$-0.0$", "0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fourfold.answers import ANSWER_VALUE
+from fourfold.answers import ANSWER_VALUE, answer_text
 from fourfold_reward.sample import InvalidSample
 
 
@@ -24,7 +24,9 @@ def take_answer(metadata: dict[str, Any], text: str) -> Any:
         metadata: the columns, which have it if it is no text.
         text: the answer as text.
     """
-    return metadata.pop(ANSWER_VALUE, text or None)
+    if ANSWER_VALUE in metadata and answer_text(metadata[ANSWER_VALUE]) == text:  # else a column of the same name
+        return metadata.pop(ANSWER_VALUE)
+    return text or None
 
 
 def parse_messages(text: str) -> list[dict[str, Any]]:

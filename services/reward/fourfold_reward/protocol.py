@@ -226,25 +226,23 @@ def outcome_of(result: object) -> Outcome:
                 )
             if result["score"] is None:
                 return Outcome(abstain_reason=NO_SCORE)
+            components = result.get("components") or {}
+            if isinstance(components, Mapping):
+                components = {**_numbers_of(result, MAX_COMPONENTS - len(components)), **components}
             return _scored(
                 result["score"],
-                {**_numbers_of(result), **(result.get("components") or {})},
+                components,
                 result.get("token_rewards", ()),
                 result.get("turn_rewards", ()),
             )
     return _scored(result, {})
 
 
-def _numbers_of(result: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the numbers of a returned dictionary under names of its own, as many as components may be."""
+def _numbers_of(result: Mapping[Any, Any], most: int) -> dict[str, float]:
+    """Return at most so many numbers of a returned dictionary under names of its own."""
     numbers: dict[str, float] = {}
     for name, raw in result.items():
-        if (
-            name not in _RESULT_KEYS
-            and isinstance(name, str)
-            and is_metric_name(name)
-            and len(numbers) < MAX_COMPONENTS
-        ):
+        if name not in _RESULT_KEYS and isinstance(name, str) and is_metric_name(name) and len(numbers) < most:
             number = _float32(raw, name)
             numbers |= {} if isinstance(number, Outcome) else {name: number}
     return numbers

@@ -65,6 +65,7 @@ def test_what_only_a_shell_knows_is_a_placeholder_with_its_reason() -> None:
         ("A=1\n[ $A = 1 ] && N=2\n[ $A = 2 ] && N=3\n[ $A = 2 ] || M=4\ntrain $N $M", "2 4"),
         ("if [ -z \"${KEY:-}\" ]; then L=console; else L=wandb; fi\ntrain $L", "console"),
         ("if ! false; then if [ a = b ]; then N=1; else N=2; fi; fi\ntrain $N", "2"),
+        ("case $1 in @(a|b)) N=1;; esac\ntrain x", "x"),
         ("while [ 1 -gt 2 ]; do N=1; done\ntrain ${N:-0}", "0"),
         ("N=1\nif [ a = b ]; then read -d '' N <<EOF\n2\nEOF\nfi\ntrain $N", "1"),
     ],

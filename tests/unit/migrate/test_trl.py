@@ -349,6 +349,8 @@ def test_the_options_of_open_r1() -> None:
     assert recipe.reward[2].options == {"target_tokens": 768, "max_tokens": 1024, "min": -1.0}
     assert (recipe.logging.project, recipe.logging.wandb_entity, recipe.logging.group) == ("p", "e", "g")
     assert not any("plain texts" in text for text in draft.checks)
+    own = recipe_of(text.replace("[accuracy, format", "['mine.accuracy', 'mine.format'"), processes=8).reward
+    assert [table.function for table in own[:2]] == ["mine:accuracy", "mine:format"]
     mixture = "dataset_mixture:\n  datasets:\n  - {id: a/b, config: c, split: s, weight: 0.5}\n  - {id: d/e}\n"
     sources = recipe_of(f"model_name_or_path: M\n{mixture}", processes=8).data.train
     assert [(one.path, one.split, one.config) for one in sources] == [("hf:a/b", "s", "c"), ("hf:d/e", "train", "")]

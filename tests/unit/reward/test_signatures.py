@@ -13,6 +13,7 @@ import pytest
 
 from fourfold.answers import answer_text
 from fourfold_reward import loader, openrlhf_modules
+from fourfold_reward.columns import take_answer
 from fourfold_reward.loader import VerifierError
 from fourfold_reward.protocol import Outcome, outcome_of
 from fourfold_reward.sample import ScoreInput
@@ -137,6 +138,15 @@ def test_an_answer_keeps_its_value_in_every_signature(value: Any) -> None:
 
 def test_an_answer_that_is_a_text_is_its_own_value() -> None:
     assert SAMPLE.answer_value == "4"
+    assert take_answer({"answer_value": "x"}, "4") == "4", "a column of that name is no answer"
+    assert take_answer({"answer_value": [4]}, "[4]") == [4]
+
+
+def test_components_that_are_no_object_are_an_error_of_the_sample() -> None:
+    with pytest.raises(ValueError, match="components"):
+        outcome_of({"score": 1, "components": [1]})
+    named = {f"c{i}": 1.0 for i in range(40)}
+    assert len(outcome_of({"score": 1, "components": named, **{f"n{i}": 1.0 for i in range(40)}}).components) == 64
 
 
 def test_the_numbers_of_a_dictionary_are_components_and_its_texts_are_left_out() -> None:

@@ -68,6 +68,9 @@ async def test_one_page_is_there_and_only_for_get(target: str, request_line: str
         ("Host: 127.0.0.1\r\nOrigin: https://evil.example", 403),
         ("Host: 127.0.0.1\r\nSec-Fetch-Site: cross-site", 403),
         ("HOST: metrics.example:443", 200),
+        ("Host: 127.0.0.2:9100", 200),
+        ("Host: [::1]:9100", 200),
+        ("Host: 127.0.0.1.evil.example", 421),
     ],
 )
 async def test_a_web_page_of_another_site_cannot_read_the_page(headers: str, status: int) -> None:

@@ -24,7 +24,7 @@ _MIN_SECONDS: Final = 3.0
 _SETTLE_SECONDS: Final = 1.0
 _LONG_SECONDS: Final = 10.0  # the line of a wait that is as old says since when
 # The parts of a wait's text that change while the run waits for the same thing: reasons in parentheses, and counts.
-_DETAILS: Final = re.compile(r" \([^)]*\)| \d+ of \d+")
+_DETAILS: Final = re.compile(r" \((?:[^()]|\([^()]*\))*\)| \d+ of \d+")
 # Metric and label of each part of a step, in their order.
 _PARTS: Final = (
     (metrics.TIME_GENERATE, "generate"),

@@ -76,8 +76,9 @@ def find_export(source: str, name: str = "") -> Path:
         return exported_weights(run, "last")[1]  # the run has stopped early
     if name and name not in exports:
         raise ConfigError(f"{run} has no export {name!r}; {choices(name, sorted(exports))}")
-    newest = max(plain, key=lambda path: (path / "config.json").stat().st_mtime)
-    return model_folder.resolve(str(exports[name] if name else newest))
+    if name:
+        return model_folder.resolve(str(exports[name]))
+    return model_folder.resolve(str(max(plain, key=lambda path: (path / "config.json").stat().st_mtime)))
 
 
 def _write(folder: Path, path: Path, *, dtype: str, force: bool, title: str) -> None:

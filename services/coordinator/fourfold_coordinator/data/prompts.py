@@ -254,10 +254,10 @@ class _Loader:
         count = 0
         for row_number, row in enumerate(read_rows(self.source)):
             count += 1
-            if self._is_skipped(row, f"{where}, row {row_number}"):
-                self.skipped.append(row_number)
-                continue
             try:
+                if self._is_skipped(row, f"{where}, row {row_number}"):
+                    self.skipped.append(row_number)
+                    continue
                 prompt = self._make_prompt(first + row_number, row, f"{where}, row {row_number}")
             except RecursionError:
                 raise ConfigError(f"{where}, row {row_number}: is nested too deeply; flatten its columns") from None

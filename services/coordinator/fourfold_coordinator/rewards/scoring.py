@@ -183,7 +183,7 @@ def check_scorers(config: Config, tables: Sequence[RewardConfig], prompts: Promp
             unanswered.update(table.name for table in tables if table.name in names and _lacks_answer(table, prompt))
         for table in (table for table in tables if unanswered[table.name]):
             answer = f"reference answer{' with a number' * (table.function == 'last_number')}"
-            if unanswered[table.name] == scored[table.name]:
+            if unanswered[table.name] == scored[table.name] and (table.abstain == "drop" or len(tables) == 1):
                 columns = ", ".join(json.loads(rows[0].metadata_json)) or "no other"
                 raise ConfigError(
                     f"reward.function = {table.function!r} needs a {answer}, and no row of {where} has one; set "
@@ -204,7 +204,8 @@ def _lacks_answer(table: RewardConfig, prompt: Prompt) -> bool:
     if table.function not in (*ANSWER_VERIFIERS, "code_tests") or prompt.answer.strip():
         return False
     # The tests of code may stand in a column in place of the answer.
-    return table.function != "code_tests" or not set(json.loads(prompt.metadata_json)) & (table.columns or set())
+    tests = str(table.options.get("field", "tests"))
+    return table.function != "code_tests" or json.loads(prompt.metadata_json).get(tests) is None
 
 
 def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:

@@ -95,7 +95,7 @@ class StandstillMonitor:
     def _who(self, now: float) -> str:
         """Return for whom the run waits, since when, and what ends that."""
         parts = list(self._calls(now))
-        if self._phase == pb.RUN_PHASE_PUBLISHING and (update := self._weights.describe()):
+        if update := self._weights.describe():  # also of a late engine, for which the loop waits
             parts.insert(0, update)
         if self._phase in _SAMPLING and (agents := self._tasks.describe()):
             environments = self._router.explain(Role.ROLE_ENVIRONMENT)

@@ -89,7 +89,8 @@ class OpenRlhfServer(QueuedScorer):
 def _label(job: Job) -> Any:
     """Return the reference answer as the data has it; an empty text if the task has none."""
     try:
-        return take_answer(parse_metadata(job.metadata_json), job.answer) or job.answer
+        value = take_answer(parse_metadata(job.metadata_json), job.answer)
+        return "" if value is None else value
     except InvalidSample:  # the server gets nothing else of the metadata
         return job.answer
 

@@ -35,6 +35,7 @@ from .trajectory import Trajectory, Turn
 _ANSWER: Final = "4F6rAnswer"  # stands for a reply in a rendering, to find what follows it
 _BASE: Final = struct.Struct("<ii")  # segment and number of its messages that a stored turn continues; -1, 0: none
 _NO_BASE: Final = -1
+_MAX_VARIABLE: Final = 200  # characters of a variable of the chat template that an agent gives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,7 +198,13 @@ class ChatTemplate:
         return self.tokenizer.encode(text)
 
     def is_neutral(self, variables: Mapping[str, Any]) -> bool:
-        """Return whether variables leave the text of a conversation with reasoning, and of the next turn, as it is."""
+        """Return whether variables leave the text of a conversation with reasoning, and of the next turn, as it is.
+
+        Only switches and short texts are tried, because they are rendered on the event loop.
+        """
+        texts = [value for value in variables.values() if not isinstance(value, bool | int | float | None)]
+        if not all(isinstance(text, str) and len(text) <= _MAX_VARIABLE for text in texts):
+            return False
         reply = pb.Message(role="assistant", content="y", reasoning="z")
         question = pb.Message(role="user", content="x")
         messages = [self.entry(message).rendered for message in (question, reply, question)]

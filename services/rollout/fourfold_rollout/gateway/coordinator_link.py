@@ -139,6 +139,11 @@ class CoordinatorLink:
 
     async def join_group(self, request: pb.JoinGroupRequest) -> pb.LeasedTask:
         """Take a place in a group of the agents."""
+        try:  # the run would return a task that the first renewal does not name
+            async with asyncio.timeout(_RETRY_SECONDS):
+                await self._named.wait()
+        except TimeoutError:
+            raise Unavailable("the run does not know this gateway's tasks yet; try again", retry_after=1.0) from None
         request.gateway = self._gateway
         response: pb.JoinGroupResponse = await self._call(self._stub.JoinGroup, request, _TIMEOUT_SECONDS)
         return self._leased(response.task)

@@ -273,6 +273,8 @@ class GatewayCore:
         self.sessions.check_room(owner_of(caller.principal), trained=True)
         if len(self._leased) >= _MAX_LEASED:
             raise Overloaded("too many tasks wait for their sessions; open these first", retry_after=5.0)
+        if request.incarnation:
+            check_id(request.incarnation, "incarnation")
         task = await link.lease(wait, agent=request.incarnation)
         if task is None:
             return pb.NextTaskResponse()

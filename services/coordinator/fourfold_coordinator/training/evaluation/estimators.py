@@ -41,24 +41,27 @@ def clustered_interval(scores: Sequence[float], clusters: Sequence[str]) -> tupl
         half_width = t * math.sqrt(squares) / count
         return mean, (mean - half_width, mean + half_width)
     spread = mean * (1 - mean)
-    a = t * t * _answers_per_effective(squares, count, mean, groups) / count
+    a = t * t * _answers_per_effective(squares, scores, mean, groups) / count
     center, half_width = (mean + a / 2) / (1 + a), math.sqrt(a * spread + a * a / 4) / (1 + a)
     # Rounding: the interval contains the mean, and ends at 0 and 1.
     return mean, (min(max(center - half_width, 0.0), mean), max(min(center + half_width, 1.0), mean))
 
 
-def _answers_per_effective(squares: float, count: int, mean: float, groups: int) -> float:
+def _answers_per_effective(squares: float, scores: Sequence[float], mean: float, groups: int) -> float:
     """Return the number of scores that tell as much as one of a coin with this mean; n / G if there is no variance.
 
     The variance of the mean is `squares` / n^2, and p (1 - p) / n for independent answers of a coin. A hundredth of a
     cluster that fails as a whole is added to both: near 0 and 1, few clusters fail, and a single failed answer says
-    nothing of how answers correlate. In simulations, intervals of 11 x 8, 50 x 4 and 200 x 1 answers cover 93 to 98 %.
+    nothing of how answers correlate. Scores between 0 and 1 vary less than a coin, and so does that cluster. In
+    simulations, intervals of 11 x 8, 50 x 4 and 200 x 1 answers cover 93 to 98 %.
     """
+    count = len(scores)
     size = count / groups
     if squares < _NO_SQUARES:
         return size
     binomial = count * mean * (1 - mean)
-    return (squares + _PRIOR_CLUSTERS * size * size) / (binomial + _PRIOR_CLUSTERS * size)
+    share = math.fsum((score - mean) ** 2 for score in scores) / binomial
+    return (squares + _PRIOR_CLUSTERS * size * size * share) / (binomial + _PRIOR_CLUSTERS * size)
 
 
 def student_t(degrees: int) -> float:

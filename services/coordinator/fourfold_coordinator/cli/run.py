@@ -15,7 +15,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,8 @@ def main(args: argparse.Namespace) -> int:
                 raise
             link_latest(run_dir)
             write_launch_options(run_dir, vars(args))
-            return RunCommand(args, config, run_dir, launcher, signals).execute()
+            kept = args.set if args.resume is not None else ()
+            return RunCommand(args, config, run_dir, launcher, signals, assignments=kept).execute()
 
 
 def _warn_of_little_room(folder: Path) -> None:
@@ -184,8 +185,16 @@ class RunCommand:
     subject = "Run"
 
     def __init__(
-        self, args: argparse.Namespace, config: Config, run_dir: Path, launcher: Launcher, signals: SignalHandler
+        self,
+        args: argparse.Namespace,
+        config: Config,
+        run_dir: Path,
+        launcher: Launcher,
+        signals: SignalHandler,
+        *,
+        assignments: Sequence[str] = (),
     ) -> None:
+        """Prepare it; `assignments` are those of --set that the config.toml of a resumed run does not have yet."""
         self._args, self._config, self._run_dir = args, config, run_dir
         self._launcher, self._signals = launcher, signals
         self._security = Security.load(config.security, VIEWER)
@@ -198,7 +207,7 @@ class RunCommand:
             notify=self._dashboard.note,
             coordinator_listen=args.listen,
             evaluate=self.evaluate,
-            assignments=args.set if args.resume is not None else (),
+            assignments=assignments,
         )
         signals.launcher, signals.dashboard = launcher, self._dashboard
 

@@ -155,7 +155,8 @@ def test_fourfold_alone_imports_all_that_needs_no_extra(install: Callable[..., P
     bench = subprocess.run([fourfold, "bench"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert bench.returncode == 1
     assert bench.stderr.startswith("fourfold: `bench` is not installed here; ")
-    assert bench.stderr.endswith("pip install fourfold-bench\n"), "it comes from no checkout"
+    # Not `-e benchmarks`: it comes from no checkout. Its environment has no pip.
+    assert bench.stderr.endswith("uv pip install --python environment/bin/python fourfold-bench\n")
 
 
 def test_only_its_own_wheel_has_the_benchmarks(wheels: Path) -> None:

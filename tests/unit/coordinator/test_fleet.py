@@ -558,6 +558,12 @@ def test_a_run_that_trains_on_may_lose_a_process_again_and_again(tmp_path: Path,
     assert (ending := fleet.tick()) is not None and "(retry.restarts = 1)" in ending.text
 
 
+def test_a_coordinator_that_sigterm_ended_is_restarted(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.dying = [death(COORDINATOR, code=128 + signal.SIGTERM)]
+    assert fleet.tick() is None and launcher.names()[-1] == COORDINATOR
+
+
 def test_a_service_lost_with_its_node_waits_for_another_one_and_keeps_its_restarts(
     tmp_path: Path, clock: FakeClock
 ) -> None:

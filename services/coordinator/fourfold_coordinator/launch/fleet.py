@@ -3,7 +3,7 @@
     coordinator --(coordinator.address)--> rollout, trainer, reward, ..., gateway --READY--> the run trains
          |                                            | dies
          |- exit code 0: done, else: failed           '- restarted, at most retry.restarts times until a step is trained
-         '- killed: restarted at the same address, so that the services find it; they keep running
+         '- killed, or SIGTERM: restarted at the same address, so that the services find it; they keep running
 
 A process that dies before it was ever ready ends the run: a restart would fail for the same reason.
 
@@ -14,6 +14,7 @@ for no limit; the run goes on meanwhile, or the coordinator ends it after retry.
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ _COORDINATOR_START_SECONDS: Final = 120.0
 READY_SECONDS: Final = 960.0
 # Between restarts of a trainer that lacks the ranks of a lost node. It waits for them itself, unless it fails at once.
 _PART_LOST_SECONDS: Final = 5.0
+# A coordinator that another program than the launcher ends drains first, and exits by itself.
+_ENDED_BY_SIGTERM: Final = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +282,7 @@ class Fleet:
     def _on_death(self, death: Death) -> RunOutcome | None:
         is_coordinator = death.name == COORDINATOR
         slot, now = self._coordinator if is_coordinator else self._slots[death.name], self._clock.monotonic()
-        if is_coordinator and not death.signal:
+        if is_coordinator and not death.signal and death.exit_code != _ENDED_BY_SIGTERM:
             if not death.exit_code:
                 return RunOutcome(done=True)
             if death.was_ready:  # it ended by itself: the run cannot continue, and it has said why

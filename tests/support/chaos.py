@@ -1,0 +1,338 @@
+"""Strikes a real run with agents at a lag of 1: kills, ends and stops each of its processes, and fills its disk.
+
+python -m tests.support.chaos --events 46 --seed 1 --out result.json
+
+Engine, trainer, gateway, environment and rewards are real, and the model is tiny. After the events, the run is ended by
+Ctrl-C, resumed, and trained to its end. The result has each event with the seconds until the next step, the longest
+time in which the run neither made a step nor wrote a line, and what is wrong with the ledger. Full disks need root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from fourfold.host.process_tree import descendants
+from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_run import logs_of, write_run
+from tests.support.trainer_driver import REPOSITORY
+
+STEP_SECONDS: Final = 240.0  # an engine starts in 30 s on idle cores
+DISK_MIB: Final = 400
+FULL_SECONDS: Final = 15.0
+STOP_SECONDS: Final = (5.0, 25.0)
+SILENCE_SECONDS: Final = 20.0
+LAST_STEPS: Final = 3
+
+TABLES: Final = """
+[rollout]
+tool_parser = "hermes"
+
+[trainer]
+learning_rate = 1e-3
+
+[asynchrony]
+max_policy_lag = 1
+
+[agents]
+source = "tasks"
+reward = "service"
+
+[gateway]
+replicas = 1
+
+[environment]
+replicas = 1
+processes = 2
+tools = ["{calculator}:calculate"]
+max_turns = 2
+concurrent_episodes = 16
+memory_gib = 2
+
+[checkpoint]
+every_steps = 2
+"""
+# Where a victim is: the role of its service, and whether it is a child of the service's process.
+VICTIMS: Final = [
+    ("coordinator", False),
+    ("trainer", False),
+    ("trainer", True),
+    ("rollout", False),
+    ("rollout", True),
+    ("gateway", False),
+    ("environment", False),
+    ("environment", True),
+    ("reward", False),
+    ("reward", True),
+]
+SIGNALS: Final = [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM]
+
+
+@dataclass
+class Event:
+    """What struck, when, and how long the next step took."""
+
+    what: str
+    at: float
+    step: int
+    seconds_to_step: float = 0.0
+    lines: list[str] = field(default_factory=list)
+
+
+class ChaosRun:
+    """One `fourfold run`, its console, and what strikes it."""
+
+    def __init__(self, root: Path, model: Path, *, seed: int) -> None:
+        self.root, self.run_dir = root, root / "runs" / "tiny"
+        write_run(
+            root,
+            model,
+            prompts_per_step=2,
+            tables=TABLES,
+            calculator=REPOSITORY / "examples/environments/calculator.py",
+        )
+        recipe = root / "recipe.toml"
+        text = recipe.read_text().replace("steps = 3", "steps = 100000")
+        text = text.replace("max_context_tokens = 64", "max_context_tokens = 384")
+        recipe.write_text(text.replace("tokens_per_micro_batch = 128", "tokens_per_micro_batch = 768"))
+        self.console: list[tuple[float, str]] = []
+        self.stepped: list[float] = []
+        self.events: list[Event] = []
+        self._random = random.Random(seed)
+        self._began = time.monotonic()
+
+    def now(self) -> float:
+        """Return the seconds since the beginning."""
+        return round(time.monotonic() - self._began, 1)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start `fourfold run` and collect its console."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fourfold", "run", *words], cwd=self.root, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+        def read() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self.console.append((self.now(), line.rstrip()))
+
+        threading.Thread(target=read, daemon=True).start()
+        return process
+
+    def steps(self) -> int:
+        """Return the number of steps, and note the time of a new one."""
+        path = self.run_dir / "metrics.jsonl"
+        count = path.read_bytes().count(b"\n") if path.exists() else 0
+        if count != len(self.stepped):
+            self.stepped = self.stepped[:count]
+            self.stepped += [self.now()] * (count - len(self.stepped))
+        return count
+
+    def wait(self, process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+        """Wait until something is so.
+
+        Raises:
+            AssertionError: The run ended, or the time ran out.
+        """
+        end = time.monotonic() + STEP_SECONDS
+        while not condition():
+            self.steps()
+            assert process.poll() is None, f"the run ended with {process.returncode}"
+            assert time.monotonic() < end, f"nothing happened for {STEP_SECONDS:.0f} s"
+            time.sleep(0.1)
+
+    def strike(self, process: subprocess.Popen[str], number: signal.Signals, role: str, child: bool) -> None:
+        """Send a signal to a process of the run as soon as there is one, and wait for the second step after it."""
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            found[:] = self._victims(process, role, child)
+            return bool(found)
+
+        self.wait(process, look)
+        victim = self._random.choice(found)
+        name = f"{number.name} {role}{' child' if child else ''}"
+        with self._event(process, name):
+            try:
+                victim.send_signal(number)
+                if number == signal.SIGSTOP:
+                    time.sleep(self._random.choice(STOP_SECONDS))
+                    victim.send_signal(signal.SIGCONT)
+            except psutil.NoSuchProcess:  # it was ended, perhaps because it was stopped
+                pass
+
+    def fill_disk(self, process: subprocess.Popen[str]) -> None:
+        """Leave no byte on the disk of the run for a while."""
+        ballast = self.root / "ballast"
+        with self._event(process, "full disk"):
+            with ballast.open("wb") as file:
+                try:
+                    while True:
+                        file.write(bytes(1 << 16))
+                        file.flush()
+                except OSError:
+                    pass
+            time.sleep(FULL_SECONDS)
+            ballast.unlink()
+
+    @contextmanager
+    def _event(self, process: subprocess.Popen[str], what: str) -> Iterator[None]:
+        before = self.steps()
+        event = Event(what, self.now(), before)
+        self.events.append(event)
+        try:
+            yield
+            highest = before
+
+            def stepped() -> bool:
+                return self.steps() >= highest + 2
+
+            self.wait(process, stepped)
+        finally:
+            event.seconds_to_step = round(self.now() - event.at, 1)
+            event.lines = [line for at, line in self.console if at >= event.at]
+            sys.stdout.write(f"{event.at:7.1f} step {before:4d} {what}: {event.seconds_to_step} s\n")
+            sys.stdout.flush()
+        time.sleep(self._random.uniform(0, 2))
+
+    def _victims(self, process: subprocess.Popen[str], role: str, child: bool) -> list[psutil.Process]:
+        try:
+            services = [
+                each
+                for each in psutil.Process(process.pid).children(recursive=True)
+                if each.cmdline()[3:5] == ["serve", role]
+            ]
+            return [c for each in services for c in each.children()] if child else services
+        except psutil.NoSuchProcess:
+            return []
+
+    def silences(self) -> list[tuple[float, float]]:
+        """Return the intervals without a step and without a line that are longer than the limit."""
+        times = sorted([at for at, _ in self.console] + self.stepped)
+        return [(a, round(b - a, 1)) for a, b in pairwise(times) if b - a > SILENCE_SECONDS]
+
+
+def check_ledger(run_dir: Path) -> list[str]:
+    """Return what is wrong with the samples of a run that has ended."""
+    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
+        rows = ledger.execute("SELECT sample_id, state, reason, position, group_id FROM samples").fetchall()
+    wrong = [f"{name}: {state} {reason!r}" for name, state, reason, *_ in rows if state not in ("TRAINED", "DROPPED")]
+    wrong += [
+        f"{name}: dropped without a reason" for name, state, reason, *_ in rows if state == "DROPPED" and not reason
+    ]
+    if len(lines) != len({row["sample_id"] for row in lines}):
+        wrong.append("a sample is in samples.jsonl twice")
+    written = {row["sample_id"] for row in lines if not row["dropped"]}
+    trained = {name for name, state, *_ in rows if state == "TRAINED"}
+    wrong += [f"{name}: trained in one of ledger and samples.jsonl" for name in sorted(written ^ trained)]
+    prompts = {(position, group) for _, state, _, position, group in rows if state == "TRAINED"}
+    if len({position for position, _ in prompts}) != len(prompts):
+        wrong.append("a prompt was trained twice")
+    return wrong
+
+
+def plan(events: int, seed: int, *, disk: bool) -> list[tuple[signal.Signals, str, bool] | None]:
+    """Return the events in their order; None is a full disk."""
+    every: list[tuple[signal.Signals, str, bool] | None] = [
+        (number, *victim) for number in SIGNALS for victim in VICTIMS
+    ]
+    chosen = list(islice(cycle([*every, *[None] * (2 * disk)]), events))
+    random.Random(seed).shuffle(chosen)
+    return chosen
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Mount a small file system at a folder; yield whether that was possible."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    try:
+        yield mounted.returncode == 0
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def run_chaos(folder: Path, events: int, seed: int, *, disk: bool) -> dict[str, Any]:
+    """Return the result of one run."""
+    run, error, wrong, left = ChaosRun(folder, write_model(), seed=seed), "", list[str](), set[int]()
+    process = run.start("recipe.toml")
+    try:
+        run.wait(process, lambda: run.steps() >= 2)
+        for event in plan(events, seed, disk=disk):
+            if event is None:
+                run.fill_disk(process)
+            else:
+                run.strike(process, *event)
+        everything = descendants({process.pid})
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT, f"Ctrl-C ended the run with {process.returncode}"
+        process = run.start("--resume", "runs/tiny", "--set", f"steps={run.steps() + LAST_STEPS}")
+        end = time.monotonic() + STEP_SECONDS
+        while process.poll() is None and time.monotonic() < end:
+            everything |= descendants({process.pid})
+            time.sleep(0.5)
+        assert process.returncode == 0, f"the resumed run ended with {process.returncode}"
+        wrong = check_ledger(run.run_dir)
+        left = {pid for pid in everything if psutil.pid_exists(pid)}
+    except AssertionError as failure:
+        error = f"{failure}\n" + "\n".join(line for _, line in run.console[-30:]) + logs_of(run.run_dir)
+    finally:
+        for pid in descendants({process.pid}) | {process.pid}:
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
+    silences = [
+        {"at": at, "seconds": seconds, "before": [line for when, line in run.console if when <= at][-1:]}
+        for at, seconds in run.silences()
+    ]
+    return {
+        "seed": seed, "events": [asdict(event) for event in run.events], "steps": run.steps(), "seconds": run.now(),
+        "silences": silences, "wrong": wrong, "processes_left": sorted(left), "error": error,
+    }  # fmt: skip
+
+
+def write_model() -> Path:
+    """Return the folder of a tiny model."""
+    return write_tiny_model(Path(tempfile.mkdtemp(prefix="chaos-model-")), "llama_tied")
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--events", type=int, default=46)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    try:
+        with small_disk(folder) as disk:
+            result = run_chaos(folder, options.events, options.seed, disk=disk)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            sys.stdout.write(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

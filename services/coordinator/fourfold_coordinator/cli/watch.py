@@ -103,11 +103,11 @@ async def follow(
     """Pass every status of the run to the dashboard until the run is over; reconnect when the connection is lost.
 
     Raises the error of the last of `max_failures` attempts in a row; with None it retries until it is cancelled. A
-    connection that is lost gets more attempts, because the coordinator may be restarted. `ended` is set when the
-    coordinator has exited: then a lost connection is not retried.
+    connection that is lost gets more attempts, because the coordinator may be restarted. `ended`, of a launcher, is set
+    when the run has ended: until then, a coordinator that was stopped is one that the launcher restarts.
     """
-    ended = ended or asyncio.Event()
-    failures = 0
+    restarts, ended = ended is not None, ended or asyncio.Event()
+    failures, phase = 0, pb.RUN_PHASE_UNSPECIFIED
     async with open_channel(address, security, server=COORDINATOR) as channel:
         client = AsyncCoordinatorClient(channel, peer=f"coordinator at {address}")
         while True:
@@ -116,7 +116,9 @@ async def follow(
                     async for status in statuses:
                         failures, max_failures = 0, max_failures and _MAX_RECONNECTS
                         dashboard.update(status)
-                return  # the coordinator ended the stream: the run is over
+                        phase = status.phase
+                if not restarts or phase != pb.RUN_PHASE_STOPPED:
+                    return  # the coordinator ended the stream: the run is over
             except FourfoldError:
                 failures += 1
                 if failures == max_failures:

@@ -17,6 +17,7 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.data.prompts import PromptSet
 from fourfold_coordinator.rewards.scoring import Scoring
+from fourfold_coordinator.training.standstill import StandstillMonitor
 from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_scorers import FakeReference, FakeReward
@@ -63,6 +64,20 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(
     metrics = stage.lines("metrics.jsonl")[0]
     assert metrics["weights/probe_diff_mean"] == pytest.approx(0.01, abs=1e-4)
     assert metrics["train/policy_lag_max"] == 0
+
+
+async def test_a_fault_of_a_display_is_logged_and_the_run_goes_on(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_monitor: StandstillMonitor) -> None:
+        raise KeyError("rollout-9")
+
+    monkeypatch.setattr(StandstillMonitor, "tick", fail)
+    stage = make_stage()
+    await stage.start()
+    assert await stage.finish() == 0
+    (fault,) = [record for record in caplog.records if "display failed" in record.getMessage()]
+    assert fault.exc_info is not None and "rollout-9" in str(fault.exc_info[1])
 
 
 async def test_what_looks_at_all_prompts_leaves_the_event_loop_free(

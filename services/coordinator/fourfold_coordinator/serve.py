@@ -253,12 +253,15 @@ class Coordinator:
     async def run(self) -> int:
         """Serve until the run is over; return the exit code."""
         out = sys.stdout if sys.stdout.isatty() else None
-        console = asyncio.create_task(RunConsole(self._board, out=out).run())
+        displays = [asyncio.create_task(d.run()) for d in (RunConsole(self._board, out=out), self._standstill)]
+        for display in displays:  # not in `background`: a fault of a display must not end the run
+            display.add_done_callback(_log_fault)
         try:
             return await self._host.run(start=self._announce, until=self._drive())
         finally:
-            console.cancel()
-            await asyncio.gather(console, return_exceptions=True)  # a fault of the display does not end the run
+            for display in displays:
+                display.cancel()
+            await asyncio.wait(displays)
 
     async def _announce(self) -> None:
         await self._disk.write(replace_file, self._folder / ADDRESS_FILE, [self._host.target + "\n"])
@@ -316,7 +319,6 @@ class Coordinator:
             asyncio.create_task(self._certificates.run()),
             asyncio.create_task(totals.run()),
             asyncio.create_task(self._tasks.run()),
-            asyncio.create_task(self._standstill.run()),
             asyncio.create_task(sinks.run()),
         ]
         self._router.faults.load(ledger)
@@ -464,6 +466,11 @@ def check_same_data(digest: str, ledger: Ledger, changes: Mapping[str, tuple[Any
             f"the data differs from the data that the run began with: {what}; restore it, or start a new run"
         )
     ledger.put({_PROMPTS_KEY: digest})
+
+
+def _log_fault(display: asyncio.Task[None]) -> None:
+    if not display.cancelled() and (error := display.exception()) is not None:
+        log.error("display failed; the run continues without it", exc_info=error)
 
 
 async def first_of(main: Coroutine[Any, Any, None], background: Sequence[asyncio.Task[None]]) -> None:

@@ -39,7 +39,7 @@ async def test_waits_services_steps_and_scores_are_told(caplog: pytest.LogCaptur
     waits = await terminal.lines(36.0)
     assert waits == [
         "waiting for rollout 0 of 1 (none has registered), trainer 0 of 1 (none has registered)",
-        "still waiting for rollout 0 of 1 (none has registered), trainer 0 of 1 (none has registered), since 33 s",
+        "still waiting for rollout 0 of 1 (none has registered), trainer 0 of 1 (none has registered), for 33 s",
     ]
     board.set_members([pb.Member(member_id="trainer-0", role="trainer", state=pb.MEMBER_STATE_LIVE)])
     assert await terminal.lines() == ["trainer-0 is ready (36 s)"]

@@ -22,7 +22,7 @@ OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_STOPPED)
 _MIN_SECONDS: Final = 3.0
 # Several callers may wait for the same service in turn, so a wait has ended when no other follows within this time.
 _SETTLE_SECONDS: Final = 1.0
-_LONG_SECONDS: Final = 10.0  # the line of a wait that is as old says since when
+_LONG_SECONDS: Final = 10.0  # the line of a wait that is as old says for how long
 # The parts of a wait's text that change while the run waits for the same thing: reasons in parentheses, and counts.
 _DETAILS: Final = re.compile(r" \((?:[^()]|\([^()]*\))*\)| \d+ of \d+")
 # Metric and label of each part of a step, in their order.
@@ -139,11 +139,11 @@ class EventLines:
             if not wait.printed and now - wait.began >= _MIN_SECONDS:
                 wait.printed, wait.printed_at = True, now
                 age = now - wait.began
-                long = f", since {format_duration(age)}" if age >= _LONG_SECONDS else ""
+                long = f", for {format_duration(age)}" if age >= _LONG_SECONDS else ""
                 yield f"waiting for {status.waiting_for}{long}"
             elif wait.printed and now - wait.printed_at >= self._remind_seconds:
                 wait.printed_at = now
-                yield f"still waiting for {status.waiting_for}, since {format_duration(now - wait.began)}"
+                yield f"still waiting for {status.waiting_for}, for {format_duration(now - wait.began)}"
 
     def _checkpoint_restores(self, status: pb.RunStatus) -> Iterator[str]:
         """Yield restores. Steps up to the checkpoint are not printed again; later ones are, when they are repeated."""

@@ -119,15 +119,15 @@ class RunBoard:
         """Return what `set_waiting_for` has set."""
         return self._wait
 
-    def set_standstill(self, who: str, seconds: float = 0.0) -> None:
-        """Set for whom the run has waited without progress for so many seconds; an empty text: it makes progress.
+    def set_standstill(self, cause: str, seconds: float = 0.0) -> None:
+        """Set why the run has made no progress for so many seconds; an empty text: it makes progress.
 
         A wait of `set_waiting_for` is shown in its place, because it says more.
         """
-        if who and not self._standstill:
+        if cause and not self._standstill:
             self._stamp(self._standstill_began, ago=seconds)
-        if self._standstill != who:
-            self._standstill = who
+        if self._standstill != cause:
+            self._standstill = cause
             self._show_wait()
 
     def _show_wait(self) -> None:

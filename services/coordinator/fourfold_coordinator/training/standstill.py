@@ -1,8 +1,8 @@
-"""Tells for whom a run waits when nothing moves, on the board, from where consoles, `watch` and the log have it.
+"""Names what a run waits for when it makes no progress: on the board, so that console, `watch` and log show it.
 
-Waits for a service that is missing, and problems such as a full disk, are told by the parts that have them. This one
-looks at the whole run, so that a wait that no part knows of is told, too. A phase that takes long in every step, such
-as the training of a large model, is told when it takes longer than usual.
+Other parts report waits for a missing service, and problems such as a full disk. This module looks at the run as a
+whole, and so also finds a wait that no part reports. A phase that is long in every step, such as the training of a
+large model, is reported when it takes longer than usual.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from ..weights.status import WeightPlaneStatus
 
 WAIT_SECONDS: Final = 10.0
 """Without progress for so much longer than usual, the run waits."""
+# Calls of the trainer that do the work of a phase. Their deadline is trainer.step_timeout_seconds.
+_LONG_CALLS: Final = frozenset({"TrainStep", "SaveCheckpoint", "LoadCheckpoint", "ExportModel"})
+_LONG_CALL_SECONDS: Final = 60.0  # that such a call may take while it is unknown what is usual
 _TICK_SECONDS: Final = 1.0
 _USUAL: Final = 8  # visits of a phase whose median is usual
 _MAX_NAMES: Final = 8
+_MIN_VISITS: Final = 3  # fewer do not tell what is usual
 _SAMPLING: Final = (pb.RUN_PHASE_GENERATING, pb.RUN_PHASE_EVALUATING)
 # What the coordinator itself does where no part of the run has a call in flight.
 _OWN_WORK: Final = {
@@ -78,10 +82,15 @@ class StandstillMonitor:
             self._seen, self._moved_at = seen, now
         if self._board.needs:
             self._moved_at = now  # that part tells for whom it waits
-        usual = self._usual[status.phase]
-        limit = WAIT_SECONDS + (median(usual) if len(usual) > 2 else 0.0)
-        waits = now - self._moved_at >= limit and not self._board.closed
-        self._board.set_standstill(self._who(now) if waits else "", now - self._moved_at)
+        waits = now - self._moved_at >= self._limit() and not self._board.closed
+        self._board.set_standstill(self._cause(now) if waits else "", now - self._moved_at)
+
+    def _limit(self) -> float:
+        """Return the seconds without progress after which the run waits."""
+        if len(usual := self._usual[self._phase]) >= _MIN_VISITS:
+            return WAIT_SECONDS + median(usual)
+        trains = any(replica.pending_call in _LONG_CALLS for replica in self._router.replicas(Role.ROLE_TRAINER))
+        return _LONG_CALL_SECONDS if trains else WAIT_SECONDS
 
     def _progress(self) -> tuple[object, ...]:
         """Return what changes when the run moves."""
@@ -92,8 +101,8 @@ class StandstillMonitor:
             progress += (status.queue.ready_groups, tasks.moved_at, calls)
         return progress
 
-    def _who(self, now: float) -> str:
-        """Return for whom the run waits, since when, and what ends that."""
+    def _cause(self, now: float) -> str:
+        """Return what the run waits for, for how long, and what ends the wait."""
         parts = list(self._calls(now))
         if update := self._weights.describe():  # also of a late engine, for which the loop waits
             parts.insert(0, update)
@@ -110,9 +119,9 @@ class StandstillMonitor:
         found: list[tuple[float, str]] = []
         for replica in self._router.replicas():
             name, role = replica.member.member_id, replica.member.role
-            if replica.pending_call:
-                limit = f"at most {format_duration(self._step_seconds)}: trainer.step_timeout_seconds"
-                yield f"{name} ({replica.pending_call}, {limit})"
+            if call := replica.pending_call:
+                limit = f", at most {format_duration(self._step_seconds)}: trainer.step_timeout_seconds"
+                yield f"{name} ({call}{limit if call in _LONG_CALLS else ''})"
             elif self._phase in _SAMPLING and (since := replica.calls_since) is not None:
                 age = format_duration(now - since)
                 ends = (

@@ -15,20 +15,23 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.agent.v1.agent_service_pb2_grpc import add_AgentServiceServicer_to_server
 from fourfold.arrays import Sample
 from fourfold.coordinator.client import AsyncCoordinatorClient
+from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import FourfoldError
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.limits import Quotas
 from fourfold.rpc.server import Server
 from fourfold.security.principal import UNLIMITED
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_coordinator.state.ledger import SampleState
+from fourfold_rollout.gateway import serve as gateway_serve
 from fourfold_rollout.gateway.coordinator_link import CoordinatorLink
 from fourfold_rollout.gateway.core import GatewayCore
 from fourfold_rollout.gateway.engines import EnginePool
 from fourfold_rollout.gateway.http.server import serve_http
 from fourfold_rollout.gateway.servicer import AgentServicer
 from fourfold_rollout.gateway.store import SessionStore
-from tests.fakes.stage import Stage, check_books
+from tests.fakes.stage import Stage, check_books, until
 from tests.fakes.toy import VOCABULARY
 from tests.fakes.toy_gateway import FakeGateway
 
@@ -143,3 +146,27 @@ async def test_an_unchanged_openai_client_trains_a_run_to_its_end(
     check_books(stage)
     assert stage.ledger().counts() == {SampleState.TRAINED: 24}
     assert all(sample.scorer == "agent" for batch in batches for sample in batch)
+
+
+async def test_a_gateway_that_drains_slowly_ends_without_an_error(
+    make_stage: Callable[..., Stage], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its tasks called the coordinator on a channel that the drain had closed."""
+    stage = make_stage(agents=AGENTS, gateway={"http_listen": ""})
+    await stage.start()
+    options = ServeOptions(
+        role="gateway",
+        recipe=stage.folder / "config.toml",
+        config=stage.config,
+        member_id="gateway-0",
+        coordinator=stage.address,
+        run_dir=tmp_path,
+    )
+    host, tokenizer = ServiceHost(options, role=Role.ROLE_GATEWAY), Tokenizer.load(stage.config.model.source)
+    host.tokenizer_sha256 = tokenizer.sha256
+    gateway = asyncio.create_task(gateway_serve._serve(host, tokenizer))
+    await until(lambda: "gateway-0 joined" in caplog.messages or gateway.done())
+    host.on_drain.append(lambda: asyncio.sleep(1.5))  # longer than the pause before the run is watched again
+    host.stop()
+    assert await gateway == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

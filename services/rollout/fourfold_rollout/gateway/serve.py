@@ -100,13 +100,12 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
             host.on_drain.append(lambda: http.stop(_GRACE_SECONDS))
             core.http_url = http.url_by(options.host)
 
-    async def stop() -> None:
+    async def end_tasks() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await engines.close()
-        await store.stop()
 
+    host.on_drain.append(end_tasks)  # before `start` adds the channel: a call on a closed one is an error of the caller
     servicer = AgentServicer(core)
     host.server.add(_SERVICE, add_AgentServiceServicer_to_server, servicer)
     if config.gateway.public_listen:
@@ -116,7 +115,8 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
     try:
         return await host.run(start=start)
     finally:
-        await stop()
+        await engines.close()
+        await store.stop()
 
 
 def _open_store(folder: Path) -> SessionStore:

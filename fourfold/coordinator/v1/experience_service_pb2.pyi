@@ -321,8 +321,8 @@ class RenewTasksRequest(_message.Message):
     gateway: _builtins.str
     """Member id of the gateway, as in LeaseTasksRequest. Empty: unknown."""
     all: _builtins.bool
-    """True: the gateway has begun, and these are all tasks that it has from an earlier process of its name. Others that
-    this one leased are leased again.
+    """True: the gateway has begun, and these are all tasks that it has from an earlier process of its name. The run ends
+    the leases of all other tasks that this name has, and leases these tasks again. Needs `leases`.
     """
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -233,14 +233,14 @@ class Coordinator:
         """
         if member.role == Role.ROLE_ENVIRONMENT:
             joined = change is MemberChange.JOINED
-            (self._tasks.welcome_agent if joined else self._tasks.forget_agent)(member.incarnation)
+            (self._tasks.on_agent_joined if joined else self._tasks.on_agent_left)(member.incarnation)
         if member.role == Role.ROLE_GATEWAY and change is not MemberChange.REPLACED:
             self._left_gateways.add(member.member_id)
             live = {each.member_id for each in self._registry.members(Role.ROLE_GATEWAY)}
             self._left_gateways -= live
-            if live:  # without another one nobody could lease them, and the next process of this one may have them
+            if live:  # with no other gateway, the tasks wait for the next process of this one, which has their sessions
                 for name in self._left_gateways:
-                    self._tasks.forget_gateway(name)
+                    self._tasks.return_tasks(name)
 
     def _open_channel(self, member: Member) -> grpc.aio.Channel:
         """Open a channel to a member; with certificates, only a server with the member's identity is accepted.

@@ -96,7 +96,7 @@ async def test_a_group_does_not_close_while_a_trajectory_is_stored() -> None:
     await clock.advance(100)
     board.tick()
     assert not group.closed.is_set()
-    board.forget_gateway("gateway-0")
+    board.return_tasks("gateway-0")
     assert attempt.state is AttemptState.STORING
     (segment,) = check_trajectory(trajectory(TASK), group_id="t", rules=RULES)
     board.take(attempt, Trajectory(prompt=PROMPT, sample=segment, completion=""), b"digest")
@@ -116,7 +116,7 @@ async def test_tasks_of_an_evaluation_are_leased_first_and_released_ones_end_or_
     board.release("e-0", "OTHER", again=True)
     states = [(a.state, a.reason) for a in evaluation.attempts]
     assert states == [(AttemptState.MISSING, "ABANDONED"), (AttemptState.WAITING, "")]
-    board.forget_gateway("gateway-0")
+    board.return_tasks("gateway-0")
     assert leased[2].state is AttemptState.WAITING
 
 
@@ -153,10 +153,10 @@ async def test_tasks_belong_to_the_processes_that_attempt_them() -> None:
     board = make_board(FakeClock())
     await opened(board, make_group(size=4))
     old, other = await board.lease("gateway-0", 1, wait=0, agent="a" * 32), await board.lease("gateway-0", 1, wait=0)
-    board.forget_agent("a" * 32)
+    board.on_agent_left("a" * 32)
     assert (old[0].state, other[0].state) == (AttemptState.WAITING, AttemptState.LEASED)
     assert not await board.lease("gateway-0", 1, wait=0, agent="a" * 32), "a call of the dead process still waited"
-    board.welcome_agent("a" * 32)  # it was only slow
+    board.on_agent_joined("a" * 32)  # it was only slow
     assert await board.lease("gateway-0", 1, wait=0, agent="a" * 32) == old
 
 
@@ -171,12 +171,15 @@ async def test_a_new_gateway_keeps_the_tasks_that_it_names_and_others_are_leased
         task_ids=[named.task_id, moved.task_id], leases=[named.lease, "older"], gateway="gateway-0", all=True
     )
     servicer = make_servicer(tmp_path, board, cast(Any, None))
+    unclear = pb.RenewTasksRequest(task_ids=[named.task_id], gateway="gateway-0", all=True)
+    with pytest.raises(InvalidInput, match="all = true, and no leases of 1 tasks; send one for each"):
+        await servicer.RenewTasks(unclear, cast(Any, None))
     gone = (await servicer.RenewTasks(request, cast(Any, None))).gone_task_ids
     assert list(gone) == [moved.task_id]
     states = [attempt.state for attempt in (named, lost, moved, foreign)]
     leased, waiting = AttemptState.LEASED, AttemptState.WAITING
     assert states == [leased, waiting, waiting, leased]
-    board.forget_gateway("gateway-0")
+    board.return_tasks("gateway-0")
     assert (named.state, foreign.state) == (waiting, leased)
 
 

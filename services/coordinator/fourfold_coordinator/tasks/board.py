@@ -13,7 +13,7 @@ joins with a new key takes the oldest one.
 
 Leases live in memory: after a restart of the coordinator its tasks are unknown, and their prompts are issued again.
 A lease belongs to a gateway, and to the process of the environment service that asked for it: it ends when that process
-has left the run, or when the next process of the gateway does not name the task (`keep`).
+has left the run, or when the next process of the gateway does not name the task (`return_tasks`).
 Each lease has a random name. A gateway that was cut off, or that kept the sessions of another run with equal task ids,
 thus neither keeps nor ends the lease of another.
 """
@@ -291,9 +291,9 @@ class TaskBoard:
                     self.moved_at = self._clock.monotonic()
         return gone
 
-    def keep(self, gateway: str, leases: Collection[tuple[str, str]]) -> None:
-        """Return the tasks of a gateway that has begun anew, but for these tasks with their leases."""
-        for attempt in self._leased(lambda a: a.gateway == gateway and (a.task_id, a.lease) not in leases):
+    def return_tasks(self, gateway: str, *, but: Collection[tuple[str, str]] = ()) -> None:
+        """Return the tasks of a gateway that left the run, or began anew, but for these tasks with these leases."""
+        for attempt in self.leased(lambda a: a.gateway == gateway and (a.task_id, a.lease) not in but):
             self._expire(attempt)
 
     def release(self, task_id: str, reason: str, *, again: bool, lease: str = "") -> None:
@@ -338,25 +338,20 @@ class TaskBoard:
         self._ends[m.TASKS_REFUSED] += 1
         self._return(attempt, BAD_TRAJECTORY if attempt.refused > self._max_refusals else "")
 
-    def forget_gateway(self, gateway: str) -> None:
-        """Return the tasks of a gateway that has left the run."""
-        for attempt in self._leased(lambda a: a.gateway == gateway):
-            self._expire(attempt)
-
-    def forget_agent(self, incarnation: str) -> None:
-        """Return the tasks of an environment service that has left the run."""
+    def on_agent_left(self, incarnation: str) -> None:
+        """Return the tasks of an environment service that has left the run, and lease it none."""
         self._left.append(incarnation)  # a call of `lease` may still wait for it
-        for attempt in self._leased(lambda a: a.agent == incarnation):
+        for attempt in self.leased(lambda a: a.agent == incarnation):
             self._expire(attempt)
 
-    def welcome_agent(self, incarnation: str) -> None:
-        """Lease tasks to an environment service again, whose lease of the run had ended."""
+    def on_agent_joined(self, incarnation: str) -> None:
+        """Lease tasks to an environment service, also when it had left: its lease of the run may end and begin."""
         if incarnation in self._left:
             self._left.remove(incarnation)
 
-    def leased(self) -> list[Attempt]:
-        """Return the leased attempts, in order of admission."""
-        return self._leased(lambda _attempt: True)
+    def leased(self, chosen: Callable[[Attempt], object] = lambda _attempt: True) -> list[Attempt]:
+        """Return the leased attempts, or those that are chosen, in order of admission."""
+        return [a for a in self._tasks.values() if a.state is AttemptState.LEASED and chosen(a)]
 
     def describe(self) -> str:
         """Return for which agents the open groups wait, and what ends that; empty without open groups."""
@@ -431,9 +426,6 @@ class TaskBoard:
             for attempt in group.attempts:
                 if attempt.state is AttemptState.WAITING:
                     yield attempt
-
-    def _leased(self, chosen: Callable[[Attempt], object]) -> list[Attempt]:
-        return [a for a in self._tasks.values() if a.state is AttemptState.LEASED and chosen(a)]
 
     def _grant(self, attempt: Attempt, gateway: str, agent: str = "") -> None:
         group, now = attempt.group, self._clock.monotonic()

@@ -131,17 +131,14 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         """Extend leases."""
         if len(request.task_ids) > _MAX_RENEWALS:
             raise InvalidInput(f"{len(request.task_ids)} task_ids; one call renews at most {_MAX_RENEWALS}")
-        if len(request.leases) not in (0, len(request.task_ids)):
-            raise InvalidInput(
-                f"{len(request.leases)} leases of {len(request.task_ids)} tasks; send one for each, or none"
-            )
-        if len(request.sessions) not in (0, len(request.task_ids)):
-            raise InvalidInput(
-                f"{len(request.sessions)} sessions of {len(request.task_ids)} tasks; send one for each, or none"
-            )
+        for name in ("leases", "sessions"):
+            if (count := len(getattr(request, name))) not in (0, len(request.task_ids)):
+                raise InvalidInput(f"{count} {name} of {len(request.task_ids)} tasks; send one for each, or none")
+        if request.all and len(request.leases) < len(request.task_ids):
+            raise InvalidInput(f"all = true, and no leases of {len(request.task_ids)} tasks; send one for each")
         board, now = self._run.board, self._clock.monotonic()
         if request.all and (gateway := _gateway(request.gateway)):
-            board.keep(gateway, set(zip(request.task_ids, request.leases, strict=True)) if request.leases else ())
+            board.return_tasks(gateway, but=set(zip(request.task_ids, request.leases, strict=True)))
         gone = board.renew(request.task_ids, request.leases, [_session_from(s, now) for s in request.sessions])
         return pb.RenewTasksResponse(ttl=_duration(self._run.config.agents.lease_seconds), gone_task_ids=gone)
 

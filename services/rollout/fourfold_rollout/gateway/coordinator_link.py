@@ -209,19 +209,17 @@ class CoordinatorLink:
 
     async def _renew(self) -> None:
         while True:
-            wait, all_leases = min(self._ttl / 3, FIRST_RENEWAL_SECONDS), list(self._renewals())
-            # At once: the sessions of an earlier process may have little time left.
-            for leases in all_leases if self._named.is_set() else all_leases or [{}]:
+            first, failed = not self._named.is_set(), False
+            all_leases = list(self._renewals()) or [{}] * first
+            for leases in all_leases:  # at once: the sessions of an earlier process may have little time left
                 try:
-                    await self._renew_some(leases, are_all=not self._named.is_set() and len(all_leases) <= 1)
+                    await self._renew_some(leases, are_all=first and len(all_leases) == 1)
                 except FourfoldError as error:
                     _log.info("leases could not be renewed: tasks=%d error=%s", len(leases), error)
-                    if not self._named.is_set():
-                        wait = _RETRY_SECONDS
-                        break
-            else:
+                    failed = True
+            if not failed:
                 self._named.set()
-            await self._clock.sleep(wait)
+            await self._clock.sleep(_RETRY_SECONDS if first and failed else min(self._ttl / 3, FIRST_RENEWAL_SECONDS))
 
     def _renewals(self) -> Iterator[dict[str, str]]:
         """Yield the leases for each call, by task. Two leases of one task are in different calls."""

@@ -147,10 +147,8 @@ class GatewayCore:
     async def on_gone(self, task_id: str, lease: str) -> None:
         """Note that the run ended a lease: the group closed, another agent has the task, or it is of another run."""
         for session in self.sessions.live:
-            if session.stored.task_id == task_id and session.stored.state == pb.SESSION_STATE_OPEN:
-                task = session.task
-                if task is not None and task.lease == lease:
-                    await self._expire(session, "TASK_GONE")
+            if (session.stored.task_id, session.lease) == (task_id, lease):
+                await self._expire(session, "TASK_GONE")
 
     def task_sessions(self) -> dict[tuple[str, str], experience.TaskSession]:
         """Return what the run may know of the open sessions, by task and lease."""

@@ -79,13 +79,16 @@ class TrainerSession:
         """
         return await self._repeat(name, work)
 
-    def present(self) -> Replica | None:
-        """Return the trainer, for calls that must not be repeated; None while it has left.
+    def trainer(self) -> Replica:
+        """Return the trainer; raise Unavailable while it has left, and TrainerRestarted when the process is new."""
+        for replica in self._router.replicas(Role.ROLE_TRAINER):
+            return self._check_incarnation(replica)
+        raise Unavailable("no trainer is registered")
 
-        Raises TrainerRestarted when the process is new.
-        """
-        replicas = self._router.replicas(Role.ROLE_TRAINER)
-        return self._check_incarnation(replicas[0]) if replicas else None
+    async def try_once(self, work: Callable[[Replica], Awaitable[T]]) -> T:
+        """Make one try of a call that must not be repeated. Raises the errors of `trainer`, too."""
+        replica = self.trainer()
+        return await replica.call(work(replica))
 
     async def wait_until_idle(self) -> pb.TrainerStatus:
         """Wait until the trainer has ended the call of an earlier coordinator; return its status.
@@ -116,7 +119,8 @@ class TrainerSession:
 
     def check_process(self) -> None:
         """Raise TrainerRestarted when the registered trainer is a new process."""
-        self.present()
+        for replica in self._router.replicas(Role.ROLE_TRAINER)[:1]:
+            self._check_incarnation(replica)
 
     async def raise_policy_version(self, version: int) -> int:
         """Raise the policy version of the trainer's present weights; return the new one."""

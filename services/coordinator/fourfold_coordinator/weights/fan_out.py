@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -52,6 +53,17 @@ class UpdateFailed(Exception):
         super().__init__("; ".join(str(error) for error in (*engines.values(), trainer) if error is not None))
         self.engines = dict(engines)
         self.trainer = trainer
+
+
+@contextmanager
+def blame_trainer() -> Iterator[None]:
+    """Raise errors of a service inside the block as UpdateFailed of the trainer, but for TrainerRestarted."""
+    try:
+        yield
+    except TrainerRestarted:
+        raise
+    except FourfoldError as error:
+        raise UpdateFailed({}, error) from error
 
 
 async def call_all(
@@ -107,19 +119,14 @@ async def call_all(
 
 def _only_consequences(tasks: Sequence[asyncio.Future[Any]]) -> bool:
     """Return whether tasks have failed, and each of them because of a member whose own error is not known yet."""
-    errors = [_cause(task.exception()) for task in tasks if task.done() and not task.cancelled()]
+    errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
     known = [error for error in errors if error is not None]
     return bool(known) and all(isinstance(error, FourfoldError) and error.reason in CONSEQUENCES for error in known)
 
 
 def service_error(task: asyncio.Future[Any]) -> FourfoldError | None:
     """Return a task's error; None when it succeeded or was cancelled. Re-raise errors that no service caused: bugs."""
-    error = _cause(None if task.cancelled() else task.exception())
+    error = None if task.cancelled() else task.exception()
     if error is None or isinstance(error, FourfoldError):
         return error
     raise error
-
-
-def _cause(error: BaseException | None) -> BaseException | None:
-    """Return the trainer's own error, when the trainer's call is what failed."""
-    return error.trainer if isinstance(error, UpdateFailed) else error

@@ -25,7 +25,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -39,11 +39,11 @@ from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.weights.digest import differing_tensors, digest_of, join_names
 from fourfold.weights.manifest import Manifest
 
-from ..routing.replica import INFO_SECONDS, Replica, ReplicaKey
+from ..routing.replica import INFO_SECONDS, ReplicaKey
 from ..routing.trainer_session import TrainerSession
 from . import status
 from .backends import BackendGroup, group_by_backend, host_of
-from .fan_out import DescribedEngine, UpdateFailed, call_all, service_error
+from .fan_out import DescribedEngine, UpdateFailed, blame_trainer, call_all, service_error
 from .probe import LogprobProbe
 from .status import WeightPlaneStatus
 
@@ -224,7 +224,8 @@ class WeightUpdater:
     async def _open_epoch(self, engines: Sequence[DescribedEngine]) -> None:
         """Open an epoch with these engines, unless the open one has the same members and groups."""
         layout = await self._get_layout()
-        host, interface = await self._trainer_host(), self._weights.interface
+        with blame_trainer():
+            host, interface = host_of(self._session.trainer()), self._weights.interface
         groups = group_by_backend(self._weights.backend, layout, engines, host=host, interface=interface)
         shape = tuple((group.backend, tuple(e.key for e in group.engines)) for group in groups)
         members = (self._session.incarnation, layout.manifest_sha256, shape)
@@ -233,11 +234,12 @@ class WeightUpdater:
         self._next_epoch(groups, layout.manifest)
         self._begin_phase(status.JOIN, engines)
         # All offers come first: a coroutine that is made before a failed call would never be awaited.
-        offers = [await self._make_offers(group, index, host) for index, group in enumerate(groups)]
+        with blame_trainer():
+            offers = [await self._make_offers(group, index, host) for index, group in enumerate(groups)]
         timeout = self._weights.timeout_seconds
 
         async def open_trainer() -> None:
-            await self._ask_trainer(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
+            await self._session.try_once(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
             self._status.mark_done(self._session.name)
 
         await call_all(self._open_calls(offers), trainer=open_trainer())
@@ -260,10 +262,8 @@ class WeightUpdater:
             interface=interface,
             timeout=self._weights.timeout_seconds,
         )
-        try:
+        with blame_trainer():
             offers = await feeder.replica.call(feed)
-        except FourfoldError as error:
-            raise UpdateFailed({}, error) from error
         await call_all(self._open_calls([offers]))
 
     def _next_epoch(self, groups: list[BackendGroup], manifest: bytes) -> None:
@@ -294,27 +294,6 @@ class WeightUpdater:
                 calls[engine.key] = self._call_engine(engine, open_engine)
         return calls
 
-    async def _trainer_host(self) -> str:
-        async def host(replica: Replica) -> str:
-            return host_of(replica)
-
-        return await self._ask_trainer(host)
-
-    async def _ask_trainer(self, work: Callable[[Replica], Awaitable[T]]) -> T:
-        """Make one try of a call of the trainer, which may leave at any time.
-
-        Raises:
-            UpdateFailed: the trainer is to blame; whoever runs updates waits for it, and tries again.
-            TrainerRestarted: the trainer is a new process.
-        """
-        replica = self._session.present()
-        if replica is None:
-            raise UpdateFailed({}, Unavailable("no trainer is registered"))
-        try:
-            return await replica.call(work(replica))
-        except FourfoldError as error:
-            raise UpdateFailed({}, error) from error
-
     async def _get_layout(self) -> weight.GetManifestResponse:
         """Return the trainer's manifest, host and GPUs, which are constant for one trainer process."""
         if self._layout is None or self._layout[0] != self._session.incarnation:
@@ -325,7 +304,7 @@ class WeightUpdater:
         return self._layout[1]
 
     async def _make_offers(self, group: BackendGroup, index: int, host: str) -> list[bytes]:
-        return await self._ask_trainer(
+        return await self._session.try_once(
             lambda r: r.weights.make_offer(
                 epoch=self._epoch,
                 backend=group.backend,
@@ -352,7 +331,7 @@ class WeightUpdater:
 
         async def send() -> None:
             with self._timer.measure(m.SEND_SECONDS):
-                response = await self._ask_trainer(
+                response = await self._session.try_once(
                     lambda r: r.weights.send(
                         epoch=epoch, policy_version=version, skip_sums=skip, timeout=_seconds_until(end)
                     )
@@ -496,15 +475,14 @@ class WeightUpdater:
 
         async def abort_trainer() -> None:
             if trainer:
-                await self._ask_trainer(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
+                await self._session.try_once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
 
         trainer_result, *engine_results = await asyncio.gather(
             abort_trainer(), *(self._abort_engine(engine) for engine in engines), return_exceptions=True
         )
         self._status.end_update()
-        refusal = trainer_result.trainer if isinstance(trainer_result, UpdateFailed) else None
-        if refusal is not None and not isinstance(refusal, StaleEpoch | Unavailable):
-            log.warning("trainer did not abort the update error=%s", refusal)
+        if isinstance(trainer_result, FourfoldError) and not isinstance(trainer_result, StaleEpoch | Unavailable):
+            log.warning("trainer did not abort the update error=%s", trainer_result)
         for error in engine_results:
             if error is not None:
                 raise error

@@ -57,7 +57,9 @@ class RecipeHistory:
             entry = {"time": utc_text(SYSTEM_CLOCK.now()), "step": step, "changes": changes}
             line = json.dumps(entry, default=str) + "\n"  # TOML also has dates
             await self._disk.write(append_lines, self._file.with_name(CHANGES_FILE), line.encode())
-        if not self._is_own and new != self._read():
+        # A run of a release without data.date has the date of its file, which would change with the next edit.
+        kept = self._is_own and config.data.date in self._read()
+        if not kept and new != self._read():
             await self._disk.write(replace_file, self._file, [new])
         self._is_own = self._has_own  # with the assignments
         if new != self._ledger.get(_RECIPE_KEY):

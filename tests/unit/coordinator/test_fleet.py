@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fourfold.cli import main as cli_main
-from fourfold.config import Config, gpu_places
+from fourfold.config import Config, dump, gpu_places
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.errors import ConfigError
 from fourfold.host.clock import Clock, SystemClock
@@ -180,19 +180,24 @@ def test_coordinator_starts_first_and_its_address_is_handed_on(tmp_path: Path, c
 def test_keys_of_the_command_line_reach_the_services_until_the_recipe_of_the_run_has_them(
     tmp_path: Path, clock: FakeClock
 ) -> None:
-    (tmp_path / "config.toml").write_text("steps = 3\n")
+    file = tmp_path / "config.toml"
+    file.write_text(dump(recipe()))
     launcher, words = FakeLauncher(), ("steps=5", "seed=7")
-    fleet = Fleet(recipe(), run_dir=tmp_path, launcher=launcher, notify=print, assignments=list(words), clock=clock)
+    config = recipe().model_copy(update={"steps": 5, "seed": 7})
+    fleet = Fleet(config, run_dir=tmp_path, launcher=launcher, notify=print, assignments=list(words), clock=clock)
     fleet.start()
     (tmp_path / "coordinator.address").write_text("127.0.0.1:4000\n")
     fleet.tick()
     assert len(launcher.started) > 1
     assert all(command.argv[-4:] == ("--set", words[0], "--set", words[1]) for command in launcher.started)
-    assert fleet.assignments() == list(words), "nothing has accepted them yet"
-    (tmp_path / "config.toml").write_text("steps = 5\nseed = 7\n")
+    assert fleet.assignments == list(words), "nothing has accepted them yet"
+    file.write_text(dump(config))
     launcher.dying = [death("rollout-0")]
     fleet.tick()
     assert launcher.started[-1].name == "rollout-0" and "--set" not in launcher.started[-1].argv
+    file.write_text("# edited\n" + dump(config))
+    fleet = Fleet(config, run_dir=tmp_path, launcher=launcher, notify=print, assignments=list(words), clock=clock)
+    assert fleet.assignments == (), "the file has these values already"
 
 
 def test_states_follow_the_processes(tmp_path: Path, clock: FakeClock) -> None:

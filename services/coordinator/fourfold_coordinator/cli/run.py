@@ -15,7 +15,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -121,8 +121,7 @@ def main(args: argparse.Namespace) -> int:
                 raise
             link_latest(run_dir)
             write_launch_options(run_dir, vars(args))
-            kept = args.set if args.resume is not None else ()
-            return RunCommand(args, config, run_dir, launcher, signals, assignments=kept).execute()
+            return RunCommand(args, config, run_dir, launcher, signals).execute()
 
 
 def _warn_of_little_room(folder: Path) -> None:
@@ -185,16 +184,8 @@ class RunCommand:
     subject = "Run"
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        config: Config,
-        run_dir: Path,
-        launcher: Launcher,
-        signals: SignalHandler,
-        *,
-        assignments: Sequence[str] = (),
+        self, args: argparse.Namespace, config: Config, run_dir: Path, launcher: Launcher, signals: SignalHandler
     ) -> None:
-        """Prepare it; `assignments` are those of --set that the config.toml of a resumed run does not have yet."""
         self._args, self._config, self._run_dir = args, config, run_dir
         self._launcher, self._signals = launcher, signals
         self._security = Security.load(config.security, VIEWER)
@@ -207,7 +198,7 @@ class RunCommand:
             notify=self._dashboard.note,
             coordinator_listen=args.listen,
             evaluate=self.evaluate,
-            assignments=assignments,
+            assignments=args.set,
         )
         signals.launcher, signals.dashboard = launcher, self._dashboard
 
@@ -285,7 +276,7 @@ class RunCommand:
 
     def next_command(self) -> str:
         """Return how to go on after a stop."""
-        stop, pending = describe_stop(self._run_dir, last_progress(self._run_dir)), self._fleet.assignments()
+        stop, pending = describe_stop(self._run_dir, last_progress(self._run_dir)), self._fleet.assignments
         kept = f"{self._run_dir / CONFIG_FILE} is as it was, without {', '.join(pending)}. " if pending else ""
         return f"{kept}{stop.resumption}: {stop.command}"
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fourfold.config import Config, gpu_places
+from fourfold.config import Config, dump, gpu_places, load
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command
@@ -156,7 +156,7 @@ class Fleet:
 
         `notify` receives a line for the user about each death and restart. `coordinator_listen` is host:port.
         With `evaluate`, the fleet evaluates the model of the recipe, and trains nothing. `assignments`, KEY=VALUE each,
-        are keys of `config` that config.toml does not have yet.
+        are those of the command line.
         """
         self.config = config
         run_dir = run_dir.absolute()
@@ -168,14 +168,16 @@ class Fleet:
         self._slots = {service.name: _Slot(service) for service in services_of(config, evaluate=evaluate)}
         self._evaluate = evaluate
         self._step = 0  # the last one that the run has reached
-        self._assignments = assignments
-        self._recipe = self._read_recipe()
+        known = not assignments or dump(load(run_dir / CONFIG_FILE)) == dump(config)
+        self._assignments = () if known else assignments
+        self._before = self._read_recipe()
         self._deadline: float | None = None  # of the first start of all processes
         self._listen_deadline: float | None = None  # of a restarted coordinator
 
+    @property
     def assignments(self) -> Sequence[str]:
-        """Return the keys that config.toml does not have yet: the coordinator writes them when the run goes on."""
-        return self._assignments if self._read_recipe() == self._recipe else ()
+        """Return those that config.toml does not have yet: the coordinator writes them when the run goes on."""
+        return self._assignments if self._read_recipe() == self._before else ()
 
     def _read_recipe(self) -> bytes:
         return (self._run_dir / CONFIG_FILE).read_bytes() if self._assignments else b""
@@ -183,7 +185,7 @@ class Fleet:
     def arguments(self, service: ServiceSpec, *, coordinator: str, listen: str = "") -> list[str]:
         """Return what `serve_arguments` does, with the keys that config.toml does not have yet."""
         words = serve_arguments(service, run_dir=self._run_dir, coordinator=coordinator, listen=listen)
-        return [*words, *(word for key in self.assignments() for word in ("--set", key))]
+        return [*words, *(word for key in self.assignments for word in ("--set", key))]
 
     def start(self) -> None:
         """Start the coordinator; `tick` starts the services when it listens."""

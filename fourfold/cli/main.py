@@ -349,18 +349,16 @@ class _Serve:
             service = _load("fourfold.services", args.role, _SERVICES[args.role])
         from fourfold.service.lifecycle import ServeOptions
 
-        run_dir = args.run_dir
-        if run_dir is None and args.role in ("coordinator", "trainer"):
-            run_dir = Path("runs") / settings.name
+        folder = args.run_dir or Path("runs") / settings.name
         options = ServeOptions(
             role=args.role,
             recipe=args.recipe,
-            config=config.fix_date(settings, run_dir or Path("runs") / settings.name),
+            config=config.fix_date(settings, folder),
             assignments=tuple(args.set),
             member_id=args.member_id or f"{args.role}-0",
             listen=args.listen,
             coordinator=args.coordinator,
-            run_dir=run_dir,
+            run_dir=folder if args.role in ("coordinator", "trainer") else args.run_dir,
             advertise=args.advertise,
             metrics_listen=args.metrics_listen,
             gateway=args.gateway,

@@ -35,6 +35,7 @@ from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.host import logs
+from fourfold.host.disk import make_private_folder
 from fourfold.host.process import raise_file_limit
 from fourfold.host.process_tree import PARENT_PID_VARIABLE, die_with_parent
 from fourfold.rpc.call_stats import CallStats
@@ -87,6 +88,12 @@ class ServeOptions:
     def host(self) -> str:
         """Host name or address that other services connect to."""
         return self.advertise or split_target(self.listen)[0]
+
+    def make_folder(self) -> Path:
+        """Make the folder of the run, if it is not there, and return it; raise ConfigError if it cannot be made."""
+        folder = self.run_dir or Path("runs") / self.config.name
+        make_private_folder(folder)
+        return folder
 
 
 class ServiceHost:
@@ -196,7 +203,7 @@ class ServiceHost:
                         return self._exit_code(None)
                     member = self._membership()
                     if member is None:
-                        self._print_ready()
+                        _print(f"READY {self.target}")
                     if until is not None:
                         work = asyncio.ensure_future(until)
                     await self._serve(member, work)
@@ -240,9 +247,6 @@ class ServiceHost:
         self._set_ready(True)
         return True
 
-    def _print_ready(self) -> None:
-        _print(f"READY {self.target}")
-
     async def _announce(self, member: Membership) -> None:
         """Print the READY line as soon as the service is registered, and until then what prevents that."""
         seconds, later = _UNREGISTERED_SECONDS
@@ -252,7 +256,7 @@ class ServiceHost:
                 f"NOT READY: cannot register with the coordinator at {self.options.coordinator}: {member.problem}; "
                 f"trying again"
             )
-        self._print_ready()
+        _print(f"READY {self.target}")
 
     async def _serve(self, member: Membership | None, work: asyncio.Future[int] | None) -> None:
         """Wait for a stop or the end of a task; raise errors of the membership and of `until`."""

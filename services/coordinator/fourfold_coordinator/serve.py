@@ -46,7 +46,7 @@ from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_
 from fourfold.coordinator.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
 from fourfold.host.clock import SYSTEM_CLOCK
-from fourfold.host.disk import check_room, make_private_folder
+from fourfold.host.disk import check_room
 from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
@@ -124,8 +124,7 @@ _GC_THRESHOLDS: Final = (20_000, 5, 1_000)
 
 def main(options: ServeOptions) -> int:
     """Run the coordinator; return the exit code. A finished run exits at once."""
-    folder = options.run_dir or Path("runs") / options.config.name
-    make_private_folder(folder)
+    folder = options.make_folder()
     with locked(folder / COORDINATOR_LOCK, "coordinator"):
         if is_finished(folder, options.config):
             sys.stdout.write(

@@ -8,8 +8,6 @@ import importlib.util
 import logging
 import sqlite3
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
@@ -17,7 +15,6 @@ from fourfold.agent.v1.agent_service_pb2_grpc import add_AgentServiceServicer_to
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
-from fourfold.host.disk import make_private_folder
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
@@ -60,7 +57,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
     options, config = host.options, host.options.config
-    store = _open_store((options.run_dir or Path("runs") / config.name) / "gateway" / options.member_id)
+    folder = options.make_folder() / "gateway" / options.member_id
+    _log.info("gateway started: folder=%s sqlite=%s", folder, sqlite3.sqlite_version)
+    store = SessionStore(folder)
     engines = EnginePool(
         tokenizer_sha256=tokenizer.sha256, vocabulary_size=tokenizer.vocabulary_size, security=host.security
     )
@@ -117,13 +116,6 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
     finally:
         await engines.close()
         await store.stop()
-
-
-def _open_store(folder: Path) -> SessionStore:
-    _log.info("gateway started: folder=%s sqlite=%s", folder, sqlite3.sqlite_version)
-    with suppress(ConfigError):  # the store has the message
-        make_private_folder(folder.parent.parent)
-    return SessionStore(folder)
 
 
 def _report_end(task: asyncio.Task[None], host: ServiceHost) -> None:

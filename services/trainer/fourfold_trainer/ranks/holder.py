@@ -19,7 +19,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -27,7 +26,6 @@ import grpc
 from fourfold.coordinator.client import RendezvousClient
 from fourfold.errors import FourfoldError, InvalidInput, PermissionDenied, Unauthenticated, Unavailable, WrongState
 from fourfold.host import logs
-from fourfold.host.disk import make_private_folder
 from fourfold.host.process import NOTICE
 from fourfold.host.process_tree import PARENT_PID_VARIABLE, die_with_parent
 from fourfold.model import folder
@@ -64,8 +62,7 @@ class RankHolder:
         assert options.ranks is not None
         config = options.config
         self._options, self._ranks = options, options.ranks
-        self._run_dir = (options.run_dir or Path("runs") / config.name).absolute()
-        make_private_folder(self._run_dir)
+        self._run_dir = options.make_folder().absolute()
         self._security = Security.load(config.security, Principal("trainer", options.member_id))
         check_target(options.coordinator, self._security)
         self._model_folder = folder.resolve(config.model.source)

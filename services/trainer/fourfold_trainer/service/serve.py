@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from pathlib import Path
 
 from fourfold.coordinator.v1.membership_service_pb2 import ROLE_TRAINER
-from fourfold.host.disk import make_private_folder
 from fourfold.host.network import NCCL_VARIABLE, nccl_interface
 from fourfold.host.process import NOTICE
 from fourfold.model import folder as model_folder
@@ -47,8 +45,7 @@ def main(options: ServeOptions) -> int:
 async def _serve(options: ServeOptions) -> tuple[int, MeetingPoint | None]:
     """Serve until the end; return the exit code, and the meeting point of a trainer on several machines."""
     config = options.config
-    run_dir = (options.run_dir or Path("runs") / config.name).absolute()
-    make_private_folder(run_dir)
+    run_dir = options.make_folder().absolute()
     host = ServiceHost(options, role=ROLE_TRAINER)
     if config.trainer.device == "cuda":  # engines on other machines get weights by NCCL
         os.environ[NCCL_VARIABLE] = nccl_interface(options.host, options.interface)

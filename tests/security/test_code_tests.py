@@ -246,6 +246,7 @@ async def test_hostile_programs_pass_no_test(pool: WorkerPool, name: str) -> Non
             1,
         ),
         ("sorted = lambda x: [1]\ndef f(): return [2, 1]", ["assert sorted(f()) == [1, 2]"], 1),
+        ("def f(x): return x", ["assert len(bytes(f(300 << 20))) == 300 << 20", "assert f(bytes(300 << 20))"], 1),
         ("class math:\n    isclose = lambda *a: True\ndef f(): return 0", ["assert math.isclose(f(), 7)"], 0),
         ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int", ["assert P(3).x == 3"], 1),
     ],

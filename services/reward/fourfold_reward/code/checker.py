@@ -18,7 +18,7 @@ from fourfold_reward.code import remote, wire
 _MODULES: Final = ("collections", "functools", "itertools", "json", "math", "operator", "re", "string")
 
 
-def run(runner: int, verdict: int, *, seconds: float, start_seconds: float, enter_sandbox: Callable[[], None]) -> None:
+def run(runner: int, verdict: int, seconds: float, start_seconds: float, enter_sandbox: Callable[[], None]) -> None:
     """Receive a test and the code, run the code in the runner, and send the verdict.
 
     Args:

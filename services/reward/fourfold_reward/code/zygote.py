@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from fourfold import sandbox
@@ -31,6 +32,7 @@ START_SECONDS: Final = 60.0
 STOP: Final = b"stop"
 _OPEN_FILES: Final = 64
 _MAX_SOCKETS: Final = 3  # of one request
+_CHECKER_MIB: Final = 2048  # a test may expect a larger value than its code may have
 _ADDRESSES: Final = 2  # address space per byte of memory: libraries reserve more than they use
 _CPU_SECONDS: Final = 60  # of the zygote itself, whose worker gave it a limit, until the next request
 
@@ -68,32 +70,29 @@ class _Processes:
         """Fork them.
 
         Args:
-            request: mode, seconds and memory_mib.
+            request: mode, seconds, and memory_mib of the runner.
             descriptors: of the socket from a program to the worker; or from the checker to the worker, and of both ends
                 of a socket between checker and runner.
             control: the zygote's own socket.
             policy: of the processes, without their limits.
         """
-        seconds, size = request["seconds"], request["memory_mib"] << 20
+        seconds = request["seconds"]
         self._deadline = time.monotonic() + START_SECONDS + seconds
-        limits = {"memory_bytes": size, "address_bytes": _ADDRESSES * size, "cpu_seconds": int(seconds) + 1}
 
-        def enter_sandbox() -> None:
-            sandbox.enter(replace(policy, **limits))
+        def enter_sandbox(memory_mib: int) -> None:
+            size, cpu_seconds = memory_mib << 20, int(seconds) + 1
+            own = replace(policy, memory_bytes=size, address_bytes=_ADDRESSES * size, cpu_seconds=cpu_seconds)
+            sandbox.enter(own)
+
+        def run() -> None:
+            runner.run(request["mode"], descriptors[-1], partial(enter_sandbox, request["memory_mib"]))
 
         def check() -> None:
             os.close(descriptors[2])  # otherwise it would not see that the runner ended
-            checker.run(
-                descriptors[1],
-                descriptors[0],
-                seconds=seconds,
-                start_seconds=START_SECONDS,
-                enter_sandbox=enter_sandbox,
-            )
+            checker.run(descriptors[1], descriptors[0], seconds, START_SECONDS, partial(enter_sandbox, _CHECKER_MIB))
 
-        self._pids = [_fork(lambda: runner.run(request["mode"], descriptors[-1], enter_sandbox), control)]
-        if len(descriptors) > 1:
-            self._pids.append(_fork(check, control))
+        works = (run, check) if len(descriptors) > 1 else (run,)
+        self._pids = [_fork(work, control) for work in works]
 
     def wait_for(self, control: socket.socket) -> None:
         """Wait until the worker asks for something, or until the deadline."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import site
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -84,11 +85,7 @@ def interpreter_paths() -> tuple[str, ...]:
 
     The folders of PYTHONPATH and of a source checkout are not among them.
     """
-    given = {os.path.realpath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
-    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    installed = [path for path in packages if os.path.realpath(path) not in given]
-    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    return tuple(dict.fromkeys(filter(None, (*_SYSTEM_PATHS, sys.prefix, sys.base_prefix, *installed, *libraries))))
+    return _with_interpreter([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
 
 
 def python_paths() -> tuple[str, ...]:
@@ -98,6 +95,9 @@ def python_paths() -> tuple[str, ...]:
     """
     here = Path.cwd()
     imported = [path for path in sys.path if path and not here.is_relative_to(Path(path).resolve())]
+    return _with_interpreter([*imported, str(Path(__file__).parents[1])])
+
+
+def _with_interpreter(packages: Iterable[str]) -> tuple[str, ...]:
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    own = str(Path(__file__).parents[1])
-    return tuple(dict.fromkeys(filter(None, (*_SYSTEM_PATHS, sys.prefix, sys.base_prefix, *imported, *libraries, own))))
+    return tuple(dict.fromkeys(filter(None, (*_SYSTEM_PATHS, sys.prefix, sys.base_prefix, *packages, *libraries))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,13 @@ def test_there_is_no_shared_memory_that_no_limit_counts() -> None:
     assert "Operation not permitted" in enter_and_run(narrow(), "import mmap; mmap.mmap(-1, 4096)")
     assert enter_and_run(narrow(), "import mmap; mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE)") == "0 "
     assert enter_and_run(narrow(processes=100), "import mmap; mmap.mmap(-1, 4096)") == "0 "
+
+
+def test_packages_of_the_user_can_be_read_although_pythonpath_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", site.getusersitepackages())  # as of workers, which get all of sys.path
+    for enabled in (True, False):
+        monkeypatch.setattr(site, "ENABLE_USER_SITE", enabled)
+        assert (site.getusersitepackages() in sandbox.interpreter_paths()) is enabled
 
 
 @pytest.mark.parametrize("part", ["landlock.abi = lambda: 0", "seccomp._library = lambda: None"])

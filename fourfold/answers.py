@@ -95,7 +95,7 @@ def find_boxed(text: str) -> str | None:
             open_braces.append(brace.end() if brace["box"] else -1)
             last, end = (brace.end(), -1) if brace["box"] else (last, end)
         elif brace[0] == "}" and open_braces and open_braces.pop() == last:
-            end = brace.start() if end < 0 else end
+            end = brace.start()
     if last < 0:
         return None
     return text[last:end].strip() if end >= 0 else ""

@@ -1,4 +1,4 @@
-"""Defines the built-in verifiers that look at the form of a completion: `format`, `length`, a part of `last_number`.
+"""Defines the built-in verifiers that look at the form of a completion: `format` and `length`.
 
 Their options come from the recipe, as `options = { ... }` of the table.
 """
@@ -14,7 +14,6 @@ from fourfold_reward.sample import InvalidSample, RewardFunction, Score, ScoreIn
 
 FORMAT: Final = "format"
 LENGTH: Final = "length"
-LAST_NUMBER: Final = "last_number"
 
 
 class OptionError(LookupError):

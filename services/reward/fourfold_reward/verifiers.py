@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -74,6 +75,8 @@ DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
 _NAMES: Final = frozenset(name for name, _ in DESCRIPTIONS)
 
 _DECIMALS: Final = 6
+_JOINT: Final = re.compile(r"\}[\s$]*(?:,(?:\s*(?:and|or)\b)?|(?:and|or)\b)[\s$]*\Z")  # between the boxes of one answer
+_MAX_BOXES: Final = 6  # as math-verify
 # Raised by libraries for malformed text. Any other exception is an error of the verifier.
 _UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, AssertionError)
 # These tasks compare tuples, and JSON turned the tuples of their metadata into lists.
@@ -108,7 +111,7 @@ def load(name: str, options: GymOptions) -> RewardFunction:
     match name:
         case "exact_match":
             return exact_match
-        case text_rules.LAST_NUMBER:
+        case "last_number":
             return _load_last_number(options.get(name, {}))
         case "math_verify":
             return _load_math_verify()
@@ -144,7 +147,7 @@ def last_number(sample: ScoreInput) -> float | Abstain:
 
 def _load_last_number(options: Mapping[str, Any]) -> RewardFunction:
     """Return `last_number`; with `options.pattern`, a completion that does not match it as a whole scores 0."""
-    text_rules.check_names(text_rules.LAST_NUMBER, options, {"pattern"})
+    text_rules.check_names("last_number", options, {"pattern"})
     if not options:
         return last_number
     matches = text_rules.load_format(options)
@@ -187,8 +190,20 @@ def _final_expression(sample: ScoreInput) -> str:
     tagged = find_tagged(text)
     text = text if tagged is None else tagged
     if (boxed := find_boxed(text)) is not None:
-        text = f"\\boxed{{{boxed}}}" if boxed else ""
+        text = f"\\boxed{{{','.join(_joined_boxes(text, boxed))}}}" if boxed else ""
     return write_out_numbers(text)
+
+
+def _joined_boxes(text: str, last: str) -> list[str]:
+    r"""Return the content of the last box, after those that are joined to it, as in `\boxed{1} and \boxed{2}`."""
+    boxes = [last]
+    while len(boxes) < _MAX_BOXES and (joint := _JOINT.search(text, 0, text.rindex("\\boxed"))):
+        text = text[: joint.start()]
+        boxed = find_boxed(text + "}")
+        if not boxed or not text.rstrip().endswith(boxed):  # the brace ends something else than a box
+            break
+        boxes.insert(0, boxed)
+    return boxes
 
 
 def _decimals(gold: Any) -> int:

@@ -6,6 +6,7 @@ and executes no user code; `load` runs in the worker.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import re
@@ -117,9 +118,10 @@ def run_file(verifier: Verifier) -> types.ModuleType:
     start = f"__file__ = {verifier.file!r}\nexec(compile({verifier.source!r}, __file__, 'exec'))\n"
     if openrlhf_modules.PACKAGE in verifier.source:
         start = f"from fourfold_reward import openrlhf_modules\nopenrlhf_modules.provide()\n{start}"
-    copy = Scratch("reward-file").path / f"{module.__name__}.py"
-    copy.write_text(start, encoding="utf-8")
-    sys.path.append(str(copy.parent))
+    with contextlib.suppress(OSError):  # no room on the disk, which a file without such processes does not need
+        copy = Scratch("reward-file").path / f"{module.__name__}.py"
+        copy.write_text(start, encoding="utf-8")
+        sys.path.append(str(copy.parent))
     exec(compile(verifier.source, verifier.file, "exec"), module.__dict__)
     return module
 

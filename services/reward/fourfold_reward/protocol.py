@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_metric_name
 from fourfold_reward.job import Job
-from fourfold_reward.sample import Abstain, Score
+from fourfold_reward.sample import MAX_FLOAT32, Abstain, Score, components_of
 
 HEADER: Final = struct.Struct("<I")  # bytes of JSON text that follow
 MAX_REPLY_BYTES: Final = 4 << 20  # an outcome has a few KiB, but may have a reward for each of 128k tokens
@@ -54,7 +54,6 @@ ERROR_CODES: Final[dict[str, str]] = {
     "REFUSED": "UNAVAILABLE",
 }
 
-_MAX_FLOAT32: Final = (2 - 2**-23) * 2.0**127
 _RESULT_KEYS: Final = frozenset({"score", "components", "token_rewards", "turn_rewards"})
 
 
@@ -228,7 +227,8 @@ def outcome_of(result: object) -> Outcome:
                 return Outcome(abstain_reason=NO_SCORE)
             components = result.get("components") or {}
             if isinstance(components, Mapping):
-                components = {**_numbers_of(result, MAX_COMPONENTS - len(components)), **components}
+                others = {name: value for name, value in result.items() if name not in _RESULT_KEYS}
+                components = {**components_of(others, MAX_COMPONENTS - len(components)), **components}
             return _scored(
                 result["score"],
                 components,
@@ -236,16 +236,6 @@ def outcome_of(result: object) -> Outcome:
                 result.get("turn_rewards", ()),
             )
     return _scored(result, {})
-
-
-def _numbers_of(result: Mapping[Any, Any], most: int) -> dict[str, float]:
-    """Return at most so many numbers of a returned dictionary under names of its own."""
-    numbers: dict[str, float] = {}
-    for name, raw in result.items():
-        if name not in _RESULT_KEYS and isinstance(name, str) and is_metric_name(name) and len(numbers) < most:
-            number = _float32(raw, name)
-            numbers |= {} if isinstance(number, Outcome) else {name: number}
-    return numbers
 
 
 def _scored(value: object, components: object, token_rewards: object = (), turn_rewards: object = ()) -> Outcome:
@@ -291,7 +281,7 @@ def _float32s(values: object, what: str) -> tuple[float, ...] | Outcome:
 
 def _float32(value: object, what: str) -> float | Outcome:
     """Return a number that float32 can represent (the wire format), or else an error about `what`."""
-    if type(value) is float and abs(value) <= _MAX_FLOAT32:  # nearly always
+    if type(value) is float and abs(value) <= MAX_FLOAT32:  # nearly always
         return value
     try:
         # float("1") works, too, but a returned "1" is a mistake. numpy and torch scalars have `__float__`.
@@ -301,7 +291,7 @@ def _float32(value: object, what: str) -> float | Outcome:
         struct.pack("<f", number)
     except OverflowError:  # an integer beyond float64, or a float beyond float32
         number = math.inf
-    except (TypeError, ValueError):  # also an array with more than one element
+    except (TypeError, ValueError, RuntimeError):  # also an array or tensor with more than one element
         return Outcome.error("NOT_A_NUMBER", f"{what} is {_show(value)}; it must be a number")
     if not math.isfinite(number):
         return Outcome.error("NOT_FINITE", f"{what} is {_show(value)}; it must be finite in 32 bits")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from fourfold.text import is_reason
+from fourfold.text import MAX_COMPONENTS, is_metric_name, is_reason
+
+MAX_FLOAT32: Final = (2 - 2**-23) * 2.0**127
+"""Largest number of the wire format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,17 @@ class Abstain:
 # None abstains. A mapping has the key "score" and may have the other fields of Score; its other numbers are components.
 Result: TypeAlias = float | Score | Abstain | Mapping[str, Any] | None
 RewardFunction: TypeAlias = Callable[[ScoreInput], Result | Awaitable[Result]]
+
+
+def components_of(entries: Mapping[Any, Any], most: int = MAX_COMPONENTS) -> dict[str, float]:
+    """Return the entries that can be components: finite numbers under the name of a metric, the first `most`."""
+    found: dict[str, float] = {}
+    for name, raw in entries.items():
+        if isinstance(name, str) and is_metric_name(name) and not isinstance(raw, str | bytes) and len(found) < most:
+            with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # no number, or a tensor of several
+                if abs(number := float(raw)) <= MAX_FLOAT32:
+                    found[name] = number
+    return found
 
 
 class InvalidSample(Exception):

@@ -10,16 +10,14 @@ sandbox concern that sample alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
-from fourfold.text import is_metric_name
-from fourfold_reward.sample import Result, RewardFunction, Score, ScoreInput
-from fourfold_reward.verifiers import InvalidSample
+from fourfold_reward.sample import InvalidSample, Result, RewardFunction, Score, ScoreInput, components_of
 
 _OPENRLHF: Final = frozenset({"queries", "prompts", "labels"})
 _TOKENS: Final = ("completion_ids", "completions_ids")  # the second is the spelling of older documents
@@ -169,15 +167,12 @@ def _only(values: Any, what: str) -> Any:
 
 
 def _with_components(result: Any, entries: Mapping[str, Any]) -> Result:
-    """Add those entries that are numbers. Others are for logs that a run does not have."""
+    """Add those entries that are single numbers. Others are for logs that a run does not have."""
     if not isinstance(result, int | float) and not hasattr(result, "__float__"):
         return cast(Result, result)  # such as None, which abstains; the caller checks it
-    components: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for name, raw in entries.items():
-        try:
-            value = float(_only(raw, name))
-        except (TypeError, ValueError):
-            continue
-        if math.isfinite(value) and is_metric_name(str(name)):
-            components[str(name)] = value
+        with contextlib.suppress(TypeError):
+            values[str(name)] = _only(raw, name)
+    components = components_of(values)
     return Score(result, components) if components else result

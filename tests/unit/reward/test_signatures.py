@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,6 +69,17 @@ def test_a_file_may_score_in_processes_that_it_spawns(tmp_path: Path, monkeypatc
     verifier = loader.find("pool_score.py:f", directory=tmp_path)
     function, _, _ = loader.load(verifier, {})
     assert function(PLAIN) == 2
+
+
+def test_a_file_is_loaded_also_if_the_disk_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "on_a_full_disk.py").write_text("def f(sample):\n    return 2.0\n")
+    verifier = loader.find("on_a_full_disk.py:f", directory=tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(loader, "Scratch", full)
+    assert loader.load(verifier, {})[0](PLAIN) == 2.0
 
 
 @pytest.mark.parametrize("answer", [np.array([2.0]), [2.0], 2.0, np.float32(2), np.array(2.0), {"rewards": [2.0]}])
@@ -158,6 +170,22 @@ def test_the_numbers_of_a_dictionary_are_components_and_its_texts_are_left_out()
     assert len(score(lambda sample: {"score": 1.0, **{f"n{i}": i for i in range(99)}}).components) == 64
     with pytest.raises(ValueError, match="needs the key 'score'"):
         score(lambda sample: {"acc": 1.0})
+
+
+def test_a_tensor_of_several_numbers_is_no_score_and_no_component() -> None:
+    class Tensor:
+        def __float__(self) -> float:
+            raise RuntimeError("a Tensor with 3 elements cannot be converted to Scalar")
+
+    outcome = score(lambda sample: Tensor())
+    assert (outcome.score, outcome.error_reason) == (None, "NOT_A_NUMBER")
+    assert score(lambda sample: {"score": 1.0, "each": Tensor()}).components == {}
+
+
+def test_numbers_for_the_logs_are_at_most_as_many_as_components() -> None:
+    logs = {f"n{i}": 1.0 for i in range(99)}
+    outcome = score(lambda queries, prompts, labels: {"rewards": [1.0], "extra_logs": logs})
+    assert outcome.score == 1.0 and len(outcome.components) == 64
 
 
 def test_a_plain_prompt_makes_texts_as_in_trl() -> None:

@@ -10,15 +10,13 @@ response: servers before 0.8.4 send nothing else. `scores` and the numbers of `e
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from fourfold.text import MAX_COMPONENTS, is_metric_name
 from fourfold_reward.columns import parse_metadata, take_answer
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import NO_SCORE, Outcome, outcome_of
-from fourfold_reward.sample import InvalidSample, Score
+from fourfold_reward.sample import InvalidSample, Score, components_of
 from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.scorers.web import JsonClient, WebError
 from fourfold_reward.signatures import Reads
@@ -105,8 +103,12 @@ def _outcomes(response: Mapping[str, Any], count: int) -> list[Outcome]:
     if len(rewards) != count:
         raise ValueError(f"{len(rewards)} rewards for {count} samples")
     logs = response.get("extra_logs")
+    # What is no number is for logs that a run does not have.
     series = {"scores": response.get("scores")} | (dict(logs) if isinstance(logs, Mapping) else {})
-    return [_outcome(_only(reward), _components(series, index, count)) for index, reward in enumerate(rewards)]
+    return [
+        _outcome(_only(reward), components_of({name: _at(values, index, count) for name, values in series.items()}))
+        for index, reward in enumerate(rewards)
+    ]
 
 
 def _outcome(reward: Any, components: Mapping[str, float]) -> Outcome:
@@ -122,14 +124,6 @@ def _only(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _components(series: Mapping[str, Any], index: int, count: int) -> dict[str, float]:
-    """Return the finite numbers of one sample. What has another form is for logs that a run does not have."""
-    found: dict[str, float] = {}
-    for name, values in series.items():
-        value = _only(values[index]) if isinstance(values, list) and len(values) == count else values
-        plain = isinstance(value, int | float) and not isinstance(value, bool)
-        if plain and -3e38 < value < 3e38 and math.isfinite(value) and is_metric_name(name):
-            found[name] = float(value)
-        if len(found) == MAX_COMPONENTS:
-            break
-    return found
+def _at(values: Any, index: int, count: int) -> Any:
+    """Return the value of one of `count` samples; a value that is not a list of so many is that of all."""
+    return _only(values[index]) if isinstance(values, list) and len(values) == count else values

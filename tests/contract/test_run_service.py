@@ -18,6 +18,7 @@ from fourfold_coordinator.state.ledger import CheckpointRow, EvalRow
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.conftest import Serve
 from tests.fakes.clock import FakeClock
+from tests.support.eval_results import make_result
 
 
 @pytest.fixture
@@ -50,13 +51,17 @@ async def test_a_run_is_reported_as_it_is(client: AsyncCoordinatorClient, board:
         1, {"reward/mean": 0.5, "mismatch/kl_k3": math.nan, "diagnosis": "fine", "train/tokens_per_step": None}
     )
     board.add_eval(EvalRow(step=0, score=0.5, half_width=None, answer_count=8, missing_count=0, answers=[]))
+    sets = (make_result("math", score=0.75, interval=(0.4, 0.9)),)
+    board.add_eval(EvalRow(1, 0.75, half_width=0.25, answer_count=8, missing_count=0, answers=[], sets=sets))
     board.set_members([pb.Member(member_id="rollout-0", role="rollout", target="x:1", policy_version=3)])
     status = await client.get_run(timeout=5)
     assert status.start_time.seconds == 1000
     assert (status.phase, status.phase_progress) == (pb.RUN_PHASE_GENERATING, 0.25)
     assert (status.step, status.policy_version, status.waiting_for) == (1, 3, "a reward service")
     assert dict(status.steps[0].metrics) == {"reward/mean": 0.5}
-    assert math.isnan(status.evals[0].half_width)
+    assert math.isnan(status.evals[0].half_width) and not status.evals[0].HasField("low")
+    whole, [of_set] = status.evals[1], status.evals[1].sets
+    assert (whole.low, whole.high) == (of_set.low, of_set.high) == (0.4, 0.9)
     assert [m.member_id for m in status.members] == ["rollout-0"]
 
 

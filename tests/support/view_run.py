@@ -114,7 +114,8 @@ def write_run(folder: Path, *, rate: float = 1e-5, text: str = HOSTILE) -> Path:
     line = {"step": 3, "start": 1e9, "end": 1e9 + 4, "members": {"rollout-0<b>": {"generate": [[0.0, 2.0]]}}}
     append_lines(folder / "timeline.jsonl", json.dumps(line).encode() + b"\n")
     answers = [{"prompt": "3 * 4", "completion": text, "answer": "12", "score": 0.0}]
-    sets = [asdict(make_result(name, score=score)) for name, score in (("math", 0.75), ("code", 0.25))]
+    results = (make_result("math", score=0.75, interval=(0.4, 0.9)), make_result("code", score=0.25))
+    sets = [asdict(result) for result in results]
     evals = [{"step": step, "score": 0.5, "half_width": 0.1, "n": 8, "missing": 0, "sets": sets} for step in (0, 3)]
     report = {
         "name": folder.name, "steps": 9, "evals": evals, "eval_before": evals[0], "eval_after": evals[1],

@@ -403,6 +403,8 @@ class EvalRecord(_message.Message):
     SETS_FIELD_NUMBER: _builtins.int
     MISSING_COUNT_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of steps done when it ran; 0: before the first."""
     mean_score: _builtins.float
@@ -417,6 +419,12 @@ class EvalRecord(_message.Message):
     """Number of completions without a score. 0 also where the coordinator is older than this field."""
     seconds: _builtins.float
     """Seconds from its start to the last score; 0: unknown."""
+    low: _builtins.float
+    """Bounds of the interval, which need not be as far from the mean. Unset: it is unknown, or the coordinator is older
+    than this field.
+    """
+    high: _builtins.float
+    """See low; set with it."""
     @_builtins.property
     def sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalSetRecord]:
         """Each held-out set, in the order of the recipe. Empty: the coordinator is older than this field."""
@@ -431,12 +439,21 @@ class EvalRecord(_message.Message):
         sets: _abc.Iterable[Global___EvalSetRecord] | None = ...,
         missing_count: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        low: _builtins.float | None = ...,
+        high: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_count", b"answer_count", "half_width", b"half_width", "mean_score", b"mean_score", "missing_count", b"missing_count", "seconds", b"seconds", "sets", b"sets", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "answer_count", b"answer_count", "half_width", b"half_width", "high", b"high", "low", b"low", "mean_score", b"mean_score", "missing_count", b"missing_count", "seconds", b"seconds", "sets", b"sets", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
+    _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015
+    _WhichOneofReturnType__low: _TypeAlias = _typing.Literal["low"]  # noqa: Y015
+    _WhichOneofArgType__low: _TypeAlias = _typing.Literal["_low", b"_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high) -> _WhichOneofReturnType__high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low) -> _WhichOneofReturnType__low | None: ...
 
 Global___EvalRecord: _TypeAlias = EvalRecord  # noqa: Y015
 
@@ -451,6 +468,8 @@ class EvalSetRecord(_message.Message):
     HALF_WIDTH_FIELD_NUMBER: _builtins.int
     ANSWER_COUNT_FIELD_NUMBER: _builtins.int
     MISSING_COUNT_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the set, [A-Za-z0-9_-]{1,64}."""
     mean_score: _builtins.float
@@ -461,6 +480,10 @@ class EvalSetRecord(_message.Message):
     """Number of scored completions, at least 1; those without a score are left out."""
     missing_count: _builtins.int
     """Number of completions without a score. 0 also where the coordinator is older than this field."""
+    low: _builtins.float
+    """As in EvalRecord."""
+    high: _builtins.float
+    """As in EvalRecord."""
     def __init__(
         self,
         *,
@@ -469,12 +492,21 @@ class EvalSetRecord(_message.Message):
         half_width: _builtins.float = ...,
         answer_count: _builtins.int = ...,
         missing_count: _builtins.int = ...,
+        low: _builtins.float | None = ...,
+        high: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_count", b"answer_count", "half_width", b"half_width", "mean_score", b"mean_score", "missing_count", b"missing_count", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "answer_count", b"answer_count", "half_width", b"half_width", "high", b"high", "low", b"low", "mean_score", b"mean_score", "missing_count", b"missing_count", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
+    _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015
+    _WhichOneofReturnType__low: _TypeAlias = _typing.Literal["low"]  # noqa: Y015
+    _WhichOneofArgType__low: _TypeAlias = _typing.Literal["_low", b"_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high) -> _WhichOneofReturnType__high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low) -> _WhichOneofReturnType__low | None: ...
 
 Global___EvalSetRecord: _TypeAlias = EvalSetRecord  # noqa: Y015
 

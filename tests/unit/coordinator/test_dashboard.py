@@ -83,12 +83,14 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
 
 def test_several_held_out_sets_are_told_one_by_one() -> None:
     output, status = io.StringIO(), snapshot(0)
-    for name, score, half_width in (("math", 0.2, 0.05), ("code", 0.02, math.nan)):
-        status.evals[0].sets.add(name=name, mean_score=score, half_width=half_width, answer_count=80)
+    status.evals[0].sets.add(name="math", mean_score=0.2, half_width=0.1, low=0.1, high=0.3, answer_count=80)
+    status.evals[0].sets.add(name="code", mean_score=0.02, half_width=math.nan, answer_count=80)
     with dashboard(output, live=False) as display:
         display.update(status)
         display.refresh()
-    line = "step 0: held-out score 0.11 +- 0.14 (160 answers): math 0.20 +- 0.05 (80 answers), code 0.02 (80 answers)"
+    # An earlier coordinator sends no bounds.
+    sets = "math 0.20 [0.10, 0.30] (80 answers), code 0.02 (80 answers)"
+    line = f"step 0: held-out score 0.11 +- 0.14 (160 answers): {sets}"
     assert line in output.getvalue().splitlines()
     assert ("held-out sets", "math 0.20, code 0.02") in panel_rows(status)
 

@@ -66,8 +66,8 @@ def test_every_page_escapes_hostile_text_and_allows_only_own_scripts(client: Tes
 def test_the_pages_show_what_the_run_has(client: TestClient) -> None:
     curves = client.get("/run/one").text
     assert "few scores differ" in curves and "raise sampling.temperature" in curves and curves.count("<polyline") >= 2
-    assert "3 of 9" in curves and "0.5 &plusmn; 0.1" in curves
-    assert "<dt>math, step 3</dt><dd>0.75 &plusmn; 0.25" in curves and "eval/code/score" in curves
+    assert "3 of 9" in curves and "0.5 [0.4, 0.6]" in curves
+    assert "<dt>math, step 3</dt><dd>0.75 [0.4, 0.9]" in curves and "eval/code/score" in curves
     sample = client.get("/run/one/sample/p2-0-0").text
     advantage = 'the scores)</dt><dd class="up">+0.707</dd>'  # of the better of two: 0.5 / sqrt(0.5)
     assert advantage in sample and '<td class="n">1</td><td class="n">+0.707</td>' in sample
@@ -205,7 +205,7 @@ def test_a_held_out_score_names_the_answers_without_a_score(folders: list[Path],
         listed = client.get("/").text
         assert text in answers and text in listed and listed.count("(8 answers)") == 2, "of the other run"
         whole = client.get("/run/two").text
-        assert "0.5 &plusmn; 0.1 <small>(8 answers)</small>" in whole and "without a score" not in whole
+        assert "0.5 [0.4, 0.6] <small>(8 answers)</small>" in whole and "without a score" not in whole
         assert "one: step 0: 239 of 240" in client.get("/compare?run=one&run=two").text
 
 

@@ -192,7 +192,8 @@ def _records(status: pb.RunStatus, printed: Collection[tuple[str, int]]) -> Iter
 
 
 def _score(record: pb.EvalRecord | pb.EvalSetRecord) -> str:
-    return format_score(record.mean_score, record.half_width, record.answer_count, record.missing_count)
+    spread = (record.low, record.high) if record.HasField("low") else record.half_width
+    return format_score(record.mean_score, spread, record.answer_count, record.missing_count)
 
 
 def recovery_line(recovery: pb.Recovery) -> str:

@@ -75,7 +75,7 @@ def draw_scores(axes: Any, reward: Sequence[tuple[int, float]], evals: Sequence[
 
 def _distances(row: EvalRow) -> tuple[float, float]:
     """Return how far the interval of a score reaches below and above it."""
-    low, high = row.interval or (row.score, row.score)
+    low, high = row.bounds or (row.score, row.score)
     return row.score - low, high - row.score
 
 

@@ -188,7 +188,7 @@ def _eval(row: EvalRow | None) -> dict[str, Any] | None:
         "step": row.step,
         "score": row.score,
         "half_width": row.half_width,
-        "interval": row.interval,
+        "interval": row.bounds,
         "n": row.answer_count,
         "missing": row.missing_count,
         "sets": [asdict(result) for result in row.sets],

@@ -55,6 +55,11 @@ class SetResult:
     majority_at: tuple[AtK, ...]
     interval: Interval | None = None  # None also where an earlier release wrote it
 
+    @property
+    def bounds(self) -> Interval | None:
+        """The 95 % interval of the score, also in a result of an earlier release."""
+        return _bounds(self.score, self.half_width, self.interval)
+
     def metrics(self) -> dict[str, float]:
         """Return score, half_width, pass_at_K and maj_at_K; without a half width that is unknown."""
         found = {"score": self.score} | ({} if self.half_width is None else {"half_width": self.half_width})
@@ -67,7 +72,7 @@ def half_width(interval: Interval | None) -> float | None:
     return None if interval is None else (interval[1] - interval[0]) / 2
 
 
-def bounds(score: float, half_width: float | None, interval: Interval | None) -> Interval | None:
+def _bounds(score: float, half_width: float | None, interval: Interval | None) -> Interval | None:
     """Return `interval`, or that of a result of an earlier release, which has its half width alone."""
     return interval or (None if half_width is None else (score - half_width, score + half_width))
 
@@ -99,14 +104,14 @@ class EvalRow:
     sets: tuple[SetResult, ...] = ()  # none: an earlier release wrote the row
 
     @property
-    def interval(self) -> Interval | None:
+    def bounds(self) -> Interval | None:
         """The 95 % interval of the score."""
-        return bounds(self.score, self.half_width, mean_of_sets(self.sets)[1] if self.sets else None)
+        return _bounds(self.score, self.half_width, mean_of_sets(self.sets)[1] if self.sets else None)
 
     def scores(self) -> dict[str, tuple[float, Interval | None]]:
         """Return score and interval by metric: `eval/score`, then `eval/NAME/score` of each set."""
-        sets = {f"eval/{r.name}/score": (r.score, bounds(r.score, r.half_width, r.interval)) for r in self.sets}
-        return {m.EVAL_SCORE: (self.score, self.interval)} | sets
+        sets = {f"eval/{r.name}/score": (r.score, r.bounds) for r in self.sets}
+        return {m.EVAL_SCORE: (self.score, self.bounds)} | sets
 
     def set_metrics(self) -> dict[str, float]:
         """Return the metrics of each held-out set, such as `eval/NAME/score`."""

@@ -18,6 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 
+from .eval_results import SetResult
 from .ledger import CheckpointRow, EvalRow
 
 # Shortest time between two states that a watcher gets. Each holds all rows, and to encode one with 90 metrics takes
@@ -274,21 +275,26 @@ def _step_record(step: int, metrics: Mapping[str, Any]) -> pb.StepRecord:
 
 
 def _eval_record(row: EvalRow) -> pb.EvalRecord:
-    return pb.EvalRecord(
+    record = pb.EvalRecord(
         step=row.step,
         mean_score=row.score,
-        half_width=math.nan if row.half_width is None else row.half_width,
         answer_count=row.answer_count,
         missing_count=row.missing_count,
         seconds=max((result.seconds for result in row.sets), default=0.0),
-        sets=[
-            pb.EvalSetRecord(
-                name=result.name,
-                mean_score=result.score,
-                half_width=math.nan if result.half_width is None else result.half_width,
-                answer_count=result.answer_count,
-                missing_count=result.missing_count,
-            )
-            for result in row.sets
-        ],
     )
+    _set_interval(record, row)
+    for result in row.sets:
+        added = record.sets.add(
+            name=result.name,
+            mean_score=result.score,
+            answer_count=result.answer_count,
+            missing_count=result.missing_count,
+        )
+        _set_interval(added, result)
+    return record
+
+
+def _set_interval(record: pb.EvalRecord | pb.EvalSetRecord, result: EvalRow | SetResult) -> None:
+    record.half_width = math.nan if result.half_width is None else result.half_width
+    if result.bounds is not None:
+        record.low, record.high = result.bounds

@@ -55,12 +55,18 @@ def check_room(folder: Path) -> str:
 
 
 def explain_no_space(text: str, folder: Path) -> str:
-    """Return what is free on a folder's disk and in /dev/shm if a text has the error of both; otherwise nothing."""
+    """Return what is free on a folder's disk and in /dev/shm if a text has the error of both; otherwise nothing.
+
+    Call it on the machine on which the text was written.
+    """
     if os.strerror(errno.ENOSPC) not in text or str(_SHARED_MEMORY) in text:
         return ""
-    usage = {path: shutil.disk_usage(path) for path in (folder, _SHARED_MEMORY) if path.exists()}
-    free = ", ".join(f"{path} has {u.free >> 20:,} of {u.total >> 20:,} MiB free" for path, u in usage.items())
-    return f"{free}; make room there (shared memory of a container: --shm-size)"
+    free = list[str]()
+    for path in (folder, _SHARED_MEMORY):
+        with suppress(OSError):
+            usage = shutil.disk_usage(path)
+            free.append(f"{path} has {usage.free >> 20:,} of {usage.total >> 20:,} MiB free")
+    return f"{', '.join(free)}; make room there (shared memory of a container: --shm-size)" if free else ""
 
 
 def make_private_folder(folder: Path, *, exist_ok: bool = True) -> None:

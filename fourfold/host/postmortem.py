@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fourfold.host.disk import explain_no_space
 from fourfold.text import clean, printable
 
 _TAIL_LINES: Final = 30
@@ -33,6 +32,7 @@ class Death:
     log: str  # path of the log
     last_lines: tuple[str, ...]
     message: str = ""  # reason that the process itself logged last (`last_message`); empty if it logged none
+    space: str = ""  # free on the disks of its machine, if it had no space (`explain_no_space`)
     node: str = ""  # of a cluster, which was lost together with the process; empty: the process died alone
 
     @property
@@ -56,8 +56,8 @@ class Death:
             lines += [f"Its last lines ({self.log}):", *(f"  | {line}" for line in self.last_lines)]
         else:
             lines += [f"It wrote nothing to its log ({self.log})."]
-        if space := explain_no_space("\n".join(lines), Path(self.log).parent):
-            lines += [f"{space}."]
+        if self.space:
+            lines += [f"{self.space}."]
         return "\n".join(lines)
 
 

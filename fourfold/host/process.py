@@ -29,6 +29,7 @@ from typing import Final
 
 from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold.host import logs
+from fourfold.host.disk import explain_no_space
 from fourfold.host.postmortem import Death, last_message, log_tail, oom_kill_count
 from fourfold.host.process_tree import (
     PARENT_PID_VARIABLE,
@@ -129,8 +130,7 @@ class ChildProcess:
     def kill_group(self) -> None:
         """SIGKILL the whole process group, unless the process is reaped; members of it may outlive their leader."""
         if not self.reaped:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill_group(self.pid)
+            kill_group(self.pid)
 
     def reap(self, timeout_seconds: float = _REAP_SECONDS) -> None:
         """Collect the exit status of a process whose group was killed."""
@@ -150,6 +150,8 @@ class ChildProcess:
         exited = info is not None and info.si_code == os.CLD_EXITED
         status = info.si_status if info is not None else 0
         was_ready = self.poll_ready() or bool(self.obstacle)  # then it had started, and its start is no reason
+        last_lines = log_tail(self.log, self._log_start)
+        message = last_message(self.log, self.command.name, self._log_start)
         self.death = Death(
             name=self.command.name,
             time=time.time(),
@@ -158,8 +160,9 @@ class ChildProcess:
             oom_kills=oom_kill_count() - self._oom_kills,
             was_ready=was_ready,
             log=str(self.log),
-            last_lines=log_tail(self.log, self._log_start),
-            message=last_message(self.log, self.command.name, self._log_start),
+            last_lines=last_lines,
+            message=message,
+            space=explain_no_space(message or "\n".join(last_lines), self.log.parent),
         )
         self._changed.set()
 
@@ -292,11 +295,7 @@ class Supervisor:
         for child in self._all:
             child.kill_group()
         self._adopted.kill()
-        deadline = time.monotonic() + 1.0
-        # Repeated, because a process may start another one while we read /proc.
-        while kill_tagged(self.tag) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        kill_tagged(self.tag, trackers=True)
+        kill_tagged(self.tag)
 
 
 def raise_file_limit() -> int:

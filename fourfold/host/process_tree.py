@@ -29,7 +29,8 @@ TAGS_VARIABLE: Final = "FOURFOLD_SUPERVISORS"
 """Environment variable with the tags of all supervisors above a process, separated by commas."""
 _PR_SET_PDEATHSIG: Final = 1
 _GUARD_SECONDS: Final = 1.0
-_RETRY_SECONDS: Final = 0.05
+_TRACKER_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 0.01
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -71,7 +72,7 @@ def die_with(pid: int, *also_kill: int) -> None:
 
 def _kill(*pids: int) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -113,25 +114,34 @@ def _is_tracker(pid: int) -> bool:
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL the processes of a group, but for resource trackers."""
+    """SIGKILL the processes of a group that this user may kill, but for resource trackers."""
     killed: set[int] = set()
-    while True:  # a process may start another one meanwhile
-        members = set()
-        for pid in set(_all_pids()) - killed:
-            with contextlib.suppress(OSError):
-                if os.getpgid(pid) == group and not _is_tracker(pid):
-                    members.add(pid)
-        if not members:
-            return
-        _kill(*members)
+    while members := {pid for pid in _all_pids() if _group_of(pid) == group} - killed:  # they may start others
+        _kill(*(pid for pid in members if not _is_tracker(pid)))
         killed |= members
 
 
-def kill_tagged(tag: str, *, trackers: bool = False) -> int:
-    """SIGKILL every process with a supervisor's tag in its environment, in any session; return how many there were.
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return 0
 
-    Resource trackers are counted, and killed only with `trackers`.
+
+def kill_tagged(tag: str) -> int:
+    """SIGKILL every process with a supervisor's tag in its environment, in any session; return how many are left.
+
+    Repeated for 1 s, because a process may start another one meanwhile. Then resource trackers are killed, too.
     """
+    deadline = time.monotonic() + _TRACKER_SECONDS
+    while count := _kill_tagged(tag, trackers=(late := time.monotonic() > deadline)):
+        if late:
+            break
+        time.sleep(_RETRY_SECONDS)
+    return count
+
+
+def _kill_tagged(tag: str, *, trackers: bool) -> int:
     wanted = re.compile(rb"(?:^|\0)" + TAGS_VARIABLE.encode() + rb"=[^\0]*" + tag.encode())
     count = 0
     for pid in _all_pids():
@@ -191,9 +201,8 @@ def guard(supervisor_pid: int, tag: str) -> None:
             # The tag alone is not enough: libraries that rename their processes overwrite the environment.
             handles.add(descendants({supervisor_pid}) - {os.getpid()})
     handles.kill()
-    deadline = time.monotonic() + _GUARD_SECONDS
-    while kill_tagged(tag, trackers=time.monotonic() > deadline):
-        time.sleep(_RETRY_SECONDS)
+    while kill_tagged(tag):
+        pass
 
 
 if __name__ == "__main__":

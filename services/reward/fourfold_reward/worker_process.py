@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from fourfold.host.postmortem import oom_kill_count, signal_name
-from fourfold.host.process_tree import TAGS_VARIABLE, kill_tagged
+from fourfold.host.process_tree import TAGS_VARIABLE, kill_group, kill_tagged
 from fourfold.host.scratch import Scratch
 from fourfold_reward import protocol
 from fourfold_reward.worker_sandbox import WorkerSandbox
@@ -79,9 +79,9 @@ class ChildProcess:
 
     async def kill(self) -> None:
         """Kill the worker and all that it started, wait for its end, and remove its scratch folder."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if not self.builtin:  # programs that a function started in other sessions; a thread, because it reads /proc
+        # Threads, because these read all of /proc.
+        await asyncio.to_thread(kill_group, self.pid)
+        if not self.builtin:  # programs that a function started in other sessions
             await asyncio.to_thread(kill_tagged, self._tag)
         if self._process.stdin is not None:
             self._process.stdin.close()

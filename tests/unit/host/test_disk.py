@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from fourfold.errors import ConfigError
-from fourfold.host.disk import append_lines, check_room, is_full
+from fourfold.host.disk import append_lines, check_room, explain_no_space, is_full
 
 
 def test_lines_are_appended_after_the_last_whole_line(tmp_path: Path) -> None:
@@ -85,3 +85,19 @@ def test_free_space_is_checked_against_what_a_run_takes(tmp_path: Path, monkeypa
         ConfigError, match="100 MiB of disk free, a run needs at least 256 MiB to start; free some space"
     ):
         check_room(tmp_path)
+
+
+def test_an_error_is_explained_without_a_disk_that_cannot_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, usage, failing = os.strerror(errno.ENOSPC), shutil.disk_usage(tmp_path), {Path("/dev/shm")}
+
+    def disk_usage(path: Path) -> object:
+        if path in failing:
+            raise PermissionError
+        return usage
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    assert explain_no_space(text, tmp_path).startswith(f"{tmp_path} has ")
+    failing.add(tmp_path)
+    assert explain_no_space(text, tmp_path) == explain_no_space("killed", tmp_path) == ""

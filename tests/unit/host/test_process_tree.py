@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
+import pytest
 
-from fourfold.host.process_tree import PARENT_PID_VARIABLE, parent_of
+from fourfold.host.process_tree import PARENT_PID_VARIABLE, kill_group, parent_of
 
 _SLEEP = "import time; print(os.getpid(), flush=True); time.sleep(60)"
 _HEAD = "import os, subprocess, sys; from fourfold.host.process_tree import *; "
@@ -87,3 +88,24 @@ def test_a_child_reads_its_supervisor_from_the_environment() -> None:
 def test_the_parent_of_a_process_is_read_from_proc() -> None:
     assert parent_of(os.getpid()) == os.getppid()
     assert parent_of(2**22 + 1) == 0
+
+
+def test_a_process_that_may_not_be_killed_keeps_no_other_one_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = [subprocess.Popen(["sleep", "60"], process_group=0)]
+    children.append(subprocess.Popen(["sleep", "60"], process_group=children[0].pid))
+    kill = os.kill
+
+    def refuse_the_first(pid: int, number: int) -> None:
+        if pid == children[0].pid:
+            raise PermissionError  # as for one that has become another user's
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", refuse_the_first)
+    try:
+        kill_group(children[0].pid)
+        assert children[1].wait(5) == -signal.SIGKILL and children[0].poll() is None
+    finally:
+        monkeypatch.undo()
+        for child in children:
+            child.kill()
+            child.wait()

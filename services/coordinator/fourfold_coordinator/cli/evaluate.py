@@ -27,13 +27,15 @@ from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold.text import align_columns, format_interval
 
-from ..launch.exports import check_exportable, export_checkpoint, find_weights
+from ..launch.exports import all_weights, check_exportable, export_checkpoint, find_weights
 from ..launch.run_folder import (
     ANSWERS_FILE,
     CONFIG_FILE,
     EVALUATION_FILE,
     EVALUATIONS_FOLDER,
     HARNESS_FILE,
+    MODEL_FOLDER,
+    REPORT_FILE,
     RUN_LOCK,
     find_run,
     locked,
@@ -150,6 +152,26 @@ def exported_weights(run_dir: Path, wanted: str) -> tuple[int, Path]:
         gpus = local_gpus(config).get("trainer-0", ())
         folder = export_checkpoint(config, run_dir, step, gpus, Supervisor(run_dir / "logs"))
     return step, folder
+
+
+def newest_model(run_dir: Path) -> Path:
+    """Return the folder of the newest weights of a run; export them if they are a checkpoint alone.
+
+    If that is not possible, as while the run is in progress, the newest that it has exported. Raises ConfigError if it
+    has none.
+    """
+    model = run_dir / MODEL_FOLDER
+    if model.is_dir() and not (run_dir / REPORT_FILE).is_file():  # the last export comes before the report
+        return model
+    try:
+        return exported_weights(run_dir, "last")[1]
+    except ConfigError as error:
+        exported = [(step, folder) for step, folder in all_weights(run_dir).values() if folder]
+        if not exported:
+            raise
+        step, folder = max(exported)
+        print(f"Taking {folder}, of step {step}: {error.message}", file=sys.stderr)
+        return folder
 
 
 def _evaluation_config(args: argparse.Namespace, model: str) -> Config:

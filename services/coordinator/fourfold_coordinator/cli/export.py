@@ -19,9 +19,9 @@ from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold.text import choices, format_bytes
 
-from ..launch.run_folder import CONFIG_FILE, CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, find_run
+from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, find_run
 from ..reporting.model_card import model_card
-from .evaluate import exported_weights
+from .evaluate import newest_model
 
 _DTYPES: Final = ("bf16", "f16", "f32")
 
@@ -71,14 +71,9 @@ def find_export(source: str, name: str = "") -> Path:
             raise ConfigError(f"--export {name}: {source} is not the folder of a run; name the model folder itself")
         return model_folder.resolve(source)
     exports = {path.parent.name: path.parent for path in run.glob("[!.]*/config.json")}
-    plain = [path for path in exports.values() if path.name not in (EMA_FOLDER, CRITIC_FOLDER)]
-    if not plain and not name:
-        return exported_weights(run, "last")[1]  # the run has stopped early
     if name and name not in exports:
         raise ConfigError(f"{run} has no export {name!r}; {choices(name, sorted(exports))}")
-    if name:
-        return model_folder.resolve(str(exports[name]))
-    return model_folder.resolve(str(max(plain, key=lambda path: (path / "config.json").stat().st_mtime)))
+    return model_folder.resolve(str(exports[name] if name else newest_model(run)))
 
 
 def _write(folder: Path, path: Path, *, dtype: str, force: bool, title: str) -> None:

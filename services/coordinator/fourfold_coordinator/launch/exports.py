@@ -115,13 +115,13 @@ def check_exportable(config: Config, run_dir: Path, step: int) -> None:
     """
     if is_locked(run_dir / RUN_LOCK) or is_locked(run_dir / COORDINATOR_LOCK):
         raise ConfigError(
-            f"{run_dir} is in progress and has not exported step {step}; stop it, or give a step that it has exported "
-            f"(checkpoint.export_every_steps)"
+            f"{run_dir} is in progress and has not exported step {step}; stop it, or take weights that it exports "
+            f"(checkpoint.export_every_steps, and its end)"
         )
     if config.placement.trainer_nodes > 1:
         raise ConfigError(
             f"step {step} of {run_dir} is not exported, and its trainer needs {config.placement.trainer_nodes} nodes; "
-            f"give a step that is exported: checkpoint.export_every_steps exports during the run"
+            f"take weights that the run exports (checkpoint.export_every_steps, and its end)"
         )
 
 

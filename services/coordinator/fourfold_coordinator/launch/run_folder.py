@@ -27,7 +27,6 @@ from fourfold import hub
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import make_private_folder
-from fourfold.host.program import resume_command
 from fourfold.text import clean, nearest_name
 
 ADDRESS_FILE: Final = "coordinator.address"
@@ -208,14 +207,6 @@ def read_stop_reason(run_dir: Path) -> str:
             return clean(file.read(_MOST_REASON)).strip()
     except OSError:
         return ""
-
-
-def no_export(run_dir: Path, what: str) -> ConfigError:
-    """Return the error of a command that needs an exported model which the run does not have yet."""
-    return ConfigError(
-        f"{run_dir} has no {what} yet: the model is exported at the end of a run, and every "
-        f"checkpoint.export_every_steps; wait, or continue a run that has stopped: {resume_command(run_dir)}"
-    )
 
 
 def is_finished(run_dir: Path, config: Config | None = None) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import torch
 
 from fourfold import metrics
 from fourfold.arrays import Float32Array, Sample, VersionSpan
@@ -16,6 +18,7 @@ from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Unavail
 from fourfold.rpc.codec import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.engine import EngineFailedError
+from fourfold_trainer.service.state import TrainerCore
 from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of, sample
 from tests.fakes.trainer_service import SECONDS, Start, Trainer, config
 
@@ -283,12 +286,26 @@ async def test_calls_run_in_the_order_of_their_arrival(trainer: Trainer) -> None
 
 
 async def test_an_unexpected_error_ends_the_service_and_hides_its_text_from_the_caller(trainer: Trainer) -> None:
-    trainer.engine.error = RuntimeError("CUDA out of memory: secret")
+    trainer.engine.error = torch.OutOfMemoryError("CUDA out of memory. GPU 0 is full of a secret.")
     with pytest.raises(Unavailable) as caught:
         await trainer.train(1, USEFUL)
     assert "secret" not in caught.value.message
-    assert "the engine failed while training: RuntimeError: CUDA out of memory" in trainer.fatal[0]
-    assert "tokens_per_micro_batch" in trainer.fatal[0]
+    text = "the engine failed while training: out of memory: GPU 0 is full of a secret; lower batch.tokens_per_micro_b"
+    assert trainer.fatal[0].startswith(text)
+
+
+async def test_a_gpu_without_room_for_the_model_is_named_with_the_keys_that_help(tmp_path: Path) -> None:
+    def make_engine() -> FakeEngine:
+        raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 79.11 GiB.")
+
+    fatal: list[str] = []
+    core = TrainerCore(config(), run_dir=tmp_path, make_engine=make_engine, fatal=fatal.append)
+    with pytest.raises(Unavailable, match="is ending"):
+        await core.start()
+    text = (
+        "the engine failed while starting: out of memory: GPU 0 has a total capacity of 79.11 GiB; lower batch.tokens"
+    )
+    assert fatal[0].startswith(text)
 
 
 async def test_an_error_after_the_weights_began_to_change_ends_the_service(trainer: Trainer) -> None:

@@ -59,8 +59,8 @@ class ModelSize:
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         head = getattr(model.get_output_embeddings(), "weight", None)  # None: a critic
-        aside = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
-        counts = [(_used(p, config), p.requires_grad) for p in model.parameters() if id(p) not in aside]
+        excluded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
+        counts = [(_used(p, config), p.requires_grad) for p in model.parameters() if id(p) not in excluded]
         output = 0 if head is None else math.prod(whole_shape(head))
         return cls(
             parameters=round(sum(count for count, _ in counts)),

@@ -292,6 +292,7 @@ def test_a_rank_without_memory_says_what_holds_it_and_which_keys_help(tmp_path: 
     alone = recipe(trainer={"ranks": 1, "device": "cuda", "gradient_checkpointing": True})
     text = explain_failure(torch.OutOfMemoryError("a text of another release"), alone)
     assert text == "out of memory: a text of another release; lower batch.tokens_per_micro_batch = 4096"
+    assert explain_failure(MemoryError(), alone) == "MemoryError; lower batch.tokens_per_micro_batch = 4096"
 
 
 @pytest.mark.parametrize(("loaded", "words"), [(True, "died: "), (False, "died before it was ready: ")])

@@ -23,7 +23,7 @@ from fourfold.host.scratch import Scratch
 PROGRAM: Final = ("-m", "fourfold_trainer.ranks.main")
 """Arguments of a child's interpreter; the path of the socket comes last."""
 NAME_VARIABLE: Final = "FOURFOLD_RANK_NAME"
-"""A child logs the reason of its end as "NAME: reason" (`fourfold.host.postmortem`)."""
+"""Variable with the name of a child. Its log has "NAME: reason" when it ends (`fourfold.host.postmortem`)."""
 WATCH_SECONDS: Final = 0.2
 # A rank has nothing to finish: it exits when its channel ends.
 _STOP_SECONDS: Final = 0.2

@@ -28,7 +28,7 @@ from fourfold_trainer.batches import Array, PolicyBatch, ReceivedBatches, ValueB
 from fourfold_trainer.checkpoint import machines
 from fourfold_trainer.checkpoint.shards import Shard
 from fourfold_trainer.checkpoint.store import STATE_FILE, remove_partial, writing
-from fourfold_trainer.engine import Critic, EngineFailedError, Policy, TrainedModel, UpdateSettings, UpdateSums
+from fourfold_trainer.engine import Critic, Policy, TrainedModel, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.placement import ADDRESS_VARIABLE
 from fourfold_trainer.ranks.rank_channel import RankMessage, from_bytes
@@ -108,8 +108,6 @@ class RankWorker:
         except FourfoldError as error:
             fields = {"class": type(error).__name__, "message": error.message, "reason": error.reason}
             return RankMessage(name=ERROR, fields={**fields, "retry_after": error.retry_after})
-        except torch.OutOfMemoryError as error:
-            raise EngineFailedError(explain_failure(error, self._config)) from error
 
     def abort_weights(self, epoch: int) -> None:
         """End the transfer of `epoch`. Any thread may call this."""
@@ -209,11 +207,12 @@ class RankWorker:
         return _answer(from_bytes(sent.partial_sums), sent_bytes=sent.sent_bytes)
 
 
-def explain_failure(error: Exception, config: Config) -> str:
-    """Return an error in one line; that of a GPU without memory with what holds it, and the keys that help."""
+def explain_failure(error: BaseException, config: Config) -> str:
+    """Return an error in one line; that of missing memory with what holds it, if known, and the keys that help."""
     if isinstance(error, torch.OutOfMemoryError):
         return f"{explain_out_of_memory(error)}; {memory_advice(config)}"
-    return str(error) if isinstance(error, EngineFailedError) else " ".join(f"{type(error).__name__}: {error}".split())
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return f"{text}; {memory_advice(config)}" if isinstance(error, MemoryError) else text
 
 
 def read_sums(answer: RankMessage) -> UpdateSums:

@@ -53,6 +53,7 @@ class EngineThread:
         limit_seconds: float,
         on_phase: Callable[[Phase], None],
         is_unchanged: Callable[[], bool],
+        explain: Callable[[BaseException], str],
         fatal: Callable[[str], None],
     ) -> None:
         """Prepare; `start` starts the thread.
@@ -62,9 +63,11 @@ class EngineThread:
             on_phase: called with every new phase, in the engine thread.
             is_unchanged: returns whether the engine still has the state of the last successful job; called in the
                 engine thread.
+            explain: returns the text of an error that is not meant for callers.
             fatal: ends the service with a message; called from any thread.
         """
-        self._limit, self._on_phase, self._is_unchanged, self._fatal = limit_seconds, on_phase, is_unchanged, fatal
+        self._limit, self._on_phase, self._is_unchanged = limit_seconds, on_phase, is_unchanged
+        self._explain, self._fatal = explain, fatal
         self._failed = False
         self._jobs: queue.SimpleQueue[tuple[Phase, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._phase = Phase.STARTING
@@ -128,7 +131,7 @@ class EngineThread:
             self._fail(future, str(error))
         except BaseException as error:  # the one broad handler of this process: a caller must always get an answer
             _log.exception("engine failed: phase=%s", phase.value)
-            self._fail(future, f"the engine failed while {phase.value}: {_explain(error)}")
+            self._fail(future, f"the engine failed while {phase.value}: {self._explain(error)}")
         else:
             self._set(Phase.WAITING)
             future.set_result(result)
@@ -153,10 +156,3 @@ class EngineThread:
 
 def _ended() -> Unavailable:
     return Unavailable("the trainer failed and is ending; see its log")
-
-
-def _explain(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if "out of memory" in text.lower() or isinstance(error, MemoryError):
-        text += "; lower batch.tokens_per_micro_batch, or set trainer.gradient_checkpointing"
-    return text

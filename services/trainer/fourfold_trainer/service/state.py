@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -28,6 +29,7 @@ from fourfold.errors import AlreadyExists, FourfoldError, InvalidInput, Unavaila
 from fourfold_trainer import flops
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder, layout_of
 from fourfold_trainer.engine import TrainerEngine
+from fourfold_trainer.ranks.worker import explain_failure
 from fourfold_trainer.service import metrics as service_metrics
 from fourfold_trainer.service.engine_thread import EngineThread, Phase
 from fourfold_trainer.step import accumulation
@@ -86,6 +88,7 @@ class TrainerCore:
             limit_seconds=config.trainer.step_timeout_seconds,
             on_phase=lambda phase: self._set(phase=phase),
             is_unchanged=lambda: self._loaded is None or self.engine.change_count == self._recorded_changes,
+            explain=partial(explain_failure, config=config),
             fatal=fatal,
         )
 

@@ -85,7 +85,7 @@ def compute_before(
         # The kernel that makes log-probabilities makes entropies anyway. On CPU they would add a tenth to the pass.
         entropies = config.trainer.device == "cuda" and not energies
         compute = partial(engine.compute_logprobs, entropies=entropies, energies=energies)
-        _add_lookup(work[0], batch, [*chain(*trained), *masked])
+        _add_forward(work[0], batch, [*chain(*trained), *masked])
         rows = compute_as_updates(compute, batch, config, [*trained, masked])
         if not (entropies or energies) or not any(map(len, rows)):
             return ModelOutputs(old_logprobs=of_action_tokens(batch, rows))
@@ -110,7 +110,7 @@ def compute_before(
     return replace(engine.in_parallel(critic, policy), values=values[0])
 
 
-def _add_lookup(work: Work, batch: StepBatch, members: Sequence[int]) -> None:
+def _add_forward(work: Work, batch: StepBatch, members: Sequence[int]) -> None:
     """Add the pass of `compute_as_updates` over some samples."""
     rows = int(batch.free_lengths[list(members)].sum())
     work.add((len(batch.samples[i].token_ids) for i in members), rows=rows, backward=False)
@@ -130,7 +130,7 @@ def with_old_logprobs(
     if outputs.old_logprobs is not None or not needs_old_logprobs(config):
         return tokens
     updates = [tokens.to_train(members) for members in steps]
-    _add_lookup(work, batch, [*chain(*updates)])
+    _add_forward(work, batch, [*chain(*updates)])
     old = compute_old_logprobs(engine.compute_logprobs, batch, config, updates)
     return replace(tokens, targets=replace(tokens.targets, outputs=replace(outputs, old_logprobs=old)))
 
@@ -162,7 +162,7 @@ def later_noise(
     for i, trajectory in enumerate(batch.trajectory_of.tolist()):
         if len(rows[i]):
             differences.setdefault(trajectory, []).append(rows[i].astype(np.float64) - old[i][batch.free(i)])
-    _add_lookup(work, batch, [i for i, row in enumerate(rows) if len(row)])
+    _add_forward(work, batch, [i for i, row in enumerate(rows) if len(row)])
     samples = [np.concatenate(parts) for parts in differences.values()]
     if not samples or not all(np.isfinite(d).all() for d in samples):
         return None

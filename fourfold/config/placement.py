@@ -56,9 +56,11 @@ def gpu_places(config: Config) -> dict[str, tuple[int, ...]]:
     first = count
     for table, model in config.reward_models_on_gpus:
         gpus = model.gpus_per_replica
+        # Blocks of so many GPUs in turn: the replicas of one model never share a GPU (see `_check_placement`).
+        turn, blocks = -(-shared // gpus), max(count // gpus, 1)
         for index in range(table.replicas):
             if config.placement.colocated and not model.own_gpus:
-                begin = shared if shared + gpus <= count else 0
+                begin = (turn + index) % blocks * gpus
                 shared = begin + gpus
             else:
                 begin, first = first, first + gpus

@@ -22,7 +22,8 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                                                 average 16 P. Nothing with offloading, where it is in place
                          An export takes a rank the weights that are gathered, at most 1 GiB or one parameter.
     critic, per rank     weights, gradients and optimizer as the trainer's, no average. In the policy's ranks its passes
-                         come after the policy's; with critic.ranks it has activations of its own
+                         and its update come after the policy's: `activations` is what they take more than those. With
+                         critic.ranks it has activations of its own
     transfer             weights     b P        one copy in shared memory, which the engines read in place; with gloo
                                                 one in every engine worker; none between GPUs
     rollout, reference   weights     b P        of the pool's own dtype, divided by the GPUs of a tensor-parallel engine
@@ -137,7 +138,7 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
     shape = sizes.policy
     rows = _split_offloaded(config, _trainer(config, shape, sizes.trained), shape)
     if config.algorithm.needs_critic:
-        rows += _split_offloaded(config, _critic(config, sizes.critic), sizes.critic)
+        rows += _split_offloaded(config, _critic(config, sizes), sizes.critic)
     rows += [_rollout(config, shape, pool) for pool in config.rollout_pools]
     if config.trainer.device == "cuda":
         rows += _hosts(config, sizes)
@@ -189,13 +190,14 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
     )
 
 
-def _critic(config: Config, shape: ModelShape) -> MemoryRow:
+def _critic(config: Config, sizes: ModelSizes) -> MemoryRow:
     """Return the memory that the critic adds to each of the trainer's ranks, or that of its own ranks."""
     table = {"ema_decay": 0.0, "ranks": config.critic_ranks}
-    row = _trainer(config.model_copy(update={"trainer": config.trainer.model_copy(update=table)}), shape)
+    row = _trainer(config.model_copy(update={"trainer": config.trainer.model_copy(update=table)}), sizes.critic)
     if config.critic_apart:
         return replace(row, role="critic")
-    return replace(row, role="critic", activations=0, programs=0)
+    more = row.activations - _trainer(config, sizes.policy, sizes.trained).activations
+    return replace(row, role="critic", activations=max(more, 0), programs=0)
 
 
 def _hosts(config: Config, sizes: ModelSizes) -> list[MemoryRow]:

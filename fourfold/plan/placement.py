@@ -100,10 +100,7 @@ def _overlap(config: Config, rows: Sequence[MemoryRow], needed: int, gpu_bytes: 
     has = f"this machine's have {gpu_bytes / GIB:.1f}"
     if needed <= gpu_bytes:
         return f"{text}It fits: {has}."
-    return (
-        f"{text}It does not fit: {has}. Lower rollout.kv_cache_gib or batch.tokens_per_micro_batch, raise "
-        f"trainer.ranks, or set asynchrony.max_policy_lag = 0 and rollout.sleep_mode = true."
-    )
+    return f"{text}It does not fit: {has}. To make it fit, {memory_advice(config)}."
 
 
 def check_gpu_memory(config: Config, gpu_bytes: int) -> str:
@@ -119,14 +116,11 @@ def check_gpu_memory(config: Config, gpu_bytes: int) -> str:
     for phase, needed in zip(("sampling", "training"), map(max, phases), strict=True):
         if needed <= gpu_bytes:
             continue
-        caches = " or ".join(f"{pool.key('kv_cache_gib')} = {pool.kv_cache_gib}" for pool in config.rollout_pools)
-        sleep = "" if config.rollout.sleep_mode else ", set rollout.sleep_mode = true"
-        if config.asynchrony.max_policy_lag:
-            sleep += " and asynchrony.max_policy_lag = 0"
         raise ConfigError(
             f"placement.colocated = true: while {phase} a GPU must hold at least {needed / GIB:.1f} GiB of weights, "
-            f"gradients, optimizer and KV cache, and has {gpu_bytes / GIB:.1f}; lower {caches}, raise "
-            f"trainer.ranks{sleep}, or set placement.colocated = false (`fourfold plan` shows the parts)"
+            f"gradients, optimizer and KV cache, and has {gpu_bytes / GIB:.1f}; "
+            f"{memory_advice(config, of_passes=False)}, or set placement.colocated = false (`fourfold plan` shows the "
+            f"parts)"
         )
     if (needed := _fullest(config, rows)) <= gpu_bytes:
         return ""
@@ -136,18 +130,29 @@ def check_gpu_memory(config: Config, gpu_bytes: int) -> str:
     )
 
 
-def memory_advice(config: Config) -> str:
-    """Return the keys that lower the memory of a GPU with a rank of the trainer, with their values."""
-    trainer, colocated = config.trainer, config.placement.colocated
-    found = [f"lower batch.tokens_per_micro_batch = {config.batch.tokens_per_micro_batch}"]
+def memory_advice(config: Config, *, of_passes: bool = True) -> str:
+    """Return the keys that lower the memory of a GPU with a rank of the trainer, with their values.
+
+    `of_passes` includes those that lower the memory of forward and backward passes alone.
+    """
+    colocated = config.placement.colocated
+    keys = [f"batch.tokens_per_micro_batch = {config.batch.tokens_per_micro_batch}"] if of_passes else []
     if colocated:
-        found += [f"{pool.key('kv_cache_gib')} = {pool.kv_cache_gib}" for pool in config.rollout_pools]
-    if colocated and config.needs_reference and config.reference.device == "cuda":
-        found.append(f"reference.tokens_per_batch = {config.reference.tokens_per_batch}")
-    flags = [] if trainer.gradient_checkpointing else ["trainer.gradient_checkpointing = true"]
-    if colocated and not (config.rollout.sleep_mode or config.asynchrony.max_policy_lag):
-        flags.append("rollout.sleep_mode = true")
-    return " or ".join(found) + (f", or set {' or '.join(flags)}" if flags else "")
+        keys += [f"{pool.key('kv_cache_gib')} = {pool.kv_cache_gib}" for pool in config.rollout_pools]
+    if colocated and of_passes:
+        keys += [f"reference.tokens_per_batch = {config.reference.tokens_per_batch}"] * config.reference_on_gpus
+        keys += [
+            f"[[reward]] {table.name!r}.model.tokens_per_batch = {model.tokens_per_batch}"
+            for table, model in config.reward_models_on_gpus
+            if not model.own_gpus
+        ]
+    parts = [f"lower {' or '.join(keys)}", *([] if of_passes else ["raise trainer.ranks"])]
+    if of_passes and not config.trainer.gradient_checkpointing:
+        parts.append("set trainer.gradient_checkpointing = true")
+    if colocated and not config.rollout.sleep_mode:
+        lag = " and asynchrony.max_policy_lag = 0" if config.asynchrony.max_policy_lag else ""
+        parts.append(f"set rollout.sleep_mode = true{lag}")
+    return ", or ".join(parts)
 
 
 def memory_warnings(
@@ -175,10 +180,10 @@ def memory_warnings(
             f"Each rank holds all {weights / GIB:.1f} GiB of weights, because trainer.zero_stage = "
             f"{trainer.zero_stage}; at stage 3 it holds its part."
         )
-    said = config.placement.colocated and config.asynchrony.max_policy_lag  # by `gpu_plan`
-    if gpu_bytes is not None and needed > gpu_bytes and not said:
+    in_gpu_plan = config.placement.colocated and config.asynchrony.max_policy_lag
+    if gpu_bytes is not None and needed > gpu_bytes and not in_gpu_plan:
         ranks = _ranks_that_fit(config, sizes, gpu_bytes)
-        more = "raise rollout.gpus_per_replica, use trainer.offload, or lower batch.tokens_per_micro_batch"
+        more = f"raise rollout.gpus_per_replica, use trainer.offload, or {memory_advice(config)}"
         helps = f"use at least {ranks} ranks" if ranks else more
         found.append(
             f"A GPU must hold about {needed / GIB:.1f} GiB, and this machine's have {gpu_bytes / GIB:.1f}: {helps}."
@@ -265,7 +270,7 @@ def _bytes_by_gpu(config: Config, rows: Sequence[MemoryRow], *, only_persistent:
         engine = asleep = size(engines[gpu]) if gpu in engines else 0
         if engine and config.rollout.sleep_mode:
             asleep = 0 if only_persistent else by_role[engines[gpu]].programs
-        staying = sum(size(role) for index, role in models if index == gpu)
-        sampling = engine + staying + sum(size(role, between_steps=True) for role in trainer)
-        result.append((sampling, asleep + staying + sum(size(role) for role in trainer)))
+        resident = sum(size(role) for index, role in models if index == gpu)
+        sampling = engine + resident + sum(size(role, between_steps=True) for role in trainer)
+        result.append((sampling, asleep + resident + sum(size(role) for role in trainer)))
     return result

@@ -405,6 +405,9 @@ def test_reward_models_share_gpus_in_turn_unless_they_ask_for_their_own() -> Non
     }  # fmt: skip
     apart = gpu_places(recipe(**tables))
     assert apart["reward-a-0"] == (8,) and apart["reward-own-0"] == (14,)
+    tables["reward"] = [model("a"), model("b", 2, gpus_per_replica=2)]
+    places = gpu_places(recipe(**tables, placement={"colocated": True}))
+    assert sorted(places[f"reward-b-{index}"] for index in range(2)) == [(0, 1), (2, 3)], "no GPU has two copies"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def test_engine_and_trainer_that_overlap_on_a_gpu_must_fit(monkeypatch: pytest.M
     )
     assert needs in on(None) and "Every GPU must have at least that much." in on(None)
     assert "It fits: this machine's have 24.0." in on(24)
-    assert "It does not fit: this machine's have 15.0. Lower rollout.kv_cache_gib or" in on(15)
+    assert "It does not fit: this machine's have 15.0. To make it fit, lower batch.tokens_per_micro_batch = " in on(15)
+    assert "set rollout.sleep_mode = true and asynchrony.max_policy_lag = 0." in on(15)
 
 
 def test_engines_that_sleep_cannot_sample_while_the_trainer_trains() -> None:

@@ -95,6 +95,13 @@ def test_a_critic_takes_as_much_again_in_the_same_ranks() -> None:
     assert checkpoint_bytes(config, replace(SIZES, critic=half)) == 1.5 * checkpoint_bytes(recipe(), SIZES)
 
 
+def test_a_critic_has_room_for_its_update_in_ranks_whose_policy_needs_less() -> None:
+    config = recipe(trainer={"device": "cuda"}, algorithm={"preset": "ppo"}, model={"dtype": "bfloat16"})
+    large = replace(SHAPE, parameter_count=10**10)
+    trainer, critic = memory_plan(config, replace(SIZES, critic=large))[:2]
+    assert trainer.activations + critic.activations == 4 * large.parameter_count, "its flat copy of the gradients"
+
+
 def test_an_average_is_a_fourth_float32_copy_of_the_policy_alone() -> None:
     million = SHAPE.parameter_count
     for stage, share in ((1, 4), (2, 4), (3, 4)):

@@ -286,8 +286,11 @@ def test_a_rank_without_memory_says_what_holds_it_and_which_keys_help(tmp_path: 
     assert said.startswith(
         f"trainer-0-rank-1 died: ended with exit code 1: out of memory: {FACTS.replace('GPU 1', 'GPU 5')}; lower "
         "batch.tokens_per_micro_batch = 73728 or rollout.kv_cache_gib = 9 or reference.tokens_per_batch = 73728, or "
-        "set trainer.gradient_checkpointing = true or rollout.sleep_mode = true"
+        "set trainer.gradient_checkpointing = true, or set rollout.sleep_mode = true"
     )
+    table = {"name": "judge", "model": {"source": "m", "device": "cuda", "tokens_per_batch": 4096}}
+    text = explain_failure(MemoryError(), recipe(**SHARED, reward=[table]))
+    assert " or [[reward]] 'judge'.model.tokens_per_batch = 4096, or set " in text
     assert explain_failure(RuntimeError("NCCL error\nsee its log"), config) == "RuntimeError: NCCL error see its log"
     alone = recipe(trainer={"ranks": 1, "device": "cuda", "gradient_checkpointing": True})
     text = explain_failure(torch.OutOfMemoryError("a text of another release"), alone)

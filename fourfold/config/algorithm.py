@@ -61,6 +61,11 @@ class KlConfig(Table):
                 f"importance_weighted = true weighs k3 in the loss, not estimator = `{self.estimator}`, placement = "
                 f"`{self.placement}`, coef = {self.coef:g}; set k3, `loss` and a coef above 0, or remove it"
             )
+        if self.k3_max != kl.MAX_K3 and self.estimator != "k3":
+            raise ValueError(
+                f"k3_max = {self.k3_max:g} has no effect on estimator = `{self.estimator}`; remove it, or, if the "
+                f"preset has it, set it to {kl.MAX_K3:g}"
+            )
         if self.target and not self.coef:
             raise ValueError(
                 f"target = {self.target} needs coef > 0: an adaptive coefficient of 0 never changes; set coef above 0, "

@@ -87,11 +87,12 @@ class PolicyLoss(Definition):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        # They describe the `compute` of their class: a subclass of PpoLoss may add a term that trains on more tokens.
-        if "compute" in vars(cls):
-            for name in ("compares_with_old", "token_wise", "corrects_lag", "trains_without_advantage"):
-                if name not in vars(cls):
-                    setattr(cls, name, getattr(PolicyLoss, name))
+        # They describe the `compute` of their class: a subclass of PpoLoss, or a mixin before it, may add a term that
+        # trains on more tokens.
+        at = next(index for index, base in enumerate(cls.__mro__) if "compute" in vars(base))
+        for name in ("compares_with_old", "token_wise", "corrects_lag", "trains_without_advantage"):
+            if not any(name in vars(base) for base in cls.__mro__[: at + 1]):
+                setattr(cls, name, getattr(PolicyLoss, name))
 
     def narrowest_clip(self) -> float:
         """Return the smallest |p - o|, in nats, that the loss clips; inf if there is none."""

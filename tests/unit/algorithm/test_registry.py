@@ -133,6 +133,13 @@ def test_what_a_loss_says_of_itself_does_not_hold_for_a_subclass_that_computes_a
             loss = super().compute(inputs).loss + (inputs.logprobs - inputs.old_logprobs).square()
             return TokenLoss(loss=loss)
 
+    class Mixin:
+        def compute(self, inputs: LossInputs) -> TokenLoss:
+            return TokenLoss(loss=inputs.logprobs)
+
+    class Mixed(Mixin, ReinforceLoss):
+        pass
+
     class Stated(Pulled):
         token_wise = True
         trains_without_advantage = False
@@ -144,7 +151,7 @@ def test_what_a_loss_says_of_itself_does_not_hold_for_a_subclass_that_computes_a
         return loss.token_wise, loss.compares_with_old, loss.corrects_lag, loss.trains_without_advantage
 
     assert said(Narrow) == said(ReinforceLoss) == (True, False, False, False)
-    assert said(Pulled) == (False, True, False, True)
+    assert said(Pulled) == said(Mixed) == (False, True, False, True)
     assert said(Stated) == (True, True, False, False)
 
 

@@ -400,6 +400,11 @@ def test_values_never_change(tmp_path: Path) -> None:
         ),
         (
             "[sampling]",
+            '[algorithm]\npreset = "grpo-paper"\nkl = { estimator = "k2" }\n[sampling]',
+            "k3_max = 0 has no effect on estimator = `k2`; remove it, or, if the preset has it, set it to 10",
+        ),
+        (
+            "[sampling]",
             "[algorithm.shaping]\ncount_masked = true\n[sampling]",
             "count_masked = true counts what mask_truncated leaves out; set mask_truncated",
         ),

@@ -23,11 +23,13 @@ def bypass(*hosts: str) -> None:
     """Make libraries of this process, and its children, connect to `hosts` without a proxy."""
     if not any(name.lower() in _PROXIES and value for name, value in os.environ.items()):
         return
-    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    names = [name.strip() for name in known.split(",") if name.strip()]
-    if "*" not in names:  # which means all hosts, and only if it stands alone
-        value = ",".join(dict.fromkeys([*names, *hosts]))
-        os.environ["no_proxy"] = os.environ["NO_PROXY"] = value  # gRPC and curl read one, other libraries the other
+    known = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
+    if "*" in map(str.strip, known):  # all hosts, but only where it stands alone
+        value = "*"
+    else:
+        names = [name.strip() for name in ",".join(known).split(",")]
+        value = ",".join(filter(None, dict.fromkeys([*names, *hosts])))
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = value  # gRPC and curl read one, other libraries the other
 
 
 def proxy_for(url: str) -> str | None:

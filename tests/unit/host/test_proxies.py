@@ -56,9 +56,23 @@ def test_libraries_reach_this_machine_without_the_proxy(monkeypatch: pytest.Monk
     )
     assert urllib.request.proxy_bypass("127.0.0.1") and urllib.request.proxy_bypass("a.corp.example")
     assert not urllib.request.proxy_bypass("huggingface.co")
-    monkeypatch.setenv("no_proxy", "*")
-    proxies.bypass("127.0.0.1")
-    assert os.environ["no_proxy"] == "*"
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "both"),
+    [
+        ("*", "a.example", "*"),
+        ("*,a.example", "", "*,a.example,judge"),
+        ("a.example", "b.example, a.example", "a.example,b.example,judge"),
+    ],
+)
+def test_no_host_that_needed_no_proxy_is_forgotten(
+    lower: str, upper: str, both: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("http_proxy", _NOBODY), ("no_proxy", lower), ("NO_PROXY", upper)):
+        monkeypatch.setenv(name, value)
+    proxies.bypass("judge")
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == both
 
 
 _PRIVATE = (

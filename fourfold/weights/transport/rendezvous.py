@@ -37,9 +37,9 @@ _REPLY: Final = struct.Struct("<H")
 _LONGEST: Final = 4096
 _MAX_MEMBERS: Final = 16_384
 _CONNECT_SECONDS: Final = 10.0
-# A connection without the secret is closed after this time, and the oldest one when there are more than so many.
+# A connection that has not sent the secret is closed after this time, and the oldest one when there are too many.
 _HANDSHAKE_SECONDS: Final = 2.0
-_MAX_STRANGERS: Final = 128
+_MAX_UNAUTHENTICATED: Final = 128
 
 
 class Board:
@@ -50,7 +50,7 @@ class Board:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._values: dict[str, bytes] = {}
         self._visitors: dict[socket.socket, _Visitor] = {}
-        self._strangers: dict[_Visitor, float] = {}  # those without the secret, the oldest first; time of their end
+        self.unauthenticated: dict[_Visitor, float] = {}  # with the time at which each is closed, the oldest first
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
@@ -72,14 +72,13 @@ class Board:
 
     def _serve(self) -> None:
         while self._last_words is None:
-            for key, _ in self._selector.select(self._end_strangers()):
+            for key, _ in self._selector.select(self._close_late()):
                 if key.fileobj is self._listener:
                     self._admit()
-                elif visitor := self._visitors.get(key.fileobj):  # type: ignore[call-overload]  # None: just closed
-                    if not visitor.read(self):
-                        self._leave(visitor)
-                    elif visitor.is_member:
-                        self._strangers.pop(visitor, None)
+                    continue
+                visitor = self._visitors.get(key.fileobj)  # type: ignore[call-overload]
+                if visitor is not None and not visitor.read(self):  # None: just closed, or the wake-up
+                    self._leave(visitor)
         self.put(*self._last_words)
         for visitor in list(self._visitors.values()):
             self._leave(visitor)
@@ -94,16 +93,16 @@ class Board:
             if len(self._visitors) >= _MAX_MEMBERS:
                 connection.close()
                 return
-            visitor = self._visitors[connection] = _Visitor(connection, self.nonce)
+            visitor = self._visitors[connection] = _Visitor(connection)
             self._selector.register(connection, selectors.EVENT_READ)
-            self._strangers[visitor] = time.monotonic() + _HANDSHAKE_SECONDS
-            if len(self._strangers) > _MAX_STRANGERS:  # a member's secret is read at once, so the oldest is none
-                self._leave(next(iter(self._strangers)))
+            self.unauthenticated[visitor] = time.monotonic() + _HANDSHAKE_SECONDS
+            # A member sends its secret at once, so the oldest connection without one is no member's.
+            if len(self.unauthenticated) > _MAX_UNAUTHENTICATED:
+                self._leave(next(iter(self.unauthenticated)))
 
-    def _end_strangers(self) -> float | None:
+    def _close_late(self) -> float | None:
         """Close connections that are late with the secret; return the seconds until the next one is, None: never."""
-        while self._strangers:
-            visitor, end = next(iter(self._strangers.items()))
+        for visitor, end in list(self.unauthenticated.items()):
             if (left := end - time.monotonic()) > 0:
                 return left
             self._leave(visitor)
@@ -112,7 +111,7 @@ class Board:
     def _leave(self, visitor: _Visitor) -> None:
         self._selector.unregister(visitor.connection)
         del self._visitors[visitor.connection]
-        self._strangers.pop(visitor, None)
+        self.unauthenticated.pop(visitor, None)
         visitor.connection.close()
 
     def put(self, name: str, value: bytes) -> None:
@@ -133,14 +132,9 @@ class Board:
 class _Visitor:
     """A member's connection, at the board's end."""
 
-    def __init__(self, connection: socket.socket, nonce: bytes) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self.connection, self.asked = connection, set[str]()
-        self._nonce: bytes | None = nonce  # None: it has sent the secret
         self._buffer = b""
-
-    @property
-    def is_member(self) -> bool:
-        return self._nonce is None
 
     def read(self, board: Board) -> bool:
         """Handle what has arrived; return False at the end of the connection, or if it breaks the protocol."""
@@ -151,12 +145,13 @@ class _Visitor:
         except OSError:
             return False
         self._buffer += data
-        if self._nonce is not None:
+        if self in board.unauthenticated:
             if len(self._buffer) < NONCE_BYTES:
                 return bool(data)
-            if not hmac.compare_digest(self._buffer[:NONCE_BYTES], self._nonce):
+            if not hmac.compare_digest(self._buffer[:NONCE_BYTES], board.nonce):
                 return False
-            self._buffer, self._nonce = self._buffer[NONCE_BYTES:], None
+            self._buffer = self._buffer[NONCE_BYTES:]
+            del board.unauthenticated[self]
         while len(self._buffer) >= _REQUEST.size:
             is_put, name_bytes, value_bytes = _REQUEST.unpack_from(self._buffer)
             end = _REQUEST.size + name_bytes + value_bytes

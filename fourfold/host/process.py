@@ -149,7 +149,8 @@ class ChildProcess:
         info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         exited = info is not None and info.si_code == os.CLD_EXITED
         status = info.si_status if info is not None else 0
-        was_ready = self.poll_ready() or bool(self.obstacle)  # then it had started, and its start is no reason
+        # A process that printed an obstacle had started: its death is no failed start, which would end the run.
+        was_ready = self.poll_ready() or bool(self.obstacle)
         last_lines = log_tail(self.log, self._log_start)
         message = last_message(self.log, self.command.name, self._log_start)
         self.death = Death(

@@ -1,8 +1,8 @@
 """Refuses the requests that web pages make to an HTTP port of this machine.
 
-A loopback port without tokens takes every program of this machine for its user. A browser is one, and runs the programs
-of web sites. Their requests have headers that a page cannot change: `Host` has the name of a site that resolves it to
-this machine (DNS rebinding), `Origin` and `Sec-Fetch-Site` name the page that asks. Other clients send only `Host`.
+A loopback port without tokens trusts every program of this machine. The browser is one of them, and runs the scripts of
+web sites. Three headers tell these requests, and no script can change them: with DNS rebinding, `Host` has the name of
+the site; `Origin` and `Sec-Fetch-Site` tell which page sends the request. Other clients send only `Host`.
 """
 
 from __future__ import annotations

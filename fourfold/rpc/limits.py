@@ -3,7 +3,8 @@
     interceptor:  with slots.enter(service, method, principal), quotas.call(principal): ...
     servicer:     with quotas.tokens(principal, count): ...
 
-A refused call gets `Overloaded` with a reason and the seconds after which a retry may succeed.
+A refused call gets `Overloaded` with a reason and the seconds after which a retry may succeed. A call that no retry
+can make succeed gets `InvalidInput`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fourfold.errors import Overloaded
+from fourfold.errors import InvalidInput, Overloaded
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.security.access import MEMBER_ROLES
 from fourfold.security.principal import UNLIMITED, CallerLimits, Principal
@@ -197,11 +198,21 @@ class Quotas:
 
     @contextmanager
     def tokens(self, principal: Principal, count: int) -> Iterator[None]:
-        """Count `count` tokens of a call while the block runs; raise Overloaded when there are too many in flight."""
+        """Count `count` tokens of a call while the block runs.
+
+        Raises:
+            InvalidInput: the call alone has more tokens than the principal may have in flight.
+            Overloaded: the principal has too many tokens in flight now.
+        """
         limits = self._limits(principal)
         if limits.tokens_in_flight == math.inf:
             yield
             return
+        if count > limits.tokens_in_flight:
+            raise InvalidInput(
+                f"the call has {count} tokens, and {principal} may have {limits.tokens_in_flight:g} in flight "
+                f"(tokens_in_flight); shorten the prompt, or lower max_tokens"
+            )
         usage = self._find(principal, limits)
         if usage.tokens + count > limits.tokens_in_flight:
             raise Overloaded(

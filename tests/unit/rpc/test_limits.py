@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fourfold.config import Config
-from fourfold.errors import Overloaded
+from fourfold.errors import InvalidInput, Overloaded
 from fourfold.rpc import limits as limits_module
 from fourfold.rpc.limits import (
     ENVIRONMENT_LIMITS,
@@ -68,6 +68,14 @@ def test_tokens_in_flight_are_counted_for_each_principal_alone(clock: FakeClock)
         with limited.tokens(ANNA, 40), limited.tokens(BERT, 100):
             pass
     with limited.tokens(ANNA, 100):
+        pass
+
+
+def test_a_call_that_no_retry_can_make_pass_is_an_error_of_its_caller(clock: FakeClock) -> None:
+    with (
+        pytest.raises(InvalidInput, match="has 101 tokens, and agent/anna may have 100 in flight"),
+        quotas(clock, tokens_in_flight=100).tokens(ANNA, 101),
+    ):
         pass
 
 

@@ -96,7 +96,9 @@ class PromptEncoder:
             Overloaded: the caller has too many tokens in flight, or too many prompts wait.
         """
         size = self.limits.check(prompt)
-        with self._quotas.tokens(principal, min(size // _CHARGED_BYTES, self.limits.max_context_tokens)):
+        # At most the whole quota: the estimate may be too high, and the exact number is checked afterwards.
+        most = min(self._quotas.usage(principal)[0].tokens_in_flight, self.limits.max_context_tokens)
+        with self._quotas.tokens(principal, int(min(size // _CHARGED_BYTES, most))):
             if size <= _INLINE_BYTES:
                 return work()
             if self._waiting_bytes + size > _WAITING_BYTES:

@@ -52,7 +52,8 @@ def test_a_long_wait_is_told_when_it_begins_and_when_it_ends() -> None:
     assert console.after(3) == []
     assert console.after(1) == ["waiting for rollout 0 of 1 (none has registered)"]
     console.status.waiting_for = "a rollout service (rollout-0: weights not checked yet)"
-    assert console.after(36) == []
+    again = "still waiting for a rollout service (rollout-0: weights not checked yet), for 33 s"
+    assert console.after(36) == [again]
     console.status.waiting_for = ""
     assert console.after(1) == [], "another wait may follow at once"
     assert console.after(5) == ["waited 40 s for rollout"]

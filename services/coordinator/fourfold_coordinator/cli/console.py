@@ -19,8 +19,6 @@ from .event_lines import EventLines
 log = logging.getLogger("fourfold.coordinator")
 
 _PERIOD_SECONDS: Final = 0.5
-_WAITS: Final = ("waiting for ", "still waiting for ", "waited ")
-_REMINDER_SECONDS: Final = 30.0
 
 
 class RunConsole:
@@ -29,7 +27,7 @@ class RunConsole:
     def __init__(self, board: RunBoard, *, out: TextIO | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         """Print what changes on `board` to `out`, a terminal; None: there is none."""
         self._board, self._out, self._clock = board, out, clock
-        self._events = EventLines(clock.monotonic(), remind_seconds=_REMINDER_SECONDS, epoch_seconds=clock.now)
+        self._events = EventLines(clock.monotonic(), epoch_seconds=clock.now)
 
     async def run(self) -> None:
         """Print new lines until cancelled, the last ones then."""
@@ -43,15 +41,13 @@ class RunConsole:
     def show(self) -> None:
         """Print the lines of what changed since the last call."""
         status, now = self._board.status, self._clock.monotonic()
+        lines = list(self._events.waits(status, now))
+        for line in lines:
+            log.info("%s", line)
         if self._out is None:  # the other lines would take time of the event loop of the run
-            for line in self._events.waits(status, now):
-                log.info("%s", line)
             return
         services = [(member.member_id, "ready") for member in status.members]
-        lines = self._events.new(status, services, (), now)
-        for line in lines:
-            if line.startswith(_WAITS):
-                log.info("%s", line)
+        lines += self._events.new(status, services, (), now)
         with suppress(OSError, ValueError):  # the terminal is gone, and the run goes on
             for line in "\n".join(lines).splitlines():
                 self._out.write(printable(line) + "\n")

@@ -37,7 +37,6 @@ _BLOCKS: Final = "".join(chr(0x2581 + i) for i in range(8))
 _ASCII_BLOCKS: Final = "_.-=+*%#"
 _NOTES: Final = 5
 _SILENT_SECONDS: Final = 2 * HEARTBEAT_SECONDS + 2.0
-_REMINDER_SECONDS: Final = 30.0  # between two lines about one wait
 _RECOVERIES: Final = 2
 _LAG_CHANGE_STEPS: Final = 50  # so long, a change of the lag limit is shown
 _NOTE: Final = "an old note"
@@ -115,7 +114,7 @@ class Dashboard:
         self._silent_since = 0.0  # the same time, once a note has told that none came any more
         self._services: list[tuple[str, str]] = []
         self._notes: list[str] = []
-        self._lines = EventLines(self._began, remind_seconds=_REMINDER_SECONDS)
+        self._lines = EventLines(self._began)
         self._schedule = schedule
 
     def __enter__(self) -> Self:

@@ -22,6 +22,7 @@ OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_STOPPED)
 _MIN_SECONDS: Final = 3.0
 # Several callers may wait for the same service in turn, so a wait has ended when no other follows within this time.
 _SETTLE_SECONDS: Final = 1.0
+_REMINDER_SECONDS: Final = 30.0  # between two lines about a wait that goes on
 _LONG_SECONDS: Final = 10.0  # the line of a wait that is as old says for how long
 # The parts of a wait's text that change while the run waits for the same thing: reasons in parentheses, and counts.
 _DETAILS: Final = re.compile(r" \((?:[^()]|\([^()]*\))*\)| \d+ of \d+")
@@ -54,14 +55,12 @@ class _OpenEvent:
 class EventLines:
     """Compares each snapshot with the earlier ones, and returns the lines of new events."""
 
-    def __init__(
-        self, began: float, *, remind_seconds: float = math.inf, epoch_seconds: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, began: float, *, epoch_seconds: Callable[[], float] = time.time) -> None:
         """Start without events; `began` and later times are seconds of one monotonic clock.
 
-        A wait that goes on is told again every `remind_seconds`. `epoch_seconds` is the clock of the status.
+        `epoch_seconds` is the clock of the status.
         """
-        self._began, self._remind_seconds, self._epoch_seconds = began, remind_seconds, epoch_seconds
+        self._began, self._epoch_seconds = began, epoch_seconds
         self._printed: set[tuple[str, int]] = set()  # kind and step
         self._ready: set[str] = set()
         self._note_count = 0
@@ -141,7 +140,7 @@ class EventLines:
                 age = now - wait.began
                 long = f", for {format_duration(age)}" if age >= _LONG_SECONDS else ""
                 yield f"waiting for {status.waiting_for}{long}"
-            elif wait.printed and now - wait.printed_at >= self._remind_seconds:
+            elif wait.printed and now - wait.printed_at >= _REMINDER_SECONDS:
                 wait.printed_at = now
                 yield f"still waiting for {status.waiting_for}, for {format_duration(now - wait.began)}"
 

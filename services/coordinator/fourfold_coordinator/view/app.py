@@ -1,8 +1,8 @@
 """The web application: routes, access, and the headers of every response.
 
-Access: on loopback without a token the Host header must name this machine, and the request come from no page of another
-site. With a token, every request needs it: as `Authorization: Bearer TOKEN`, or in a cookie that
-the address `/?token=TOKEN` sets. Only GET and HEAD exist, and no response allows another origin.
+Access: on loopback without a token, requests of web pages of other sites are refused (`fourfold.security.web_pages`).
+With a token, every request needs it: as `Authorization: Bearer TOKEN`, or in a cookie that the address `/?token=TOKEN`
+sets. Only GET and HEAD exist, and no response allows another origin.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from fourfold.errors import ConfigError, Unavailable
 from fourfold.host.disk import explain_no_space
-from fourfold.host.process_tree import die_with_parent
+from fourfold.host.process_tree import die_with_parent, kill_group
 from fourfold.host.scratch import Scratch
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.vllm.compile_cache import compiled_once
@@ -108,7 +107,8 @@ def end_processes(engine: LaunchedEngine, *, timeout: float) -> None:
     worker.join(timeout)
     for process in engine.processes:
         if process.pid is not None and process.is_alive():
-            _kill_group(process.pid)
+            process.kill()
+            kill_group(process.pid)  # of the core process, if it leads one
         process.join(timeout=0.5)
     engine.scratch.remove()
     disarm_shutdown(engine.llm)
@@ -153,14 +153,3 @@ def _log_choices(config: Any, settings: EngineSettings, kv_cache_tokens: int, se
         "seconds": round(seconds, 1),
     }
     _log.info("Engine started", extra=fields)
-
-
-def _kill_group(pid: int) -> None:
-    """Kill the core process, and its process group if it leads one."""
-    try:
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

@@ -91,7 +91,7 @@ async def test_few_prompts_are_encoded_at_a_time_and_large_ones_hold_no_others_u
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoder, go_on, running = unlimited(), threading.Event(), list[int]()
-    monkeypatch.setattr(encoding, "_WAITING_BYTES", 13 << 17)
+    monkeypatch.setattr(encoding, "_MAX_WAITING_BYTES", 13 << 17)
 
     def work(size: int) -> int:
         running.append(size)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final
@@ -210,19 +210,14 @@ class ChatTemplate:
         messages = [self.entry(message).rendered for message in (question, reply, question)]
         tools = self.tools([pb.Tool(name="t", parameters_json="{}")])
 
-        def render(values: Mapping[str, Any]) -> list[str]:
-            chats = product(([], tools), (messages[:1], messages))
-            return [self._render_or_explain(chat, offered, values) for offered, chat in chats]
+        def render(values: Mapping[str, Any]) -> Iterator[str]:
+            for offered, chat in product(([], tools), (messages[:1], messages)):
+                try:
+                    yield self.tokenizer.render_chat(chat, tools=offered, variables=values)
+                except InvalidInput as error:  # not every template takes tools
+                    yield error.message
 
-        return render(variables) == render({})
-
-    def _render_or_explain(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> str:
-        try:
-            return self.tokenizer.render_chat(messages, tools=tools, variables=variables)
-        except InvalidInput as error:  # not every template takes tools
-            return error.message
+        return list(render(variables)) == list(render({}))
 
     def _end_of_reply(self) -> str | None:
         """Return what the template writes after the content of the last reply; None if that cannot be found."""

@@ -24,16 +24,16 @@ from fourfold_rollout.gateway.trajectory import CONTEXT_LENGTH
 
 T = TypeVar("T")
 
-_TOKEN_BYTES: Final = 16
-_LEAST_BYTES: Final = 1 << 16
-_MESSAGE_TOKENS: Final = 4
-_LEAST_MESSAGES: Final = 64
-_UNRENDERED: Final = 4
-_ESCAPES: Final = 3  # JSON writes a character of 2 bytes of UTF-8 as \u00e9
-_CHARGED_BYTES: Final = 4  # of ordinary text for each token
+_MAX_BYTES_PER_TOKEN: Final = 16
+_MIN_TEXT_BYTES: Final = 1 << 16
+_TOKENS_PER_MESSAGE: Final = 4
+_MIN_MESSAGES: Final = 64
+_UNRENDERED_FACTOR: Final = 4
+_ESCAPE_FACTOR: Final = 3  # JSON writes a character of 2 bytes of UTF-8 as \u00e9
+_CHARGED_BYTES_PER_TOKEN: Final = 4  # of ordinary text for each token
 _INLINE_BYTES: Final = 1 << 12  # takes less than 5 ms; a thread would take longer for most
 _LARGE_BYTES: Final = 1 << 17  # waits for a slot of its own, so that others pass
-_WAITING_BYTES: Final = 64 << 20
+_MAX_WAITING_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +45,22 @@ class PromptLimits:
     @property
     def text_bytes(self) -> int:
         """Bytes of a rendered text."""
-        return max(_TOKEN_BYTES * self.max_context_tokens, _LEAST_BYTES)
+        return max(_MAX_BYTES_PER_TOKEN * self.max_context_tokens, _MIN_TEXT_BYTES)
 
     @property
     def body_bytes(self) -> int:
         """Bytes of a request in JSON."""
-        return _ESCAPES * _UNRENDERED * self.text_bytes
+        return _ESCAPE_FACTOR * _UNRENDERED_FACTOR * self.text_bytes
 
     def check(self, prompt: pb.Chat | str) -> int:
         """Return the bytes of a prompt before it is rendered; raise InvalidInput when it is too large."""
         if isinstance(prompt, str):
             return self.check_text(prompt)
-        size, most = prompt.ByteSize(), _UNRENDERED * self.text_bytes
+        size, most = prompt.ByteSize(), _UNRENDERED_FACTOR * self.text_bytes
         if size > most:
             raise self._error(f"the messages and tools have {size} bytes, and at most {most} are encoded")
         count = len(prompt.messages) + len(prompt.tools)
-        most = max(self.max_context_tokens // _MESSAGE_TOKENS, _LEAST_MESSAGES)
+        most = max(self.max_context_tokens // _TOKENS_PER_MESSAGE, _MIN_MESSAGES)
         if count <= most:
             count += sum(len(message.tool_calls) for message in prompt.messages)
         if count > most:
@@ -98,10 +98,10 @@ class PromptEncoder:
         size = self.limits.check(prompt)
         # At most the whole quota: the estimate may be too high, and the exact number is checked afterwards.
         most = min(self._quotas.usage(principal)[0].tokens_in_flight, self.limits.max_context_tokens)
-        with self._quotas.tokens(principal, int(min(size // _CHARGED_BYTES, most))):
+        with self._quotas.tokens(principal, int(min(size // _CHARGED_BYTES_PER_TOKEN, most))):
             if size <= _INLINE_BYTES:
                 return work()
-            if self._waiting_bytes + size > _WAITING_BYTES:
+            if self._waiting_bytes + size > _MAX_WAITING_BYTES:
                 raise Overloaded("too many prompts wait to be encoded; send fewer at a time", retry_after=1.0)
             self._waiting_bytes += size
             try:

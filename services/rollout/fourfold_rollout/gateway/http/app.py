@@ -258,12 +258,10 @@ class _Exchange:
             return
         if route.turns is not None:
             request_id = self._headers.get(b"idempotency-key", b"").decode("latin-1")
-            options: TurnOptions = route.turns.parse(Fields(body), session_id, request_id)
-            if options.template and not app._api.is_neutral(options.template):
-                raise RequestError(
-                    "chat_template_kwargs would change what the run's chat template writes; leave it out",
-                    param="chat_template_kwargs",
-                )
+            fields, variables = Fields(body), "chat_template_kwargs"
+            options: TurnOptions = route.turns.parse(fields, session_id, request_id)
+            if fields.table(variables) is not None and not app._api.is_neutral(fields.raw(variables)):
+                fields.refuse(variables, "would change what the run's chat template writes; leave it out")
             info = await app.info(caller)
             turn = Turn(app._api, caller, options, info.model)
             if options.stream:

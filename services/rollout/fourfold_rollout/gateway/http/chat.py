@@ -77,7 +77,6 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         logprobs=fields.flag("logprobs"),
         single_call=refuses_parallel_calls(fields),
         token_ids=fields.flag("return_token_ids"),
-        template=fields.mapping("chat_template_kwargs"),
     )
 
 

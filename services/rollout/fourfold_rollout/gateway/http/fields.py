@@ -107,11 +107,6 @@ class Fields:
             self.refuse(name, f"is {_show(value)}; send an array")
         return value
 
-    def mapping(self, name: str) -> Mapping[str, Any]:
-        """Return an object as it is; empty when it is absent."""
-        table = self.table(name)
-        return {} if table is None else table._values
-
     def table(self, name: str) -> Fields | None:
         value = self._values.get(name)
         return None if value is None else Fields(value, self.path(name))

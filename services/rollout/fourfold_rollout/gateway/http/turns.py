@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -33,8 +33,6 @@ class TurnOptions:
     """Return the first tool call of a message only."""
     token_ids: bool = False
     """Return token ids, log-probabilities and policy versions in the field `fourfold`."""
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for the chat template; refused unless they leave its text as it is."""
 
 
 @dataclass(slots=True)

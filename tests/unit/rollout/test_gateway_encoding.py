@@ -30,7 +30,7 @@ def chat(*contents: str, reasoning: str = "") -> pb.Chat:
     return pb.Chat(messages=[pb.Message(role="user", content=text, reasoning=reasoning) for text in contents])
 
 
-def never() -> NoReturn:
+def never(*_: object) -> NoReturn:
     raise AssertionError("it was rendered")
 
 
@@ -66,7 +66,7 @@ def test_the_text_that_a_template_writes_is_limited_and_what_it_leaves_out_is_no
     dropped = pb.Message(role="assistant", content="4", reasoning="x" * (2 * TEXT))
     asked, again = (pb.Message(role="user", content=text) for text in ("2+2?", "Sure?"))
     assert template.encode(pb.Chat(messages=[asked, dropped, again]))[1]
-    monkeypatch.setattr(Tokenizer, "encode", lambda *_: never())
+    monkeypatch.setattr(Tokenizer, "encode", never)
     with pytest.raises(InvalidInput, match="the text of the prompt has 2"):
         template.encode(pb.Chat(messages=[asked, dropped]))
 
@@ -83,7 +83,7 @@ async def test_the_quota_is_charged_before_the_work() -> None:
     with quotas.tokens(AGENT, 1), pytest.raises(Overloaded, match="tokens_in_flight"):
         await encoder.run(AGENT, "x" * 1200, never)
     for size in (1200, 1600):  # perhaps of 300 tokens: the exact number decides
-        assert await encoder.run(AGENT, "x" * size, lambda: quotas.usage(AGENT)[1]) == 300
+        assert await encoder.run(AGENT, "x" * size, lambda _: quotas.usage(AGENT)[1]) == 300
     assert quotas.usage(AGENT)[1] == 0
 
 
@@ -99,13 +99,13 @@ async def test_few_prompts_are_encoded_at_a_time_and_large_ones_hold_no_others_u
         return size
 
     def start(size: int) -> asyncio.Task[int]:
-        return asyncio.create_task(encoder.run(LOCAL_AGENT, chat("x" * size), lambda: work(size)))
+        return asyncio.create_task(encoder.run(LOCAL_AGENT, chat("x" * size), lambda _: work(size)))
 
     large = [start(3 << 17) for _ in range(3)]
     others = [start(1 << 16) for _ in range(4)]
     await asyncio.sleep(0.2)
     assert sorted(running) == [1 << 16, 1 << 16, 3 << 17]
-    assert await encoder.run(LOCAL_AGENT, "small", lambda: 1) == 1, "on the event loop"
+    assert await encoder.run(LOCAL_AGENT, "small", lambda _: 1) == 1, "on the event loop"
     with pytest.raises(Overloaded, match="too many prompts wait"):
         await start(3 << 17)
     large[0].cancel()  # its thread goes on, and keeps its slot

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
@@ -227,8 +226,8 @@ class GatewayCore:
     # -- text ---------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, caller: Caller, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        encode = partial(self._tokenizer.encode, request.text, add_special=request.add_special_tokens)
-        ids = await self._encoder.run(caller.principal, request.text, encode)
+        special = request.add_special_tokens
+        ids = await self._encoder.run(caller.principal, request.text, self._tokenizer.encode, add_special=special)
         return pb.TokenizeResponse(token_ids=ids)
 
     async def detokenize(self, caller: Caller, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
@@ -254,8 +253,7 @@ class GatewayCore:
     async def apply_chat_template(
         self, caller: Caller, request: pb.ApplyChatTemplateRequest
     ) -> pb.ApplyChatTemplateResponse:
-        encode = partial(self._template.encode, request.chat)
-        text, ids = await self._encoder.run(caller.principal, request.chat, encode)
+        text, ids = await self._encoder.run(caller.principal, request.chat, self._template.encode)
         return pb.ApplyChatTemplateResponse(text=text, token_ids=ids)
 
     # -- tasks and sessions -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import asyncio
 import ctypes
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
@@ -88,8 +89,8 @@ class PromptEncoder:
         self._slots, self._large = asyncio.Semaphore(2), asyncio.Semaphore(1)
         self._waiting_bytes = 0
 
-    async def run(self, principal: Principal, prompt: pb.Chat | str, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which renders and encodes a prompt, in a thread unless the prompt is small.
+    async def run(self, principal: Principal, prompt: pb.Chat | str, work: Callable[..., T], **options: bool) -> T:
+        """Return `work(prompt, **options)`, which renders and encodes it, from a thread unless the prompt is small.
 
         Raises:
             InvalidInput: the prompt is too large for the context.
@@ -100,14 +101,14 @@ class PromptEncoder:
         most = min(self._quotas.usage(principal)[0].tokens_in_flight, self.limits.max_context_tokens)
         with self._quotas.tokens(principal, int(min(size // _CHARGED_BYTES_PER_TOKEN, most))):
             if size <= _INLINE_BYTES:
-                return work()
+                return work(prompt, **options)
             if self._waiting_bytes + size > _MAX_WAITING_BYTES:
                 raise Overloaded("too many prompts wait to be encoded; send fewer at a time", retry_after=1.0)
             self._waiting_bytes += size
             try:
                 large = size > _LARGE_BYTES
                 async with self._large if large else self._slots:
-                    return await to_the_end(asyncio.to_thread(_encode, work, trim=large))
+                    return await to_the_end(asyncio.to_thread(_encode, partial(work, prompt, **options), trim=large))
             finally:
                 self._waiting_bytes -= size
 

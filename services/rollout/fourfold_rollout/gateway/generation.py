@@ -11,7 +11,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -164,16 +163,12 @@ class Generator:
         if kind is None:
             raise InvalidInput("the request has no prompt; set token_ids, chat or text")
         if kind == "chat" and session is not None:
-            make = partial(session.conversation.make_prompt, request.chat)
-            prompt = await self._encoder.run(caller.principal, request.chat, make)
+            prompt = await self._encoder.run(caller.principal, request.chat, session.conversation.make_prompt)
             return prompt.token_ids, prompt
         if kind == "chat":
-            _, ids = await self._encoder.run(
-                caller.principal, request.chat, partial(self._template.encode, request.chat)
-            )
+            _, ids = await self._encoder.run(caller.principal, request.chat, self._template.encode)
         else:
-            encode = partial(self._tokenizer.encode, request.text, add_special=True)
-            ids = await self._encoder.run(caller.principal, request.text, encode)
+            ids = await self._encoder.run(caller.principal, request.text, self._tokenizer.encode, add_special=True)
         return np.array(ids, np.int32), None
 
     def _params(self, request: pb.GenerateRequest, room: int, *, training: bool) -> rollout.SamplingParams:

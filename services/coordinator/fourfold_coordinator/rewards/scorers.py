@@ -31,13 +31,13 @@ from fourfold.config import Config, RewardConfig
 from fourfold.config.reward import MAX_SCORERS
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, InvalidInput, NotFound, Unavailable, WrongState
+from fourfold.host.cancellation import completed
 from fourfold.host.clock import utc_text
 
 from ..routing.cancellation import CancelScopes
 from ..routing.registry import Registry
 from ..routing.replica import NOT_INSPECTED
 from ..routing.router import Router
-from ..state.completion import completed
 
 T = TypeVar("T")
 

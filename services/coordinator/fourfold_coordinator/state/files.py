@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
 from fourfold.errors import Unavailable
+from fourfold.host.cancellation import completed
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.disk import append_lines, free_gib, is_full
 from fourfold.host.program import resume_command
 
-from .completion import completed
 from .run_board import RunBoard
 
 log = logging.getLogger("fourfold.coordinator")

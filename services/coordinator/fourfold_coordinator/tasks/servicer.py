@@ -26,13 +26,13 @@ from fourfold.errors import (
     Unavailable,
     WrongState,
 )
+from fourfold.host.cancellation import completed
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rpc.codec import check_id
 from fourfold.security import principal
 from fourfold.security.principal import LOCAL
 
 from ..data.prompts import own_prompt
-from ..state.completion import completed
 from ..state.experiences import ExperienceStore
 from ..state.faults import FaultLog
 from ..state.samples import Trajectory, shortest

@@ -30,6 +30,7 @@ from fourfold.errors import (
     Unauthenticated,
     WrongState,
 )
+from fourfold.host.cancellation import completed
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.codec import check_id, pack_floats
 from fourfold.rpc.limits import Quotas
@@ -39,7 +40,7 @@ from fourfold.security.tokens import check_token
 from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.conversation import ChatTemplate
 from fourfold_rollout.gateway.coordinator_link import FIRST_RENEWAL_SECONDS, MAX_TRAJECTORY_BYTES, CoordinatorLink
-from fourfold_rollout.gateway.encoding import PromptEncoder, PromptLimits, to_the_end
+from fourfold_rollout.gateway.encoding import PromptEncoder, PromptLimits
 from fourfold_rollout.gateway.engines import EnginePool
 from fourfold_rollout.gateway.generation import Generator
 from fourfold_rollout.gateway.sessions import KEY_PREFIX, Session, Sessions, owner_of
@@ -311,8 +312,8 @@ class GatewayCore:
             self._track(task)
             return session
 
-        # To the end, also when the caller leaves: it repeats the call, and must find the session with its key.
-        session = await to_the_end(add())
+        # Completed, also when the caller leaves: it repeats the call, and must find the session with its key.
+        session = await completed(add())
         return pb.OpenSessionResponse(session=session.message(), session_key=session.key)
 
     def _track(self, task: experience.LeasedTask | None) -> None:
@@ -392,8 +393,8 @@ class GatewayCore:
                 else:
                     await self._close(session, request, digest)
 
-        # To the end, also when the caller leaves: the store would have a closed session that still takes turns here.
-        await to_the_end(end())
+        # Completed, also when the caller leaves: the store would have a closed session that still takes turns here.
+        await completed(end())
         return pb.CloseSessionResponse(session=session.message())
 
     async def _close(self, session: Session, request: pb.CloseSessionRequest, digest: bytes) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import InvalidInput, Overloaded
+from fourfold.host.cancellation import completed
 from fourfold.rpc.limits import Quotas
 from fourfold.security.principal import Principal
 from fourfold_rollout.gateway.trajectory import CONTEXT_LENGTH
@@ -108,24 +109,9 @@ class PromptEncoder:
             try:
                 large = size > _LARGE_BYTES
                 async with self._large if large else self._slots:
-                    return await to_the_end(asyncio.to_thread(_encode, partial(work, prompt, **options), trim=large))
+                    return await completed(asyncio.to_thread(_encode, partial(work, prompt, **options), trim=large))
             finally:
                 self._waiting_bytes -= size
-
-
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`. When this call is cancelled, because its agent has left, it ends only after `work`.
-
-    Otherwise the session could close, or the same request could come again, before its turn is stored.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # asyncio logs an exception that no code retrieves
-        raise
 
 
 def _encode(work: Callable[[], T], *, trim: bool) -> T:

@@ -19,6 +19,7 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.arrays import Int32Array
 from fourfold.coordinator.v1 import experience_service_pb2 as experience
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
+from fourfold.host.cancellation import completed
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.group_requests import GroupRequest
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
@@ -27,7 +28,7 @@ from fourfold.rpc.limits import Quotas
 from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.completion import Completion
 from fourfold_rollout.gateway.conversation import ChatPrompt, ChatTemplate
-from fourfold_rollout.gateway.encoding import PromptEncoder, to_the_end
+from fourfold_rollout.gateway.encoding import PromptEncoder
 from fourfold_rollout.gateway.engines import EnginePool
 from fourfold_rollout.gateway.grammars import engine_grammar, tools_json
 from fourfold_rollout.gateway.sessions import Session
@@ -226,7 +227,8 @@ class Generator:
                         last.append(chunk)
             session.check_open()
             last.sort(key=lambda chunk: chunk.sample_index)
-            await to_the_end(self._commit(session, plan, pending, completions, last, digest))
+            # Otherwise the session could close, or the same request come again, before the turn is stored.
+            await completed(self._commit(session, plan, pending, completions, last, digest))
         finally:
             for turn in pending:
                 session.trajectory.cancel_turn(turn)

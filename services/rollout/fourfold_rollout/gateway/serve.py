@@ -57,9 +57,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
     options, config = host.options, host.options.config
-    folder = options.make_folder() / "gateway" / options.member_id
-    _log.info("gateway started: folder=%s sqlite=%s", folder, sqlite3.sqlite_version)
-    store = SessionStore(folder)
+    store = SessionStore(options.make_folder() / "gateway" / options.member_id)
+    _log.info("gateway started: folder=%s sqlite=%s", store.folder, sqlite3.sqlite_version)
     engines = EnginePool(
         tokenizer_sha256=tokenizer.sha256, vocabulary_size=tokenizer.vocabulary_size, security=host.security
     )

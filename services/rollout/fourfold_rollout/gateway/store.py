@@ -144,7 +144,7 @@ class SessionStore:
             ConfigError: another gateway has the folder, or the database is of a newer release or damaged.
             StoreFull: there is no room for the database.
         """
-        self._folder, self._timeout = folder, timeout
+        self.folder, self._timeout = folder, timeout
         self._lock = _lock(folder)
         try:
             self._db = _open(folder / "sessions.sqlite")
@@ -266,7 +266,7 @@ class SessionStore:
             raise DeadlinePassed(self._late()) from None
 
     def _late(self) -> str:
-        return f"{self._folder}: the session store did not finish within {self._timeout:g} s; check the disk"
+        return f"{self.folder}: the session store did not finish within {self._timeout:g} s; check the disk"
 
     def _run(self) -> None:
         """Commit what waits in the queue, again and again, until `stop`."""
@@ -304,7 +304,7 @@ class SessionStore:
                 for change in batch:
                     self._commit([change])
             else:
-                batch[0].error = _explain(error, self._folder)
+                batch[0].error = _explain(error, self.folder)
 
 
 class _Change(Generic[T]):

@@ -1,4 +1,4 @@
-"""Completes work that a cancellation would stop half-way, such as a change of which the ledger alone would know."""
+"""Completes work that a cancellation would stop half-way, such as a change of which only the disk would know."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _report(list(sys.argv[1:] if argv is None else argv))
     except OSError as error:
-        # It may also be that of another file, or of the pipe of a child process.
+        # The error may also be of another file, or of the pipe of a child process.
         if not any([_discard_if_broken(sys.stdout, 1), _discard_if_broken(sys.stderr, 2)]):
             raise
         if isinstance(error, BrokenPipeError):

@@ -16,7 +16,7 @@ from fourfold.text import clean, printable
 _TAIL_LINES: Final = 30
 _TAIL_BYTES: Final = 16 << 10
 _MESSAGE_BYTES: Final = 64 << 10  # lines of other processes may follow the message
-_MESSAGE_CHARACTERS: Final = 800  # the text of a GPU without memory names each process and key
+_MESSAGE_CHARACTERS: Final = 800  # that of a GPU without free memory names each process and key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Death:
     log: str  # path of the log
     last_lines: tuple[str, ...]
     message: str = ""  # reason that the process itself logged last (`last_message`); empty if it logged none
-    space: str = ""  # free on the disks of its machine, if it had no space (`explain_no_space`)
+    space: str = ""  # free space on the disks of its machine, if a disk was full (`explain_no_space`)
     node: str = ""  # of a cluster, which was lost together with the process; empty: the process died alone
 
     @property

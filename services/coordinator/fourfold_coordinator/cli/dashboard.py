@@ -111,7 +111,7 @@ class Dashboard:
         self._name, self._run_dir, self._began = name, run_dir, time.monotonic()
         self._status = pb.RunStatus()
         self._updated_at = 0.0  # when the last status came, monotonic; 0: none came
-        self._silent_since = 0.0  # the same time, once a note has told that none came any more
+        self._silent_since = 0.0  # the same time, once a note says that the coordinator is silent; 0: it answers
         self._services: list[tuple[str, str]] = []
         self._notes: list[str] = []
         self._lines = EventLines(self._began)

@@ -23,7 +23,7 @@ _MIN_SECONDS: Final = 3.0
 # Several callers may wait for the same service in turn, so a wait has ended when no other follows within this time.
 _SETTLE_SECONDS: Final = 1.0
 _REMINDER_SECONDS: Final = 30.0  # between two lines about a wait that goes on
-_LONG_SECONDS: Final = 10.0  # the line of a wait that is as old says for how long
+_LONG_SECONDS: Final = 10.0  # from this age on, the first line of a wait gives the age
 # The parts of a wait's text that change while the run waits for the same thing: reasons in parentheses, and counts.
 _DETAILS: Final = re.compile(r" \((?:[^()]|\([^()]*\))*\)| \d+ of \d+")
 # Metric and label of each part of a step, in their order.

@@ -83,8 +83,8 @@ class CoordinatorLink:
         self._store, self._peer, self._clock = store, peer, clock
         self._on_delivered, self._on_gone = on_delivered, on_gone
         self._gateway, self._sessions = gateway, sessions
-        # Set when the run knows which tasks the last process of this gateway left to us. A task that was leased before
-        # would be returned as one of those that it lost.
+        # Set once the run has the first renewal, with all tasks that the last process of this gateway left. The run
+        # would take a task that is leased earlier for one that this gateway lost.
         self._named = asyncio.Event()
         self._tracked: set[tuple[str, str]] = set()  # tasks, with leases, of open sessions and of the outbox
         self._ttl = 3 * FIRST_RENEWAL_SECONDS

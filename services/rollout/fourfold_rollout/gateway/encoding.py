@@ -33,8 +33,8 @@ _MIN_MESSAGES: Final = 64
 _UNRENDERED_FACTOR: Final = 4
 _ESCAPE_FACTOR: Final = 3  # JSON writes a character of 2 bytes of UTF-8 as \u00e9
 _CHARGED_BYTES_PER_TOKEN: Final = 4  # of ordinary text for each token
-_INLINE_BYTES: Final = 1 << 12  # takes less than 5 ms; a thread would take longer for most
-_LARGE_BYTES: Final = 1 << 17  # waits for a slot of its own, so that others pass
+_INLINE_BYTES: Final = 1 << 12  # encoded on the event loop, in less than 5 ms; most would take longer in a thread
+_LARGE_BYTES: Final = 1 << 17  # larger prompts have a slot of their own, and delay no others
 _MAX_WAITING_BYTES: Final = 64 << 20
 
 

@@ -227,7 +227,7 @@ class Generator:
                         last.append(chunk)
             session.check_open()
             last.sort(key=lambda chunk: chunk.sample_index)
-            # Otherwise the session could close, or the same request come again, before the turn is stored.
+            # Completed, also when the agent leaves: otherwise the session could close before the turn is stored.
             await completed(self._commit(session, plan, pending, completions, last, digest))
         finally:
             for turn in pending:

@@ -51,7 +51,7 @@ class Session:
     def __init__(self, stored: StoredSession, trajectory: Trajectory, conversation: Conversation, *, key: str) -> None:
         self.stored, self.trajectory, self.conversation = stored, trajectory, conversation
         task = self.task
-        self.lease = task.lease if task is not None else ""  # of the run; the task never changes
+        self.lease = task.lease if task is not None else ""  # read once: the task never changes
         self.key = key  # until the first turn, for a repeated OpenSession; afterwards only its digest is known
         self.used = time.monotonic()
         self.turns_in_flight = 0

@@ -213,7 +213,7 @@ class _Exchange:
         Raises:
             RequestError: it is not JSON by its type, too large, too slow, or has no length.
         """
-        # A page of another site may send a body of any other type, or of none, without asking first.
+        # A browser lets a page of another site send a body of any other type, or of none, without a preflight request.
         kind = self._headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             shown = clean(kind.decode("latin-1"), 60)

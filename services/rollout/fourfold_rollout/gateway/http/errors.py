@@ -24,7 +24,7 @@ _STATUS: Final = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-# By reason: it never succeeds again, and agents need not read the body to know it.
+# By reason. After 410 no call succeeds again; an agent need not read the body to know that.
 _STATUS_OF_REASON: Final = {"RUN_ENDED": 410}
 _TYPES: Final = {
     400: "invalid_request_error",

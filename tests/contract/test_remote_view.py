@@ -32,7 +32,8 @@ from fourfold.security.principal import Principal
 from fourfold_coordinator.launch.run_folder import LEDGER_FILE
 from fourfold_coordinator.reporting.run_files import RunFileServicer
 from fourfold_coordinator.reporting.run_service import RunServicer
-from fourfold_coordinator.state.ledger import EvalRow, Ledger
+from fourfold_coordinator.state.eval_results import EvalRow
+from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.state.samples import SAMPLES_FILE
 from fourfold_coordinator.view import remote

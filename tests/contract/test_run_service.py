@@ -14,7 +14,8 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.state import run_board
-from fourfold_coordinator.state.ledger import CheckpointRow, EvalRow
+from fourfold_coordinator.state.eval_results import EvalRow
+from fourfold_coordinator.state.ledger import CheckpointRow
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.conftest import Serve
 from tests.fakes.clock import FakeClock

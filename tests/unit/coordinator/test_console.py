@@ -10,7 +10,7 @@ import pytest
 
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold_coordinator.cli.console import RunConsole
-from fourfold_coordinator.state.ledger import EvalRow
+from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.fakes.clock import FakeClock
 

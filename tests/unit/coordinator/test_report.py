@@ -12,7 +12,8 @@ import pytest
 
 from fourfold.config import dump
 from fourfold_coordinator.reporting import report
-from fourfold_coordinator.state.ledger import EvalRow, Ledger
+from fourfold_coordinator.state.eval_results import EvalRow
+from fourfold_coordinator.state.ledger import Ledger
 from tests.fakes.toy import make_config
 
 

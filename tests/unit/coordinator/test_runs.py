@@ -22,7 +22,8 @@ from fourfold_coordinator.launch.run_folder import (
     link_latest,
     locked,
 )
-from fourfold_coordinator.state.ledger import EvalRow, Ledger
+from fourfold_coordinator.state.eval_results import EvalRow
+from fourfold_coordinator.state.ledger import Ledger
 
 QUICKSTART = configuration.load("recipes/quickstart.toml")
 CONFIG = configuration.dump(QUICKSTART)

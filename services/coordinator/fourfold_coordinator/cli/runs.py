@@ -41,7 +41,8 @@ from ..launch.run_folder import (
     is_locked,
     locked,
 )
-from ..state.ledger import EvalRow, read_evals, read_progress
+from ..state.eval_results import EvalRow
+from ..state.ledger import read_evals, read_progress
 
 _ROOT: Final = Path("runs")
 _DELETED_SUFFIX: Final = ".deleted"  # of a folder whose deletion was interrupted

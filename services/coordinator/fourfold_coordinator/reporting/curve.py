@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from fourfold import metrics as m
 
-from ..state.ledger import EvalRow, StepRow
+from ..state.eval_results import EvalRow
+from ..state.ledger import StepRow
 
 # Title and metric of each small panel. A run has those of which it has values.
 _PANELS: Final = (

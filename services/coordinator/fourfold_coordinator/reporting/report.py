@@ -51,8 +51,9 @@ from fourfold.config import Config
 from fourfold.host.program import resume_command
 
 from ..launch.run_folder import CONFIG_FILE, REPORT_FILE
+from ..state.eval_results import EvalRow
 from ..state.files import replace_file
-from ..state.ledger import EvalRow, Ledger, StepRow
+from ..state.ledger import Ledger, StepRow
 from ..state.samples import SampleGroup, digest
 from .curve import draw_curve
 from .diagnosis import summarize_findings

@@ -27,8 +27,7 @@ from typing import Any, Final
 
 from fourfold.errors import AlreadyExists, NotFound, WrongState
 
-from .eval_results import EvalRow as EvalRow
-from .eval_results import check_examples, read_results, write_results
+from .eval_results import EvalRow, check_examples, read_results, write_results
 from .typed_json import load
 
 # Reasons for which the coordinator itself drops samples.

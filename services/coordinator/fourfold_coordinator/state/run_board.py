@@ -18,8 +18,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 
-from .eval_results import SetResult
-from .ledger import CheckpointRow, EvalRow
+from .eval_results import EvalRow, SetResult
+from .ledger import CheckpointRow
 
 # Shortest time between two states that a watcher gets. Each holds all rows, and to encode one with 90 metrics takes
 # 0.026 ms: with 1,000 rows, a watcher takes 2.4 % of the event loop, and blocks it for 26 ms.

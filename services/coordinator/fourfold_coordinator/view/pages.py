@@ -16,8 +16,8 @@ from fourfold.config import flatten
 from fourfold.host.program import program
 
 from ..launch.stopped_run import describe_stop, log_of
-from ..state.eval_results import SetResult
-from ..state.ledger import EvalRow, Progress
+from ..state.eval_results import EvalRow, SetResult
+from ..state.ledger import Progress
 from .charts import PHASES, Line, gantt, kind_of, line_chart
 from .reader import REMOTE, RunFolders, RunReader, cache_folder
 from .templates import is_number, render

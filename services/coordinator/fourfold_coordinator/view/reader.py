@@ -44,8 +44,8 @@ from ..launch.run_folder import (
     is_finished,
     read_address,
 )
-from ..state.eval_results import Example, SetResult, check_examples
-from ..state.ledger import EvalRow, Progress, read_evals, read_progress
+from ..state.eval_results import EvalRow, Example, SetResult, check_examples
+from ..state.ledger import Progress, read_evals, read_progress
 from ..state.sample_tokens import TOKENS_FILE
 from ..state.samples import SAMPLES_FILE
 from ..state.timeline import TIMELINE_FILE, StepTimeline, parse_line

@@ -14,8 +14,7 @@ from starlette.responses import HTMLResponse
 from fourfold.text import format_duration
 
 from ..data.question import last_message
-from ..state.eval_results import SetResult
-from ..state.ledger import EvalRow
+from ..state.eval_results import EvalRow, SetResult
 from .charts import short_number
 
 _LARGEST: Final = 1e300

@@ -22,8 +22,8 @@ from fourfold.text import format_score
 
 from ...data.prompts import HeldOutSet, Prompt
 from ...routing.replica import GivenUp, ReplicaKey, RetryBudget
-from ...state.eval_results import AtK, SetResult, half_width, mean_of_sets
-from ...state.ledger import EvalRow, SampleState
+from ...state.eval_results import AtK, EvalRow, SetResult, half_width, mean_of_sets
+from ...state.ledger import SampleState
 from ...state.samples import Trajectory
 from ...tasks.board import TaskBoard, TaskGroup
 from ..service_calls import ServiceCalls

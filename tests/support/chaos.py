@@ -41,6 +41,7 @@ FULL_SECONDS: Final = 15.0
 STOP_SECONDS: Final = (5.0, 25.0)
 SILENCE_SECONDS: Final = 20.0
 LAST_STEPS: Final = 3
+END_SECONDS: Final = 10.0  # in which the processes of a run that has ended must be gone
 
 TABLES: Final = """
 [rollout]
@@ -295,7 +296,9 @@ def run_chaos(folder: Path, events: int, seed: int, *, disk: bool) -> dict[str, 
             time.sleep(0.5)
         assert process.returncode == 0, f"the resumed run ended with {process.returncode}"
         wrong = check_ledger(run.run_dir)
-        left = {pid for pid in everything if psutil.pid_exists(pid)}
+        end = time.monotonic() + END_SECONDS
+        while (left := {pid for pid in everything if psutil.pid_exists(pid)}) and time.monotonic() < end:
+            time.sleep(0.1)
     except AssertionError as failure:
         error = f"{failure}\n" + "\n".join(line for _, line in run.console[-30:]) + logs_of(run.run_dir)
     finally:

@@ -15,10 +15,12 @@ from typing import Any, Literal
 import pytest
 
 from fourfold.model.tokenizer import Tokenizer
+from fourfold_reward.code.remote import Remote
 from fourfold_reward.environment import Action, Done, Endpoint, Message, Observation, Task, TokenIds, tools, wire
 from fourfold_reward.environment.adapters import load
 from fourfold_reward.environment.adapters.gymnasium import GymnasiumEpisode
 from fourfold_reward.environment.adapters.openenv import OpenEnvEpisode
+from fourfold_reward.environment.adapters.openrlhf import _Tokenizer
 from fourfold_reward.environment.python_tool import MAX_OUTPUT_BYTES, PythonTool
 from fourfold_reward.environment.spec import EnvironmentSpec
 from fourfold_reward.environment.worker import Worker
@@ -321,7 +323,7 @@ async def test_a_verifiers_environment_calls_the_session(verifiers: dict[str, An
 def test_a_version_of_verifiers_without_the_classic_api_is_refused(verifiers: dict[str, Any]) -> None:
     pytest.importorskip("openai")
     del sys.modules["verifiers.clients"]
-    with pytest.raises(ImportError, match=r"verifiers below 0.4, .*fourfold-reward\[verifiers\]"):
+    with pytest.raises(ImportError, match=r"verifiers below 0.4, .*reward\[verifiers\]"):
         load(EnvironmentSpec(kind="verifiers", source="wordle"))
 
 
@@ -379,10 +381,17 @@ async def test_an_openrlhf_file_gets_the_recipes_sampling_and_the_tokenizer_of_t
     assert (done.reward, done.metrics["scores"]) == (24, 0.5)
 
 
+@pytest.mark.parametrize("kind", [_Tokenizer, Remote])
+def test_a_stand_in_without_its_init_has_no_attributes(kind: type[Any]) -> None:
+    """As when it is copied: the look-up of the first attribute called itself without end."""
+    blank = object.__new__(kind)
+    assert not hasattr(blank, "decode") and not hasattr(blank, "_source") and not hasattr(blank, "_connection")
+
+
 def test_a_missing_library_is_named_with_its_extra() -> None:
     for kind, source in (("verifiers", "x"), ("gymnasium", "Env-v0")):
         try:
             __import__(kind)
         except ImportError:
-            with pytest.raises(ImportError, match=rf"fourfold-reward\[{kind}\]"):
+            with pytest.raises(ImportError, match=rf"reward\[{kind}\]"):
                 load(EnvironmentSpec(kind=kind, source=source))

@@ -67,7 +67,8 @@ class Remote:
         return self._ask("call", *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols of Python, such as copying, would ask for a hundred of these
+        # Protocols of Python, such as copying, would ask for a hundred names, and before __init__ for a slot.
+        if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
         return self._connection.ask({"op": "attr", "target": self._target, "name": name})
 

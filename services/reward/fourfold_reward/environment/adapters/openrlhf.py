@@ -265,7 +265,8 @@ class _Tokenizer:
             ) from None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # such as those that copy and hash look for
+        # Names that copy and hash look for, and all names before __init__: `_tokenizer` needs what __init__ sets.
+        if name.startswith("__") or "_source" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._tokenizer, name)
 

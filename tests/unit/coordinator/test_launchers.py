@@ -15,7 +15,7 @@ from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
 from fourfold.host.process import Command
 from fourfold_coordinator.cli import chat
-from fourfold_coordinator.cli.run import make_launcher
+from fourfold_coordinator.cli.run import RunCommand, make_launcher
 from fourfold_coordinator.launch import ray
 from fourfold_coordinator.launch.launcher import LocalLauncher, ServiceSpec
 from tests.fakes.nvml import pynvml
@@ -83,6 +83,17 @@ def test_missing_certificates_are_named_before_a_folder_is_made(
     assert cli_main.main(["run", str(COLOCATED), *words]) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_may_be_too_small_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told before the folder was made, and again by the launcher."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAKE_GPUS", "A 12, B 12")
+    monkeypatch.setattr(RunCommand, "execute", lambda self: 0)
+    assert cli_main.main(["run", str(COLOCATED), "--set", 'model.source="builtin:smollm2-135m-instruct"']) == 0
+    assert capsys.readouterr().err.count("it may run out of memory") == 1
 
 
 def test_on_ray_the_same_is_refused_when_it_says_which_gpus_they_are(

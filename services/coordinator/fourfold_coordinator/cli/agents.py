@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
-from rich.table import Table
 from rich.text import Text
 
 from fourfold.cli.numbers import number
@@ -25,7 +24,7 @@ from fourfold.host.program import resume_command
 from fourfold.text import format_duration
 
 from ..launch.run_folder import COORDINATOR_LOCK, find_run, is_locked
-from .weights import find_coordinator, text_lines
+from .weights import add_actions, find_coordinator, make_grid, text_lines
 
 _TIMEOUT_SECONDS: Final = 10.0
 _ACTIONS: Final = {
@@ -35,16 +34,7 @@ _ACTIONS: Final = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, text in _ACTIONS.items():
-        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        action.add_argument(
-            "where",
-            metavar="RUN_DIR|HOST:PORT",
-            help="folder of the run, such as runs/quickstart, or address of its coordinator",
-        )
-        action.add_argument("--recipe", type=Path, help="with HOST:PORT of a run with [security]: its TOML file")
-    drop = actions.choices["drop"]
+    drop = add_actions(parser, _ACTIONS)["drop"]
     drop.add_argument("names", nargs="*", metavar="ID", help="of a session or a task, as in `fourfold agents list`")
     drop.add_argument("--idle", type=number, metavar="SECONDS", help="all sessions without a call for so long")
 
@@ -95,9 +85,7 @@ def table(tasks: Sequence[pb.TaskState]) -> list[str]:
     """Return the lines of the table at the top of this module."""
     if not tasks:
         return ["no agent has a task of this run"]
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("task", "session", "gateway", "turns", "idle", "expires in", "leased for"):
-        grid.add_column(column, no_wrap=True)
+    grid = make_grid(("task", "session", "gateway", "turns", "idle", "expires in", "leased for"))
     for task in tasks:
         session, known = task.session, task.HasField("session")
         idle = "samples" if known else "-"

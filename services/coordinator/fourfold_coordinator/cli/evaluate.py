@@ -21,7 +21,6 @@ from typing import Any, Final
 from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-from fourfold.host.disk import check_room
 from fourfold.host.process import Supervisor
 from fourfold.install import install_command
 from fourfold.model import folder as model_folder
@@ -42,7 +41,7 @@ from ..launch.run_folder import (
     make_run_dir,
 )
 from ..state.files import replace_file
-from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher
+from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher, warn_of_little_room
 
 _FILE_WIDTH: Final = 200  # of output that is no terminal
 _MOST_SIZES: Final = 3  # k of pass@k in the table; with more, it has the smallest and the largest one
@@ -103,8 +102,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--lm-eval needs a package: {install_command('fourfold-coordinator[lm-eval]')}")
     signals = SignalHandler()
     with signals.installed():
-        if warning := check_room(Path.cwd()):
-            print(warning, file=sys.stderr)
+        warn_of_little_room(Path.cwd())
         step, model, root = _find_model(args)
         config = _evaluation_config(args, model)
         model_folder.check(config.model.source)

@@ -10,10 +10,8 @@ style      0.2  live    judge@7b at 127.0.0.1:50062      1,280
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Final
 
-from rich.table import Table
 from rich.text import Text
 
 from fourfold.cli.numbers import number, whole
@@ -21,7 +19,7 @@ from fourfold.coordinator.client import ScorerClient
 from fourfold.coordinator.v1 import scorer_service_pb2 as pb
 from fourfold.errors import ConfigError
 
-from .weights import find_coordinator, text_lines
+from .weights import add_actions, find_coordinator, make_grid, text_lines
 
 # A change waits until new services have answered and scored one sample.
 _TIMEOUT_SECONDS: Final = 60.0
@@ -40,15 +38,8 @@ _ACTIONS: Final = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, text in _ACTIONS.items():
-        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        action.add_argument(
-            "where",
-            metavar="RUN_DIR|HOST:PORT",
-            help="folder of the run, such as runs/quickstart, or address of its coordinator",
-        )
-        action.add_argument("--recipe", type=Path, help="with HOST:PORT of a run with [security]: its TOML file")
+    actions = add_actions(parser, _ACTIONS)
+    for name, action in actions.items():
         action.add_argument(
             "--timeout", type=number, default=_TIMEOUT_SECONDS, metavar="SECONDS", help="of the call; default: 60"
         )
@@ -63,13 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="HOST:PORT",
                 help="address of a reward service that runs already; may be repeated",
             )
-    choices = actions.choices
-    choices["add"].add_argument("--weight", type=number, default=1.0, help="factor of its score; default: 1")
-    choices["canary"].add_argument("--share", type=number, required=True, help="share of the groups, such as 0.25")
-    choices["shadow"].add_argument(
+    actions["add"].add_argument("--weight", type=number, default=1.0, help="factor of its score; default: 1")
+    actions["canary"].add_argument("--share", type=number, required=True, help="share of the groups, such as 0.25")
+    actions["shadow"].add_argument(
         "--gradients", action="store_true", help="compare the policy gradients, too; costs two more passes per step"
     )
-    promote = choices["promote"]
+    promote = actions["promote"]
     promote.add_argument("--min-rank-correlation", type=number, metavar="R", help="of a shadow: refuse below it")
     promote.add_argument("--min-samples", type=whole, default=0, metavar="N", help="of a shadow: refuse with fewer")
 
@@ -105,9 +95,8 @@ def table(scorers: list[pb.Scorer]) -> list[str]:
     """Return the lines of the table at the top of this module."""
     if not scorers:
         return ["agents bring all rewards; the run has no scorers"]
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("scorer", "weight", "part", "services", "samples", "agreement"):
-        grid.add_column(column, justify="right" if column in ("weight", "samples") else "left", no_wrap=True)
+    columns = ("scorer", "weight", "part", "services", "samples", "agreement")
+    grid = make_grid(columns, right=("weight", "samples"))
     for scorer in scorers:
         name, weight = scorer.name, f"{scorer.weight:g}"
         for part in ("live", "canary", "shadow", "previous"):

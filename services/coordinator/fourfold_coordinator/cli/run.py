@@ -51,7 +51,6 @@ from ..launch.run_folder import (
     write_stop_reason,
 )
 from ..launch.stopped_run import describe_stop, last_progress
-from ..sinks.sink import check_sinks
 from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 from .watch import follow
@@ -89,16 +88,15 @@ def main(args: argparse.Namespace) -> int:
         if args.resume is not None:
             run_dir = find_run(args.resume)
             config = _resumed_config(run_dir, args)
-            _warn_of_little_room(run_dir)
+            warn_of_little_room(run_dir)
             _check_security(config, args.listen)
             check_sequence_parallel(config)
         else:
             config = configuration.load(args.recipe, args.set)
             # A mistake in the recipe must leave no run folder: check all that is known before it is made.
-            _warn_of_little_room(Path.cwd())
+            warn_of_little_room(Path.cwd())
             _check_security(config, args.listen)
             model_folder.check(config.model.source)
-            check_sinks(config.logging.sinks)
             check_context(config)
             check_sequence_parallel(config)
             adapter_plan(config)
@@ -124,7 +122,8 @@ def main(args: argparse.Namespace) -> int:
             return RunCommand(args, config, run_dir, launcher, signals).execute()
 
 
-def _warn_of_little_room(folder: Path) -> None:
+def warn_of_little_room(folder: Path) -> None:
+    """Warn on the console if a run in `folder` may fill the disk."""
     if warning := check_room(folder):
         print(warning, file=sys.stderr)
 
@@ -303,7 +302,7 @@ def make_launcher(args: argparse.Namespace, config: Config, run_dir: Path, *, ev
         )
     if args.ray_address:
         raise ConfigError("--ray-address is for --launcher ray; give both, or neither")
-    assigned = local_gpus(config, evaluate=evaluate)
+    assigned = local_gpus(config, evaluate=evaluate, warn=True)
     advice = "" if config.placement.colocated else "; rollout.gpu_memory_utilization must leave room for all"
     for gpu, names in shared_gpus(assigned).items():
         print(f"GPU {gpu} is shared by {', '.join(names)}{advice}.")
@@ -323,8 +322,11 @@ def make_launcher(args: argparse.Namespace, config: Config, run_dir: Path, *, ev
     return LocalLauncher(run_dir=run_dir, gpus=assigned)
 
 
-def local_gpus(config: Config, *, evaluate: bool = False) -> dict[str, tuple[str, ...]]:
-    """Return the ids of each service's GPUs on this machine; raise ConfigError when these are too few or too small."""
+def local_gpus(config: Config, *, evaluate: bool = False, warn: bool = False) -> dict[str, tuple[str, ...]]:
+    """Return the ids of each service's GPUs on this machine; raise ConfigError when these are too few or too small.
+
+    With `warn`, warn on the console if they may be too small.
+    """
     placement, services = config.placement, services_of(config, evaluate=evaluate)
     for key, value, valid in (
         ("trainer_nodes", placement.trainer_nodes, evaluate or placement.trainer_nodes == 1),
@@ -341,7 +343,7 @@ def local_gpus(config: Config, *, evaluate: bool = False) -> dict[str, tuple[str
     assigned = assign_gpus(services, visible, colocated=config.placement.colocated)
     used = {gpu for ids in assigned.values() for gpu in ids}
     if (size := smallest_memory(gpu for gpu in visible if gpu.id in used)) is not None:
-        _check_gpu_memory(config, size)
+        (_check_gpu_memory if warn else check_gpu_memory)(config, size)
     return assigned
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the run, such as runs/quickstart, or address of its coordinator",
     )
     parser.add_argument("--recipe", type=Path, help="with HOST:PORT of a run with [security]: its TOML file")
+
+
+def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, str]) -> dict[str, argparse.ArgumentParser]:
+    """Add a subcommand on a running run for each action, which has a text for users; return their parsers by name."""
+    parsers = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in actions.items():
+        add_arguments(parsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
+    return parsers.choices
 
 
 def main(args: argparse.Namespace) -> int:
@@ -66,15 +75,22 @@ def table(plane: pb.GetWeightPlaneResponse) -> list[str]:
     if plane.last_update_seconds:
         paused = f"of which engines were paused for {plane.last_pause_seconds:.2f} s"
         lines.append(f"last update: {plane.last_update_seconds:.2f} s, {paused}")
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("member", "state", "since", "version", "backend", "waits for", "last error"):
-        grid.add_column(column, justify="right" if column in ("since", "version") else "left", no_wrap=True)
+    columns = ("member", "state", "since", "version", "backend", "waits for", "last error")
+    grid = make_grid(columns, right=("since", "version"))
     for party in plane.parties:
         version = "-" if party.policy_version < 0 else str(party.policy_version)
         waits_for = ", ".join(party.waits_for) or "-"
         cells = (party.member_id, party.state, f"{party.state_seconds:.1f} s", version, party.backend or "-", waits_for)
         grid.add_row(*map(Text, (*cells, party.last_error)))  # a plain str would be read as markup
     return [*lines, "", *text_lines(grid)]
+
+
+def make_grid(columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
+    """Return a table without lines; the columns in `right` are aligned to the right."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        grid.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    return grid
 
 
 def text_lines(grid: Table) -> list[str]:

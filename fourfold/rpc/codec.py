@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array, Sample, ScoreTerm, VersionSpan
@@ -29,6 +30,13 @@ CHUNK_BYTES: Final = 1 << 20
 MAX_TERMS: Final = 64  # of one score
 _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype("<f4")
+
+
+def duration(seconds: float) -> Duration:
+    """Return a duration of so many seconds, at least 1 ns: the contract wants times above 0."""
+    value = Duration()
+    value.FromNanoseconds(max(int(seconds * 1e9), 1))
+    return value
 
 
 def encode(sample: Sample) -> pb.Experience:

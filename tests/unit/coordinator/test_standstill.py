@@ -1,4 +1,4 @@
-"""For whom a run waits: each wait of the coordinator is told after 10 s, with its start and with what ends it."""
+"""What a run waits for: each wait of the coordinator is told after 10 s, with its start and with what ends it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def tasks(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "cause", "who"),
+    ("phase", "begin", "cause"),
     [
         (pb.RUN_PHASE_RECOVERING, lambda scene: trainer(scene, "GetStatus"), "trainer-0 (GetStatus)"),
         (
@@ -114,15 +114,15 @@ def tasks(scene: Scene) -> None:
     ],
 )
 async def test_each_wait_is_told_after_ten_seconds(
-    phase: pb.RunPhase.ValueType, cause: Callable[[Scene], None], who: str
+    phase: pb.RunPhase.ValueType, begin: Callable[[Scene], None], cause: str
 ) -> None:
     """A run stood for minutes without a line."""
     scene = Scene(phase)
     scene.monitor.tick()
-    cause(scene)
+    begin(scene)
     assert await scene.advance(9) == []
-    assert await scene.advance(1) == [f"waiting for {who}, for 10 s"]
-    assert scene.waits == who
+    assert await scene.advance(1) == [f"waiting for {cause}, for 10 s"]
+    assert scene.waits == cause
     assert scene.board.status.waiting_since.seconds == scene.clock.now() - 10
 
 
@@ -132,8 +132,8 @@ async def test_a_first_step_of_half_a_minute_is_no_wait_and_a_trainer_that_hangs
     trainer(scene)
     scene.monitor.tick()
     assert await scene.advance(59) == []
-    who = "trainer-0 (TrainStep, at most 1:00 h: trainer.step_timeout_seconds)"
-    assert await scene.advance(1) == [f"waiting for {who}, for 1:00 min"]
+    cause = "trainer-0 (TrainStep, at most 1:00 h: trainer.step_timeout_seconds)"
+    assert await scene.advance(1) == [f"waiting for {cause}, for 1:00 min"]
 
 
 async def moves(scene: Scene, change: Callable[[], None]) -> None:

@@ -168,19 +168,17 @@ class Fleet:
         self._slots = {service.name: _Slot(service) for service in services_of(config, evaluate=evaluate)}
         self._evaluate = evaluate
         self._step = 0  # the last one that the run has reached
-        known = not assignments or dump(load(run_dir / CONFIG_FILE)) == dump(config)
+        self._recipe = run_dir / CONFIG_FILE
+        known = not assignments or dump(load(self._recipe)) == dump(config)
         self._assignments = () if known else assignments
-        self._before = self._read_recipe()
+        self._recipe_before = b"" if known else self._recipe.read_bytes()
         self._deadline: float | None = None  # of the first start of all processes
         self._listen_deadline: float | None = None  # of a restarted coordinator
 
     @property
     def assignments(self) -> Sequence[str]:
         """Return those that config.toml does not have yet: the coordinator writes them when the run goes on."""
-        return self._assignments if self._read_recipe() == self._before else ()
-
-    def _read_recipe(self) -> bytes:
-        return (self._run_dir / CONFIG_FILE).read_bytes() if self._assignments else b""
+        return self._assignments if self._assignments and self._recipe.read_bytes() == self._recipe_before else ()
 
     def arguments(self, service: ServiceSpec, *, coordinator: str, listen: str = "") -> list[str]:
         """Return what `serve_arguments` does, with the keys that config.toml does not have yet."""

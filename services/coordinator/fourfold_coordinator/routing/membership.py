@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fourfold import metrics as m
@@ -14,6 +13,7 @@ from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rpc.channel import call, open_channel
+from fourfold.rpc.codec import duration
 from fourfold.security import principal
 from fourfold.security.access import Security, expiry_warning
 from fourfold.security.principal import Principal
@@ -100,7 +100,7 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
         await self._ask_rivals(member)
         token = self._registry.register(member, principal.current())
         self._record_certificate(context)
-        return pb.RegisterResponse(lease_token=token, ttl=self._ttl())
+        return pb.RegisterResponse(lease_token=token, ttl=duration(self._registry.ttl))
 
     async def _ask_rivals(self, member: Member) -> None:
         """Raise Unavailable when the process whose place a member would take still answers."""
@@ -132,7 +132,7 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
         """Renew a lease."""
         self._registry.keep_alive(request.lease_token, principal.current())
         self._record_certificate(context)  # it may have been renewed since `Register`
-        return pb.KeepAliveResponse(ttl=self._ttl())
+        return pb.KeepAliveResponse(ttl=duration(self._registry.ttl))
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterResponse:
         """End a lease; a repeat of the call changes nothing."""
@@ -143,8 +143,3 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
         if self._certificates is not None:
             for pem in context.auth_context().get("x509_pem_cert", ()):
                 self._certificates.record(principal.current(), pem)
-
-    def _ttl(self) -> Duration:
-        ttl = Duration()
-        ttl.FromNanoseconds(int(self._registry.ttl * 1e9))
-        return ttl

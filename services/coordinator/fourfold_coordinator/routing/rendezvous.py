@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 
 from fourfold.coordinator.v1 import rendezvous_service_pb2 as pb
 from fourfold.coordinator.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from fourfold.errors import ConfigError, InvalidInput, NotFound, Overloaded, PermissionDenied
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rpc.channel import check_target, split_target
-from fourfold.rpc.codec import check_id
+from fourfold.rpc.codec import check_id, duration
 from fourfold.security import principal
 from fourfold.security.access import Security
 from fourfold.security.principal import LOCAL
@@ -74,9 +73,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             )
         ends = self._clock.monotonic() + TTL_SECONDS
         self._offers[request.member_id] = _Offer(target=request.target, secret=request.secret, ends=ends)
-        ttl = Duration()
-        ttl.FromNanoseconds(int(TTL_SECONDS * 1e9))
-        return pb.OfferRendezvousResponse(ttl=ttl)
+        return pb.OfferRendezvousResponse(ttl=duration(TTL_SECONDS))
 
     async def FindRendezvous(self, request: pb.FindRendezvousRequest, context: Context) -> pb.FindRendezvousResponse:
         """Return the present offer of a trainer."""

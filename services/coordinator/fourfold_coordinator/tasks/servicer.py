@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 
 from fourfold.config import Config
@@ -28,7 +27,7 @@ from fourfold.errors import (
 )
 from fourfold.host.cancellation import completed
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
-from fourfold.rpc.codec import check_id
+from fourfold.rpc.codec import check_id, duration
 from fourfold.security import principal
 from fourfold.security.principal import LOCAL
 
@@ -140,7 +139,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         if request.all and (gateway := _gateway(request.gateway)):
             board.return_tasks(gateway, but=set(zip(request.task_ids, request.leases, strict=True)))
         gone = board.renew(request.task_ids, request.leases, [_session_from(s, now) for s in request.sessions])
-        return pb.RenewTasksResponse(ttl=_duration(self._run.config.agents.lease_seconds), gone_task_ids=gone)
+        return pb.RenewTasksResponse(ttl=duration(self._run.config.agents.lease_seconds), gone_task_ids=gone)
 
     async def ListTasks(self, request: pb.ListTasksRequest, context: Context) -> pb.ListTasksResponse:
         """List the leased tasks."""
@@ -185,8 +184,8 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             text="" if prompt.messages_json else prompt.text,
             answer=prompt.answer,
             metadata_json=prompt.metadata_json,
-            ttl=_duration(self._run.config.agents.lease_seconds),
-            time_left=_duration(self._run.board.time_left(attempt)),
+            ttl=duration(self._run.config.agents.lease_seconds),
+            time_left=duration(self._run.board.time_left(attempt)),
             evaluation=group.evaluation,
             seed=attempt.seed,
             lease=attempt.lease,
@@ -313,26 +312,19 @@ def _session_from(message: pb.TaskSession, now: float) -> AgentSession | None:
 
 
 def _state_of(attempt: Attempt, now: float) -> pb.TaskState:
-    state = pb.TaskState(
+    return pb.TaskState(
         task_id=attempt.task_id,
         gateway=attempt.gateway,
-        age=_duration(now - attempt.leased_at),
-        lease_left=_duration(attempt.lease_end - now),
+        age=duration(now - attempt.leased_at),
+        lease_left=duration(attempt.lease_end - now),
+        session=None if attempt.session is None else _session_message(attempt.session, now),
     )
-    if (session := attempt.session) is not None:
-        idle = None if session.idle_since is None else _duration(now - session.idle_since)
-        state.session.CopyFrom(
-            pb.TaskSession(
-                session_id=session.session_id,
-                turn_count=session.turn_count,
-                idle=idle,
-                expires_in=_duration(session.expires_at - now),
-            )
-        )
-    return state
 
 
-def _duration(seconds: float) -> Duration:
-    value = Duration()
-    value.FromNanoseconds(max(int(seconds * 1e9), 1))
-    return value
+def _session_message(session: AgentSession, now: float) -> pb.TaskSession:
+    return pb.TaskSession(
+        session_id=session.session_id,
+        turn_count=session.turn_count,
+        idle=None if session.idle_since is None else duration(now - session.idle_since),
+        expires_in=duration(session.expires_at - now),
+    )

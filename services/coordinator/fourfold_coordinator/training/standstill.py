@@ -81,7 +81,7 @@ class StandstillMonitor:
             self._longest = max(self._longest, now - self._moved_at)
             self._seen, self._moved_at = seen, now
         if self._board.needs:
-            self._moved_at = now  # that part tells for whom it waits
+            self._moved_at = now  # the part that needs something reports its wait
         waits = now - self._moved_at >= self._limit() and not self._board.closed
         self._board.set_standstill(self._cause(now) if waits else "", now - self._moved_at)
 

@@ -186,7 +186,7 @@ async def test_a_new_gateway_keeps_the_tasks_that_it_names_and_others_are_leased
 async def test_a_task_that_agents_give_back_again_and_again_is_missing() -> None:
     board = make_board(FakeClock())
     await opened(board, make_group(size=1))
-    for reason in ("SESSION_EXPIRED", "SESSION_EXPIRED", "ENVIRONMENT_DIED", "ENVIRONMENT_DIED"):
+    for reason in ("SESSION_EXPIRED", "DROPPED", "DROPPED", "ENVIRONMENT_DIED", "ENVIRONMENT_DIED"):
         (attempt,) = await board.lease("gateway-0", 1, wait=0)
         board.release(attempt.task_id, reason, again=True)
     assert (attempt.state, attempt.reason) == (AttemptState.MISSING, "ENVIRONMENT_DIED")

@@ -42,7 +42,8 @@ from ..state.samples import Trajectory
 
 log = logging.getLogger("fourfold.coordinator")
 
-SESSION_EXPIRED: Final = "SESSION_EXPIRED"  # reason of a gateway: its agent made no call for too long
+# Reasons of releases that are no fault of the task: its agent made no call for too long; `fourfold agents drop`.
+_NO_FAULTS: Final = ("SESSION_EXPIRED", "DROPPED")
 EXPIRED: Final = "EXPIRED"  # no trajectory came before the group's deadline
 BAD_TRAJECTORY: Final = "BAD_TRAJECTORY"  # what came breaks the contract
 _RETRY_SECONDS: Final = 2.0  # for agents that bring more groups than the run takes now
@@ -301,7 +302,7 @@ class TaskBoard:
         attempt = self._tasks.get(task_id)
         if attempt is not None and attempt.state is AttemptState.LEASED and lease in ("", attempt.lease):
             self._ends[m.TASKS_RELEASED] += 1
-            attempt.released += reason != SESSION_EXPIRED  # agents that are gone are no fault of the task
+            attempt.released += reason not in _NO_FAULTS
             self._return(attempt, "" if again and attempt.released <= self._max_releases else reason)
 
     def find(self, task_id: str) -> Attempt | bytes:

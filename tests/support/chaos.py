@@ -299,7 +299,7 @@ def run_chaos(folder: Path, events: int, seed: int, *, disk: bool) -> dict[str, 
         end = time.monotonic() + END_SECONDS
         while (left := {pid for pid in everything if psutil.pid_exists(pid)}) and time.monotonic() < end:
             time.sleep(0.1)
-    except AssertionError as failure:
+    except (AssertionError, subprocess.TimeoutExpired) as failure:
         error = f"{failure}\n" + "\n".join(line for _, line in run.console[-30:]) + logs_of(run.run_dir)
     finally:
         for pid in descendants({process.pid}) | {process.pid}:

@@ -34,6 +34,7 @@ _TICK_SECONDS: Final = 1.0
 _USUAL: Final = 8  # visits of a phase whose median is usual
 _MAX_NAMES: Final = 8
 _MIN_VISITS: Final = 3  # fewer do not tell what is usual
+_SAMPLING_LIMIT: Final = f", ended after {format_duration(STALL_SECONDS)} without a token"
 _SAMPLING: Final = (pb.RUN_PHASE_GENERATING, pb.RUN_PHASE_EVALUATING)
 # What the coordinator itself does where no part of the run has a call in flight.
 _OWN_WORK: Final = {
@@ -56,7 +57,8 @@ class StandstillMonitor:
         disk: DiskWriter,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._step_seconds = config.trainer.step_timeout_seconds
+        longest = format_duration(config.trainer.step_timeout_seconds)
+        self._step_limit = f", at most {longest}: trainer.step_timeout_seconds"
         self._board, self._router, self._tasks, self._clock = board, router, tasks, clock
         self._weights, self._disk = weights, disk
         self._seen: tuple[object, ...] = ()
@@ -103,14 +105,14 @@ class StandstillMonitor:
 
     def _cause(self, now: float) -> str:
         """Return what the run waits for, for how long, and what ends the wait."""
-        parts = list(self._calls(now))
-        if update := self._weights.describe():  # also of a late engine, for which the loop waits
-            parts.insert(0, update)
-        if self._phase in _SAMPLING and (agents := self._tasks.describe()):
-            environments = self._router.explain(Role.ROLE_ENVIRONMENT)
-            parts.insert(0, f"agents ({agents}; environments: {environments})")
+        parts = []
         if (since := self._disk.pending_since) is not None and now - since >= WAIT_SECONDS:
-            parts.insert(0, f"the disk (it has not ended a write for {format_duration(now - since)})")
+            parts.append(f"the disk (it has not ended a write for {format_duration(now - since)})")
+        if self._phase in _SAMPLING and (agents := self._tasks.describe()):
+            parts.append(f"agents ({agents}; environments: {self._router.explain(Role.ROLE_ENVIRONMENT)})")
+        if update := self._weights.describe():  # also of a late engine, for which the loop waits
+            parts.append(update)
+        parts += self._calls(now)
         own = _OWN_WORK.get(self._phase, "has no call in flight; its log says what it did last")
         return ", ".join(parts) or f"the coordinator ({own})"
 
@@ -120,16 +122,12 @@ class StandstillMonitor:
         for replica in self._router.replicas():
             name, role = replica.member.member_id, replica.member.role
             if call := replica.pending_call:
-                limit = f", at most {format_duration(self._step_seconds)}: trainer.step_timeout_seconds"
-                yield f"{name} ({call}{limit if call in _LONG_CALLS else ''})"
+                limit = self._step_limit if call in _LONG_CALLS else ""
+                yield f"{name} ({call}{limit})"
             elif self._phase in _SAMPLING and (since := replica.calls_since) is not None:
                 age = format_duration(now - since)
-                ends = (
-                    f", ended after {format_duration(STALL_SECONDS)} without a token"
-                    if role == Role.ROLE_ROLLOUT
-                    else ""
-                )
-                found.append((since, f"{name} ({replica.outstanding} samples, the first for {age}{ends})"))
+                limit = _SAMPLING_LIMIT if role == Role.ROLE_ROLLOUT else ""
+                found.append((since, f"{name} ({replica.outstanding} samples, the first for {age}{limit})"))
         yield from (text for _, text in sorted(found)[:_MAX_NAMES])
         if len(found) > _MAX_NAMES:
             yield f"{len(found) - _MAX_NAMES} more"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -122,12 +122,14 @@ def format_bytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
 
 
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: the first column starts on the left, the others end on the right."""
-    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def align_columns(rows: Sequence[Sequence[str]], *, left: Container[int] = (0,)) -> list[str]:
+    """Return the lines of a table; the columns with the numbers in `left` are left-aligned, others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join([head.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
-        for head, *cells in rows
+        "  ".join(
+            cell.ljust(widths[i]) if i in left else cell.rjust(widths[i]) for i, cell in enumerate(cells)
+        ).rstrip()
+        for cells in rows
     ]
 
 

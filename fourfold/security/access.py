@@ -44,7 +44,6 @@ Operators may change it: `fourfold reward`, `fourfold agents`."""
 COORDINATOR: Final = Principal("coordinator")
 ROLLOUT: Final = Principal("rollout")
 VIEWER: Final = Principal("viewer", "viewer-0")
-OPERATOR: Final = Principal("operator", "operator-0")
 
 REVOKED_FILE: Final = "revoked.txt"
 WARN_DAYS: Final = 14

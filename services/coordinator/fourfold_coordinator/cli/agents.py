@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
-from rich.text import Text
 
 from fourfold.cli.numbers import number
 from fourfold.coordinator.client import AsyncTaskClient
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
 from fourfold.errors import ConfigError, NotFound, Unavailable
 from fourfold.host.program import resume_command
-from fourfold.text import format_duration
+from fourfold.text import align_columns, format_duration
 
 from ..launch.run_folder import COORDINATOR_LOCK, find_run, is_locked
-from .weights import add_actions, find_coordinator, make_grid, text_lines
+from .weights import add_actions, find_coordinator
 
 _TIMEOUT_SECONDS: Final = 10.0
 _ACTIONS: Final = {
@@ -85,18 +84,15 @@ def table(tasks: Sequence[pb.TaskState]) -> list[str]:
     """Return the lines of the table at the top of this module."""
     if not tasks:
         return ["no agent has a task of this run"]
-    grid = make_grid(("task", "session", "gateway", "turns", "idle", "expires in", "leased for"))
+    rows = [("task", "session", "gateway", "turns", "idle", "expires in", "leased for")]
     for task in tasks:
         session, known = task.session, task.HasField("session")
         idle = "samples" if known else "-"
-        cells = (
-            *(task.task_id, session.session_id or "-", task.gateway or "-", str(session.turn_count) if known else "-"),
-            format_duration(_seconds(session.idle)) if session.HasField("idle") else idle,
-            format_duration(_seconds(session.expires_in if known else task.lease_left)),
-            format_duration(_seconds(task.age)),
-        )
-        grid.add_row(*map(Text, cells))  # a plain str would be read as markup
-    return text_lines(grid)
+        idle = format_duration(_seconds(session.idle)) if session.HasField("idle") else idle
+        turns, left = str(session.turn_count) if known else "-", session.expires_in if known else task.lease_left
+        times = (idle, format_duration(_seconds(left)), format_duration(_seconds(task.age)))
+        rows.append((task.task_id, session.session_id or "-", task.gateway or "-", turns, *times))
+    return align_columns(rows, left=range(len(rows[0])))
 
 
 def _seconds(duration: Duration) -> float:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from rich.text import Text
-
 from fourfold.cli.numbers import number, whole
 from fourfold.coordinator.client import ScorerClient
 from fourfold.coordinator.v1 import scorer_service_pb2 as pb
 from fourfold.errors import ConfigError
+from fourfold.text import align_columns
 
-from .weights import add_actions, find_coordinator, make_grid, text_lines
+from .weights import add_actions, find_coordinator
 
 # A change waits until new services have answered and scored one sample.
 _TIMEOUT_SECONDS: Final = 60.0
@@ -95,8 +94,7 @@ def table(scorers: list[pb.Scorer]) -> list[str]:
     """Return the lines of the table at the top of this module."""
     if not scorers:
         return ["agents bring all rewards; the run has no scorers"]
-    columns = ("scorer", "weight", "part", "services", "samples", "agreement")
-    grid = make_grid(columns, right=("weight", "samples"))
+    rows = [("scorer", "weight", "part", "services", "samples", "agreement")]
     for scorer in scorers:
         name, weight = scorer.name, f"{scorer.weight:g}"
         for part in ("live", "canary", "shadow", "previous"):
@@ -106,9 +104,9 @@ def table(scorers: list[pb.Scorer]) -> list[str]:
             note = {"canary": f"{scorer.canary_share:.0%} of the groups", "shadow": _agreement(scorer)}.get(part, "")
             note = "; ".join(filter(None, (note, deployment.problem)))
             samples = "" if part == "previous" else f"{deployment.samples:,}"
-            grid.add_row(*map(Text, (name, weight, part, _services(deployment), samples, note)))
+            rows.append((name, weight, part, _services(deployment), samples, note))
             name = weight = ""
-    return text_lines(grid)
+    return align_columns(rows, left=(0, 2, 3, 5))
 
 
 def _services(deployment: pb.Deployment) -> str:

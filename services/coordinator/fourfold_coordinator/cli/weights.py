@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fourfold import config as configuration
 from fourfold.coordinator.client import CoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError
+from fourfold.text import align_columns
 
 from ..launch.run_folder import CONFIG_FILE, find_run, read_address
 
 _TIMEOUT_SECONDS: Final = 10.0
-_WIDTH: Final = 4096  # of the table: no error text is cut off
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,27 +71,10 @@ def table(plane: pb.GetWeightPlaneResponse) -> list[str]:
     if plane.last_update_seconds:
         paused = f"of which engines were paused for {plane.last_pause_seconds:.2f} s"
         lines.append(f"last update: {plane.last_update_seconds:.2f} s, {paused}")
-    columns = ("member", "state", "since", "version", "backend", "waits for", "last error")
-    grid = make_grid(columns, right=("since", "version"))
+    rows = [("member", "state", "since", "version", "backend", "waits for", "last error")]
     for party in plane.parties:
         version = "-" if party.policy_version < 0 else str(party.policy_version)
         waits_for = ", ".join(party.waits_for) or "-"
-        cells = (party.member_id, party.state, f"{party.state_seconds:.1f} s", version, party.backend or "-", waits_for)
-        grid.add_row(*map(Text, (*cells, party.last_error)))  # a plain str would be read as markup
-    return [*lines, "", *text_lines(grid)]
-
-
-def make_grid(columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
-    """Return a table without lines; the columns in `right` are aligned to the right."""
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        grid.add_column(column, justify="right" if column in right else "left", no_wrap=True)
-    return grid
-
-
-def text_lines(grid: Table) -> list[str]:
-    """Return a table as plain lines; no text is cut off."""
-    console = Console(width=_WIDTH, color_system=None)
-    with console.capture() as capture:
-        console.print(grid)
-    return [line.rstrip() for line in capture.get().splitlines()]
+        since, backend = f"{party.state_seconds:.1f} s", party.backend or "-"
+        rows.append((party.member_id, party.state, since, version, backend, waits_for, party.last_error))
+    return [*lines, "", *align_columns(rows, left=(0, 1, 4, 5, 6))]

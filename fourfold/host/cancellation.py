@@ -1,4 +1,4 @@
-"""Completes work that a cancellation would stop half-way, such as a change of which only the disk would know."""
+"""Completes work that a cancellation must not stop half-way: the disk would have a change, and its caller not."""
 
 from __future__ import annotations
 

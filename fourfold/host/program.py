@@ -1,4 +1,4 @@
-"""Finds the words with which a user's shell starts this program again, or continues a run."""
+"""Returns the shell commands that start this program again, or continue a run."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _ASCII_BLOCKS: Final = "_.-=+*%#"
 _NOTES: Final = 5
 _SILENT_SECONDS: Final = 2 * HEARTBEAT_SECONDS + 2.0
 _RECOVERIES: Final = 2
-_LAG_CHANGE_STEPS: Final = 50  # so long, a change of the lag limit is shown
+_LAG_CHANGE_STEPS: Final = 50  # for which a change of the lag limit is shown
 _NOTE: Final = "an old note"
 # Rows that a small terminal leaves out, the least important first.
 _OPTIONAL: Final = (

@@ -35,7 +35,7 @@ _RECOVERIES: Final = "recoveries"
 
 _SAVE_SECONDS: Final = 5.0
 _SAMPLE_SECONDS: Final = 2.0
-# Times as long as its last sum of memory, the meter rests: the kernel walks all pages of each process for one.
+# The meter sleeps so many times the duration of its last sum: for one, the kernel walks all pages of each process.
 _REST_SHARE: Final = 49
 # Member ids come from other processes, so their number must be limited.
 _MAX_NAMES: Final = 1000

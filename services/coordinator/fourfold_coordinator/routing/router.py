@@ -67,7 +67,7 @@ _TICK_SECONDS: Final = 0.25
 _NOTICE_SECONDS: Final = 0.02  # shortest time between two notices of changes
 _STARTS_PER_TURN: Final = 32  # inspections and streams that are started in one turn of the event loop
 _MAX_EXPLAINED: Final = 16  # members in one text
-_REST_SHARE: Final = 19  # times as long as its last pass over all members, a loop over them rests
+_REST_SHARE: Final = 19  # a loop over all members sleeps so many times the duration of its last pass
 _REFRESH_SECONDS: Final = 5.0  # between questions to a permanent member, whose process may be another one by now
 
 

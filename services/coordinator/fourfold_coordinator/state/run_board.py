@@ -42,7 +42,7 @@ class RunBoard:
             name=name, step_count=step_count, phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for=""
         )
         self.closed = False
-        self._histories = self._steps_added = self._member_lists = 0  # so often, rows were replaced or added
+        self._histories = self._steps_added = self._member_lists = 0  # how many times rows were replaced or added
         self._clock = clock
         self._change = asyncio.Event()
         self.set_max_policy_lag(max_policy_lag)
@@ -275,26 +275,22 @@ def _step_record(step: int, metrics: Mapping[str, Any]) -> pb.StepRecord:
 
 
 def _eval_record(row: EvalRow) -> pb.EvalRecord:
-    record = pb.EvalRecord(
+    return pb.EvalRecord(
         step=row.step,
-        mean_score=row.score,
-        answer_count=row.answer_count,
-        missing_count=row.missing_count,
+        sets=[pb.EvalSetRecord(name=result.name, **_numbers(result)) for result in row.sets],
         seconds=max((result.seconds for result in row.sets), default=0.0),
+        **_numbers(row),
     )
-    _set_interval(record, row)
-    for result in row.sets:
-        added = record.sets.add(
-            name=result.name,
-            mean_score=result.score,
-            answer_count=result.answer_count,
-            missing_count=result.missing_count,
-        )
-        _set_interval(added, result)
-    return record
 
 
-def _set_interval(record: pb.EvalRecord | pb.EvalSetRecord, result: EvalRow | SetResult) -> None:
-    record.half_width = math.nan if result.half_width is None else result.half_width
-    if result.bounds is not None:
-        record.low, record.high = result.bounds
+def _numbers(result: EvalRow | SetResult) -> dict[str, Any]:
+    """Return the fields that an evaluation and each of its sets have."""
+    low, high = result.bounds or (None, None)
+    return {
+        "mean_score": result.score,
+        "half_width": math.nan if result.half_width is None else result.half_width,
+        "low": low,
+        "high": high,
+        "answer_count": result.answer_count,
+        "missing_count": result.missing_count,
+    }

@@ -60,7 +60,7 @@ class _Leg:
     flight: Flight | None = None  # what that call takes of the replica's capacity
     began: float = 0.0  # of that call, on the router's clock
     flush_seconds: float | None = None  # of that call
-    forked: dict[int, int] = field(default_factory=dict)  # tokens that a rival has from the call in flight elsewhere
+    forked: dict[int, int] = field(default_factory=dict)  # tokens that this rival copied from the call in flight
 
 
 class GroupSampler:

@@ -48,7 +48,7 @@ log = logging.getLogger("fourfold.coordinator")
 
 GROUPS_PER_TURN: Final = 32  # admitted in one turn of the event loop, which starts as many calls
 _MAX_UNSENT: Final = 512  # groups that wait for an engine; others wait for their admission
-_ROOM_REST: Final = 9  # times as long as it took, a look at the room of all engines counts
+_ROOM_REST: Final = 9  # a look at the room of all engines is used for so many times its own duration
 _TICK_SECONDS: Final = 0.25  # room in an engine comes without a notice
 
 

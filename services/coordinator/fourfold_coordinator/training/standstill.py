@@ -26,7 +26,7 @@ from ..tasks.board import TaskBoard
 from ..weights.status import WeightPlaneStatus
 
 WAIT_SECONDS: Final = 10.0
-"""Without progress for so much longer than usual, the run waits."""
+"""A run without progress waits when its phase has taken so much longer than usual."""
 # Calls of the trainer that do the work of a phase. Their deadline is trainer.step_timeout_seconds.
 _LONG_CALLS: Final = frozenset({"TrainStep", "SaveCheckpoint", "LoadCheckpoint", "ExportModel"})
 _LONG_CALL_SECONDS: Final = 60.0  # that such a call may take while it is unknown what is usual

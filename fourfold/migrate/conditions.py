@@ -13,13 +13,9 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 KEYWORDS: Final = ("if", "then", "elif", "else", "fi", "for", "while", "until", "do", "done", "case", "esac", "{", "}")
+LOOPS: Final = ("for", "while", "until")
 _NUMBERS: Final[Mapping[str, Callable[[int, int], bool]]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-lt": operator.lt,
-    "-le": operator.le,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
+    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 _WHOLE: Final = re.compile(r"\s*[-+]?\d{1,18}\s*")
 _UNKNOWN: Final = re.compile(r"<[A-Za-z0-9_?!#$-]+>")  # a placeholder
@@ -74,11 +70,11 @@ def matches(text: str, pattern: str) -> bool | None:
 
 
 def command_status(words: Sequence[str]) -> bool | None:
-    """Return whether a command succeeds: a test, `true`, `false`, or an assignment, which has no words."""
+    """Return whether a command succeeds: a test, `true`, `false`, or an assignment (without words, or `export`)."""
     match words:
         case ["!", *rest]:
             return invert(command_status(rest))
-        case [] | ["true" | ":"]:
+        case [] | ["true" | ":"] | ["export" | "local" | "readonly" | "declare" | "typeset", *_]:
             return True
         case ["false"]:
             return False

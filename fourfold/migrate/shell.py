@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fourfold.errors import ConfigError
-from fourfold.migrate.conditions import KEYWORDS, Block, both, command_status, either, invert, matches
+from fourfold.migrate.conditions import KEYWORDS, LOOPS, Block, both, command_status, either, invert, matches
 from fourfold.text import clean
 
 MAX_SCRIPT: Final = 1 << 20
@@ -27,12 +27,12 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
 _EXPANSION: Final = re.compile(r"(\d+|[A-Za-z_][A-Za-z0-9_]*)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _BEFORE_COMMANDS: Final = frozenset(
-    [
-        *("!", "time", "export", "local", "readonly", "declare", "typeset", "env", "nohup", "exec", "command"),
-    ]
+    ("!", "time", "export", "local", "readonly", "declare", "typeset", "env", "nohup", "exec", "command")
 )
+_SETTERS: Final = ("let", "read", "unset", "mapfile", "readarray", "getopts")
 _SEPARATOR: Final = re.compile(r"&&|\|\||;;&?|;&|[\n;&|()]")
 _ARITHMETIC: Final = re.compile(r"\(\(([^()]*)\)\)")
+_ARITHMETIC_SET: Final = re.compile(r"\+\+|--|[^=!<>]=[^=]")
 _OPERATORS: Final[Mapping[type[ast.AST], Callable[[int, int], int]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -96,7 +96,8 @@ def read_command(
         script.notes.append(f"{path} has {len(found)} training commands; this is the first")
     for name in sorted(reader.conditional & reader.used):
         script.notes.append(
-            f"{path} sets {name} inside of a condition or loop, which is not evaluated; this value is used: "
+            f"{path} sets {name} inside of a condition or loop, or by a command, which is not evaluated; this value is "
+            f"used: "
             f"{clean(f'{name}={reader.text_of(name)}', 120)}"
         )
     return script
@@ -138,6 +139,7 @@ class _Reader:
         """Return a reader of a command inside of quotes, with the same variables."""
         inner = _Reader(text, self._path, self._fixed, self._environment)
         inner._values, inner.placeholders = self._values, self.placeholders
+        inner.conditional, inner.used = self.conditional, self.used
         return inner
 
     def text_of(self, name: str) -> str:
@@ -156,6 +158,8 @@ class _Reader:
             elif opening and (match := _ARITHMETIC.match(text, self._at)):
                 self._at = match.end()
                 words += ["((", self._arithmetic(match[1])]
+                if _ARITHMETIC_SET.search(match[1]):
+                    self._doubt(match[1])
             elif separator := _SEPARATOR.match(text, self._at):
                 self._at = separator.end()
                 if words and self._runs is not False:
@@ -180,6 +184,8 @@ class _Reader:
 
     def _end_command(self, words: list[str], separator: str) -> None:
         """Follow the status of a command, and what its end means for the next one."""
+        if words and words[0] in _SETTERS:
+            self._doubt(" ".join(words))
         if words or self._assigned:
             own = command_status(words)
             if self._linked is not False:
@@ -270,6 +276,7 @@ class _Reader:
             body = self._text[self._at : end.start() if end else len(self._text)]
             self._at = min(end.end() + 1, len(self._text)) if end else len(self._text)
             if name and name not in self._fixed and len(body) <= _MAX_WORD:
+                self.conditional.discard(name)
                 self._values[name] = self.nested('"' + body.replace('"', '\\"') + '"')._word()
         self._heredocs = []
 
@@ -289,12 +296,20 @@ class _Reader:
         elif more:
             value = before + value
         self._check_size(sum(map(len, value)))
-        uncertain = self._runs is None or any(block.keyword == "for" for block in self._blocks)
-        self.conditional = self.conditional | {name} if uncertain and value != before else self.conditional - {name}
+        uncertain = self._runs is None or any(block.keyword in LOOPS for block in self._blocks)
+        if uncertain and value != before:
+            self.conditional.add(name)
+        elif not re.search(rf"\$\{{?{name}\b", self._text[match.end() : self._at]):  # not made of its old value
+            self.conditional.discard(name)
         if self._runs is None and name in self._values.keys() - self._guessed:
             return
         self._guessed = self._guessed | {name} if self._runs is None else self._guessed - {name}
         self._values[name] = value
+
+    def _doubt(self, text: str) -> None:
+        """Name the variables of a text, which a command that is not evaluated may change."""
+        if self._runs is not False:
+            self.conditional.update(self._values.keys() & _NAME.findall(text))
 
     def _array(self) -> list[str]:
         words: list[str] = []

@@ -67,6 +67,7 @@ def test_what_only_a_shell_knows_is_a_placeholder_with_its_reason() -> None:
         ("if ! false; then if [ a = b ]; then N=1; else N=2; fi; fi\ntrain $N", "2"),
         ("case $1 in @(a|b)) N=1;; esac\ntrain x", "x"),
         ("while [ 1 -gt 2 ]; do N=1; done\ntrain ${N:-0}", "0"),
+        ("export N=1 && M=2 || M=3\ntrain $N $M", "1 2"),
         ("N=1\nif [ a = b ]; then read -d '' N <<EOF\n2\nEOF\nfi\ntrain $N", "1"),
     ],
 )  # fmt: skip
@@ -84,13 +85,20 @@ def test_a_branch_that_does_not_run_is_left_out(text: str, words: str) -> None:
         ("N=1\nwhile [[ $# -gt 0 ]]; do\n case $1 in\n --n) N=$2; shift 2;;\n *) shift;; esac\ndone\ntrain $N", "1"),
         ("N=(a b)\nif [ -f x ]; then N+=(c); fi\ntrain ${N[@]}", "a b"),
         ("if [ -f x ]; then N=1; else N=2; fi\ntrain $N", "2"),
+        ("N=1\nwhile [ $N -lt 3 ]; do N=$((N + 1)); done\ntrain $N", "2"),
+        ("N=1\nuntil [ $N -ge 3 ]; do ((N++)); done\ntrain $N", "1"),
+        ("while [ $# -gt 0 ]; do case $1 in --n) N=$2;; esac; done\nN=${N:-4}\ntrain $N", "<2>"),
+        ("if [ -f x ]; then N=1; fi\ntrain ${M:-$N}", "1"),
+        ("N=1\nread N < file\ntrain $N", "1"),
+        ("N=1\nunset N\ntrain ${N:-2}", "1"),
     ],
 )
 def test_under_an_unknown_condition_a_value_of_before_is_kept_and_named(text: str, words: str) -> None:
     script = read(text)
     assert " ".join(script.words) == words
     assert script.notes == [
-        f"script.sh sets N inside of a condition or loop, which is not evaluated; this value is used: N={words}"
+        f"script.sh sets N inside of a condition or loop, or by a command, which is not evaluated; this value is "
+        f"used: N={words}"
     ]
 
 

@@ -23,6 +23,7 @@ from fourfold.rollout.client import CompletionChunk
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_coordinator.cli import chat
 from fourfold_coordinator.cli.chat import Conversation, IncrementalDecoder
+from fourfold_coordinator.launch.run_folder import RUN_LOCK, locked
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<e>\n{% endfor %}"
@@ -110,6 +111,11 @@ def test_a_run_gives_its_model_system_message_and_temperature(tmp_path: Path) ->
         settings(str(tmp_path))
     with pytest.raises(ConfigError, match=r"has no folder `model-step-3` yet.*fourfold run --resume"):
         settings(str(tmp_path / "model-step-3"))
+    with (
+        locked(tmp_path / RUN_LOCK, "it"),
+        pytest.raises(ConfigError, match=r"neither an exported model nor a checkpoint; wait: it is in progress$"),
+    ):
+        settings(str(tmp_path))
     (tmp_path / "model").mkdir()
     assert settings(str(tmp_path)) == (f"{tmp_path}/model", "Reply with only the final answer.", 0.7)
     assert settings(str(tmp_path), "--system", "", "--temperature", "0") == (f"{tmp_path}/model", "", 0.0)

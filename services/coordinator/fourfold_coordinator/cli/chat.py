@@ -29,7 +29,6 @@ from fourfold.config import Config
 from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import ConfigError, WrongState
 from fourfold.host.process import Command, Supervisor
-from fourfold.host.program import resume_command
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.client import RolloutClient
@@ -38,6 +37,7 @@ from fourfold.security.tokens import read_token
 from fourfold.text import clean, printable
 
 from ..data.question import last_message
+from ..launch.exports import way_to_export
 from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE, find_run
 from .evaluate import newest_model
 
@@ -122,7 +122,7 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
     if not model.is_dir():
         raise ConfigError(
             f"{run_dir} has no folder `{model.name}` yet: the model is exported at the end of a run, and every "
-            f"checkpoint.export_every_steps; wait, or continue a run that has stopped: {resume_command(run_dir)}"
+            f"checkpoint.export_every_steps; {way_to_export(run_dir)}"
         )
     config = configuration.load(run_dir / CONFIG_FILE)
     args.chat, args.stop_token_ids = config.data.chat, config.sampling.stop_token_ids

@@ -56,10 +56,7 @@ def find_weights(run_dir: Path, wanted: str) -> Weights:
     """
     known = all_weights(run_dir)
     if not known:
-        raise ConfigError(
-            f"{run_dir} has neither an exported model nor a checkpoint; wait, or continue a run that has stopped: "
-            f"{resume_command(run_dir)}"
-        )
+        raise ConfigError(f"{run_dir} has neither an exported model nor a checkpoint; {way_to_export(run_dir)}")
     if wanted == "last":
         return known[max(known)]
     if wanted == "best":
@@ -107,13 +104,22 @@ def _listed(steps: Sequence[int]) -> str:
     return "step " + ", ".join(map(str, sorted(steps)))
 
 
+def way_to_export(run_dir: Path) -> str:
+    """Return what to do about a run that has not exported a model."""
+    return "wait: it is in progress" if _in_progress(run_dir) else f"continue it: {resume_command(run_dir)}"
+
+
+def _in_progress(run_dir: Path) -> bool:
+    return is_locked(run_dir / RUN_LOCK) or is_locked(run_dir / COORDINATOR_LOCK)
+
+
 def check_exportable(config: Config, run_dir: Path, step: int) -> None:
     """Check that a trainer of one machine may export a checkpoint of a run.
 
     Raises:
         ConfigError: the run is in progress, so that its own trainer may write, or has its trainer on several nodes.
     """
-    if is_locked(run_dir / RUN_LOCK) or is_locked(run_dir / COORDINATOR_LOCK):
+    if _in_progress(run_dir):
         raise ConfigError(
             f"{run_dir} is in progress and has not exported step {step}; stop it, or take weights that it exports "
             f"(checkpoint.export_every_steps, and its end)"

@@ -23,7 +23,7 @@ def install_command(*requirements: str, options: str = "") -> str:
     own = python.with_name("pip")
     if found and own.exists() and own.samefile(found):
         program = "pip"
-    elif _has_pip():
+    elif version_of("pip"):  # not `find_spec`: setuptools warns when that looks for pip after distutils was imported
         program = f"{shlex.quote(_shown(python))} -m pip"
     else:
         program, options = "uv pip", f"--python {shlex.quote(_shown(python))} {options}".strip()
@@ -31,11 +31,12 @@ def install_command(*requirements: str, options: str = "") -> str:
     return " ".join(filter(None, [program, "install", options, shlex.join(words)]))
 
 
-def _has_pip() -> bool:
-    # Not `find_spec`: setuptools warns when that looks for pip after distutils was imported.
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version("pip"))
-    return False
+def version_of(package: str) -> str:
+    """Return the installed version of a package; empty if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _source(requirement: str) -> list[str]:

@@ -13,7 +13,8 @@ Every service reads the whole recipe, so that distribution must be installed bes
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -22,16 +23,22 @@ from fourfold.table import Table
 from fourfold.text import choices, clean
 
 
-def load_entry(point: EntryPoint) -> Any:
-    """Return the object of an entry point. Raises ConfigError: its module cannot be imported, or has no such object."""
+@contextmanager
+def foreign_code(what: str) -> Iterator[None]:
+    """Raise ConfigError with the reason, "WHAT (reason)", if code of another distribution raises anything."""
     try:
-        return point.load()
-    except Exception as error:  # a module of another distribution may raise any
+        yield
+    except Exception as error:
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise ConfigError(
-            f"entry point {point.group}: {point.name} = {point.value} cannot be loaded "
-            f"({clean(f'{kind}{error}', 300)}); repair or remove the distribution that has it"
+            f"{what} ({clean(f'{kind}{error}', 300)}); repair or remove the distribution that has it"
         ) from None
+
+
+def load_entry(point: EntryPoint) -> Any:
+    """Return the object of an entry point. Raises ConfigError: its module cannot be imported, or has no such object."""
+    with foreign_code(f"entry point {point.group}: {point.name} = {point.value} cannot be loaded"):
+        return point.load()
 
 
 class Definition(Table):

@@ -7,7 +7,6 @@ a child process, because a broken one may crash.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -27,7 +26,7 @@ from fourfold.cli.main import how_to_install
 from fourfold.host.disk import RUN_GIB, free_gib
 from fourfold.host.hardware import available_memory, has_fast_bfloat16, machine_gpus, visible_gpus
 from fourfold.host.program import program
-from fourfold.install import install_command
+from fourfold.install import install_command, version_of
 from fourfold.model import folder as model_folder
 
 _GIB: Final = 1 << 30
@@ -260,14 +259,6 @@ def _import(module: str, code: str) -> Check:
     last = (done.stderr.strip().splitlines() or ["no output"])[-1]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     return Check("missing", f"{module}: import failed ({how}): {last}", again)
-
-
-def version_of(package: str) -> str:
-    """Return the installed version of a package; empty if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def find_gpus() -> list[str]:

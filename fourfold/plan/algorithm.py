@@ -10,10 +10,9 @@ from typing import Final
 
 from fourfold.algorithm import aggregation, corrections, kl
 from fourfold.algorithm.advantages import factor
-from fourfold.algorithm.registry import Definition
+from fourfold.algorithm.registry import Definition, foreign_code
 from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig, KlConfig
-from fourfold.errors import ConfigError
 
 # Largest |p - o| of a token at the same weights in micro-batches of other samples, in nats: benchmarks/results,
 # logprob_noise-tiny-*-cpu and logprob_noise-trained-float32-cuda, rounded up. In bfloat16 the one GPU measured there
@@ -62,13 +61,8 @@ def algorithm_plan(config: Config) -> list[str]:
 
 
 def _formula(definition: Definition) -> str:
-    try:
+    with foreign_code(f"algorithm: the formula of kind {definition.kind!r} of {type(definition).__module__} failed"):
         return definition.formula()
-    except Exception as error:  # of another distribution
-        raise ConfigError(
-            f"algorithm: the formula of kind {definition.kind!r} ({type(definition).__module__}) failed with "
-            f"{type(error).__name__}: {error}; repair it, or choose another kind"
-        ) from None
 
 
 def _legend(config: Config) -> str:

@@ -127,10 +127,8 @@ def kv_cache_tokens(pool: RolloutPool, shape: ModelShape) -> int | None:
 
 def checkpoint_bytes(config: Config, sizes: ModelSizes) -> int:
     """Return the bytes of one checkpoint: masters, moments and average of the policy, and those of a critic."""
-    shape, trained = sizes.policy, sizes.trained
-    average = 4 * (shape.parameter_count if trained is None else trained) if config.trainer.ema_decay else 0
-    of_critic = _master_bytes(config, sizes.critic) if config.algorithm.needs_critic else 0
-    return average + _master_bytes(config, shape, trained) + of_critic
+    of_critic = _state_bytes(config, sizes.critic) if config.algorithm.needs_critic else 0
+    return _state_bytes(config, sizes.policy, sizes.trained, average=bool(config.trainer.ema_decay)) + of_critic
 
 
 def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
@@ -170,8 +168,9 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
     weights = weight_bytes(config, shape)
     shares = ranks if stage >= 1 else 1
     on_gpu, offloaded = config.trainer.device == "cuda", config.trainer.offload != "none"
+    update_after_passes = on_gpu and not offloaded
     flat_copy = 4 * count // shares if config.model.dtype == "bfloat16" or offloaded else 0
-    kept = (_master_bytes(config, shape, trained) + (4 * count if config.trainer.ema_decay else 0)) // shares
+    kept = _state_bytes(config, shape, trained, average=bool(config.trainer.ema_decay)) // shares
     passing = activation_bytes(config, shape) + logits_bytes(config, shape)
     gathered = min(shape.parameter_count, max(_GATHERED_PARAMETERS, shape.largest_block)) if stage == 3 else 0
     gathered *= _bytes_per_weight(config)
@@ -183,9 +182,8 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
         weights=weights // ranks + second + gathered if stage == 3 else weights,
         gathered=gathered,
         gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_per_weight(config) * count,
-        # The update comes after the passes.
-        optimizer=kept if on_gpu and not offloaded else kept + flat_copy,
-        activations=max(passing, flat_copy) if on_gpu and not offloaded else passing,
+        optimizer=kept + (0 if update_after_passes else flat_copy),
+        activations=max(passing, flat_copy if update_after_passes else 0),
         programs=_TRAINER_ON_GPU if on_gpu else _TRAINER_PROGRAM,
     )
 
@@ -210,10 +208,9 @@ def _hosts(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
 
 
 def _host(config: Config, role: str, shape: ModelShape, trained: int | None, ranks: int, average: bool) -> MemoryRow:
-    count = shape.parameter_count if trained is None else trained
     stage = config.trainer.zero_stage
     moved = weight_bytes(config, shape) // ranks if stage == 3 else 0
-    restored = (_master_bytes(config, shape, trained) + (4 * count if average else 0)) // (ranks if stage else 1)
+    restored = _state_bytes(config, shape, trained, average=average) // (ranks if stage else 1)
     if config.trainer.offload != "none":
         moved = restored = 0
     return MemoryRow(
@@ -250,13 +247,14 @@ def _split_offloaded(config: Config, whole: MemoryRow, shape: ModelShape) -> lis
     return [on_device, in_main_memory]
 
 
-def _master_bytes(config: Config, shape: ModelShape, trained: int | None = None) -> int:
-    """Return the bytes of masters and moments: AdamW has two moments per parameter, Muon one per matrix element."""
+def _state_bytes(config: Config, shape: ModelShape, trained: int | None = None, *, average: bool = False) -> int:
+    """Return the bytes of masters, moments and average: AdamW has two moments per parameter, Muon one of a matrix."""
     count = shape.parameter_count if trained is None else trained
+    whole = (16 if average else 12) * count
     if config.trainer.optimizer == "adamw":
-        return 12 * count
+        return whole
     embeddings = shape.vocabulary * shape.hidden * (1 if shape.tied else 2) if trained is None else 0
-    return 12 * count - 4 * (count - embeddings)
+    return whole - 4 * (count - embeddings)
 
 
 def _rollout(config: Config, shape: ModelShape, pool: RolloutPool) -> MemoryRow:

@@ -143,12 +143,12 @@ def _guess(config: Config, sizes: ModelSizes, gpus: Sequence[Gpu], found: Prefli
     if elsewhere or config.agents.source != "none" or (device := device_of(config, gpus)) is None:
         return f"unknown. {NO_RATES}", []
     text, seconds = guess_text(config, sizes, device, found.prompt_tokens)
-    if config.trainer.device == "cuda" or seconds <= _LONG_SECONDS:  # runs on GPUs may take days
-        return f"{text} {NO_RATES}", []
-    return f"{text} {NO_RATES}", [
+    warning = (
         f"The run takes about {format_duration(seconds)} on this CPU, more than two hours, by the guess below: lower "
         f"steps, batch.prompts_per_step or sampling.max_new_tokens, or train on a GPU."
-    ]
+    )
+    is_long = config.trainer.device == "cpu" and seconds > _LONG_SECONDS  # runs on GPUs may take days
+    return f"{text} {NO_RATES}", [warning] * is_long
 
 
 def _model(config: Config, shape: ModelShape) -> str:

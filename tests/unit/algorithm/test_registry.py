@@ -188,7 +188,7 @@ def test_a_definition_that_raises_is_named(installed: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(type(config.algorithm.loss), "formula", formula)
     with pytest.raises(
-        ConfigError, match=r"the formula of kind 'quadratic' \(my_losses\) failed with KeyError: 'beta'"
+        ConfigError, match=r"the formula of kind 'quadratic' of my_losses failed \(KeyError: 'beta'\); repair or remove"
     ):
         algorithm_plan(config)
     (tmp_path / "broken_losses.py").write_text("1 / 0\n")

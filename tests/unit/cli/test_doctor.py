@@ -16,7 +16,7 @@ from fourfold.cli import doctor
 from fourfold.cli.doctor import Check
 from fourfold.host import hardware
 from fourfold.host.program import program
-from fourfold.install import install_command
+from fourfold.install import install_command, version_of
 from fourfold.model import folder
 from fourfold.sandbox import SandboxSupport
 
@@ -48,8 +48,7 @@ def test_development_machine_runs_every_service(capsys: pytest.CaptureFixture[st
 def test_missing_package_gives_the_exact_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = doctor.version_of
-    monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "deepspeed" else found(name))
+    monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "deepspeed" else version_of(name))
     assert run() == 1
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("  missing  trainer: not installed: deepspeed")
@@ -74,8 +73,7 @@ def test_sandbox_of_the_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_missing_optional_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = doctor.version_of
-    monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "ray" else found(name))
+    monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "ray" else version_of(name))
     ray = next(check for check in doctor.extras() if "--launcher ray" in check.text)
     assert (ray.state, ray.fix) == ("none", install_command("fourfold-coordinator[ray]"))
     assert run() == 0

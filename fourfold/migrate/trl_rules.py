@@ -410,11 +410,6 @@ def _rewards(draft: Draft, options: Options) -> None:
             draft.set(f"{table}.weight", float(weights[index]), "reward_weights")
     if "soft_overlong_punishment" not in functions:
         draft.leave("not needed without soft_overlong_punishment", "max_completion_len", "soft_punish_cache")
-    if any(name == "accuracy" or _last(name) in _ACCURACY for name in functions):
-        draft.set("data.answer_field", "solution", "reward_funcs", note="the column of accuracy_reward")
-
-
-_ACCURACY: Final = ("accuracy_reward", "reasoning_accuracy_reward")
 
 
 def _last(name: str) -> str:
@@ -430,25 +425,26 @@ def _one_reward(draft: Draft, table: str, flag: str, name: str) -> None:
         common.model(draft, f"{table}.model.source", name, flag)
         draft.set(f"{table}.model.device", "cuda")
         return
-    # The short names are those of open-r1; a function of the user's file may have such a name, too.
-    match name if name in ("accuracy", "format", "soft_overlong_punishment") else f".{_last(name)}":
-        case "accuracy" | ".accuracy_reward" | ".reasoning_accuracy_reward":
+    # The whole names are those of open-r1; a function of the user's file may end in such a name, too.
+    match name, _last(name):
+        case ("accuracy", _) | (_, "accuracy_reward" | "reasoning_accuracy_reward"):
             draft.set(f"{table}.function", "math_verify", flag)
+            draft.set("data.answer_field", "solution", flag, note="the column of accuracy_reward")
             draft.check(
                 f"reward: {_last(name)} becomes math_verify, which compares the final expression by the same library"
             )
-        case ".think_format_reward":
+        case _, "think_format_reward":
             draft.set(f"{table}.function", "format", flag)
             draft.set(f"{table}.options", {"pattern": _THINK}, flag)
-        case "format":
+        case "format", _:
             draft.set(f"{table}.function", "format", flag)
             draft.set(f"{table}.options", {"pattern": _THINK_ANSWER}, flag)
-        case "soft_overlong_punishment":
+        case "soft_overlong_punishment", _:
             longest, cache = draft.flags["max_completion_len"], draft.flags["soft_punish_cache"]
             draft.set(f"{table}.function", "length", flag)
             limits = {"target_tokens": longest - cache, "max_tokens": longest, "min": -1.0}
             draft.set(f"{table}.options", limits, "max_completion_len", "soft_punish_cache")
-        case ".get_soft_overlong_punishment":
+        case _, "get_soft_overlong_punishment":
             draft.set(f"{table}.function", "length", flag)
             draft.set(f"{table}.options", {"target_tokens": 1024, "max_tokens": 1280, "min": -1.0}, flag)
             draft.check("reward: length has the limits of trl grpo (1280 and 256); change them to yours")

@@ -240,26 +240,18 @@ def _bytes_by_gpu(config: Config, rows: Sequence[MemoryRow], *, only_persistent:
     `only_persistent` leaves out activations, gathered weights and programs.
     """
     by_role = {row.role: row for row in rows if row.on_gpu}
-    places = gpu_places(config)
-    prefixes = {pool.member_prefix for pool in config.rollout_pools}
-    engines = {
-        gpu: prefix
-        for name, place in places.items()
-        if (prefix := name.rpartition("-")[0]) in prefixes
-        for gpu in place
-    }
-    # By GPU: the models that stay on it.
-    models = [(gpu, "reference") for name, place in places.items() if name.startswith("reference") for gpu in place]
-    for table, _ in config.reward_models_on_gpus:
-        names = [f"{table.member_prefix}-{index}" for index in range(table.replicas)]
-        models += [(gpu, f"reward model {table.name}") for name in names for gpu in places[name]]
+    engines = {pool.member_prefix for pool in config.rollout_pools}
+    # By the prefix of members, without the trainer.
+    roles = {table.member_prefix: f"reward model {table.name}" for table, _ in config.reward_models_on_gpus}
+    roles |= {prefix: prefix for prefix in ("reference", *engines)}
+    places = {name: place for name, place in gpu_places(config).items() if name.rpartition("-")[0] in roles}
 
-    def size(role: str, *, between_steps: bool = False) -> int:
+    def size(role: str, *, between_steps: bool = False, asleep: bool = False) -> int:
         row = by_role.get(role)
         if row is None:
             return 0
-        persistent = row.weights - row.gathered + row.gradients + row.optimizer + row.kv_cache
-        passing = 0 if between_steps else row.activations + row.gathered
+        persistent = 0 if asleep else row.weights - row.gathered + row.gradients + row.optimizer + row.kv_cache
+        passing = 0 if asleep or between_steps else row.activations + row.gathered
         return persistent if only_persistent else persistent + passing + row.programs
 
     result = []
@@ -267,10 +259,9 @@ def _bytes_by_gpu(config: Config, rows: Sequence[MemoryRow], *, only_persistent:
         is_policy = gpu < config.trainer.ranks
         critics = ["critic"] if not config.critic_apart or not is_policy else []
         trainer = [*(["trainer"] if is_policy else []), *critics] if gpu < config.trainer_processes else []
-        engine = asleep = size(engines[gpu]) if gpu in engines else 0
-        if engine and config.rollout.sleep_mode:
-            asleep = 0 if only_persistent else by_role[engines[gpu]].programs
-        resident = sum(size(role) for index, role in models if index == gpu)
-        sampling = engine + resident + sum(size(role, between_steps=True) for role in trainer)
-        result.append((sampling, asleep + resident + sum(size(role) for role in trainer)))
+        others = [roles[name.rpartition("-")[0]] for name, place in places.items() if gpu in place]
+        sleeping = engines if config.rollout.sleep_mode else ()
+        sampling = sum(map(size, others)) + sum(size(role, between_steps=True) for role in trainer)
+        training = sum(size(role, asleep=role in sleeping) for role in others) + sum(map(size, trainer))
+        result.append((sampling, training))
     return result

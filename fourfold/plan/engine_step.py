@@ -12,7 +12,7 @@ bandwidth of its memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
@@ -91,19 +91,3 @@ class EngineStepFit:
                 factor = other[k] / row[k]
                 other[:] = [a - factor * b for a, b in zip(other, row, strict=True)]
         return [row[-1] / row[k] for k, row in enumerate(rows)]
-
-
-def fit_engine_step(points: Iterable[tuple[float, float]]) -> EngineStep:
-    """Return the engine step that has the least relative error at points of (running samples, seconds of a step).
-
-    Raises:
-        ValueError: all points have about the same number of samples, or a number is not above 0.
-    """
-    points, fit = list(points), EngineStepFit()
-    for samples, seconds in points:
-        if samples <= 0 or seconds <= 0:
-            raise ValueError(f"the point {samples:g} samples, {seconds:g} s must have numbers above 0")
-        fit.add(seconds=1.0, tokens=samples / seconds, samples=samples)
-    if (result := fit.result()) is None:
-        raise ValueError(f"{len(points)} points with about the same number of samples determine no line; add others")
-    return result

@@ -6,35 +6,35 @@ import random
 
 import pytest
 
-from fourfold.plan.engine_step import EngineStep, EngineStepFit, fit_engine_step
+from fourfold.plan.engine_step import EngineStep, EngineStepFit
 
 STEP = EngineStep(base=1.5e-3, per_sample=6e-6, per_context_token=1e-8)
 
 
+def fit_points(*points: tuple[float, float]) -> EngineStep | None:
+    """Fit an engine step to pairs of running samples and the seconds of a step."""
+    fit = EngineStepFit()
+    for samples, seconds in points:
+        fit.add(seconds=1.0, tokens=samples / seconds, samples=samples)
+    return fit.result()
+
+
 def test_points_on_a_line_give_the_line() -> None:
-    fitted = fit_engine_step([(n, 2e-3 + 9.4e-6 * n) for n in (1, 128, 512)])
-    assert fitted.base == pytest.approx(2e-3) and fitted.per_sample == pytest.approx(9.4e-6)
+    fitted = fit_points(*((n, 2e-3 + 9.4e-6 * n) for n in (1, 128, 512)))
+    assert fitted is not None and fitted.base == pytest.approx(2e-3) and fitted.per_sample == pytest.approx(9.4e-6)
     assert fitted.per_context_token == 0
 
 
 def test_no_term_is_negative() -> None:
-    faster = fit_engine_step([(1, 3e-3), (100, 2.9e-3), (200, 2.8e-3)])
-    assert faster.per_sample == 0 and 2.8e-3 < faster.base < 3e-3
-    steep = fit_engine_step([(10, 1e-3), (20, 4e-3)])
-    assert steep.base == 0 and 1e-4 < steep.per_sample < 2e-4
+    faster = fit_points((1, 3e-3), (100, 2.9e-3), (200, 2.8e-3))
+    assert faster is not None and faster.per_sample == 0 and 2.8e-3 < faster.base < 3e-3
+    steep = fit_points((10, 1e-3), (20, 4e-3))
+    assert steep is not None and steep.base == 0 and 1e-4 < steep.per_sample < 2e-4
 
 
-@pytest.mark.parametrize(
-    ("points", "message"),
-    [
-        ([(100, 1e-3)], "1 points with about the same number of samples"),
-        ([(100, 1e-3), (101, 2e-3)], "2 points with about the same number of samples"),
-        ([(100, 1e-3), (0, 2e-3)], "the point 0 samples, 0.002 s must have numbers above 0"),
-    ],
-)
-def test_points_that_determine_no_line_are_refused(points: list[tuple[float, float]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit_engine_step(points)
+def test_points_with_about_the_same_number_of_samples_determine_no_line() -> None:
+    assert fit_points((100, 1e-3)) is None
+    assert fit_points((100, 1e-3), (101, 2e-3)) is None
 
 
 def reports(fit: EngineStepFit, step: EngineStep, lengths: list[int], noise: random.Random) -> None:

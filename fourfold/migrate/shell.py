@@ -127,6 +127,7 @@ class _Reader:
         self._values: dict[str, list[str]] = {}
         self._heredocs: list[tuple[str, str]] = []
         self._blocks: list[Block] = []
+        self._loops = 0  # among the blocks
         self._status: bool | None = True  # of the last command
         self._linked: bool | None = True  # whether && and || let the next command run
         self._assigned = False  # whether the command has an assignment
@@ -201,6 +202,7 @@ class _Reader:
         """Open, advance or close a block."""
         if word in ("if", "for", "while", "until", "{"):
             self._blocks.append(Block(word, self._runs))
+            self._loops += word in LOOPS
         elif word == "case":
             self._step(" \t\n")
             self._blocks.append(Block(word, self._runs, subject=" ".join(self._word())))
@@ -208,7 +210,7 @@ class _Reader:
             self._word()  # in
             self._patterns(self._blocks[-1])
         elif self._blocks and word in ("fi", "done", "esac", "}"):
-            self._blocks.pop()
+            self._loops -= self._blocks.pop().keyword in LOOPS
         elif self._blocks:
             self._blocks[-1].advance(word, self._status)
 
@@ -296,14 +298,17 @@ class _Reader:
         elif more:
             value = before + value
         self._check_size(sum(map(len, value)))
-        uncertain = self._runs is None or any(block.keyword in LOOPS for block in self._blocks)
-        if uncertain and value != before:
+        runs = self._runs
+        if (runs is None or self._loops) and value != before:
             self.conditional.add(name)
         elif not re.search(rf"\$\{{?{name}\b", self._text[match.end() : self._at]):  # not made of its old value
             self.conditional.discard(name)
-        if self._runs is None and name in self._values.keys() - self._guessed:
+        if runs:
+            self._guessed.discard(name)
+        elif name not in self._values:
+            self._guessed.add(name)
+        elif name not in self._guessed:
             return
-        self._guessed = self._guessed | {name} if self._runs is None else self._guessed - {name}
         self._values[name] = value
 
     def _doubt(self, text: str) -> None:

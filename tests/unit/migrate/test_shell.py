@@ -129,6 +129,15 @@ def test_hostile_text_is_refused_soon(text: str, error: str) -> None:
     assert time.process_time() - began < 5
 
 
+@pytest.mark.parametrize(
+    "text", ["{ " * 100_000 + "A=1;" * 100_000, "[ $X ] && { " + "".join(f"A{i}=1;" for i in range(90_000))]
+)
+def test_open_blocks_and_many_variables_take_no_long_time(text: str) -> None:
+    began = time.process_time()
+    read(text)
+    assert time.process_time() - began < 10
+
+
 def test_nothing_is_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     touched = tmp_path / "touched"
     attack = f"touch {touched}"

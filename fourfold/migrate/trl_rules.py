@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
@@ -15,6 +15,7 @@ from fourfold.migrate.draft import Draft
 from fourfold.migrate.flags import Flags, names_of, parse_arguments
 from fourfold.migrate.shell import Script, read_command
 from fourfold.migrate.trl import TABLE
+from fourfold.text import clean
 
 _PROGRAM: Final = re.compile(r"(^|/)((trl/scripts/)?grpo[\w-]*(\.py)?|trl\.scripts\.grpo|train_grpo\.py)$")
 _CALLS: Final = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig")
@@ -126,8 +127,11 @@ def _processes(draft: Draft, options: Options, launcher: str) -> None:
             "trainer.ranks = 1: the configuration does not have the number of processes, with which the batch grows. "
             "Import again with --gpus N"
         )
-    given = flags["deepspeed_config"] if isinstance(flags["deepspeed_config"], dict) else {}
-    stage = _STAGE.search(f"{flags['deepspeed']} zero{given.get('zero_stage', '')} {launcher}".lower())
+    given = flags["deepspeed_config"]
+    if not isinstance(given, dict):
+        given = {"deepspeed_config_file": given} if given else {}
+    file = flags["deepspeed"] or given.get("deepspeed_config_file")
+    stage = _STAGE.search(f"{file} zero{given.get('zero_stage', '')} {launcher}".lower())
     names = ["deepspeed_config"] if given else ["deepspeed"]
     draft.set("trainer.device", "cuda")
     draft.set("trainer.zero_stage", max(int(stage[1]), 1) if stage else 1, *names)
@@ -138,7 +142,7 @@ def _processes(draft: Draft, options: Options, launcher: str) -> None:
         draft.check(
             "the file is one of accelerate, with processes and ZeRO stage alone; import that of the training, too"
         )
-    if flags["deepspeed"] and not stage:
+    if file and not stage:
         draft.check("trainer.zero_stage = 1: the name of the DeepSpeed file has no stage; write that of the file")
 
 
@@ -391,8 +395,10 @@ def _rewards(draft: Draft, options: Options) -> None:
     entries = [("reward_model_name_or_path", model)] if model else []
     entries += [("reward_funcs", name) for name in functions]
     weights = flags["reward_weights"] or []
-    if not isinstance(weights, list | tuple):
-        weights = [weights]
+    try:
+        weights = [float(weight) for weight in (weights if isinstance(weights, list | tuple) else [weights])]
+    except (TypeError, ValueError):
+        raise ConfigError(f"reward_weights = {clean(str(weights), 80)} must be a list of numbers; correct it") from None
     if weights and len(weights) != len(entries):
         raise ConfigError(
             f"reward_weights has {len(weights)} numbers for {len(entries)} rewards; give one for each reward of "
@@ -407,7 +413,7 @@ def _rewards(draft: Draft, options: Options) -> None:
             draft.set(f"{table}.name", _scorer_name(name, index))
         _one_reward(draft, table, flag, name)
         if weights:
-            draft.set(f"{table}.weight", float(weights[index]), "reward_weights")
+            draft.set(f"{table}.weight", weights[index], "reward_weights")
     if "soft_overlong_punishment" not in functions:
         draft.leave("not needed without soft_overlong_punishment", "max_completion_len", "soft_punish_cache")
 
@@ -467,21 +473,20 @@ def _data(draft: Draft, options: Options) -> None:
     else:
         common.model(draft, "model.source", source, "model_name_or_path")
         draft.leave("not needed: a folder has no revisions", "model_revision")
-    split = (flags["dataset_train_split"], "dataset_train_split")
-    mixture, sources, name = flags["datasets"], list[dict[str, tuple[Any, str]]](), "datasets"
+    mixture, name, (path, config) = flags["datasets"], "datasets", ("path", "name")
+    sources: list[dict[str, tuple[Any, str]]] = []
     if isinstance(flags["dataset_mixture"], dict):
-        name = "dataset_mixture"
-        parts = [part for part in flags[name].get("datasets") or () if isinstance(part, dict)]
-        mixture = [part | {"path": part.get("id", ""), "name": part.get("config")} for part in parts]
+        name, (path, config) = "dataset_mixture", ("id", "config")
+        mixture = flags[name].get("datasets")
         draft.check("data.train: a weight of dataset_mixture is the share of the rows that open-r1 draws; write size")
-    if isinstance(mixture, Sequence) and not isinstance(mixture, str) and mixture:
-        for part in (part for part in mixture if isinstance(part, dict)):
-            found = {"path": part.get("path", ""), "split": part.get("split") or "train", "config": part.get("name")}
+    if isinstance(mixture, list | tuple) and mixture:
+        for part in (part for part in mixture if isinstance(part, dict) and part.get(path)):
+            found = {"path": part[path], "split": part.get("split") or "train", "config": part.get(config)}
             sources.append({key: (value, name) for key, value in found.items()})
         draft.leave(f"not needed: {name} is set", "dataset_name", "dataset_config", "dataset_train_split")
     elif flags["dataset_name"]:
-        config = (flags["dataset_config"], "dataset_config")
-        sources.append({"path": (flags["dataset_name"], "dataset_name"), "split": split, "config": config})
+        names = {"path": "dataset_name", "split": "dataset_train_split", "config": "dataset_config"}
+        sources.append({key: (flags[flag], flag) for key, flag in names.items()})
     common.sources(draft, "data.train", sources)
     draft.set("data.order", "shuffled" if flags["shuffle_dataset"] else "file", "shuffle_dataset")
     column = "dataset_prompt_column"  # open-r1 makes messages of it

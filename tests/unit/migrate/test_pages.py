@@ -84,7 +84,7 @@ def test_the_recipe_of_the_command_has_a_plan(
 )
 def test_no_value_of_a_flag_ends_in_a_traceback(rules: Any, least: str, form: str) -> None:
     for name in rules.TABLE:
-        for value in ("null", "0", "-1", "[]", "x"):
+        for value in ("null", "0", "-1", "[]", "x", "[{a: 1}]", "{datasets: 5}"):
             with suppress(ConfigError):
                 draft = rules.convert(least + form.format(name, value), Options(source="s"), {}, {})
                 draft.checked(draft.text("t"), "s")

@@ -261,6 +261,13 @@ def test_stage_0_becomes_stage_1_which_adds_gradients_in_float32() -> None:
     assert recipe_of(LEAST + "deepspeed: ds_zero0.json\n").trainer.zero_stage == 1
 
 
+def test_the_stage_is_in_the_name_of_the_file_of_deepspeed() -> None:
+    assert recipe_of(LEAST + "deepspeed_config: ds_zero3.json\n").trainer.zero_stage == 3
+    assert recipe_of(LEAST + "deepspeed_config: {deepspeed_config_file: a/zero_2.json}\n").trainer.zero_stage == 2
+    checks = draft_of(LEAST + "deepspeed_config: ds.json\n").checks
+    assert any("the name of the DeepSpeed file has no stage" in text for text in checks)
+
+
 def test_a_mixture_becomes_tables_with_splits_and_configurations() -> None:
     text = LEAST + "shuffle_dataset: false\ndatasets: [{path: a/b, name: main, split: test}, {path: rows.jsonl}]\n"
     recipe = config.from_tables(tomllib.loads(draft_of(text).text("test")), source="test")
@@ -317,6 +324,7 @@ def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
         (LEAST + "reward_weights: [1, 2]", "2 numbers for 1 rewards"),
         (LEAST + "beta: high", "beta = high must be a number"),
         ("a: [", "not valid YAML"),
+        (LEAST + "reward_weights: [x]", "reward_weights = ['x'] must be a list of numbers"),
         ("- 1\n- 2", "a list in place of names with values"),
         ("GRPOConfig(", "not valid Python"),
         ("python sft.py --learning_rate 1", "no command that runs TRL's GRPO"),

@@ -74,7 +74,7 @@ class DataConfig(Table):
     eval: tuple[EvalSourceConfig, ...] = Field(default=(), strict=False)
     """Held-out sets from sources of their own: one table [data.eval], or several [[data.eval]]."""
     eval_overlap: Literal["error", "warn"] = "error"
-    """Reaction to prompts of `eval` that are training prompts, too, exactly or but for case and spaces."""
+    """Reaction to prompts of `eval` that are training prompts, too; case and spaces are ignored."""
     holdout: HoldoutConfig | None = None
     """A held-out set that is taken out of the training data; its name is "holdout"."""
     curriculum: CurriculumConfig | None = None

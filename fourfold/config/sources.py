@@ -24,7 +24,7 @@ class DataSourceConfig(Table):
     """A source of prompts: a file, a folder or a data set of the Hugging Face Hub (`path`), or a generator."""
 
     path: str = ""
-    """JSONL, CSV, TSV or Parquet file; dataset folder (`save_to_disk`, or a copy of a repository of the hub); or
+    """JSONL, JSON, CSV, TSV or Parquet file; dataset folder (`save_to_disk`, or a copy of a repository of the hub); or
     `hf:OWNER/NAME`, a data set of the hub, with `@REVISION` if it is not the newest."""
     split: str = ""
     """Split of a dataset folder or of a data set of the hub. Empty: the only one."""

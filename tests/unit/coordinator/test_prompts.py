@@ -469,28 +469,26 @@ def test_separate_evaluation_data(tmp_path: Path, load: Callable[..., PromptSet]
 
 
 @pytest.mark.parametrize(
-    ("asked", "alike"),
+    ("asked", "overlaps"),
     [
-        ("What is  2 * 3?", 0),
-        ("what is 2 * 3?\n", 1),
-        ("\uff37hat is \uff12\u00a0* 3?", 1),
-        ([{"role": "system", "content": "Think."}, {"role": "user", "content": "What is  2 * 3?"}], 0),
-        ("What is 2 + 3?", None),
-        ([{"role": "user", "content": "Hi"}, {"role": "user", "content": "What is 2 * 3?"}], None),
+        ("What is  2 * 3?", True),
+        ("what is 2 * 3?\n", True),
+        ("\uff37hat is \uff12\u00a0* 3?", True),
+        ([{"role": "system", "content": "Think."}, {"role": "user", "content": "What is  2 * 3?"}], True),
+        ("What is 2 + 3?", False),
+        ([{"role": "user", "content": "Hi"}, {"role": "user", "content": "What is 2 * 3?"}], False),
     ],
 )
 def test_held_out_prompts_that_are_trained_are_refused(
-    tmp_path: Path, load: Callable[..., PromptSet], asked: Any, alike: int | None
+    tmp_path: Path, load: Callable[..., PromptSet], asked: Any, overlaps: bool
 ) -> None:
     train = write_jsonl(tmp_path / "a.jsonl", [{"question": "x"}, {"question": "What is  2 * 3?"}])
     held_out = write_jsonl(tmp_path / "b.jsonl", [{"question": "y"}, {"question": asked}])
     data = {"eval": {"path": str(held_out)}, "system_prompt": "Be brief."}
-    if alike is None:
+    if not overlaps:
         assert load(train, **data).warnings == ()
         return
-    words = (
-        rf"^1 of 2 prompts of the held-out set b are training prompts, too, {alike} of .*: row 1 is training row 1; rem"
-    )
+    words = r"^1 of 2 prompts of the held-out set b are training prompts, too .*: row 1 is training row 1; remove"
     with pytest.raises(ConfigError, match=words):
         load(train, **data)
     (warning,) = load(train, eval_overlap="warn", **data).warnings

@@ -1,5 +1,4 @@
-"""Finds prompts of held-out sets that are training prompts, too: exactly, or but for case, white space and forms of
-letters. One pass over the training prompts, of which nothing is kept."""
+"""Finds prompts of held-out sets that are also training prompts; case, white space and forms of letters are ignored."""
 
 from __future__ import annotations
 
@@ -15,34 +14,25 @@ if TYPE_CHECKING:
 def find_overlaps(train: Sequence[Prompt], held_out: Sequence[HeldOutSet]) -> list[str]:
     """Return a text on each held-out set with a source of its own that has prompts of the training data."""
     sets = [(held.name, [(_content(p), p) for p in held.prompts]) for held in held_out if held.rule.source is not None]
-    wanted = {_normalised(text) for _, prompts in sets for text, _ in prompts}
-    exact, places = set[str](), dict[str, int]()  # contents of training prompts, and their first rows
+    wanted = {content for _, prompts in sets for content, _ in prompts}
+    rows = dict[str, int]()  # the first training row of each content
     for prompt in train:
-        text = _content(prompt)
-        if (key := _normalised(text)) in wanted:
-            exact.add(text)
-            places.setdefault(key, prompt.index)
+        if (content := _content(prompt)) in wanted:
+            rows.setdefault(content, prompt.index)
     found = []
     for name, prompts in sets:
-        hits = [(text, prompt) for text, prompt in prompts if _normalised(text) in places]
-        if not hits:
-            continue
-        alike = sum(text not in exact for text, _ in hits)
-        text, prompt = hits[0]
-        found.append(
-            f"{len(hits):,} of {len(prompts):,} prompts of the held-out set {name} are training prompts, too, "
-            f"{alike:,} of them but for case and spaces, so that its score also measures what was memorized: row "
-            f"{prompt.index} is training row {places[_normalised(text)]}; remove them from one of the two"
-        )
+        if hits := [(prompt.index, rows[content]) for content, prompt in prompts if content in rows]:
+            found.append(
+                f"{len(hits):,} of {len(prompts):,} prompts of the held-out set {name} are training prompts, too "
+                f"(case and spaces are ignored), so its score would also measure memorized answers: row "
+                f"{hits[0][0]} is training row {hits[0][1]}; remove them from one of the two"
+            )
     return found
 
 
 def _content(prompt: Prompt) -> str:
-    """Return what a prompt asks: its messages without those of the system, which may differ between sets."""
+    """Return the normalized text of a prompt, without system messages: these may differ between sets."""
     messages = json.loads(prompt.messages_json) if prompt.messages_json else []
     asked = [f"{message['role']}: {message['content']}" for message in messages if message["role"] != "system"]
-    return "\n".join(asked) or prompt.text
-
-
-def _normalised(text: str) -> str:
+    text = "\n".join(asked) or prompt.text
     return " ".join((text if text.isascii() else unicodedata.normalize("NFKC", text)).casefold().split())

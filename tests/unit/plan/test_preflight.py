@@ -79,8 +79,8 @@ def test_the_plan_says_which_date_the_template_writes(folder: Path, monkeypatch:
         data_check.check_data(found)
         return found.notes["data"]
 
-    assert notes('data.date="2026-11-28"')[0] == "The chat template writes the date, here of 2026-11-28 (data.date)."
-    assert notes()[0].endswith("(a run has that of its beginning, data.date is another).")
+    assert notes('data.date="2026-11-28"')[0] == "The chat template writes the date: 2026-11-28 (data.date)."
+    assert notes()[0].endswith("(now; a run writes the date on which it begins).")
     assert len(notes("data.chat=false")) == 1
 
 

@@ -34,8 +34,8 @@ def check_data(preflight: Preflight) -> None:
     prompts = load_prompts(config, Tokenizer.load(folder, date=config.data.date))
     preflight.warnings += [*prompts.warnings, *check_scorers(config, config.reward, prompts)]
     if config.data.chat and "strftime_now" in (chat_template(folder) or ""):
-        when = "data.date" if preflight.config.data.date else "a run has that of its beginning, data.date is another"
-        preflight.note("data", f"The chat template writes the date, here of {config.data.date} ({when}).")
+        when = "data.date" if preflight.config.data.date else "now; a run writes the date on which it begins"
+        preflight.note("data", f"The chat template writes the date: {config.data.date} ({when}).")
     if prompts.train:
         preflight.note("data", _describe(config, prompts.train))
         for text in _describe_sources(config, prompts.train):

@@ -47,17 +47,19 @@ def template_tool(name: str, description: str, parameters: Mapping[str, Any]) ->
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def parse_arguments(text: str) -> Any:
-    """Return the JSON value of a text, {} for an empty one.
+def argument_value(value: Any) -> Any:
+    """Return the JSON value of a text, {} for an empty one; another value as it is.
 
     A text that is not JSON, or nested too deeply, stands for itself: a policy may write anything.
     """
-    try:
-        value = json.loads(text) if text.strip() else {}
-        json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which no tokenizer takes
+    if not isinstance(value, str):
         return value
+    try:
+        found = json.loads(value) if value.strip() else {}
+        json.dumps(found, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which no tokenizer takes
+        return found
     except (ValueError, RecursionError):
-        return text
+        return value
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
@@ -73,11 +75,10 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
     """Return the tools of a data row, a list or one as JSON text. Raises InvalidInput: a tool is malformed."""
-    found = _without_nulls(_value(value))
     tools = []
-    for tool in found if isinstance(found, list) else [found] if found else []:
+    for tool in _without_nulls(_entries(value)):
         name, function = _function(tool, "a tool", "parameters")
-        if not isinstance(parameters := _value(function.get("parameters", {})), dict):
+        if not isinstance(parameters := argument_value(function.get("parameters", {})), dict):
             raise InvalidInput(f"the parameters of {name!r} are {_show(parameters)}; they are an object, a JSON Schema")
         tools.append(template_tool(name, str(function.get("description", "")), parameters))
     return tools
@@ -89,8 +90,10 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _value(value: Any) -> Any:
-    return parse_arguments(value) if isinstance(value, str) else value
+def _entries(value: Any) -> list[Any]:
+    """Return the entries of a list or of one as JSON text; another value that is not empty is the only entry."""
+    found = argument_value(value)
+    return found if isinstance(found, list) else [found] if found else []
 
 
 def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -99,10 +102,10 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         message = {"role": _SHAREGPT_ROLES.get(str(sender), sender), "content": text, **message}
     if (role := message.get("role")) not in _ROLES:
         raise InvalidInput(f"{where} has the role {_show(role)}; a role is one of {', '.join(_ROLES)}")
-    calls, found = [], _value(message.get("tool_calls", []))
-    for call in found if isinstance(found, list) else [found] if found else []:
+    calls = []
+    for call in _entries(message.get("tool_calls")):
         name, function = _function(call, f"{where}: a tool call", "arguments")
-        calls.append((name, str(call.get("id", "")), _value(function.get("arguments", {}))))
+        calls.append((name, str(call.get("id", "")), argument_value(function.get("arguments", {}))))
     reasoning = message.get("reasoning_content") or message.get("reasoning", "")
     content = message.get("content", "" if calls or reasoning else None)
     parts = content if isinstance(content, list) else [content]

@@ -14,7 +14,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -23,25 +23,20 @@ from fourfold import config as configuration
 from fourfold.cli.numbers import whole
 from fourfold.config import PRESETS, DataConfig, DataSourceConfig, parse_template
 from fourfold.config.reward import ANSWER_VERIFIERS
-from fourfold.errors import ConfigError, InvalidInput
+from fourfold.errors import ConfigError
 from fourfold.host.hardware import visible_gpus
 from fourfold.host.program import program
 from fourfold.model import folder as model_folder
-from fourfold.model.chat import read_messages
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.text import choices, clean
 
-from ..data.prompts import answer_of, read_prompt, tokenize
+from ..data.prompts import RawPrompt, answer_of, read_prompt, tokenize
 from ..data.sources import Row, read_rows
 
 _PROMPT_COLUMNS: Final[tuple[str, ...]] = (
     "question", "prompt", "problem", "query", "instruction", "messages", "conversations", "input", "text"
 )  # fmt: skip
-_CONTEXT_COLUMNS: Final = (
-    "input",
-    "context",
-    "passage",
-)  # texts that a prompt of another column is about, as in Alpaca
+_CONTEXT_COLUMNS: Final = ("input", "context", "passage")  # what a prompt of another column is about, as in Alpaca
 _ANSWER_COLUMNS: Final = (
     "reward_model.ground_truth", "answer", "solution", "label", "ground_truth", "target", "expected", "completion",
     "response", "output",
@@ -95,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SOURCE",
-        help="JSONL, CSV, TSV or Parquet file, dataset folder or hf:OWNER/NAME with training prompts; may be repeated",
+        help="JSONL, JSON, CSV, TSV or Parquet file, dataset folder or hf:OWNER/NAME with training prompts; may be "
+        "repeated",
     )
     parser.add_argument("--split", default="", help="split of the data sets, such as train")
     parser.add_argument("--config", default="", help="configuration (subset) of data sets of the hub")
@@ -185,7 +181,7 @@ def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
 
     found = [read(path) for path in args.data]
     if not found:
-        found = [option(None, "Training data (JSONL, CSV, Parquet, dataset folder or hf:OWNER/NAME)", "", read)]
+        found = [option(None, "Training data (JSONL, JSON, CSV, Parquet, dataset folder or hf:OWNER/NAME)", "", read)]
     rows = [row for source in found for row in source.rows]
     gpus = args.gpus if args.gpus is not None else len(visible_gpus())
     columns = ", ".join(rows[0])
@@ -199,30 +195,33 @@ def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
         args.answer_field, f"Column with the answer (of {columns})", _likely_answer(rows), partial(_check_answer, found)
     )
     model = option(args.model, "Model folder or hf:OWNER/NAME", _DEFAULT_MODEL, _check_model)
-    prompts = _Prompts.read(found, prompt_field, answer_field)
+    found, data = _source_keys(found, prompt_field, answer_field)
+    values = [raw.answer for _, raw in _prompts(found, data)]
+    answers = [str(value) for value in values if value is not None and str(value).strip()]
     reward = option(
         args.reward,
         "Reward: a verifier or FILE.py:FUNCTION",
-        _reward(prompts.answers),
-        partial(_check_reward, has_answers=bool(prompts.answers)),
+        _reward(answers),
+        partial(_check_reward, has_answers=bool(answers)),
     )
-    default = "" if prompts.data.answer_from_messages or not prompts.are_texts else _system_prompt(reward, gpus)
-    system_prompt = option(args.system_prompt, "System message", default, str)
-    data = prompts.data.model_copy(update={"system_prompt": system_prompt})
+    # It is put before texts alone.
+    has_texts = "{" in prompt_field or any(isinstance(row.get(prompt_field), str) for row in rows)
+    default = _system_prompt(reward, gpus) if has_texts and not data.answer_from_messages else ""
+    data = data.model_copy(update={"system_prompt": option(args.system_prompt, "System message", default, str)})
     longest = "1024" if gpus else "64"
     steps = str(_steps(len(rows), gpus))
     return Answers(
         name=re.sub(r"[^A-Za-z0-9_-]", "-", args.recipe.stem)[:64] or "mine",
         model=model,
-        sources=prompts.sources,
+        sources=tuple(source.config for source in found),
         data=data,
         reward=reward,
         preset=option(args.preset, f"Algorithm ({_PRESETS_SHOWN})", "grpo", _check_preset),
         max_new_tokens=args.max_new_tokens
         if args.max_new_tokens is not None
         else ask("Longest answer in tokens", longest, _number),
-        has_long_answers=_are_long(prompts.answers),
-        longest_prompt=prompts.longest(data, model),
+        has_long_answers=_are_long(answers),
+        longest_prompt=_longest(_prompts(found, data), data, model),
         rows=len(rows),
         steps=args.steps if args.steps is not None else ask("Training steps", steps, _number),
         gpus=gpus,
@@ -263,53 +262,33 @@ def _read(path: str, args: argparse.Namespace) -> _Source:
     return _Source(config, rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prompts:
-    """The prompts that were read, and the keys that make them from the rows."""
-
-    sources: tuple[DataSourceConfig, ...]
-    data: DataConfig
-    rows: list[tuple[DataSourceConfig, Row, str]]  # with the place of each
-    answers: list[str]  # of the rows that have one
-    are_texts: bool  # a system message is put before texts alone
-
-    @staticmethod
-    def read(found: Sequence[_Source], prompt_field: str, answer_field: str) -> _Prompts:
-        """Read the prompts and answers. Raises ConfigError: a prompt is malformed."""
-        template = prompt_field if "{" in prompt_field else ""
-        sources = tuple(source.config.model_copy(update={"template": template}) for source in found)
-        rows = [
-            (config, row, f"{config.path}, row {number}")
-            for config, source in zip(sources, found, strict=True)
-            for number, row in enumerate(source.rows)
-        ]
-        values = [row.get(prompt_field) for _, row, _ in rows]
-        keys = {"answer_field": answer_field, "answer_from_messages": any(map(_ends_with_assistant, values))}
-        data = DataConfig.model_validate(keys if template else {**keys, "prompt_field": prompt_field})
-        answers = [read_prompt(row, config, data, where)[3] for config, row, where in rows]
-        return _Prompts(
-            sources=sources,
-            data=data,
-            rows=rows,
-            answers=[str(answer) for answer in answers if answer is not None and str(answer).strip()],
-            are_texts=bool(template) or any(isinstance(value, str) for value in values),
-        )
-
-    def longest(self, data: DataConfig, model: str) -> int:
-        """Return the tokens of the longest prompt with the chat template."""
-        tokenizer = Tokenizer.load(model_folder.resolve(model))
-        read = ((where, read_prompt(row, config, data, where)) for config, row, where in self.rows)
-        return max(
-            len(tokenize(value, messages, tools, data, tokenizer, where)[1])
-            for where, (value, messages, tools, _) in read
-        )
+def _source_keys(found: Sequence[_Source], prompt_field: str, answer_field: str) -> tuple[list[_Source], DataConfig]:
+    """Return the sources with their template, and the keys that read their rows."""
+    template = prompt_field if "{" in prompt_field else ""
+    keys = {
+        "answer_field": answer_field,
+        "answer_from_messages": any(_ends_with_reply(row.get(prompt_field)) for each in found for row in each.rows),
+        **({} if template else {"prompt_field": prompt_field}),
+    }
+    sources = [replace(each, config=each.config.model_copy(update={"template": template})) for each in found]
+    return sources, DataConfig.model_validate(keys)
 
 
-def _ends_with_assistant(value: Any) -> bool:
-    try:
-        return isinstance(value, list) and read_messages(value)[-1]["role"] == "assistant"
-    except InvalidInput:
-        return False
+def _ends_with_reply(value: Any) -> bool:
+    last = value[-1] if isinstance(value, list) and value else None
+    return isinstance(last, dict) and (last.get("role") or last.get("from")) in ("assistant", "gpt")
+
+
+def _prompts(found: Sequence[_Source], data: DataConfig) -> list[tuple[str, RawPrompt]]:
+    """Return the place and the prompt of each row. Raises ConfigError: a prompt is malformed."""
+    places = [(f"{each.config.path}, row {n}", each.config, row) for each in found for n, row in enumerate(each.rows)]
+    return [(where, read_prompt(row, config, data, where)) for where, config, row in places]
+
+
+def _longest(prompts: Sequence[tuple[str, RawPrompt]], data: DataConfig, model: str) -> int:
+    """Return the tokens of the longest prompt with the chat template."""
+    tokenizer = Tokenizer.load(model_folder.resolve(model))
+    return max(len(tokenize(raw, data, tokenizer, where)[1]) for where, raw in prompts)
 
 
 def _likely_prompt(rows: Sequence[Row]) -> str:
@@ -344,18 +323,17 @@ def _check_prompt(found: Sequence[_Source], prompt: str) -> str:
         return _check_column(found, "prompt", prompt)
     prompt = prompt.replace("\\n", "\n")
     try:
-        columns = [column for _, column in parse_template(prompt) if column]
+        for _, column in parse_template(prompt):
+            _check_column(found, "prompt", column)
     except ValueError as error:
         raise ConfigError(f"--prompt-field: {error}") from None
-    for column in columns:
-        _check_column(found, "prompt", column)
     return prompt
 
 
 def _check_answer(found: Sequence[_Source], column: str) -> str:
     """Return the column with the answers; empty: none. Raises ConfigError: a source lacks it."""
     if "." not in column:
-        return _check_column(found, "answer", column) if column else ""
+        return _check_column(found, "answer", column)
     for source in found:
         answer_of(source.rows[0], column, source.config.path)
     return column
@@ -363,7 +341,7 @@ def _check_answer(found: Sequence[_Source], column: str) -> str:
 
 def _check_column(found: Sequence[_Source], what: str, column: str) -> str:
     for source in found:
-        if column not in source.rows[0]:
+        if column and column not in source.rows[0]:
             raise ConfigError(
                 f"--{what}-field {column}: no such column in {source.config.path}; {choices(column, source.rows[0])}"
             )

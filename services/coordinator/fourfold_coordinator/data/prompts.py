@@ -17,7 +17,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from fourfold.answers import ANSWER_VALUE, answer_text
 from fourfold.arrays import Int32Array
 from fourfold.config import Config, DataConfig, DataSourceConfig, EvalSet, HoldoutConfig, block_counts, parse_template
 from fourfold.errors import ConfigError, InvalidInput
-from fourfold.model.chat import read_messages, read_tools
+from fourfold.model.chat import argument_value, read_messages, read_tools
 from fourfold.seeds import derive_seed
 from fourfold.text import choices, clean
 
@@ -37,6 +37,7 @@ log = logging.getLogger("fourfold.coordinator")
 
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 _MAX_METADATA_BYTES: Final = 64 << 10
+_DEFAULT_TOOLS: Final = DataConfig().tools_field
 SOURCE_FIELD: Final = "data_source"
 """Metadata field with the name of the source of a training prompt. A column of this name stays as it is."""
 
@@ -239,13 +240,13 @@ class _Loader:
     lengths: range | None = None  # tokens that a prompt may have, besides the limit of the context
     outside: list[int] = field(default_factory=list)  # rows of other lengths
     too_long: list[int] = field(default_factory=list)  # rows that leave no room in the context
-    too_large: list[int] = field(default_factory=list)  # rows with too much metadata that is read
-    unread: Counter[str] = field(default_factory=Counter)  # rows without a large column, by the column
+    too_large: list[int] = field(default_factory=list)  # rows with too much metadata in used columns
+    unused: Counter[str] = field(default_factory=Counter)  # rows from which a column was left out, by the column
     skipped: list[int] = field(default_factory=list)  # rows that the recipe leaves out
-    read: frozenset[str] | None = field(init=False)  # columns that become metadata for somebody; None: any
+    used_columns: frozenset[str] | None = field(init=False)  # that scorers, agents or the recipe read; None: any
 
     def __post_init__(self) -> None:
-        self.read = _read_columns(self.config)
+        self.used_columns = _used_columns(self.config)
 
     def load(self, *, first: int = 0) -> list[Prompt]:
         """Return the prompts; `first` is the index of the first row."""
@@ -254,13 +255,15 @@ class _Loader:
         count = 0
         for row_number, row in enumerate(read_rows(self.source)):
             count += 1
+            place = f"{where}, row {row_number}"
             try:
-                if self._is_skipped(row, f"{where}, row {row_number}"):
+                raw = read_prompt(row, self.source, self.config.data, place)
+                if self.source.skip and re.search(self.source.skip, answer_text(raw.value)):
                     self.skipped.append(row_number)
                     continue
-                prompt = self._make_prompt(first + row_number, row, f"{where}, row {row_number}")
+                prompt = self._make_prompt(first + row_number, row, raw, place)
             except RecursionError:
-                raise ConfigError(f"{where}, row {row_number}: is nested too deeply; flatten its columns") from None
+                raise ConfigError(f"{place}: is nested too deeply; flatten its columns") from None
             if prompt is None:
                 self.too_large.append(row_number)
             elif len(prompt.token_ids) >= max_context:
@@ -274,7 +277,7 @@ class _Loader:
         dropped = [
             (self.too_long, f"leave no room in model.max_context_tokens = {max_context}"),
             (self.outside, f"are outside of {limits}"),
-            (self.too_large, f"have more than {_MAX_METADATA_BYTES} bytes of metadata that is read"),
+            (self.too_large, f"have more than {_MAX_METADATA_BYTES} bytes of metadata that is used"),
         ]
         for rows, rule in dropped:
             if rows:
@@ -282,11 +285,11 @@ class _Loader:
                     "%s: dropped %d of %d prompts that %s; rows %s", where, len(rows), count, rule,
                     ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else ""),
                 )  # fmt: skip
-        if self.unread:
+        if self.unused:
             log.warning(
                 "%s: left out columns that no scorer reads, of rows with more than %d bytes of metadata: %s; "
                 "data.columns chooses", where, _MAX_METADATA_BYTES,
-                ", ".join(f"{clean(column, 80)} ({rows} rows)" for column, rows in self.unread.items()),
+                ", ".join(f"{clean(column, 80)} ({rows} rows)" for column, rows in self.unused.items()),
             )  # fmt: skip
         if not prompts:
             dropped.append((self.skipped, f"match skip = {self.source.skip!r}"))
@@ -296,20 +299,10 @@ class _Loader:
             raise ConfigError(f"{where}: no prompt is left: {why or 'it is empty'}")
         return prompts
 
-    def _is_skipped(self, row: Row, where: str) -> bool:
-        """Return whether `skip` leaves out a row."""
-        if not self.source.skip:
-            return False
-        value, *_ = read_prompt(row, self.source, self.config.data, where)
-        return (
-            re.search(self.source.skip, value if isinstance(value, str) else json.dumps(value, default=str)) is not None
-        )
-
-    def _make_prompt(self, index: int, row: Row, where: str) -> Prompt | None:
+    def _make_prompt(self, index: int, row: Row, raw: RawPrompt, where: str) -> Prompt | None:
         """Return the prompt of a row; None if it has too much metadata."""
-        data, source = self.config.data, self.source
-        value, messages, tools, answer = read_prompt(row, source, data, where)
-        text, ids = tokenize(value, messages, tools, data, self.tokenizer, where)
+        data, source, answer = self.config.data, self.source, raw.answer
+        text, ids = tokenize(raw, data, self.tokenizer, where)
         if not ids:
             raise ConfigError(f"{where}: an empty prompt; remove the row")
         prompt_field = "" if source.template else source.prompt_field or data.prompt_field
@@ -338,36 +331,33 @@ class _Loader:
             token_ids=np.asarray(ids, np.int32),
             answer=answer_text(answer),
             metadata_json=metadata_json,
-            messages_json=json.dumps(messages, ensure_ascii=False) if messages else "",
+            messages_json=json.dumps(raw.messages, ensure_ascii=False) if raw.messages else "",
             group_key=group_key,
             source=self.name,
         )
 
     def _encode_metadata(self, metadata: dict[str, Any], where: str) -> str | None:
-        """Return metadata as JSON, without columns that nobody reads if it is too large; None if it is then, too."""
-        read = self.read
-        if self.config.data.columns and read is not None:
-            metadata = {column: value for column, value in metadata.items() if column in read}
+        """Return metadata as JSON, without unused columns if it is too large; None if it still is too large."""
+        used = self.used_columns
+        kept = {column: value for column, value in metadata.items() if used is None or column in used}
+        if self.config.data.columns:
+            metadata = kept
         encoded = _to_json(metadata)
         if (size := len(encoded.encode())) <= _MAX_METADATA_BYTES:
             return encoded
-        sizes = {column: len(_to_json(value).encode()) for column, value in metadata.items()}
-        largest = sorted(sizes, key=lambda column: -sizes[column])
-        if read is None:
+        if used is None:
+            largest = max(metadata, key=lambda column: len(_to_json(metadata[column])))
             raise ConfigError(
-                f"{where}: {size} bytes of metadata, most of them in {clean(largest[0], 80)!r}; the limit is "
+                f"{where}: {size} bytes of metadata, most of them in {clean(largest, 80)!r}; the limit is "
                 f"{_MAX_METADATA_BYTES}; set data.columns to the columns that scorers and agents read"
             )
-        for column in largest:
-            if size > _MAX_METADATA_BYTES and column not in read:
-                self.unread[column] += 1
-                size -= sizes.pop(column)
-        encoded = _to_json({column: value for column, value in metadata.items() if column in sizes})
+        self.unused.update(metadata.keys() - kept.keys())
+        encoded = _to_json(kept)
         return encoded if len(encoded.encode()) <= _MAX_METADATA_BYTES else None
 
 
-def _read_columns(config: Config) -> frozenset[str] | None:
-    """Return the columns that become metadata for somebody; None: a scorer or an agent may read any."""
+def _used_columns(config: Config) -> frozenset[str] | None:
+    """Return the columns that scorers, agents or the recipe read; None: a scorer or an agent may read any."""
     data, by_scorers = config.data, [table.columns for table in config.reward]
     named = {*data.columns, data.scorers_field, data.holdout.field if data.holdout else "", SOURCE_FIELD, ANSWER_VALUE}
     if not data.columns and (config.agents.source != "none" or None in by_scorers):
@@ -383,14 +373,20 @@ def _to_json(value: Any) -> str:
     return encoded
 
 
-def read_prompt(
-    row: Row, source: DataSourceConfig, data: DataConfig, where: str
-) -> tuple[Any, list[dict[str, Any]] | None, list[dict[str, Any]], Any]:
-    """Return the prompt of a row, its chat messages (None: a plain text), its tools, and its reference answer or None.
+class RawPrompt(NamedTuple):
+    """What a row asks, before the chat template."""
 
-    Raises:
-        ConfigError: a column is missing, or a message or a tool is malformed.
-    """
+    value: Any
+    """As the row has it, or as the template of the source writes it."""
+    messages: list[dict[str, Any]] | None
+    """None: the prompt is a plain text."""
+    tools: list[dict[str, Any]]
+    answer: Any
+    """Reference answer as the row has it; None if there is none."""
+
+
+def read_prompt(row: Row, source: DataSourceConfig, data: DataConfig, where: str) -> RawPrompt:
+    """Return the prompt of a row. Raises ConfigError: a column is missing, or a message or a tool is malformed."""
     value = (
         _fill_template(source.template, row, where)
         if source.template
@@ -398,13 +394,16 @@ def read_prompt(
     )
     answer = answer_of(row, source.answer_field or data.answer_field, where)
     if not data.chat:
-        return value, None, [], answer
-    messages = chat_messages(value, data, where)
+        return RawPrompt(value, None, [], answer)
+    messages = _chat_messages(value, data, where)
     if messages[-1]["role"] == "assistant":
         said = _take_answer(messages, data, where)
         answer = said if answer is None else answer
+    tools = argument_value(row.get(data.tools_field))
+    if data.tools_field == _DEFAULT_TOOLS and not isinstance(tools, list):
+        tools = None  # a column of that name with something else, which is metadata alone
     try:
-        return value, messages, read_tools(row.get(data.tools_field)), answer
+        return RawPrompt(value, messages, read_tools(tools), answer)
     except InvalidInput as error:
         raise ConfigError(
             f"{where}: data.tools_field = {data.tools_field!r}: {error.message}; correct the row, or set another "
@@ -476,7 +475,7 @@ def _fill_template(template: str, row: Row, where: str) -> str:
     return filled
 
 
-def chat_messages(value: Any, data: DataConfig, where: str) -> list[dict[str, Any]]:
+def _chat_messages(value: Any, data: DataConfig, where: str) -> list[dict[str, Any]]:
     """Return the chat messages of a prompt, with the recipe's system message before a text."""
     if isinstance(value, str):
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
@@ -500,24 +499,17 @@ def _take_answer(messages: list[dict[str, Any]], data: DataConfig, where: str) -
     return said
 
 
-def tokenize(
-    value: Any,
-    messages: list[dict[str, Any]] | None,
-    tools: Sequence[Mapping[str, Any]],
-    data: DataConfig,
-    tokenizer: PromptTokenizer,
-    where: str,
-) -> tuple[str, list[int]]:
+def tokenize(raw: RawPrompt, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> tuple[str, list[int]]:
     """Return a prompt as text and as token ids. The texts of special tokens in messages and tools are plain text."""
-    if messages is not None:
+    if raw.messages is not None:
         try:
-            rendered = tokenizer.render_chat(tokenizer.escape(messages), tools=tokenizer.escape(tools))
+            rendered = tokenizer.render_chat(tokenizer.escape(raw.messages), tools=tokenizer.escape(raw.tools))
         except InvalidInput as error:
             raise ConfigError(f"{where}: {error.message}; change the row, or use another chat template") from None
         return tokenizer.unescape(rendered), tokenizer.encode(rendered)
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: a {type(value).__name__} as prompt; data.chat = false needs a text")
-    text = f"{data.system_prompt}\n\n{value}" if data.system_prompt else value
+    if not isinstance(raw.value, str):
+        raise ConfigError(f"{where}: a {type(raw.value).__name__} as prompt; data.chat = false needs a text")
+    text = f"{data.system_prompt}\n\n{raw.value}" if data.system_prompt else raw.value
     return text, tokenizer.encode(text, add_special=True)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.arrays import Int32Array
 from fourfold.errors import InvalidInput
-from fourfold.model.chat import parse_arguments, template_message, template_tool
+from fourfold.model.chat import argument_value, template_message, template_tool
 from fourfold.model.tokenizer import Tokenizer
 
 from .encoding import PromptLimits
@@ -135,8 +135,8 @@ class ChatTemplate:
         return rendered
 
     def _arguments(self, text: str) -> tuple[Any, str]:
-        """Return the escaped value of `parse_arguments`, and a text that equal values have."""
-        value = parse_arguments(text)
+        """Return the escaped `argument_value` of a text, and a text that equal values have."""
+        value = argument_value(text)
         try:
             return self.tokenizer.escape(value), text if value == text else json.dumps(value, sort_keys=True)
         except RecursionError:

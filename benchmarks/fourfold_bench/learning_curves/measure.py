@@ -68,7 +68,8 @@ def make_recipe(settings: CurveSettings, base: Config, lag: int, seed: int) -> C
     tables |= {"seed": seed, "steps": settings.steps, "name": f"lag-{lag}-seed-{seed}"}
     tables["algorithm"] = {"preset": settings.preset}
     if settings.prompts:
-        tables["data"] = tables["data"] | {"train": {"path": str(Path(settings.prompts).absolute())}}
+        source = {"path": str(Path(settings.prompts).absolute()), "skip": base.data.train[0].skip}
+        tables["data"] = tables["data"] | {"train": source}
     return from_tables(tables, source=settings.recipe)
 
 

@@ -236,7 +236,8 @@ def test_prompts_from_a_file_are_the_generated_ones(tmp_path: Path) -> None:
     config = curves.make_recipe(_curves("--prompts", str(path)), configuration.load(_RECIPE), 0, 17)
     (train,), (original,) = config.data.train, configuration.load(_RECIPE).data.train
     assert train.path == str(path) and not train.reasoning_gym
-    assert config.data.holdout is not None and config.data.holdout.groups == 11
+    assert config.data.holdout is not None and config.data.holdout.groups == 9
+    assert train.skip == original.skip, "the file has the rows that the recipe leaves out"
     rows, generated = read_rows(train), read_rows(original)
     first = [json.loads(json.dumps(next(generated), default=str)) for _ in range(3)]
     assert [next(rows) for _ in range(3)] == first

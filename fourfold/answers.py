@@ -32,9 +32,9 @@ _SCIENTIFIC: Final = re.compile(rf"(?<![A-Za-z0-9_.,])[0-9]+(?:\.[0-9]+)?[eE]{_E
 _BRACE: Final = re.compile(r"(?P<box>\\boxed\s*\{)|\\\\(?!boxed)|\\[{}]|[{}]")
 _HASHES: Final = "####"
 _TAG: Final = r"(?:think|thinking|thought|reasoning|seed:think)>"
-_REASONING: Final = re.compile(
-    rf"(?P<opens><{_TAG}|\[THINK\]|\u25c1think\u25b7)|</{_TAG}|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE
-)
+_OPENS: Final = rf"(?:<{_TAG}|\[THINK\]|\u25c1think\u25b7)"
+_OPENED: Final = re.compile(rf"{_OPENS}\s*\Z", re.IGNORECASE)
+_REASONING: Final = re.compile(rf"(?P<opens>{_OPENS})|</{_TAG}|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE)
 _MAX_ZEROS: Final = 1000  # a number with more of them is written with an exponent
 
 
@@ -51,8 +51,7 @@ def without_reasoning(completion: str, prompt: str = "") -> str:
     A block without an end reaches to the end of the completion. One without a beginning starts with the completion:
     `prompt`, with the chat template applied, may have opened it.
     """
-    opened = list(_REASONING.finditer(prompt[-64:]))
-    inside = bool(opened and opened[-1]["opens"] and not prompt[-64:][opened[-1].end() :].strip())
+    inside = _OPENED.search(prompt[-64:]) is not None
     kept, at = list[str](), 0
     for tag in _REASONING.finditer(completion):
         if not tag["opens"]:

@@ -176,9 +176,7 @@ def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
         value: T = parse(given) if given is not None else ask(question, default, parse)
         return value
 
-    def read(path: str) -> _Source:
-        return _read(path, args)
-
+    read = partial(_read, args)
     found = [read(path) for path in args.data]
     if not found:
         found = [option(None, "Training data (JSONL, JSON, CSV, Parquet, dataset folder or hf:OWNER/NAME)", "", read)]
@@ -252,7 +250,7 @@ class _Source:
     rows: list[Row]
 
 
-def _read(path: str, args: argparse.Namespace) -> _Source:
+def _read(args: argparse.Namespace, path: str) -> _Source:
     if not path:
         raise ConfigError("--data is missing: the file or folder with the training prompts")
     config = DataSourceConfig(path=path, split=args.split, config=args.config)
@@ -449,19 +447,17 @@ def _interval(steps: int, times: int, most: int) -> int:
     return max(1, min(most, steps // times))
 
 
+def _keys(table: DataConfig | DataSourceConfig) -> list[str]:
+    """Return the lines of the keys that were set, without empty ones."""
+    values = table.model_dump(exclude_unset=True)
+    return [f"{key} = {configuration.toml_value(value)}" for key, value in values.items() if value]
+
+
 def _data(answers: Answers) -> list[str]:
-    quoted, data = configuration.toml_value, answers.data
-    keys: dict[str, Any] = {
-        "prompt_field": "" if answers.sources[0].template else data.prompt_field,
-        "answer_field": data.answer_field,
-        "answer_from_messages": data.answer_from_messages,
-        "system_prompt": data.system_prompt,
-    }
-    lines = ["[data]", *(f"{key} = {quoted(value)}" for key, value in keys.items() if value)]
+    lines = ["[data]", *_keys(answers.data)]
     header = "[data.train]" if len(answers.sources) == 1 else "[[data.train]]"
     for source in answers.sources:
-        keys = {"path": source.path, "split": source.split, "config": source.config, "template": source.template}
-        lines += ["", header, *(f"{key} = {quoted(value)}" for key, value in keys.items() if value)]
+        lines += ["", header, *_keys(source)]
     lines.append("")
     if answers.rows < _FEW_ROWS:
         return lines

@@ -110,8 +110,8 @@ def _json(path: Path) -> Iterator[Row]:
         if first == "[":
             yield from _json_array(path, file)
             return
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
+        file.seek(0)
+        for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:

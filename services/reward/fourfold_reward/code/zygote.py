@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -42,7 +41,7 @@ def main(arguments: list[str]) -> int:
     die_with_parent(int(arguments[0]))
     control = socket.socket(fileno=int(arguments[1]))
     seccomp.offered()  # loads libseccomp once for all runners
-    policy = _policy()
+    paths = sandbox.interpreter_paths()
     control.send(b"ready")
     running: _Processes | None = None
     while True:
@@ -56,7 +55,7 @@ def main(arguments: list[str]) -> int:
         if message == STOP:
             continue
         sandbox.allow_cpu(_CPU_SECONDS)
-        running = _Processes(json.loads(message), descriptors, control, policy)
+        running = _Processes(json.loads(message), descriptors, control, paths)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -65,7 +64,7 @@ class _Processes:
     """The forked processes of one test."""
 
     def __init__(
-        self, request: dict[str, Any], descriptors: list[int], control: socket.socket, policy: sandbox.Policy
+        self, request: dict[str, Any], descriptors: list[int], control: socket.socket, paths: tuple[str, ...]
     ) -> None:
         """Fork them.
 
@@ -74,15 +73,21 @@ class _Processes:
             descriptors: of the socket from a program to the worker; or from the checker to the worker, and of both ends
                 of a socket between checker and runner.
             control: the zygote's own socket.
-            policy: of the processes, without their limits.
+            paths: that the processes may read.
         """
         seconds = request["seconds"]
         self._deadline = time.monotonic() + START_SECONDS + seconds
 
         def enter_sandbox(memory_mib: int) -> None:
-            size, cpu_seconds = memory_mib << 20, int(seconds) + 1
-            own = replace(policy, memory_bytes=size, address_bytes=_ADDRESSES * size, cpu_seconds=cpu_seconds)
-            sandbox.enter(own)
+            policy = sandbox.Policy(
+                read=paths,
+                write=("/dev/null",),
+                memory_bytes=memory_mib << 20,
+                address_bytes=_ADDRESSES * (memory_mib << 20),
+                cpu_seconds=int(seconds) + 1,
+                open_files=_OPEN_FILES,
+            )
+            sandbox.enter(policy)
 
         def run() -> None:
             runner.run(request["mode"], descriptors[-1], partial(enter_sandbox, request["memory_mib"]))
@@ -119,16 +124,6 @@ def _fork(work: Callable[[], None], control: socket.socket) -> int:
         finally:
             os._exit(1)
     return pid
-
-
-def _policy() -> sandbox.Policy:
-    return sandbox.Policy(
-        read=sandbox.interpreter_paths(),
-        write=("/dev/null",),
-        memory_bytes=0,
-        cpu_seconds=0,
-        open_files=_OPEN_FILES,
-    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     tool call: {"id", "type": "function", "function": {"name", "arguments": object}}
     tool:      {"type": "function", "function": {"name", "description", "parameters": object}}
 
-What is empty is absent, besides the content. Nothing here is escaped; callers do that (`Tokenizer.escape`).
+Empty members are left out, except the content. Nothing here is escaped; callers do that (`Tokenizer.escape`).
 """
 
 from __future__ import annotations

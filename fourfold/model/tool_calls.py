@@ -24,7 +24,7 @@ class CallForm(NamedTuple):
     """A message without a text has null as its content. Such a template leaves out the calls beside a text."""
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return messages, with arguments as objects, in this form."""
+        """Convert messages whose tool calls have objects as arguments to this form."""
         return [self._fit(message) for message in messages] if any(self) else messages
 
     def _fit(self, message: Mapping[str, Any]) -> Mapping[str, Any]:

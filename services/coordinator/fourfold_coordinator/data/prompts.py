@@ -71,7 +71,7 @@ class Prompt:
 
 
 def own_prompt(text: str, *, answer: str, metadata_json: str) -> Prompt:
-    """Return the problem of a group of the agents' own: the run has no row and no tokens of it."""
+    """Return the prompt of a group that agents made themselves; it has no row and no tokens."""
     return Prompt(
         index=0,
         text=text,
@@ -239,10 +239,10 @@ class _Loader:
     name: str = ""  # of the source, for the metadata of its prompts
     lengths: range | None = None  # tokens that a prompt may have, besides the limit of the context
     outside: list[int] = field(default_factory=list)  # rows of other lengths
-    too_long: list[int] = field(default_factory=list)  # rows that leave no room in the context
+    too_long: list[int] = field(default_factory=list)  # rows without room for an answer in the context
     too_large: list[int] = field(default_factory=list)  # rows with too much metadata in used columns
     unused: Counter[str] = field(default_factory=Counter)  # rows from which a column was left out, by the column
-    skipped: list[int] = field(default_factory=list)  # rows that the recipe leaves out
+    skipped: list[int] = field(default_factory=list)  # rows whose prompt `skip` matches
     used_columns: frozenset[str] | None = field(init=False)  # that scorers, agents or the recipe read; None: any
 
     def __post_init__(self) -> None:
@@ -351,7 +351,7 @@ class _Loader:
                 f"{where}: {size} bytes of metadata, most of them in {clean(largest, 80)!r}; the limit is "
                 f"{_MAX_METADATA_BYTES}; set data.columns to the columns that scorers and agents read"
             )
-        self.unused.update(metadata.keys() - kept.keys())
+        self.unused.update(column for column in metadata if column not in kept)
         encoded = _to_json(kept)
         return encoded if len(encoded.encode()) <= _MAX_METADATA_BYTES else None
 

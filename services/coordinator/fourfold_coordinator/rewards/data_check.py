@@ -49,7 +49,7 @@ def check_data(preflight: Preflight) -> None:
         groups = len({prompt.group_key for prompt in held_out.prompts})
         name = f" {held_out.name}" if len(prompts.held_out) > 1 else ""
         preflight.note("held out", f"read{name}: {len(held_out.prompts):,} prompts in {groups:,} task groups.")
-    preflight.warnings += [*_warnings(config, prompts.train), *_held_out_warnings(config, prompts)]
+    preflight.warnings += _warnings(config, prompts)
 
 
 def _examples(config: Config, train: Sequence[Prompt]) -> list[ExampleRow]:
@@ -98,20 +98,15 @@ def _describe_sources(config: Config, train: Sequence[Prompt]) -> list[str]:
     ]
 
 
-def _warnings(config: Config, train: Sequence[Prompt]) -> list[str]:
+def _warnings(config: Config, prompts: PromptSet) -> list[str]:
     limit, sampled = config.model.max_context_tokens, config.sampling.max_new_tokens
-    cut = sum(length + sampled > limit for length in _lengths(train))
+    cut = sum(length + sampled > limit for length in _lengths(prompts.train))
     found = []
     if cut:
         found.append(
-            f"{cut:,} of {len(train):,} training prompts leave less than sampling.max_new_tokens = {sampled:,} tokens "
-            f"for their answers; raise model.max_context_tokens = {limit:,}, or lower sampling.max_new_tokens"
+            f"{cut:,} of {len(prompts.train):,} training prompts leave less than sampling.max_new_tokens = {sampled:,} "
+            f"tokens for their answers; raise model.max_context_tokens = {limit:,}, or lower sampling.max_new_tokens"
         )
-    return found
-
-
-def _held_out_warnings(config: Config, prompts: PromptSet) -> list[str]:
-    found = []
     if prompts.held_out and config.evaluation.every_steps > config.steps:
         found.append(
             f"evaluation.every_steps = {config.evaluation.every_steps} is above steps = {config.steps}, so that only "

@@ -201,11 +201,11 @@ def check_scorers(config: Config, tables: Sequence[RewardConfig], prompts: Promp
 def _lacks_answer(table: RewardConfig, prompt: Prompt) -> bool:
     if table.function == "last_number":
         return find_last_number(prompt.answer) is None
-    if table.function not in (*ANSWER_VERIFIERS, "code_tests") or prompt.answer.strip():
+    if prompt.answer.strip():
         return False
-    # The tests of code may stand in a column in place of the answer.
-    tests = str(table.options.get("field", "tests"))
-    return table.function != "code_tests" or json.loads(prompt.metadata_json).get(tests) is None
+    if table.function == "code_tests":  # the tests may be in a column
+        return json.loads(prompt.metadata_json).get(table.options.get("field", "tests")) is None
+    return table.function in ANSWER_VERIFIERS
 
 
 def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:

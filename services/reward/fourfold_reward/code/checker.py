@@ -25,7 +25,7 @@ def run(runner: int, verdict: int, seconds: float, start_seconds: float, enter_s
         runner: descriptor of the socket to the runner.
         verdict: descriptor of the socket to the scoring process.
         seconds: time of the test, which begins when both processes are in their sandboxes.
-        start_seconds: longest time until then; later, the process ends without a word.
+        start_seconds: longest time until then; after it, the process exits without a verdict.
         enter_sandbox: gives up all rights.
     """
     null = os.open(os.devnull, os.O_WRONLY)

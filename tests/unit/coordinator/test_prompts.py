@@ -438,9 +438,9 @@ def test_a_split_of_a_dataset_folder_is_named(tmp_path: Path, load: Callable[...
 @pytest.mark.parametrize(
     ("task", "options", "words"),
     [
-        ("product", {}, "reasoning_gym = 'product': there is no such task; did you mean 'products'?"),
-        ("qqq", {}, r"there is no such task; known are .*products"),
-        ("products", {"min_term": 2}, "options of reasoning_gym 'products': it has no 'min_term'; did you mean 'min_"),
+        ("product", {}, "reasoning_gym = 'product': there is no such task; did you mean `products`.*Known are"),
+        ("qqq", {}, r"there is no such task; choose one of .*products"),
+        ("products", {"min_term": 2}, "options of reasoning_gym 'products': it has no 'min_term'; did you mean `min_"),
         ("products", {"size": 3}, "'size' is a key next to reasoning_gym; move it there"),
         ("composite", {"datasets": [{"name": "chain_sum", "weight": 1}]}, "reasoning_gym 'composite' with options"),
         ("products", {"min_terms": 3, "max_terms": 2}, r"'max_terms': 2\}: max_terms must be >= min_terms"),

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -21,7 +21,7 @@ from fourfold.config import DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.install import install_command
 from fourfold.paths import expand_home
-from fourfold.text import clean, nearest_name
+from fourfold.text import choices, clean
 
 Row = dict[str, Any]
 
@@ -223,21 +223,16 @@ def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
         ) from None
     task = source.reasoning_gym
     if task not in DATASETS:
-        raise ConfigError(f"reasoning_gym = {task!r}: there is no such task; {_hint(task, DATASETS)}")
+        raise ConfigError(f"reasoning_gym = {task!r}: there is no such task; {choices(task, DATASETS)}")
     known = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("size", "seed")]
     where = f"options of reasoning_gym {task!r}"
     for name in source.options:
         if name in ("size", "seed"):
             raise ConfigError(f"{where}: {name!r} is a key next to reasoning_gym; move it there")
         if name not in known:
-            raise ConfigError(f"{where}: it has no {name!r}; {_hint(name, known)}")
+            raise ConfigError(f"{where}: it has no {name!r}; {choices(name, known)}")
     try:
         yield from reasoning_gym.create_dataset(task, size=source.size, seed=source.seed, **source.options)
     # Generators check their options by assertions, or fail later with whatever a wrong value causes.
     except (TypeError, ValueError, AssertionError, AttributeError, KeyError) as error:
         raise ConfigError(f"reasoning_gym {task!r} with options {source.options}: {error}") from None
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = nearest_name(name, known)
-    return f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"

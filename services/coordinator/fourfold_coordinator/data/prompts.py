@@ -176,7 +176,7 @@ def load_prompts(config: Config, tokenizer: PromptTokenizer, *, train: bool = Tr
     for source in data.train if train or data.holdout is not None else ():
         loader = _Loader(config, tokenizer, source, name=source.title if data.names_sources else "", lengths=lengths)
         trained += loader.load(first=trained[-1].index + 1 if trained else 0)
-        left_out += len(loader.outside)
+        left_out += len(loader.dropped[loader.outside])
     taken: list[Prompt] = []
     if data.holdout is not None:
         trained, taken = split_holdout(trained, data.holdout, seed=config.seed)
@@ -238,49 +238,35 @@ class _Loader:
     source: DataSourceConfig
     name: str = ""  # of the source, for the metadata of its prompts
     lengths: range | None = None  # tokens that a prompt may have, besides the limit of the context
-    outside: list[int] = field(default_factory=list)  # rows of other lengths
-    too_long: list[int] = field(default_factory=list)  # rows without room for an answer in the context
-    too_large: list[int] = field(default_factory=list)  # rows with too much metadata in used columns
+    dropped: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # rows by what they do
     unused: Counter[str] = field(default_factory=Counter)  # rows from which a column was left out, by the column
-    skipped: list[int] = field(default_factory=list)  # rows whose prompt `skip` matches
+    outside: str = field(init=False)  # a key of `dropped`: rows of other lengths
+    skipped: str = field(init=False)  # another one: rows whose prompt `skip` matches
     used_columns: frozenset[str] | None = field(init=False)  # that scorers, agents or the recipe read; None: any
 
     def __post_init__(self) -> None:
+        least, most = self.config.data.min_prompt_tokens, self.config.data.max_prompt_tokens
+        self.outside = f"are outside of data.min_prompt_tokens = {least}, data.max_prompt_tokens = {most}"
+        self.skipped = f"match skip = {self.source.skip!r}"
         self.used_columns = _used_columns(self.config)
 
     def load(self, *, first: int = 0) -> list[Prompt]:
         """Return the prompts; `first` is the index of the first row."""
-        max_context, where = self.config.model.max_context_tokens, describe(self.source)
+        where = describe(self.source)
         prompts: list[Prompt] = []
         count = 0
         for row_number, row in enumerate(read_rows(self.source)):
             count += 1
-            place = f"{where}, row {row_number}"
             try:
-                raw = read_prompt(row, self.source, self.config.data, place)
-                if self.source.skip and re.search(self.source.skip, answer_text(raw.value)):
-                    self.skipped.append(row_number)
-                    continue
-                prompt = self._make_prompt(first + row_number, row, raw, place)
+                made = self._make_prompt(first + row_number, row, f"{where}, row {row_number}")
             except RecursionError:
-                raise ConfigError(f"{place}: is nested too deeply; flatten its columns") from None
-            if prompt is None:
-                self.too_large.append(row_number)
-            elif len(prompt.token_ids) >= max_context:
-                self.too_long.append(row_number)
-            elif self.lengths is not None and len(prompt.token_ids) not in self.lengths:
-                self.outside.append(row_number)
+                raise ConfigError(f"{where}, row {row_number}: is nested too deeply; flatten its columns") from None
+            if isinstance(made, Prompt):
+                prompts.append(made)
             else:
-                prompts.append(prompt)
-        data = self.config.data
-        limits = f"data.min_prompt_tokens = {data.min_prompt_tokens}, data.max_prompt_tokens = {data.max_prompt_tokens}"
-        dropped = [
-            (self.too_long, f"leave no room in model.max_context_tokens = {max_context}"),
-            (self.outside, f"are outside of {limits}"),
-            (self.too_large, f"have more than {_MAX_METADATA_BYTES} bytes of metadata that is used"),
-        ]
-        for rows, rule in dropped:
-            if rows:
+                self.dropped[made].append(row_number)
+        for rule, rows in self.dropped.items():
+            if rule != self.skipped:
                 log.warning(
                     "%s: dropped %d of %d prompts that %s; rows %s", where, len(rows), count, rule,
                     ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else ""),
@@ -292,16 +278,20 @@ class _Loader:
                 ", ".join(f"{clean(column, 80)} ({rows} rows)" for column, rows in self.unused.items()),
             )  # fmt: skip
         if not prompts:
-            dropped.append((self.skipped, f"match skip = {self.source.skip!r}"))
             why = ", and ".join(
-                f"{'all' if len(rows) == count else f'{len(rows)} of'} {count} {rule}" for rows, rule in dropped if rows
+                f"{'all' if len(rows) == count else f'{len(rows)} of'} {count} {rule}"
+                for rule, rows in self.dropped.items()
             )
             raise ConfigError(f"{where}: no prompt is left: {why or 'it is empty'}")
         return prompts
 
-    def _make_prompt(self, index: int, row: Row, raw: RawPrompt, where: str) -> Prompt | None:
-        """Return the prompt of a row; None if it has too much metadata."""
-        data, source, answer = self.config.data, self.source, raw.answer
+    def _make_prompt(self, index: int, row: Row, where: str) -> Prompt | str:
+        """Return the prompt of a row, or why it is left out."""
+        data, source = self.config.data, self.source
+        raw = read_prompt(row, source, data, where)
+        if source.skip and re.search(source.skip, answer_text(raw.value)):
+            return self.skipped
+        answer, max_context = raw.answer, self.config.model.max_context_tokens
         text, ids = tokenize(raw, data, self.tokenizer, where)
         if not ids:
             raise ConfigError(f"{where}: an empty prompt; remove the row")
@@ -324,7 +314,11 @@ class _Loader:
             metadata[ANSWER_VALUE] = answer
         group_key = _group_key(index, text, metadata, data.holdout, where)
         if (metadata_json := self._encode_metadata(metadata, where)) is None:
-            return None
+            return f"have more than {_MAX_METADATA_BYTES} bytes of metadata that is used"
+        if len(ids) >= max_context:
+            return f"leave no room in model.max_context_tokens = {max_context}"
+        if self.lengths is not None and len(ids) not in self.lengths:
+            return self.outside
         return Prompt(
             index=index,
             text=text,

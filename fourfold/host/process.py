@@ -33,11 +33,11 @@ from fourfold.host.disk import explain_no_space
 from fourfold.host.postmortem import Death, last_message, log_tail, oom_kill_count
 from fourfold.host.process_tree import (
     PARENT_PID_VARIABLE,
-    TAGS_VARIABLE,
     ProcessHandles,
     descendants,
     kill_group,
     kill_tagged,
+    tag_variable,
 )
 
 STOP_GRACE_SECONDS: Final = 2.0
@@ -75,14 +75,13 @@ class ChildProcess:
         self._oom_kills = oom_kill_count()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self._log_read = log.stat().st_size if log.exists() else 0
-        inherited = os.environ.get(TAGS_VARIABLE, "")
         env = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",  # the last lines of a dying process must reach its log
             "PYTHONFAULTHANDLER": "1",  # and so must the stack of one that crashes
             **command.env,
             PARENT_PID_VARIABLE: str(os.getpid()),
-            TAGS_VARIABLE: f"{inherited},{tag}" if inherited else tag,
+            **tag_variable(tag),
         }
         with log.open("ab") as output:
             self._popen = subprocess.Popen(

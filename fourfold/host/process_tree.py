@@ -128,6 +128,11 @@ def _group_of(pid: int) -> int:
         return 0
 
 
+def tag_variable(tag: str) -> dict[str, str]:
+    """Return the environment variable with a tag beside the tags of this process."""
+    return {TAGS_VARIABLE: ",".join(filter(None, (os.environ.get(TAGS_VARIABLE), tag)))}
+
+
 def kill_tagged(tag: str) -> int:
     """SIGKILL every process with a supervisor's tag in its environment, in any session; return how many are left.
 

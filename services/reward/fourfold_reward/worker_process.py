@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from fourfold.host.postmortem import oom_kill_count, signal_name
-from fourfold.host.process_tree import TAGS_VARIABLE, kill_group, kill_tagged
+from fourfold.host.process_tree import kill_group, kill_tagged, tag_variable
 from fourfold.host.scratch import Scratch
 from fourfold_reward import protocol
 from fourfold_reward.worker_sandbox import WorkerSandbox
@@ -39,7 +39,7 @@ class ChildProcess:
     """A process of this service with a pipe in each direction and a scratch folder."""
 
     def __init__(self, process: Process, scratch: Scratch, tag: str, *, builtin: bool) -> None:
-        """Wrap a started process; use `start_child`."""
+        """Wrap a started process that leads a session of its own and has a tag in its environment."""
         self._process = process
         self._scratch = scratch
         self._tag = tag
@@ -54,8 +54,7 @@ class ChildProcess:
         scratch = Scratch("reward-worker")
         policy = sandbox.policy(builtin=builtin, timeout_seconds=timeout_seconds, scratch=scratch.path)
         tag = secrets.token_hex(16)
-        tags = ",".join(filter(None, (os.environ.get(TAGS_VARIABLE, ""), tag)))
-        variables = sandbox.variables(builtin=builtin, scratch=scratch.path) | {TAGS_VARIABLE: tags}
+        variables = sandbox.variables(builtin=builtin, scratch=scratch.path) | tag_variable(tag)
         try:
             process = await asyncio.create_subprocess_exec(
                 # -P: no current directory on the import path; the worker appends it at the end.
@@ -78,10 +77,10 @@ class ChildProcess:
         return self._process.pid
 
     async def kill(self) -> None:
-        """Kill the worker and all that it started, wait for its end, and remove its scratch folder."""
+        """Kill the process and all that it started, wait for its end, and remove its scratch folder."""
         # Threads, because these read all of /proc.
         await asyncio.to_thread(kill_group, self.pid)
-        if not self.builtin:  # programs that a function started in other sessions
+        if not self.builtin:  # programs that it started in other sessions
             await asyncio.to_thread(kill_tagged, self._tag)
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -238,7 +238,7 @@ class _Loader:
     source: DataSourceConfig
     name: str = ""  # of the source, for the metadata of its prompts
     lengths: range | None = None  # tokens that a prompt may have, besides the limit of the context
-    dropped: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # rows by what they do
+    dropped: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # row numbers, by the rule
     unused: Counter[str] = field(default_factory=Counter)  # rows from which a column was left out, by the column
     outside: str = field(init=False)  # a key of `dropped`: rows of other lengths
     skipped: str = field(init=False)  # another one: rows whose prompt `skip` matches

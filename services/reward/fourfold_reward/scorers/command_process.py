@@ -17,14 +17,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fourfold.host.postmortem import signal_name
-from fourfold.host.process_tree import TAGS_VARIABLE, kill_group, kill_tagged
+from fourfold.host.process_tree import tag_variable
 from fourfold.host.scratch import Scratch
+from fourfold_reward.worker_process import ChildProcess
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
 MAX_LINE_BYTES: Final = 1 << 20
 _MODULE: Final = "fourfold_reward.scorers.command_child"
 _START_SECONDS: Final = 60.0
-_REAP_SECONDS: Final = 5.0
 _EXIT_SECONDS: Final = 0.5
 # No one can grant the program more CPU time for each sample, as a worker does. The time limit of a sample ends it.
 _CPU_SECONDS: Final = 1 << 30
@@ -38,12 +38,12 @@ class ProgramFault(Exception):
         self.reason = reason
 
 
-class CommandProcess:
+class CommandProcess(ChildProcess):
     """A running program, for one sample at a time."""
 
     def __init__(self, process: Process, scratch: Scratch, tag: str) -> None:
         """Wrap a started process; use `start`."""
-        self._process, self._scratch, self._tag = process, scratch, tag
+        super().__init__(process, scratch, tag, builtin=False)
         self._waiting: asyncio.Future[bytes] | None = None
         self._fault = ""
         self._reader = asyncio.create_task(self._read_lines())
@@ -56,8 +56,7 @@ class CommandProcess:
         reader, writer = os.pipe()
         try:
             policy = sandbox.policy(builtin=False, timeout_seconds=0, scratch=scratch.path)
-            tags = ",".join(filter(None, (os.environ.get(TAGS_VARIABLE, ""), tag)))
-            variables = sandbox.variables(builtin=False, scratch=scratch.path) | {TAGS_VARIABLE: tags}
+            variables = sandbox.variables(builtin=False, scratch=scratch.path) | tag_variable(tag)
             request = {
                 "parent": os.getpid(),
                 "report": writer,
@@ -96,16 +95,9 @@ class CommandProcess:
             raise OSError(error)
         return made
 
-    @property
-    def pid(self) -> int:
-        """Process id, which is also the id of the process group."""
-        return self._process.pid
-
     async def ended(self, seconds: float) -> str:
         """Return how the program ended within `seconds`; empty if it runs."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._process.wait()
+        await self._wait(seconds)
         code = self._process.returncode
         if code is None:
             return ""
@@ -144,15 +136,7 @@ class CommandProcess:
     async def kill(self) -> None:
         """Kill the program and all that it started, wait for its end, and remove its scratch folder."""
         self._reader.cancel()
-        # Threads, because these read all of /proc; the second one finds programs that it started in other sessions.
-        await asyncio.to_thread(kill_group, self.pid)
-        await asyncio.to_thread(kill_tagged, self._tag)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REAP_SECONDS):
-                await self._process.wait()
-        self._scratch.remove()
+        await super().kill()
 
     async def _read_lines(self) -> None:
         """Hand each line to the sample that waits. A line that no sample waits for is a fault of the program.

@@ -13,7 +13,7 @@ from fourfold.config.schema import Config
 def fix_date(config: Config, run_dir: Path | None) -> Config:
     """Return a recipe in which `data.date` is set: its own, that of the run in `run_dir`, or else the local time.
 
-    A run of a release without this key has the date of its config.toml, until its first resume writes it there.
+    If the config.toml of the run has no date, because an earlier release wrote it, the date is that of the file.
     """
     if config.data.date:
         return config

@@ -265,7 +265,7 @@ class Tokenizer:
 
 
 def _render_errors() -> tuple[type[Exception], ...]:
-    """Return what rendering raises: a template is a program of others over data of others."""
+    """Return the exceptions that rendering may raise: templates and messages come from outside."""
     import jinja2
 
     return jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError

@@ -167,7 +167,7 @@ def _only(values: Any, what: str) -> Any:
 
 
 def _with_components(result: Any, entries: Mapping[str, Any]) -> Result:
-    """Add those entries that are single numbers. Others are for logs that a run does not have."""
+    """Add those entries that are single numbers; the run has no log for others."""
     if not isinstance(result, int | float) and not hasattr(result, "__float__"):
         return cast(Result, result)  # such as None, which abstains; the caller checks it
     values: dict[str, Any] = {}

@@ -80,7 +80,7 @@ class Scoring:
         return [s for s in scorers if s.table.name in names]
 
     def check_prompts(self, prompts: PromptSet) -> list[str]:
-        """Return what `check_scorers` finds."""
+        """Return the warnings of `check_scorers`."""
         return check_scorers(self._config, [s.table for s in self._table.scorers], prompts)
 
     async def _ask(
@@ -211,6 +211,6 @@ def _lacks_answer(table: RewardConfig, prompt: Prompt) -> bool:
 def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:
     """Return whether a scorer scores the samples of a row."""
     named = row.get(scorers_field) if scorers_field else None
-    if named is not None:  # anything but names names none
+    if named is not None:  # a value that is neither text nor list names no scorer
         return table.name in ([named] if isinstance(named, str) else named if isinstance(named, list) else [])
     return all(str(row.get(column)) in values for column, values in table.where.items())

@@ -1,6 +1,6 @@
 """Runs the asserts of one test against a runner, in a process of its own that can be killed at the deadline.
 
-The expression of a test may take for ever, also inside of C code, where no signal handler runs: a huge power, a regular
+The expression of a test may never end, also inside C code, where no signal handler runs: a huge power, a regular
 expression on a long text that the code returned.
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 
 from fourfold_reward.code import remote, wire
 
-# What tests use without an import, besides the names of the code.
+# Modules that a test may use without an import, besides the names that the code defines.
 _MODULES: Final = ("collections", "functools", "itertools", "json", "math", "operator", "re", "string")
 
 

@@ -177,8 +177,8 @@ def _test_of(entry: object, number: int) -> _Test:
 def _passes(control: socket.socket, code: str, test: _Test, *, seconds: float, memory_mib: int) -> bool:
     """Run one test in new processes.
 
-    The time of the test begins when they are in their sandboxes; then they are killed, whatever they do. Raises
-    RuntimeError: they did not come so far, which says nothing about the code.
+    The time of the test begins when they are in their sandboxes. At its end they are killed. Raises RuntimeError: they
+    did not enter their sandboxes; the code is not at fault.
     """
     request = {"mode": "program", "seconds": seconds, "memory_mib": memory_mib}
     with ExitStack() as stack:

@@ -103,7 +103,7 @@ def _outcomes(response: Mapping[str, Any], count: int) -> list[Outcome]:
     if len(rewards) != count:
         raise ValueError(f"{len(rewards)} rewards for {count} samples")
     logs = response.get("extra_logs")
-    # What is no number is for logs that a run does not have.
+    # Values that are not numbers are left out: the run has no log for them.
     series = {"scores": response.get("scores")} | (dict(logs) if isinstance(logs, Mapping) else {})
     return [
         _outcome(_only(reward), components_of({name: _at(values, index, count) for name, values in series.items()}))

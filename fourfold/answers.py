@@ -28,8 +28,8 @@ _NUMBER: Final = re.compile(
     rf"| ?(?:[*\u00d7xX]|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?(?:(?P<power>{_EXPONENT})|\{{(?P<braced>{_EXPONENT})\}}))?"
 )
 _SCIENTIFIC: Final = re.compile(rf"(?<![A-Za-z0-9_.,])[0-9]+(?:\.[0-9]+)?[eE]{_EXPONENT}(?![A-Za-z])")
-# Some models write two backslashes before `boxed`. Elsewhere two are a line break; one before a brace escapes it.
-_BRACE: Final = re.compile(r"(?P<box>\\boxed\s*\{)|\\\\(?!boxed)|\\[{}]|[{}]")
+_BOX: Final = re.compile(r"\\boxed\s*\{")  # some models write two backslashes before it
+_BRACE: Final = re.compile(r"\\\\|\\?[{}]")  # two backslashes are a line break; one before a brace escapes it
 _HASHES: Final = "####"
 _TAG: Final = r"(?:think|thinking|thought|reasoning|seed:think)>"
 _OPENS: Final = rf"(?:<{_TAG}|\[THINK\]|\u25c1think\u25b7)"
@@ -87,17 +87,13 @@ def find_tagged(text: str) -> str | None:
 
 def find_boxed(text: str) -> str | None:
     r"""Return the text in the last `\boxed{...}`, or None. A last one without an end is empty, as in `find_tagged`."""
-    open_braces: list[int] = []  # where the content of each box begins that is open; -1: of another brace
-    last, end = -1, -1
-    for brace in _BRACE.finditer(text):  # one pass: a completion may have thousands of boxes that are never closed
-        if brace["box"] or brace[0] == "{":
-            open_braces.append(brace.end() if brace["box"] else -1)
-            last, end = (brace.end(), -1) if brace["box"] else (last, end)
-        elif brace[0] == "}" and open_braces and open_braces.pop() == last:
-            end = brace.start()
-    if last < 0:
-        return None
-    return text[last:end].strip() if end >= 0 else ""
+    starts = [box.end() for box in _BOX.finditer(text)]
+    depth = 1
+    for brace in _BRACE.finditer(text, starts[-1]) if starts else ():
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return text[starts[-1] : brace.start()].strip()
+    return "" if starts else None
 
 
 def final_answer(completion: str, reference: str = "", *, prompt: str = "") -> str:

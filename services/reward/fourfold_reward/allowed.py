@@ -26,9 +26,7 @@ class AllowedVerifiers:
 
     default: Verifier
     others: Mapping[str, Verifier]  # of `reward.allowed_verifiers`, by name
-    tasks: (
-        GymOptions  # options of the default verifier, and of the reasoning-gym tasks that a sample's metadata may name
-    )
+    tasks: GymOptions  # options of the default verifier, and of the tasks that a sample's metadata may name
 
     @classmethod
     def from_config(cls, config: Config, reward: RewardConfig) -> AllowedVerifiers:

@@ -13,17 +13,35 @@ from typing import Any, Final
 ANSWER_VALUE: Final = "answer_value"
 """Metadata field with the reference answer of a row that has another JSON value than a text."""
 
-# Full-width forms, which models write between East Asian characters, and the minus sign of mathematics.
-_PLAIN: Final = {ord(c) + 0xFEE0: c for c in "0123456789.,-"} | {0x2212: "-"}
+# Full-width forms, which models write between East Asian characters, and the minus sign of mathematics, also as a dash.
+_MINUS: Final = dict.fromkeys([*range(0x2010, 0x2014), 0x2212], "-")
+_PLAIN: Final = {ord(c) + 0xFEE0: c for c in "0123456789.,-"} | _MINUS
+# Other marks than a comma between groups of thousands: of LaTeX, Switzerland, Python, SI; points from two on.
+# A plain space separates numbers. The number of groups is bounded, as the time is quadratic in it.
+_GROUPED: Final = re.compile(
+    r"(?<![A-Za-z0-9_.,])[0-9]{1,3}(?:(?P<mark>\{,\}|,\\!|\\,|['\u2019_\u00a0\u2009\u202f])[0-9]{3}(?:(?P=mark)[0-9]{3}){0,9}"
+    r"|(?:\.[0-9]{3}){2,9})(?![0-9A-Za-z_]|[.,][0-9]{3})"
+)
+# A sign of a currency before a number, and the dollar between a minus and its number.
+_CURRENCY: Final = re.compile(
+    r"(?<![A-Za-z0-9.])[\u00a3\u00a5\u20ac\u20b9] ?(?=-?\.?[0-9])|(?<=-)(?<![A-Za-z0-9_.)\]}$]-)\\?\$(?=\.?[0-9])"
+)
+_SUPERSCRIPTS: Final = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b", "0123456789+-"
+)
+_RAISED: Final = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
+_TEN: Final = re.compile(rf"(?:(?<=[*\u00d7xX] 10)|(?<=[*\u00d7xX]10)){_RAISED.pattern}")
+_DEGREES: Final = re.compile(r"\u00b0(?: ?[CF]\b)?")
+_ROOT: Final = re.compile(r"\u221a ?(?:([0-9]+|[a-z])|\(([^()]*)\))")
 # A minus with a space behind it is a sign where no operand can stand before it. At the beginning of a later line it is
 # the mark of a list.
 _SPACED_MINUS: Final = re.compile(r"(\A\s*|[=:,;({\[$*>][ \t]*|\b(?:is|are|equals)[ \t]+)-[ \t]+(?=\.?[0-9])")
 # The limit of nine digits is that of `Decimal`.
 _EXPONENT: Final = r"[+-]?[0-9]{1,9}(?!\.?[0-9])"
-# A minus after a letter, a digit or a closing bracket is an operator. Commas may group thousands. A power of ten
-# follows as an exponent (1e-07) or as a factor (1.5 x 10^11).
+# A minus after a letter, a digit or a closing bracket is an operator. Commas may group thousands, in India also
+# hundreds (12,34,567). A power of ten follows as an exponent (1e-07) or as a factor (1.5 x 10^11).
 _NUMBER: Final = re.compile(
-    r"(?P<digits>(?:(?<![A-Za-z0-9_.)\]])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+))"
+    r"(?P<digits>(?:(?<![A-Za-z0-9_.)\]])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,2}(?:,[0-9]{2}){1,9},[0-9]{3}(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+))"
     rf"(?:[eE](?P<exponent>{_EXPONENT})"
     rf"| ?(?:[*\u00d7xX]|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?(?:(?P<power>{_EXPONENT})|\{{(?P<braced>{_EXPONENT})\}}))?"
 )
@@ -31,10 +49,12 @@ _SCIENTIFIC: Final = re.compile(rf"(?<![A-Za-z0-9_.,])[0-9]+(?:\.[0-9]+)?[eE]{_E
 _BOX: Final = re.compile(r"\\boxed\s*\{")  # some models write two backslashes before it
 _BRACE: Final = re.compile(r"\\\\|\\?[{}]")  # two backslashes are a line break; one before a brace escapes it
 _HASHES: Final = "####"
-_TAG: Final = r"(?:think|thinking|thought|reasoning|seed:think)>"
-_OPENS: Final = rf"(?:<{_TAG}|\[THINK\]|\u25c1think\u25b7)"
+_TAG: Final = r"(?:think|thinking|thought|reasoning|seed:think)(?:\s[^<>]*)?>"
+_OPENS: Final = rf"(?:<{_TAG}|\[THINK\]|\u25c1think\u25b7|<\|begin_of_thought\|>)"
 _OPENED: Final = re.compile(rf"{_OPENS}\s*\Z", re.IGNORECASE)
-_REASONING: Final = re.compile(rf"(?P<opens>{_OPENS})|</{_TAG}|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE)
+_REASONING: Final = re.compile(
+    rf"(?P<opens>{_OPENS})|</{_TAG}|\[/THINK\]|\u25c1/think\u25b7|<\|end_of_thought\|>", re.IGNORECASE
+)
 _MAX_ZEROS: Final = 1000  # a number with more of them is written with an exponent
 
 
@@ -71,8 +91,12 @@ def find_last_number(text: str) -> Decimal | None:
 
 
 def write_out_numbers(text: str) -> str:
-    """Return a text in which readers of mathematics find its numbers: `-5` for `- 5`, 0.0000001 for 1e-07."""
-    return _SCIENTIFIC.sub(lambda found: _number_text(Decimal(found[0])), _plain(text))
+    """Return a text in which readers of mathematics find its numbers: `-5` for `- 5`, 0.0000001 for 1e-07.
+
+    Powers, roots and degrees of Unicode are LaTeX.
+    """
+    text = _SCIENTIFIC.sub(lambda found: _number_text(Decimal(found[0])), _plain(text))
+    return _RAISED.sub(_caret, _ROOT.sub(r"\\sqrt{\1\2}", _DEGREES.sub(r"^{\\circ}", text)))
 
 
 def find_tagged(text: str) -> str | None:
@@ -133,7 +157,12 @@ def _normalize(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return _SPACED_MINUS.sub(r"\1-", text.translate(_PLAIN))
+    text = _GROUPED.sub(lambda found: re.sub(r"[^0-9]", "", found[0]), text.translate(_PLAIN))
+    return _CURRENCY.sub("", _SPACED_MINUS.sub(r"\1-", _TEN.sub(_caret, text)))
+
+
+def _caret(raised: re.Match[str]) -> str:
+    return f"^{{{raised[0].translate(_SUPERSCRIPTS)}}}"
 
 
 def _to_number(found: re.Match[str]) -> Decimal:

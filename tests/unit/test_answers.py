@@ -27,6 +27,22 @@ from fourfold.answers import final_answer
         ("#### 1.5 \u00d7 10^-3", "0.0015"),
         ("$- \uff11\uff12$", "-12"),
         ("1e5000", "1E5000"),
+        (r"it is 1{,}234 or 10,\!080", "10080"),
+        (r"it is 1\,234\,567", "1234567"),
+        ("it is 1'234'567", "1234567"),
+        ("it is 1\u202f234\u00a0m", "1234"),
+        ("it is 1_000_000", "1000000"),
+        ("it is 1.234.567 euros", "1234567"),
+        ("it is \u20b912,34,567", "1234567"),
+        ("at (10,20,30)", "30"),
+        ("it is \u201312 or $x$-$12", "12"),
+        ("it is \u201312", "-12"),
+        (r"lost -\$1,200", "-1200"),
+        ("#### \u20ac3.50", "3.5"),
+        ("5\u20ac 3", "3"),
+        ("it is 1.5 \u00d7 10\u207b\u00b3", "0.0015"),
+        ('<think effort="high">7', ""),
+        ("<|begin_of_thought|>7<|end_of_thought|>\n8", "8"),
         ("<think>7</think> so 8", "8"),
         ("7</think> so 8 <think> no, 9", "8"),
         ("[THINK]\\boxed{7}", ""),
@@ -53,3 +69,8 @@ def test_an_answer_in_a_block_that_the_prompt_opened_is_none() -> None:
 def test_marks_that_are_never_closed_take_no_time() -> None:
     assert final_answer("\\boxed{" * 50_000 + "<answer>" * 50_000 + "7") == ""
     assert final_answer("<think>" * 50_000 + "</think>" * 50_000 + "- " * 50_000 + "7") == "7"
+
+
+@pytest.mark.parametrize("part", ["11,", "111,", "'111", "1.111", "\u221a("])
+def test_groups_of_thousands_that_never_end_take_no_time(part: str) -> None:
+    assert final_answer(part * 50_000 + "x 7") == "7"

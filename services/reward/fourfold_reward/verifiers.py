@@ -76,6 +76,9 @@ _NAMES: Final = frozenset(name for name, _ in DESCRIPTIONS)
 
 _DECIMALS: Final = 6
 _JOINT: Final = re.compile(r"\}[\s$]*(?:,(?:\s*(?:and|or)\b)?|(?:and|or)\b)[\s$]*\Z")  # between the boxes of one answer
+_NO_FORMULA: Final = re.compile(
+    r"[$#*\n]|\\[(\[]|\\boxed|(?<![\\{A-Za-z])[A-Za-z]{3}"
+)  # otherwise LaTeX without a sign
 _MAX_BOXES: Final = 6  # as math-verify
 # Raised by libraries for malformed text. Any other exception is an error of the verifier.
 _UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, AssertionError)
@@ -188,7 +191,9 @@ def _final_expression(sample: ScoreInput) -> str:
     """Return the part of a completion with its final answer: that which is marked, or all outside of its reasoning."""
     text = without_reasoning(sample.completion, sample.prompt)
     tagged = find_tagged(text)
-    text = text if tagged is None else tagged
+    if tagged is not None:
+        formula = tagged.removesuffix(".")
+        text = f"${formula}$" if formula and not _NO_FORMULA.search(formula) else tagged
     if (boxed := find_boxed(text)) is not None:
         text = f"\\boxed{{{','.join(_joined_boxes(text, boxed))}}}" if boxed else ""
     return write_out_numbers(text)

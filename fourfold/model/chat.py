@@ -17,8 +17,14 @@ from fourfold.errors import InvalidInput
 from fourfold.text import clean
 
 _ROLES: Final = ("system", "user", "assistant", "tool", "developer")
-_SHAREGPT_ROLES: Final = {"human": "user", "gpt": "assistant", "observation": "tool"}
-_OWN: Final = frozenset({"role", "content", "name", "tool_call_id", "reasoning_content", "reasoning", "tool_calls"})
+_CALLS: Final = ("function_call", "tool_call")  # roles of a message whose text is a tool call, or a list of them
+_OTHER_ROLES: Final = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool", "function": "tool",
+    "function_response": "tool", "tool_response": "tool", **dict.fromkeys(_CALLS, "assistant"),
+}  # fmt: skip
+_OWN: Final = frozenset(
+    {"role", "content", "name", "tool_call_id", "reasoning_content", "reasoning", "tool_calls", "function_call"}
+)
 
 
 def template_message(
@@ -98,12 +104,13 @@ def _entries(value: Any) -> list[Any]:
 
 def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if "from" in message and "role" not in message:
-        sender, text = message.pop("from"), message.pop("value", None)
-        message = {"role": _SHAREGPT_ROLES.get(str(sender), sender), "content": text, **message}
-    if (role := message.get("role")) not in _ROLES:
+        message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
+    if (role := message.get("role")) in _CALLS:
+        message = {**message, "tool_calls": message.get("content"), "content": ""}
+    if (role := _OTHER_ROLES.get(str(role), role)) not in _ROLES:
         raise InvalidInput(f"{where} has the role {_show(role)}; a role is one of {', '.join(_ROLES)}")
     calls = []
-    for call in _entries(message.get("tool_calls")):
+    for call in _entries(message.get("tool_calls") or message.get("function_call")):  # OpenAI's older form: one call
         name, function = _function(call, f"{where}: a tool call", "arguments")
         calls.append((name, str(call.get("id", "")), argument_value(function.get("arguments", {}))))
     reasoning = message.get("reasoning_content") or message.get("reasoning", "")

@@ -209,7 +209,7 @@ def test_open_options_are_asked_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         (["--data", "numbers.jsonl"], "numbers.jsonl, row 0: a prompt is a text, or a list of messages"),
         (
             ["--data", "other.jsonl", "--prompt-field", "b"],
-            "--reward is missing: no row has a reference answer, which ex",
+            "--reward is missing: no row has a text or a number as its reference answer, which ex",
         ),
         (["--data", "sums.jsonl", "--answer-field", "", "--reward", "last_number"], "--reward last_number: no row has"),
         (

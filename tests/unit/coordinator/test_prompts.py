@@ -153,6 +153,45 @@ def test_a_last_message_of_the_assistant_is_refused_or_the_answer(
             load(path, answer_from_messages=True)
 
 
+def test_an_answer_may_be_a_tool_call(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    call = {"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}
+    rows = [
+        {"question": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]},
+        {"question": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": json.dumps(call)}]},
+    ]
+    for prompt in load(write_jsonl(tmp_path / "a.jsonl", rows), answer_from_messages=True).train:
+        assert (prompt.text, json.loads(prompt.answer)) == ("<user>hi<assistant>", [call])
+        assert json.loads(prompt.metadata_json)["answer_value"] == [call]
+
+
+def test_messages_of_sharegpt_have_their_system_message_in_a_column(
+    tmp_path: Path, load: Callable[..., PromptSet]
+) -> None:
+    said = {"from": "user", "value": "hi"}
+    rows: list[dict[str, Any]] = [
+        {"question": [said], "system": "Be brief."},
+        {"question": [{"from": "system", "value": "x"}, said], "system": "Be brief."},
+        {"question": [said], "system": ""},
+        {"question": [{"role": "user", "content": "hi"}], "system": "Be brief."},
+        {"question": "hi", "system": "Be brief."},
+    ]
+    prompts = load(write_jsonl(tmp_path / "a.jsonl", rows)).train
+    plain = "<user>hi<assistant>"
+    assert [p.text for p in prompts] == [f"<system>Be brief.{plain}", f"<system>x{plain}", plain, plain, plain]
+
+
+def test_a_row_may_be_a_list_of_messages_and_an_answer(tmp_path: Path) -> None:
+    said = {"from": "human", "value": "hi"}
+    (tmp_path / "a.json").write_text(json.dumps([[said, {"from": "assistant", "ground_truth": {"value": "5"}}]]))
+    rows = read_rows(DataSourceConfig(path=str(tmp_path / "a.json")))
+    assert list(rows) == [{"conversations": [said], "answer": "5"}]
+
+
+def test_semicolons_may_separate_values(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('question;answer\n"a; b, c";3,5\n')
+    assert list(read_rows(DataSourceConfig(path=str(tmp_path / "a.csv")))) == [{"question": "a; b, c", "answer": "3,5"}]
+
+
 def test_a_row_may_have_tools(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     tool = {"name": "sum", "description": None, "parameters": {"type": "object"}}
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "a", "tools": json.dumps([tool])}, {"question": "b"}])

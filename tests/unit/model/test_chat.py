@@ -238,6 +238,27 @@ def test_malformed_tools_are_named(tools: Any, words: str) -> None:
         read_tools(tools)
 
 
+def test_older_forms_of_calls_and_results_are_those_of_today() -> None:
+    older = [
+        said("assistant", None, function_call={"name": "sum", "arguments": '{"a": null}'}),
+        said("function", "3", name="sum"),
+        said("tool_call", '[{"name": "sum", "arguments": {"a": 1}}]'),
+        said("tool_response", "3"),
+        sharegpt("function_call", '{"name": "sum", "arguments": {}}'),
+        sharegpt("observation", "3"),
+        sharegpt("chatgpt", "x"),
+    ]
+    assert read_messages(older) == [
+        said("assistant", "", tool_calls=[{"type": "function", "function": {"name": "sum", "arguments": {"a": None}}}]),
+        said("tool", "3", name="sum"),
+        said("assistant", "", tool_calls=[{"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}]),
+        said("tool", "3"),
+        said("assistant", "", tool_calls=[{"type": "function", "function": {"name": "sum", "arguments": {}}}]),
+        said("tool", "3"),
+        said("assistant", "x"),
+    ]
+
+
 def test_members_that_only_some_templates_read_stay() -> None:
     assert read_messages([said("assistant", "x", thinking="t", weight=None)]) == [said("assistant", "x", thinking="t")]
     assert read_messages([{"role": "assistant", "reasoning": "r"}]) == [said("assistant", "", reasoning_content="r")]

@@ -23,10 +23,11 @@ from fourfold import config as configuration
 from fourfold.cli.numbers import whole
 from fourfold.config import PRESETS, DataConfig, DataSourceConfig, parse_template
 from fourfold.config.reward import ANSWER_VERIFIERS
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, InvalidInput
 from fourfold.host.hardware import visible_gpus
 from fourfold.host.program import program
 from fourfold.model import folder as model_folder
+from fourfold.model.chat import read_messages
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.text import choices, clean
 
@@ -38,8 +39,8 @@ _PROMPT_COLUMNS: Final[tuple[str, ...]] = (
 )  # fmt: skip
 _CONTEXT_COLUMNS: Final = ("input", "context", "passage")  # what a prompt of another column is about, as in Alpaca
 _ANSWER_COLUMNS: Final = (
-    "reward_model.ground_truth", "answer", "solution", "label", "ground_truth", "target", "expected", "completion",
-    "response", "output",
+    "reward_model.ground_truth", "answer", "solution", "label", "ground_truth", "reference_answer", "target",
+    "expected", "completion", "response", "output",
 )  # fmt: skip
 _READ_ROWS: Final = 200
 _NUMBER: Final = re.compile(r"\s*[-+]?[\d,]*\.?\d+\s*")
@@ -195,7 +196,7 @@ def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
     model = option(args.model, "Model folder or hf:OWNER/NAME", _DEFAULT_MODEL, _check_model)
     found, data = _source_keys(found, prompt_field, answer_field)
     values = [raw.answer for _, raw in _prompts(found, data)]
-    answers = [str(value) for value in values if value is not None and str(value).strip()]
+    answers = [str(value) for value in values if isinstance(value, str | int | float) and str(value).strip()]
     reward = option(
         args.reward,
         "Reward: a verifier or FILE.py:FUNCTION",
@@ -273,8 +274,10 @@ def _source_keys(found: Sequence[_Source], prompt_field: str, answer_field: str)
 
 
 def _ends_with_reply(value: Any) -> bool:
-    last = value[-1] if isinstance(value, list) and value else None
-    return isinstance(last, dict) and (last.get("role") or last.get("from")) in ("assistant", "gpt")
+    try:
+        return isinstance(value, list) and read_messages(value)[-1]["role"] == "assistant"
+    except InvalidInput:
+        return False
 
 
 def _prompts(found: Sequence[_Source], data: DataConfig) -> list[tuple[str, RawPrompt]]:
@@ -355,8 +358,8 @@ def _check_reward(name: str, *, has_answers: bool) -> str:
     """Return the name of a reward function. Raises ConfigError: there is none of that name; its code is not run."""
     if not has_answers and (not name or name in ANSWER_VERIFIERS):
         raise ConfigError(
-            f"--reward {name or 'is missing'}: no row has a reference answer, which {', '.join(ANSWER_VERIFIERS)} "
-            f"need; give --answer-field COLUMN, or --reward FILE.py:FUNCTION"
+            f"--reward {name or 'is missing'}: no row has a text or a number as its reference answer, which "
+            f"{', '.join(ANSWER_VERIFIERS)} need; give --answer-field COLUMN, or --reward FILE.py:FUNCTION"
         )
     for entry in importlib.metadata.entry_points(group="fourfold.checks", name="reward"):
         loader = importlib.import_module(f"{entry.module.rpartition('.')[0]}.loader")

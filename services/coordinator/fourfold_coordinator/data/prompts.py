@@ -390,6 +390,9 @@ def read_prompt(row: Row, source: DataSourceConfig, data: DataConfig, where: str
     if not data.chat:
         return RawPrompt(value, None, [], answer)
     messages = _chat_messages(value, data, where)
+    system = row.get("system")  # a column of ShareGPT
+    if system and isinstance(value, list) and "from" in value[0] and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": str(system)})
     if messages[-1]["role"] == "assistant":
         said = _take_answer(messages, data, where)
         answer = said if answer is None else answer
@@ -480,17 +483,17 @@ def _chat_messages(value: Any, data: DataConfig, where: str) -> list[dict[str, A
         raise ConfigError(f"{where}: {error.message}") from None
 
 
-def _take_answer(messages: list[dict[str, Any]], data: DataConfig, where: str) -> str:
-    """Remove the last message, which is the assistant's, and return its text."""
+def _take_answer(messages: list[dict[str, Any]], data: DataConfig, where: str) -> Any:
+    """Remove the last message, which is the assistant's, and return its text, or the list of its tool calls."""
     if not data.answer_from_messages:
         raise ConfigError(
             f"{where}: the last message is the assistant's, and the policy would answer after an answer; set "
             f"data.answer_from_messages = true to take it as the reference answer, or remove it"
         )
-    said = str(messages.pop()["content"])
+    last = messages.pop()
     if not messages or messages[-1]["role"] == "assistant":
         raise ConfigError(f"{where}: no message of another role stands before the assistant's last one; remove the row")
-    return said
+    return last["content"] or last.get("tool_calls", "")
 
 
 def tokenize(raw: RawPrompt, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> tuple[str, list[int]]:

@@ -143,6 +143,9 @@ def _json_array(path: Path, file: TextIO) -> Iterator[Row]:
 
 def _checked(row: Any, text: str) -> Row:
     """Return a row of JSON. Raises ValueError: it is no object, or has half of a pair of UTF-16."""
+    match row:  # Open-Reasoner-Zero: the messages, and the reference answer in place of the last one
+        case [*messages, {"ground_truth": {"value": answer}}]:
+            row = {"conversations": messages, "answer": answer}
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} in place of an object")
     if "\\ud" in text.lower():  # half of a pair is no text: no tokenizer and no message takes it
@@ -153,8 +156,12 @@ def _checked(row: Any, text: str) -> Row:
 def _csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a file with a header line; all values are texts."""
     csv.field_size_limit(1 << 30)  # by default 131,072 characters, fewer than a long prompt
+    with path.open("rb") as raw:
+        names = raw.readline()
+    # Spreadsheets separate by semicolons where a comma is the decimal point.
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ";" if b";" in names and b"," not in names else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        rows = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             header = next(rows, [])
             if len(set(header)) < len(header):

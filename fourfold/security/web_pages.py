@@ -7,9 +7,18 @@ the site; `Origin` and `Sec-Fetch-Site` tell which page sends the request. Other
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from fourfold.address import is_loopback
+
+
+def joined(fields: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Return the headers of a request by their names in lower case; repeated ones become one, so that each counts."""
+    headers: dict[str, str] = {}
+    for name, value in fields:
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+    return headers
 
 
 def refusal(method: str, headers: Mapping[str, str], names: Collection[str] = ()) -> tuple[int, str] | None:
@@ -19,11 +28,12 @@ def refusal(method: str, headers: Mapping[str, str], names: Collection[str] = ()
 
     Args:
         method: such as "GET".
-        headers: by their names in lower case.
+        headers: as `joined` returns them.
         names: further names of this machine, under which a reverse proxy passes requests on.
     """
     host = headers.get("host", "").lower()
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    name = name.removesuffix(".")  # the root of DNS
     if not is_loopback(name.strip("[]")) and name not in map(str.lower, names):
         return 421, f"Host {host[:100]!r} is not this machine; use http://127.0.0.1:PORT/"
     follows_link = method in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"

@@ -21,7 +21,7 @@ from typing import Final
 
 from fourfold.errors import ConfigError
 from fourfold.rpc.channel import is_loopback, join_target, split_target
-from fourfold.security.web_pages import refusal
+from fourfold.security.web_pages import joined, refusal
 from fourfold.service.exporter import OPEN_METRICS, TEXT
 
 _log = logging.getLogger("fourfold.service.metrics_server")
@@ -128,8 +128,8 @@ class MetricsServer:
             return _response(HTTPStatus.NOT_FOUND)
         if words[0] != b"GET":
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, "Allow: GET\r\n")
-        pairs = (field.decode("latin-1").partition(":") for field in fields)
-        headers = {name.lower(): value.strip() for name, _, value in pairs}
+        pairs = (field.partition(b":") for field in fields)
+        headers = joined((name, value) for name, _, value in pairs)
         if refused := refusal("GET", headers, self._names):
             return _response(HTTPStatus(refused[0]), body=refused[1].encode())
         content_type = OPEN_METRICS if "application/openmetrics-text" in headers.get("accept", "") else TEXT

@@ -233,6 +233,7 @@ CLOSE = "/v1/sessions/s1/close"
         ("GET", "/v1/sessions/s1", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
         ("GET", "/v1/models", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),
         ("POST", CLOSE, {"sec-fetch-site": "none"}, 200),
+        ("POST", CLOSE, {"host": "localhost.:8000"}, 200),
         ("POST", CLOSE, {"host": "LOCALHOST", "sec-fetch-mode": "cors"}, 200),
         ("POST", CLOSE, {"host": "agents.example", "origin": "https://agents.example"}, 200),
         ("POST", CLOSE, {"host": "agents.example", "origin": PAGE}, 403),
@@ -263,6 +264,16 @@ async def test_a_web_page_of_another_site_cannot_use_the_port(
 async def test_unknown_paths_and_verbs_are_refused(request_line: str, status: int) -> None:
     async with served() as server:
         assert (await exchange(server, f"{request_line} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode()))[0] == status
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "status"),
+    [("sec-fetch-site: cross-site", "sec-fetch-site: none", 403), (f"origin: {PAGE}", "origin: http://localhost", 403),
+     ("content-type: text/plain", "content-type: application/json", 415)],
+)  # fmt: skip
+async def test_each_of_two_equal_headers_counts(first: str, last: str, status: int) -> None:
+    async with served() as server:
+        assert (await exchange(server, post(GOOD, first, last, "connection: close")))[0] == status
 
 
 async def test_beyond_loopback_http_needs_tls() -> None:

@@ -254,18 +254,30 @@ NEUTRAL: dict[str, Any] = {
     "min_p": 0.0, "min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True, "use_beam_search": False,
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "bad_words": [], "priority": 0,
     "top_k": -1, "top_p": 1, "echo": False, "best_of": 1, "stop_token_ids": [], "return_tokens_as_token_ids": False,
+    "detokenize": True, "truncate_prompt_tokens": -1, "kv_transfer_params": {}, "structured_outputs": {},
+    "min_new_tokens": 0, "return_hidden_states": False,
 }  # fmt: skip
 
 
 async def test_neutral_values_of_refused_parameters_are_accepted() -> None:
     api = FakeAgentApi()
-    ignored = {"user": "u", "store": True, "service_tier": "auto", "request_id": "r", "stop": None, "seed": None}
+    ignored = {
+        "user": "u",
+        "store": True,
+        "service_tier": "auto",
+        "request_id": "r",
+        "stop": None,
+        "seed": None,
+        "rid": "r",
+    }
     chat = {"parallel_tool_calls": True, "n": 1, "top_logprobs": 0, "function_call": "none", "modalities": ["text"]}
     chat |= {"add_generation_prompt": True, "chat_template_kwargs": {"enable_thinking": True}, "chat_template": None}
+    chat |= {"thinking": {"type": "disabled"}, "reasoning": {"effort": "none"}, "usage": {"include": True}}
+    text = {"response_format": {"type": "text"}}
     async with connected(api) as client:
         ask: Any = client.chat.completions.create
         await ask(model="m", messages=USER, extra_body=NEUTRAL | ignored | chat)
-        await client.completions.create(model="m", prompt="x", suffix="", extra_body=NEUTRAL | ignored)
+        await client.completions.create(model="m", prompt="x", suffix="", extra_body=NEUTRAL | ignored | text)
         await client.responses.create(
             model="m", input="x", truncation="disabled", extra_body=NEUTRAL | ignored | {"n": 1}
         )

@@ -21,7 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fourfold.security.web_pages import refusal
+from fourfold.security.web_pages import joined, refusal
 
 from . import pages, sample_pages
 from .reader import RunFolders
@@ -100,7 +100,7 @@ class _Access:
     def _refuse(self, request: Request) -> Response | None:
         """Return the answer to a request that may not see the pages; None if it may."""
         if not self._token:
-            refused = refusal(request.method, request.headers)
+            refused = refusal(request.method, joined(request.headers.raw))
             return PlainTextResponse(refused[1], refused[0]) if refused else None
         given = request.query_params.get("token", "")
         if given and self._fits(given):

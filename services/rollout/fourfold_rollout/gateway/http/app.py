@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import DeadlinePassed, FourfoldError, PermissionDenied, Unavailable
-from fourfold.security.web_pages import refusal
+from fourfold.security.web_pages import joined, refusal
 from fourfold.text import clean
 from fourfold.tracing.propagation import TRACEPARENT, incoming
 from fourfold.tracing.spans import Spans
@@ -113,7 +113,7 @@ class _Exchange:
 
     def __init__(self, app: GatewayApp, scope: Scope, receive: Receive, send: Send) -> None:
         self._app, self._scope, self._receive, self._send = app, scope, receive, send
-        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._headers = joined(scope["headers"])
         self._path: str = scope["path"]
         self._anthropic = self._path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
         self._started = False
@@ -155,10 +155,9 @@ class _Exchange:
 
     def _check_origin(self) -> None:
         """Refuse web pages where a token does not keep them out."""
-        if self._app._names is not None:
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self._headers.items()}
-            if refused := refusal(self._scope["method"], headers, self._app._names):
-                raise RequestError(clean(refused[1], 300), status=refused[0])
+        names = self._app._names
+        if names is not None and (refused := refusal(self._scope["method"], self._headers, names)):
+            raise RequestError(clean(refused[1], 300), status=refused[0])
 
     async def _serve_admitted(self, task: asyncio.Task[Any], route: _Route, caller: Caller, session_id: str) -> None:
         body = parse_json(await self._body(await self._app.max_body_bytes(caller))) if route.verb == "POST" else {}
@@ -173,7 +172,7 @@ class _Exchange:
 
     def _spans(self, route: _Route) -> Spans:
         """Begin the span of the request, if its client traces it."""
-        traceparent = self._headers.get(b"traceparent", b"").decode("latin-1")
+        traceparent = self._headers.get("traceparent", "")
         attributes = {"http.request.method": route.verb}
         return incoming(((TRACEPARENT, traceparent),), f"{route.verb} {route.method}", attributes)
 
@@ -201,10 +200,10 @@ class _Exchange:
 
     def _key(self) -> str:
         """Return the bearer token, or the key in Anthropic's header."""
-        value = self._headers.get(b"authorization", b"").decode("latin-1")
+        value = self._headers.get("authorization", "")
         scheme, _, key = value.partition(" ")
         if scheme.lower() != "bearer":
-            key = self._headers.get(b"x-api-key", b"").decode("latin-1")
+            key = self._headers.get("x-api-key", "")
         return key.strip()
 
     async def _body(self, limit: int) -> bytes:
@@ -214,16 +213,15 @@ class _Exchange:
             RequestError: it is not JSON by its type, too large, too slow, or has no length.
         """
         # A browser lets a page of another site send a body of any other type, or of none, without a preflight request.
-        kind = self._headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
-            shown = clean(kind.decode("latin-1"), 60)
-            raise RequestError(f"content-type is {shown!r}; send application/json", status=415)
-        if b"transfer-encoding" in self._headers:  # a body of tiny chunks would take the event loop's time
+        kind = self._headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError(f"content-type is {clean(kind, 60)!r}; send application/json", status=415)
+        if "transfer-encoding" in self._headers:  # a body of tiny chunks would take the event loop's time
             raise RequestError("the body has no length; send content-length, and no chunks", status=411)
-        if self._headers.get(b"content-encoding", b"identity") != b"identity":
+        if self._headers.get("content-encoding", "identity").lower() != "identity":
             raise RequestError("the body is compressed; send plain JSON", status=415)
-        length = int(self._headers.get(b"content-length", b"0"))
-        if length > limit and (length > _DRAIN_FACTOR * limit or b"expect" in self._headers):
+        length = int(self._headers.get("content-length", "0"))
+        if length > limit and (length > _DRAIN_FACTOR * limit or "expect" in self._headers):
             raise _too_large(length, limit)
         try:
             async with asyncio.timeout(self._app._body_seconds):
@@ -257,7 +255,7 @@ class _Exchange:
             await self._reply(200, encode(await route.call(app._api, caller, body, session_id)))
             return
         if route.turns is not None:
-            request_id = self._headers.get(b"idempotency-key", b"").decode("latin-1")
+            request_id = self._headers.get("idempotency-key", "")
             fields, variables = Fields(body), "chat_template_kwargs"
             options: TurnOptions = route.turns.parse(fields, session_id, request_id)
             if fields.table(variables) is not None and not app._api.is_neutral(fields.raw(variables)):

@@ -29,7 +29,7 @@ USED: Final = EXTENSIONS | {
     "logprobs", "seed", "max_tokens", "max_completion_tokens", "temperature", "top_p", "parallel_tool_calls",
     "chat_template_kwargs",
 }  # fmt: skip
-IGNORED: Final = sampling.IGNORED | {"reasoning_effort", "verbosity"}
+IGNORED: Final = sampling.IGNORED | {"reasoning_effort", "verbosity", "reasoning", "thinking"}
 REFUSED: Final = sampling.REFUSED | {
     "top_logprobs": Refusal("the engine cannot return: it gives the sampled token's only; send logprobs alone", (0,)),
     "add_special_tokens": Refusal("the chat template decides; leave it out", (False,)),

@@ -28,6 +28,7 @@ IGNORED: Final = sampling.IGNORED
 REFUSED: Final = sampling.REFUSED | {
     "echo": Refusal("the engine does not do; join prompt and text yourself", (False,)),
     "suffix": Refusal("the model cannot use; leave it out", ("",)),
+    "response_format": Refusal("only the chat formats have; send messages", ({"type": "text"},)),
     "add_special_tokens": Refusal("the engine does not do; send token ids", (True,)),
 }
 _DEFAULT_TOKENS: Final = 16  # OpenAI's default of max_tokens

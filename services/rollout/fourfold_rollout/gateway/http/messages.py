@@ -31,7 +31,7 @@ IGNORED: Final = sampling.IGNORED | {"thinking", "cache_control", "inference_geo
 REFUSED: Final = sampling.REFUSED | {
     "mcp_servers": Refusal("the gateway does not call; give the model function tools", ([],)),
     "container": Refusal("the gateway does not have; leave it out"),
-    "context_management": Refusal("the gateway does not do; edit the messages yourself", ({},)),
+    "context_management": Refusal("the gateway does not do; edit the messages yourself", ({}, {"edits": []})),
 }
 FINISH: Final[Mapping[int, str]] = {
     pb.FINISH_REASON_STOP: "end_turn",

@@ -16,13 +16,15 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 IGNORED: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "request_id", "cache_salt",
+    "request_id", "cache_salt", "prompt_cache_options", "guided_decoding_backend", "rid", "provider", "usage", "speed",
 })  # fmt: skip
-"""Parameters of the clients of OpenAI and vLLM that change no answer."""
+"""Parameters of the clients of OpenAI, vLLM, SGLang and OpenRouter that change no answer."""
 _FULL: Final = "would change the distribution: the trainer needs the full distribution of the policy; leave it out"
 _SERVED: Final = "the gateway does not do; leave it out"
 REFUSED: Final = {
-    **{name: Refusal(_FULL, (0,)) for name in ("frequency_penalty", "presence_penalty", "min_p", "min_tokens")},
+    **{name: Refusal(_FULL, (0,)) for name in (
+        "frequency_penalty", "presence_penalty", "min_p", "min_tokens", "min_new_tokens", "top_a",
+    )},
     **{name: Refusal(_FULL, (1,)) for name in ("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p")},
     **{name: Refusal(_FULL, (False,)) for name in ("ignore_eos", "use_beam_search", "early_stopping")},
     **{name: Refusal(_FULL, ([],)) for name in ("bad_words", "logits_processors")},
@@ -30,12 +32,16 @@ REFUSED: Final = {
     **{name: Refusal(_SERVED, (0,)) for name in ("priority", "top_logprobs")},
     **{name: Refusal(_SERVED, (True,)) for name in (
         "skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt", "include_reasoning",
-        "separate_reasoning", "stream_reasoning",
+        "separate_reasoning", "stream_reasoning", "detokenize",
     )},
     **{name: Refusal(_SERVED, (False,)) for name in (
         "include_stop_str_in_output", "continue_final_message", "return_tokens_as_token_ids", "echo", "no_stop_trim",
+        "return_hidden_states", "return_routed_experts", "return_cached_tokens_details",
     )},
-    **{name: Refusal(_SERVED, ([], {})) for name in ("documents", "mm_processor_kwargs", "vllm_xargs")},
+    **{name: Refusal(_SERVED, ([], {})) for name in (
+        "documents", "mm_processor_kwargs", "vllm_xargs", "kv_transfer_params", "structured_outputs",
+    )},
+    "truncate_prompt_tokens": Refusal(_SERVED, (-1,)),
     "n": Refusal("this format does not have; send a request for each answer", (1,)),
     "best_of": Refusal("would hide samples; send n, and choose yourself", (1,)),
 }  # fmt: skip

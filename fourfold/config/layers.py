@@ -11,6 +11,7 @@ that several others include is read once, and counts where it is included last.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -91,10 +92,13 @@ def read_layers(path: Path, assignments: Sequence[str]) -> Layers:
         ConfigError: a file cannot be read, or is no TOML, or includes itself; an assignment is malformed.
     """
     layers = Layers(start=f"{path}:1")
-    for layer in _read_file(path, (), {}):
-        layers.add(layer.tables, layer.places)
-    for text in assignments:
-        _assign(text, layers)
+    try:
+        for layer in _read_file(path, (), {}):
+            layers.add(layer.tables, layer.places)
+        for text in assignments:
+            _assign(text, layers)
+    except RecursionError:
+        raise ConfigError(f"{path}: its values, tables or included files nest too deeply; nest them less") from None
     return layers
 
 
@@ -111,7 +115,7 @@ def _read_file(path: Path, including: tuple[Path, ...], known: dict[Path, list[_
 
     `known` has the layers of the files that were read.
     """
-    own = path.resolve()
+    own = Path(os.path.realpath(path))  # `resolve` raises RuntimeError for links in a circle
     if own in known:
         return known[own]
     tables, lines = _parse(path)
@@ -124,7 +128,7 @@ def _read_file(path: Path, including: tuple[Path, ...], known: dict[Path, list[_
     found: dict[Path, _Layer] = {}
     for name in names:
         included = path.parent / name
-        if included.resolve() in chain:
+        if Path(os.path.realpath(included)) in chain:
             raise ConfigError(f"{where}: the files include each other in a circle; remove one of these lines")
         try:
             for layer in _read_file(included, chain, known):
@@ -138,7 +142,7 @@ def _read_file(path: Path, including: tuple[Path, ...], known: dict[Path, list[_
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[_Keys, int]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the recipe ({error.strerror}); give the path of a TOML file") from None
     except UnicodeDecodeError as error:

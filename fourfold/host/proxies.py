@@ -14,6 +14,8 @@ import os
 from typing import Final
 from urllib.parse import urlsplit
 
+from fourfold.errors import ConfigError
+
 THIS_MACHINE: Final = ("localhost", "127.0.0.1", "::1")
 _PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 _PRIVATE_DOMAINS: Final = (".localhost", ".local", ".internal", ".svc")
@@ -33,15 +35,30 @@ def bypass(*hosts: str) -> None:
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy of the environment for a URL (http, https, ws, wss), or None: connect directly."""
+    """Return the proxy of the environment for a URL (http, https, ws, wss), or None: connect directly.
+
+    Raises ConfigError: it is no HTTP proxy.
+    """
     import urllib.request  # loads a client of HTTP, which most processes do without
 
     parts = urlsplit(url)
     host = parts.hostname or ""
-    if is_private(host) or urllib.request.proxy_bypass(host):
+    address = parts.netloc.rpartition("@")[2]  # with the port, which no_proxy may have
+    if is_private(host) or urllib.request.proxy_bypass(host) or urllib.request.proxy_bypass(address):
         return None
-    proxies = urllib.request.getproxies()
-    return proxies.get(parts.scheme.replace("ws", "http")) or proxies.get("all")
+    proxies, scheme = urllib.request.getproxies(), parts.scheme.replace("ws", "http")
+    proxy = proxies.get(scheme) or proxies.get("all")
+    if not proxy:
+        return None
+    kind, separator, _ = proxy.partition("://")  # the rest may have a password
+    if not separator:
+        return f"http://{proxy}"
+    if kind.lower() not in ("http", "https"):
+        raise ConfigError(
+            f"the proxy of the environment for {host} is {kind}://...: only HTTP proxies are supported; set "
+            f"{scheme}_proxy=http://HOST:PORT, or name {host} in no_proxy"
+        )
+    return proxy
 
 
 def is_private(host: str) -> bool:

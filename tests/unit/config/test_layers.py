@@ -42,6 +42,20 @@ def test_included_files_are_read_in_order_and_relative_to_the_file(tmp_path: Pat
     assert (found.steps, found.batch.group_size, found.batch.prompts_per_step) == (50, 2, 2)
 
 
+def test_links_in_a_circle_and_deep_nesting_are_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").symlink_to("b.toml")
+    (tmp_path / "b.toml").symlink_to("a.toml")
+    assert "DIR/a.toml: cannot read the recipe (Too many levels" in refused(tmp_path / "a.toml")
+    deep = write(tmp_path, RECIPE + "x = " + "[" * 2000)
+    assert "DIR/recipe.toml: its values, tables or included files nest too deeply" in refused(deep)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + write(tmp_path, RECIPE).read_bytes())
+    assert config.load(path).name == "tiny"
+
+
 def test_a_mistake_is_named_in_the_file_that_has_it(tmp_path: Path) -> None:
     write(tmp_path, RECIPE.replace("group_size = 4", "group_size = 4\nprompts = 3"))
     top = tmp_path / "top.toml"

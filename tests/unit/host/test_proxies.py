@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fourfold.errors import ConfigError
 from fourfold.host import proxies
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
@@ -95,3 +96,22 @@ def test_private_addresses_need_no_proxy(host: str, private: bool, monkeypatch: 
     assert proxies.proxy_for(f"https://{host}/x") == (None if private else "http://127.0.0.1:10")
     monkeypatch.setenv("no_proxy", host.strip("[]"))
     assert proxies.proxy_for(f"http://{host}:8000/x") is None
+
+
+@pytest.mark.parametrize(
+    ("proxy", "used"),
+    [("proxy.corp:3128", "http://proxy.corp:3128"), ("me:key@proxy:1", "http://me:key@proxy:1"),
+     ("HTTPS://proxy:1", "HTTPS://proxy:1"), ("socks5h://me:key@proxy:1080", "socks5h://...: only HTTP proxies")],
+)  # fmt: skip
+def test_a_proxy_without_a_scheme_is_one_of_http_and_others_are_refused(
+    proxy: str, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    if "socks" not in proxy:
+        assert proxies.proxy_for("https://me@api.example.com:8443/x") == used
+    else:
+        with pytest.raises(ConfigError) as caught:
+            proxies.proxy_for("https://me@api.example.com:8443/x")
+        assert used in caught.value.message and "key" not in caught.value.message
+    monkeypatch.setenv("no_proxy", "api.example.com:8443")
+    assert proxies.proxy_for("https://me@api.example.com:8443/x") is None

@@ -112,6 +112,8 @@ class JsonClient:
                     self._url, data=data, headers=headers, allow_redirects=False, proxy=self._proxy
                 ) as response:
                     text = await self._read(response)
+        except aiohttp.ClientHttpProxyError as error:  # of the proxy, before the server was asked
+            raise self._status_error(error.status, b"", "") from None
         except aiohttp.ClientResponseError as error:  # no HTTP, or headers of the wrong form or size
             raise WebError(
                 "BAD_RESPONSE", f"{self.title} sent no valid HTTP: {clean(error.message, _MAX_TEXT)}", again=True
@@ -156,7 +158,8 @@ class JsonClient:
     def _status_error(self, status: int, text: bytes, retry_after: str) -> WebError:
         said = f"{self.title} answered with status {status}: {self._excerpt(text)}"
         if status in _REFUSED:
-            hint = "check the address" if status == HTTPStatus.NOT_FOUND else "check the key and its rights"
+            hints = {404: "check the address", 407: "check user and password of the proxy of the environment"}
+            hint = hints.get(status, "check the key and its rights")
             return WebError("REFUSED", f"{self.title} answered with status {status}; {hint}", again=False)
         if status >= 500 or status in _OVERLOADED:
             return WebError("OVERLOADED", said, again=True, retry_after=_seconds(retry_after))

@@ -11,6 +11,7 @@ Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 int
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
@@ -113,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(list(sys.argv[1:] if argv is None else argv))
     except OSError as error:
         # The error may also be of another file, or of the pipe of a child process.
-        if not any([_discard_if_broken(sys.stdout, 1), _discard_if_broken(sys.stderr, 2)]):
+        probe = "\n" if error.errno == errno.ENOSPC else ""
+        if not any([_discard_if_broken(sys.stdout, 1, probe), _discard_if_broken(sys.stderr, 2)]):
             raise
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
@@ -146,11 +148,15 @@ def _open_standard_files() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
-def _discard_if_broken(stream: TextIO, number: int) -> bool:
-    """Return whether a stream cannot be written, as after `| head`; if so, discard the rest of the output."""
+def _discard_if_broken(stream: TextIO, number: int, probe: str = "") -> bool:
+    """Return whether a stream cannot be written, as after `| head`; if so, discard the rest of the output.
+
+    `probe` shows a full disk if the stream has no buffer (PYTHONUNBUFFERED): then nothing is left to be flushed.
+    """
     output = select.poll()
     output.register(number, 0)
     try:
+        stream.write(probe)
         stream.flush()
         broken = any(events & select.POLLERR for _, events in output.poll(0))
     except OSError:

@@ -233,6 +233,13 @@ def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_full_disk_is_no_error_of_a_program_without_buffers() -> None:
+    command = ["env", "PYTHONUNBUFFERED=1", "sh", "-c", 'exec "$0" -m fourfold --version > /dev/full', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    text = "fourfold: the output cannot be written (No space left on device)\n"
+    assert (done.returncode, done.stderr) == (1, text)
+
+
 @pytest.mark.parametrize(
     ("words", "closed", "code", "text"),
     [

@@ -348,6 +348,17 @@ def test_a_ledger_of_a_later_version_is_refused_and_not_changed(tmp_path: Path) 
     later.close()
 
 
+def test_a_damaged_ledger_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).close()
+    for content in (path.read_bytes()[:5000], b"text" * 2000):
+        path.write_bytes(content)
+        with pytest.raises(
+            WrongState, match=r"ledger\.sqlite: damaged, or no ledger \(.*\); restore the file from a copy"
+        ):
+            Ledger(path)
+
+
 def test_a_restore_keeps_the_groups_it_is_told_to_and_their_leased_samples_are_ready_again(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     groups = [ledger.issue(step=1, position=position, count=2) for position in range(3)]

@@ -48,6 +48,18 @@ def test_the_folder_of_a_run_is_private(tmp_path: Path, config: Config) -> None:
         make_run_dir(config, "demo", tmp_path / "file")
 
 
+def test_the_run_of_another_user_is_named_as_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "demo"
+    run_dir.mkdir()
+    (tmp_path / "latest").symlink_to("demo")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read every folder
+    for path in (run_dir, tmp_path / "latest"):
+        with pytest.raises(
+            ConfigError, match=r"demo: the folder is private to the user with uid \d+; run this command"
+        ):
+            find_run(path)
+
+
 def test_a_run_keeps_the_date_on_which_it_began(tmp_path: Path, config: Config) -> None:
     before = datetime.datetime.now().replace(microsecond=0)
     run_dir, made = make_run_dir(config, "demo", tmp_path)

@@ -105,16 +105,22 @@ def link_latest(run_dir: Path) -> None:
 def find_run(path: Path) -> Path:
     """Return the folder of a run, for runs/latest the one that it points to now; other paths stay as they are.
 
-    Raises ConfigError: there is no such path, but a run with a similar name; or the path cannot be read.
+    Raises ConfigError: there is no such path, but a run with a similar name; or the path cannot be read by this user.
     """
     try:
         if path.is_symlink():
-            return path.parent / path.readlink()
+            path = path.parent / path.readlink()
         exists = path.exists()
+        closed = path.is_dir() and not os.access(path, os.R_OK | os.X_OK)
     except OSError as error:  # such as a name that is too long
         raise ConfigError(
             f"{clean(str(path), 80)}: cannot be read ({error.strerror}); give the name of a folder"
         ) from None
+    if closed:
+        raise ConfigError(
+            f"{path}: the folder is private to the user with uid {path.stat().st_uid}; run this command as that user, "
+            f"or change the rights of the folder"
+        )
     if not exists and ":" not in str(path):  # not hf:OWNER/NAME
         runs = {
             file.parent.name: file.parent
@@ -188,7 +194,7 @@ def read_address(run_dir: Path) -> str:
     file = run_dir / ADDRESS_FILE
     if not file.is_file():
         raise ConfigError(f"{run_dir}: no run was started here (no {ADDRESS_FILE}); give a folder of runs/")
-    return file.read_text(encoding="utf-8").strip()
+    return file.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def write_stop_reason(run_dir: Path, reason: str) -> None:

@@ -240,7 +240,7 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         """Open the database at `path`, or create an empty one; migrate one of an earlier version.
 
-        Raises WrongState when a later version of Fourfold wrote it.
+        Raises WrongState when a later version of Fourfold wrote it, or it is damaged.
         """
         self._path, self._wal = path, path.with_name(path.name + "-wal")
         self._in_transaction = False
@@ -255,8 +255,12 @@ class Ledger:
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA wal_autocheckpoint = 0")  # it would sync on the event loop: `sync` does it
             self._migrate(path)
-        except (sqlite3.Error, WrongState):  # for example a full disk: the caller tries again with a new connection
+        except (sqlite3.Error, WrongState) as error:  # such as a full disk: the caller tries again, newly connected
             self._db.close()
+            if getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                raise WrongState(
+                    f"{path}: damaged, or no ledger ({error}); restore the file from a copy, or start a new run"
+                ) from None
             raise
 
     def _migrate(self, path: Path) -> None:

@@ -18,7 +18,7 @@ _NUMBERS: Final[Mapping[str, Callable[[int, int], bool]]] = {
     f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 _WHOLE: Final = re.compile(r"\s*[-+]?\d{1,18}\s*")
-_UNKNOWN: Final = re.compile(r"<[A-Za-z0-9_?!#$-]+>")  # a placeholder
+_UNKNOWN: Final = re.compile(r"<[A-Za-z0-9_?!#$@-]+>")  # a placeholder
 
 
 @dataclass(slots=True)

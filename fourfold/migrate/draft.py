@@ -93,6 +93,8 @@ class Draft:
         for name in flags.values:
             if name not in self.converted:
                 reason = self.left.get(name) or (flags.table[name].how if not flags.table[name].to else "")
+                if flags.values[name] in (None, "", ()):
+                    reason = reason or "not needed: it is empty"
                 found.append((flags.title(name), reason or "UNEXPLAINED: please report this"))
         return found
 

@@ -24,7 +24,7 @@ _KINDS: Final[dict[Kind, str]] = {
 _TRUE: Final = ("true", "yes", "on", "1")
 _FALSE: Final = ("false", "no", "off", "0")
 _NONE: Final = ("none", "null", "~", "")
-_PLACEHOLDER: Final = re.compile(r"<([A-Za-z0-9_?!#$-]+)>")
+_PLACEHOLDER: Final = re.compile(r"<([A-Za-z0-9_?!#$@-]+)>")
 _SHOWN: Final = 80
 
 

@@ -30,6 +30,7 @@ _BEFORE_COMMANDS: Final = frozenset(
     ("!", "time", "export", "local", "readonly", "declare", "typeset", "env", "nohup", "exec", "command")
 )
 _SETTERS: Final = ("let", "read", "unset", "mapfile", "readarray", "getopts")
+_PRINTERS: Final = ("echo", "printf")
 _SEPARATOR: Final = re.compile(r"&&|\|\||;;&?|;&|[\n;&|()]")
 _ARITHMETIC: Final = re.compile(r"\(\(([^()]*)\)\)")
 _ARITHMETIC_SET: Final = re.compile(r"\+\+|--|[^=!<>]=[^=]")
@@ -88,9 +89,15 @@ def read_command(
         )
     reader = _Reader(text, path, variables, environment)
     commands = reader.read()
-    found = [script for words in commands if (script := _training_command(words, programs, reader))]
+    runs = [words for words in commands if words[0] not in _PRINTERS]
+    inner = [reader.nested(body) for body in reader.bodies if _mentions(programs, body)]
+    found = _training_commands(runs, programs, reader)
+    if not found:  # a script that writes the command, or gives it to a shell: `sbatch <<EOF`
+        found = [script for body in inner for script in _training_commands(body.read(), programs, body)]
+        found += _training_commands(commands, programs, reader)
     if not found:
         return Script([word for words in commands for word in words], [], reader.placeholders, found=False)
+    found = [script for script in found if script.words] or found  # `conda activate grpo` trains nothing
     script = found[0]
     if len(found) > 1:
         script.notes.append(f"{path} has {len(found)} training commands; this is the first")
@@ -103,11 +110,20 @@ def read_command(
     return script
 
 
+def _mentions(programs: re.Pattern[str], text: str) -> bool:
+    """Return whether a text with several words may have one that names the program."""
+    return re.search(programs.pattern.rstrip("$").replace("^", r"\b"), text) is not None
+
+
+def _training_commands(commands: list[list[str]], programs: re.Pattern[str], reader: _Reader) -> list[Script]:
+    return [script for words in commands if (script := _training_command(words, programs, reader))]
+
+
 def _training_command(words: list[str], programs: re.Pattern[str], reader: _Reader, depth: int = 0) -> Script | None:
     for index, word in enumerate(words):
         if programs.search(word) and not any(c.isspace() for c in word):
             return Script(words[index + 1 :], words[:index], reader.placeholders)
-        if depth < _MAX_DEPTH and any(c.isspace() for c in word) and re.search(programs.pattern.rstrip("$"), word):
+        if depth < _MAX_DEPTH and any(c.isspace() for c in word) and _mentions(programs, word):
             inner = reader.nested(word)
             for command in inner.read():
                 if script := _training_command(command, programs, inner, depth + 1):
@@ -133,6 +149,8 @@ class _Reader:
         self._assigned = False  # whether the command has an assignment
         self._guessed: set[str] = set()  # variables with a value that is set under an unknown condition alone
         self.placeholders: dict[str, str] = {}
+        self.bodies: list[str] = []
+        """Here-documents that are not read into a variable."""
         self.conditional: set[str] = set()
         self.used: set[str] = set()
 
@@ -277,7 +295,9 @@ class _Reader:
             end = re.compile(rf"^\t*{re.escape(mark)}[ \t]*$", re.MULTILINE).search(self._text, self._at)
             body = self._text[self._at : end.start() if end else len(self._text)]
             self._at = min(end.end() + 1, len(self._text)) if end else len(self._text)
-            if name and name not in self._fixed and len(body) <= _MAX_WORD:
+            if not name:
+                self.bodies.append(body)
+            elif name not in self._fixed and len(body) <= _MAX_WORD:
                 self.conditional.discard(name)
                 self._values[name] = self.nested('"' + body.replace('"', '\\"') + '"')._word()
         self._heredocs = []
@@ -285,7 +305,8 @@ class _Reader:
     def _assign(self, match: re.Match[str]) -> None:
         name, more = match[1], bool(match[2])
         self._at, self._assigned = match.end(), True
-        if self._text[self._at : self._at + 1] == "(":
+        array = self._text.startswith("(", self._at)
+        if array:
             self._at += 1
             value = self._array()
         else:
@@ -293,10 +314,8 @@ class _Reader:
         if name in self._fixed or self._runs is False:
             return
         before = self._values.get(name, [])
-        if more and len(before) == 1 and len(value) == 1:
-            value = [before[0] + value[0]]
-        elif more:
-            value = before + value
+        if more:
+            value = before + value if array else ["".join(before[:1]) + value[0], *before[1:]]
         self._check_size(sum(map(len, value)))
         runs = self._runs
         if (runs is None or self._loops) and value != before:
@@ -420,6 +439,8 @@ class _Reader:
             return [re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), self._until("'", self._at))]
         if following in ("@", "*"):
             self._at += 1
+            if any(block.keyword == "{" for block in self._blocks):
+                return self._placeholder("@", "stands for the arguments of a function").split()
             return self._values.get("@", [])
         if match := re.compile(r"\d|[A-Za-z_][A-Za-z0-9_]*").match(text, self._at):
             self._at = match.end()
@@ -445,6 +466,8 @@ class _Reader:
     def _command(self, opening: str, assigned: str) -> str:
         """Step over a command substitution, and return its placeholder."""
         text = self._until("`", self._at) if opening == "`" else self._balanced("(", ")", closing=")")
+        if text.lstrip().startswith("#"):  # a comment between two lines of a command
+            return ""
         first = _NAME.search(text)
         name = assigned or (first[0] if first else "command")
         return self._placeholder(name, f"is the output of $({text.strip()[:60]}), and no command is run")

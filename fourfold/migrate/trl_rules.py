@@ -191,6 +191,7 @@ def _batch(draft: Draft, options: Options) -> None:
                 f"assumed; longer prompts are left out"
             )
     draft.set("model.max_context_tokens", max(context, new + 1), *names)
+    draft.leave("not needed: vllm_max_model_length limits prompt and completion together", "max_prompt_length")
     wanted = each // ranks * max(context, new + 1)
     common.tokens(draft, "batch.tokens_per_micro_batch", wanted, max(context, new + 1), "per_device_train_batch_size")
 

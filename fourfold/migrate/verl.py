@@ -16,6 +16,7 @@ _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _MODEL: Final = "actor_rollout_ref.model"
 _CORRECTION: Final = "algorithm.rollout_correction"
 _KWARGS: Final = "reward.reward_kwargs.overlong_buffer_cfg"
+_FIRST_OVERLONG: Final = "reward_model.overlong_buffer"  # in DAPO's first recipe
 
 
 _BATCH: Final = [
@@ -173,11 +174,11 @@ _REWARD_AND_DATA: Final = [
          older="reward.reward_model.enable_resource_pool"),
     row("reward_model.reward_manager", "text", "naive", "", "not needed: a reward service scores each group"),
     row("reward_model.reward_kwargs.overlong_buffer_cfg.enable", "bool", False, "algorithm.shaping.overlong_buffer",
-         "false: 0", older=f"{_KWARGS}.enable"),
+         "false: 0", older=f"{_KWARGS}.enable {_FIRST_OVERLONG}.enable"),
     row("reward_model.reward_kwargs.overlong_buffer_cfg.len", "float", 0.0, "algorithm.shaping.overlong_buffer",
-         "as a share of sampling.max_new_tokens", older=f"{_KWARGS}.len"),
+         "as a share of sampling.max_new_tokens", older=f"{_KWARGS}.len {_FIRST_OVERLONG}.len"),
     row("reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor", "float", 1.0,
-         "algorithm.shaping.overlong_penalty", older=f"{_KWARGS}.penalty_factor"),
+         "algorithm.shaping.overlong_penalty", older=f"{_KWARGS}.penalty_factor {_FIRST_OVERLONG}.penalty_factor"),
 ]  # fmt: skip
 
 _RUN: Final = [

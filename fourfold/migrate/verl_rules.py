@@ -17,6 +17,7 @@ from fourfold.migrate.shell import read_command
 from fourfold.migrate.verl import PATTERNS, TABLE
 
 _PROGRAM: Final = re.compile(r"(verl[./]trainer[./]|[./])main_(ppo|dapo|\w*ppo\w*)(\.py)?$")
+_OTHER: Final = re.compile(r"[\w./-]*[./]\w*(main|train|eval|generat)\w*")
 _OVERRIDE: Final = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w.\-/@]*)=(.*)", re.DOTALL)
 _REFERENCE: Final = re.compile(r"\$\{([^${}]*)\}")
 _ACTOR: Final = "actor_rollout_ref.actor"
@@ -88,6 +89,7 @@ def convert(text: str, options: Options, variables: Mapping[str, str], environme
         script = read_command(text, _PROGRAM, path=options.source, variables=variables, environment=environment)
         values, problems = _overrides(script.words)
         notes, placeholders = [*script.notes, *(problems if script.found else [])], script.placeholders
+        notes += [] if script.found else _other_program(script.words, options.source)
     elif ":" in text:
         values = flatten(read_yaml(text, options.source), options.source)
     if not values:
@@ -111,6 +113,17 @@ def convert(text: str, options: Options, variables: Mapping[str, str], environme
     return draft
 
 
+def _other_program(words: list[str], source: str) -> list[str]:
+    """Return what to check if a script runs a variant of main_ppo; raise ConfigError if it runs no RL at all."""
+    other = next((word for word in words if _OTHER.fullmatch(word)), "")
+    if re.search("sft|generation|eval", re.split(r"[./]", other.removesuffix(".py"))[-1]):
+        raise ConfigError(
+            f"{source}: no command of verl.trainer.main_ppo; it runs {other}, which has no equivalent. Give a script "
+            f"that runs python3 -m verl.trainer.main_ppo, or a file with its KEY=VALUE"
+        )
+    return [f"the script runs {other} in place of main_ppo; what that does differently is left out"] if other else []
+
+
 def _overrides(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return values by name from Hydra's KEY=VALUE, and what is none."""
     values: dict[str, Any] = {}
@@ -121,7 +134,7 @@ def _overrides(words: list[str]) -> tuple[dict[str, Any], list[str]]:
             values[match[2]] = _value(match[3])
         elif word.startswith("--config"):
             problems.append(f"{word[:80]}: its file has further options; import it, too, or write them as KEY=VALUE")
-        elif match := re.fullmatch(r"<(\w+)>", word):
+        elif match := re.fullmatch(r"<([\w@]+)>", word):
             problems.append(
                 f"the command has ${match[1]}, which may stand for more options; import again with --define "
                 f"{match[1]}='...'"
@@ -330,8 +343,8 @@ def _kl(draft: Draft, options: Options) -> None:
     control = ("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
     in_reward, in_loss = flags[reward[0]], flags[loss[0]]
     used, unused = (loss, reward) if in_loss else (reward, loss)
-    draft.leave("not needed: there is no such KL term", *unused, *(used if not (in_loss or in_reward) else ()))
     coef = flags[used[1]] if in_loss or in_reward else 0.0
+    draft.leave("not needed: there is no such KL term", *unused, *(() if coef else used))
     if in_loss and in_reward:
         draft.check(
             "algorithm.kl: verl has both a KL loss and a KL reward here; Fourfold has one term, and it is the loss"
@@ -546,10 +559,11 @@ def _data(draft: Draft, options: Options) -> None:
                 f"sampling: {name} = {flags[name]} has no equivalent; completions are sampled with temperature alone"
             )
     every, held_out = flags["trainer.test_freq"], "data.val_files"
+    held_out_files = [file for file in flags[held_out] if file]
     samples, temperature = f"{_ROLLOUT}.val_kwargs.n", f"{_ROLLOUT}.val_kwargs.temperature"
-    if every and every > 0 and flags[held_out]:
+    if every and every > 0 and held_out_files:
         common.sources(draft, "data.eval", [
-            {"path": (file, held_out), "temperature": (flags[temperature], temperature)} for file in flags[held_out]
+            {"path": (file, held_out), "temperature": (flags[temperature], temperature)} for file in held_out_files
         ])  # fmt: skip
         draft.set("evaluation.every_steps", every, "trainer.test_freq")
         draft.set("evaluation.samples_per_prompt", flags[samples], samples)

@@ -38,6 +38,11 @@ def read(text: str, **variables: str) -> Script:
         ("X=1 train --x=$X", ["--x=1"]),
         ("train --x\r\n", ["--x"]),
         ('E=()\ntrain "${E[@]}" a "x${E[@]}" ""', ["a", "x", ""]),
+        ('A=()\nA+=(x=1)\nA+=("y=2 3")\nA+=z\ntrain "${A[@]}"', ["x=1z", "y=2 3"]),
+        ('run() {\n train x=1 "$@"\n}\nrun y=2', ["x=1", "<@>"]),
+        ('echo "train x=0"\ntrain x=1 `# why` y=2', ["x=1", "y=2"]),
+        ("G=8\nsbatch <<EOF\n#SBATCH -n 1\nsrun train x=$G \\\n  y=2\nEOF", ["x=8", "y=2"]),
+        ("cat <<EOF\nit's no shell\nEOF\nbash -c 'train x=1'", ["x=1"]),
     ],
 )  # fmt: skip
 def test_the_words_are_those_of_a_shell(text: str, words: list[str]) -> None:

@@ -376,3 +376,18 @@ def test_a_wrong_name_beside_converted_options_is_unknown_and_counted(name: str,
     assert draft.report("run.sh").startswith(
         "run.sh: 4 flags, 3 converted, 1 not converted (1 of them unknown, see below)\n"
     )
+
+
+def test_a_script_of_another_trainer_is_refused_or_named() -> None:
+    other = GRPO.replace("verl.trainer.main_ppo", "recipe.entropy.main_entropy").replace(" ", " \\\n")
+    assert "the script runs recipe.entropy.main_entropy" in draft_of(other).checks[0]
+    with pytest.raises(ConfigError, match=r"it runs verl\.trainer\.fsdp_sft_trainer, which has no equivalent"):
+        draft_of("torchrun -m verl.trainer.fsdp_sft_trainer \\\n  data.train_files=a.parquet optim.lr=1e-4")
+
+
+def test_a_flag_without_effect_has_a_reason() -> None:
+    options = f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0.0 {ACTOR}.kl_loss_type=low_var_kl "
+    options += "trainer.experiment_name= trainer.test_freq=5 data.val_files=['']"
+    draft = draft_of(GRPO + options)
+    assert not any("UNEXPLAINED" in reason for _, reason in draft.reasons())
+    assert ("data", "eval") not in draft.lines

@@ -20,22 +20,47 @@ from fourfold.text import nearest_name
 
 _log: Final = logging.getLogger(__name__)
 # Names that other trainers have for a key.
-_ALIASES: Final = {
-    **dict.fromkeys(("lr", "actor_learning_rate"), "learning_rate"),
-    **dict.fromkeys(("wd", "l2"), "weight_decay"),
-    **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "gradient_clipping"), "max_grad_norm"),
-    **dict.fromkeys(("warmup", "num_warmup_steps", "lr_warmup_steps"), "warmup_steps"),
-    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), "schedule"),
-    **dict.fromkeys(("num_generations", "n_samples_per_prompt", "rollout_n"), "group_size"),
-    **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "prompts_per_step"),
-    **dict.fromkeys(("num_iterations", "ppo_epochs", "epochs", "num_epochs"), "epochs_per_step"),
-    **dict.fromkeys(("max_tokens", "max_completion_length", "max_response_length"), "max_new_tokens"),
-    **dict.fromkeys(("beta", "kl_coef", "init_kl_coef", "kl_loss_coef"), "algorithm.kl.coef"),
-    **dict.fromkeys(("max_steps", "total_steps", "num_steps"), "steps"),
-    **dict.fromkeys(("model_path", "pretrain", "model_name_or_path"), "source"),
-    **dict.fromkeys(("tensor_parallel_size", "tp"), "gpus_per_replica"),
-    **dict.fromkeys(("num_gpus", "world_size"), "ranks"),
+# Names of other systems, by the key that they are for; with its table where several have one of that name.
+_OTHER_NAMES: Final = {
+    "learning_rate": "lr actor_learning_rate",
+    "weight_decay": "wd l2",
+    "max_grad_norm": "max_norm clip_grad grad_clip gradient_clipping",
+    "warmup_steps": "warmup num_warmup_steps lr_warmup_steps",
+    "schedule": "scheduler lr_scheduler lr_scheduler_type",
+    "trainer.lora.rank": "lora_rank lora_r",
+    "trainer.gradient_checkpointing": "gradient_checkpointing",
+    "group_size": "num_generations n_samples_per_prompt rollout_n n",
+    "prompts_per_step": "batch_size train_batch_size rollout_batch_size",
+    "mini_batches_per_step": "mini_batch_size ppo_mini_batch_size global_batch_size gradient_accumulation_steps",
+    "tokens_per_micro_batch": "micro_batch_size micro_train_batch_size per_device_train_batch_size max_tokens_per_gpu",
+    "epochs_per_step": "num_iterations ppo_epochs epochs num_epochs",
+    "max_new_tokens": "max_tokens max_completion_length max_response_length generate_max_len rollout_max_response_len",
+    "max_prompt_tokens": "max_prompt_length prompt_max_len",
+    "max_context_tokens": "max_len max_length max_model_len max_seq_len",
+    "algorithm.kl.coef": "beta kl_coef init_kl_coef kl_loss_coef",
+    "algorithm.kl.estimator": "kl_estimator kl_loss_type",
+    "algorithm.loss.clip_low": "eps_clip epsilon clip_ratio clip_range",
+    "algorithm.loss.clip_high": "eps_clip_high epsilon_high clip_ratio_high",
+    "algorithm.advantage.kind": "adv_estimator advantage_estimator",
+    "algorithm.advantage.lam": "lam lambd gae_lambda",
+    "algorithm.advantage.gamma": "gamma",
+    "steps": "max_steps total_steps num_steps total_training_steps num_episodes total_epochs num_train_epochs num_rollout",
+    "source": "model_path pretrain model_name_or_path hf_checkpoint",
+    "gpus_per_replica": "tensor_parallel_size tp vllm_tensor_parallel_size tensor_model_parallel_size",
+    "replicas": "num_engines vllm_num_engines",
+    "ranks": "num_gpus world_size num_processes nproc_per_node n_gpus_per_node num_gpus_per_node",
+    "trainer_nodes": "nnodes num_nodes",
+    "data.train.path": "dataset dataset_name prompt_data prompt_dataset train_files",
+    "prompt_field": "input_key prompt_key",
+    "answer_field": "label_key answer_key",
+    "reward.function": "remote_rm_url reward_funcs",
+    "checkpoint.every_steps": "save_steps save_freq save_interval",
+    "evaluation.every_steps": "eval_steps test_freq eval_interval",
+    "sinks": "report_to use_wandb logger",
+    "name": "run_name experiment_name exp_name",
+    "max_policy_lag": "max_staleness staleness async_queue_size",
 }
+_ALIASES: Final = {other: key for key, others in _OTHER_NAMES.items() for other in others.split()}
 _LISTS: Final = (("reward",), ("rollout", "pool"), ("data", "train"), ("data", "eval"))  # tables with names
 
 
@@ -122,11 +147,14 @@ def _key_text(keys: tuple[str, ...], tables: Mapping[str, Any]) -> str:
 
 def _suggest(keys: tuple[str, ...]) -> str:
     known, name = _known_keys(keys[:-1]), _ALIASES.get(keys[-1], keys[-1])
-    if near := name if name in known else nearest_name(keys[-1], known):
-        return f" Did you mean `{near}`?"
     tables = [table for table in Config.model_fields if name in _known_keys((table,))]
-    if "." in name or tables or name in Config.model_fields:
-        return f" Did you mean `{f'{tables[0]}.{name}' if tables else name}`?"
+    near = nearest_name(name, known) if name == keys[-1] else ""  # a name of another system is no misspelling
+    if name in known or "." in name or (not near and name in Config.model_fields):
+        near = name
+    elif not near and tables:
+        near = f"{tables[0]}.{name}"
+    if near:
+        return f" Did you mean `{near}`?"
     return f" Known keys: {', '.join(sorted(known))}." if known else ""
 
 

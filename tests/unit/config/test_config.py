@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold import config
-from fourfold.algorithm.advantages import Gae, Grpo
+from fourfold.algorithm.advantages import ADVANTAGES, Gae, Grpo
 from fourfold.algorithm.corrections import DEFAULT_BOUNDS
-from fourfold.algorithm.losses import CispoLoss, GspoLoss, PpoLoss, SapoLoss
+from fourfold.algorithm.losses import LOSSES, CispoLoss, GspoLoss, PpoLoss, SapoLoss
 from fourfold.config import Config, recipe
 from fourfold.config.reward import JudgeConfig, RewardConfig
 from fourfold.errors import ConfigError
@@ -144,6 +144,10 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("group_size = 4", "lr = 1e-6", ":13  batch.lr: no such key. Did you mean `trainer.learning_rate`?"),
         ("group_size = 4", "kl_coef = 0.1", ":13  batch.kl_coef: no such key. Did you mean `algorithm.kl.coef`?"),
         ("steps = 3", "max_steps = 3", ":2  max_steps: no such key. Did you mean `steps`?"),
+        ("group_size = 4", "n = 4", ":13  batch.n: no such key. Did you mean `group_size`?"),
+        ("steps = 3", "save_steps = 3", ":2  save_steps: no such key. Did you mean `checkpoint.every_steps`?"),
+        ("steps = 3", "run_name = 3", ":2  run_name: no such key. Did you mean `name`?"),
+        ("steps = 3", "gradient_checkpointing = true", "Did you mean `trainer.gradient_checkpointing`?"),
         ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known keys: epochs_per_step, group_size, mini_ba"),
         ("group_size = 4", "group_size = 0", ":13  batch.group_size = 0: input should be greater than or equal to 1"),
         ("group_size = 4", 'group_size = "4x"', ":13  batch.group_size = '4x': input should be a valid integer"),
@@ -586,8 +590,14 @@ def test_a_table_of_another_kind_does_not_inherit_the_keys_of_the_preset(tmp_pat
 
 def test_each_name_of_another_trainer_leads_to_a_key() -> None:
     tables = [model for model in map(_table_of, Config.model_fields.values()) if model is not None]
-    keys = {*Config.model_fields, "algorithm.kl.coef"}.union(*(table.model_fields for table in tables))
-    assert set(recipe._ALIASES.values()) <= keys and not recipe._ALIASES.keys() & keys
+    keys = set(Config.model_fields).union(*(table.model_fields for table in tables))
+    dotted = {key for key in recipe._ALIASES.values() if "." in key}
+    assert set(recipe._ALIASES.values()) - dotted <= keys
+    assert not recipe._ALIASES.keys() & (keys - {"gradient_checkpointing"})
+    kinds = {"algorithm.loss": LOSSES.find("ppo"), "algorithm.advantage": ADVANTAGES.find("gae")}
+    for table, _, last in (key.rpartition(".") for key in dotted):
+        kind = kinds.get(table)
+        assert last in (kind.model_fields if kind else recipe._known_keys(tuple(table.split("."))))
 
 
 def _table_of(field: Any) -> Any:

@@ -56,6 +56,11 @@ def test_one_cluster_tells_nothing_of_the_spread() -> None:
     assert clustered_interval([1, 0], ["a", "a"])[1] is None
 
 
+@pytest.mark.parametrize("score", [-1.0, 2.0, 0.1 - 10])
+def test_equal_scores_of_an_unknown_range_have_no_interval(score: float) -> None:
+    assert clustered_interval([score] * 6, list("aabbcc")) == (pytest.approx(score), None)
+
+
 def test_wilsons_interval_by_hand() -> None:
     # 8 of 10 answers, each alone: squares 10/9 * 1.6, of a coin 1.6, size 1; t(9) = 2.2622 by the table
     mean, interval = clustered_interval([1] * 8 + [0] * 2, list("abcdefghij"))

@@ -26,7 +26,7 @@ def clustered_interval(scores: Sequence[float], clusters: Sequence[str]) -> tupl
     With G clusters, n scores and the sum r_g of the residuals in cluster g, the variance v of the mean is
     G / (G - 1) * sum_g r_g^2 / n^2. With t of Student's t for G - 1 degrees of freedom, the interval is
     mean +- t sqrt(v), or Wilson's for scores in [0, 1]: it stays inside, and is not empty where all scores are equal.
-    None with a single cluster, which has no spread.
+    None with a single cluster, which has no spread, and for equal scores outside of [0, 1], whose range is unknown.
     """
     count = len(scores)
     mean = math.fsum(scores) / count
@@ -39,7 +39,7 @@ def clustered_interval(scores: Sequence[float], clusters: Sequence[str]) -> tupl
     squares, t = groups / (groups - 1) * math.fsum(r * r for r in residuals.values()), student_t(groups - 1)
     if not (min(scores) >= 0 and max(scores) <= 1):
         half_width = t * math.sqrt(squares) / count
-        return mean, (mean - half_width, mean + half_width)
+        return mean, None if squares < _NO_SQUARES else (mean - half_width, mean + half_width)
     spread = mean * (1 - mean)
     a = t * t * _answers_per_effective(squares, scores, mean, groups) / count
     center, half_width = (mean + a / 2) / (1 + a), math.sqrt(a * spread + a * a / 4) / (1 + a)

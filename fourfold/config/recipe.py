@@ -44,7 +44,7 @@ _OTHER_NAMES: Final = {
     "algorithm.advantage.kind": "adv_estimator advantage_estimator",
     "algorithm.advantage.lam": "lam lambd gae_lambda",
     "algorithm.advantage.gamma": "gamma",
-    "steps": "max_steps total_steps num_steps total_training_steps num_episodes total_epochs num_train_epochs num_rollout",
+    "steps": "max_steps total_steps num_steps total_training_steps num_episodes total_epochs num_train_epochs",
     "source": "model_path pretrain model_name_or_path hf_checkpoint",
     "gpus_per_replica": "tensor_parallel_size tp vllm_tensor_parallel_size tensor_model_parallel_size",
     "replicas": "num_engines vllm_num_engines",

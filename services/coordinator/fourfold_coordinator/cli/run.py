@@ -89,19 +89,16 @@ def main(args: argparse.Namespace) -> int:
             run_dir = find_run(args.resume)
             config = _resumed_config(run_dir, args)
             warn_of_little_room(run_dir)
-            _check_security(config, args.listen)
-            check_sequence_parallel(config)
+            if args.set:
+                _check_recipe(config, run_dir / CONFIG_FILE, args)
+            else:
+                _check_security(config, args.listen)
+                check_sequence_parallel(config)
         else:
             config = configuration.load(args.recipe, args.set)
             # A mistake in the recipe must leave no run folder: check all that is known before it is made.
             warn_of_little_room(Path.cwd())
-            _check_security(config, args.listen)
-            model_folder.check(config.model.source)
-            check_context(config)
-            check_sequence_parallel(config)
-            adapter_plan(config)
-            for text in check_recipe(config, args.recipe, args.set).warnings:
-                print(f"Warning: {text}.", file=sys.stderr)
+            _check_recipe(config, args.recipe, args)
             if args.launcher == "local":
                 local_gpus(config)
             run_dir, config = make_run_dir(config, args.name or config.name)
@@ -126,6 +123,17 @@ def warn_of_little_room(folder: Path) -> None:
     """Warn on the console if a run in `folder` may fill the disk."""
     if warning := check_room(folder):
         print(warning, file=sys.stderr)
+
+
+def _check_recipe(config: Config, recipe: Path, args: argparse.Namespace) -> None:
+    """Check all that is known before anything is started; print probable mistakes."""
+    _check_security(config, args.listen)
+    model_folder.check(config.model.source)
+    check_context(config)
+    check_sequence_parallel(config)
+    adapter_plan(config)
+    for text in check_recipe(config, recipe, args.set).warnings:
+        print(f"Warning: {text}.", file=sys.stderr)
 
 
 def _check_security(config: Config, listen: str) -> None:

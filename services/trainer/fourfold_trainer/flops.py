@@ -15,7 +15,7 @@ A forward pass over samples of t_1, t_2, ... tokens takes
     k   tokens of a sample whose log-probabilities are computed: those in the loss
     L   layers
     H   width of the attention: heads times head size. QK' and AV take 4 L H t for a token that reads t others, and half
-        of it under a causal mask.
+        of it under a causal mask. In MLA the head size is the mean of those of QK' and AV.
 
 A backward pass takes twice that when all parameters are trained: 6 N sum(t) + 6 M sum(k) + 6 L H sum(t^2) for an update
 (PaLM, arXiv 2204.02311, appendix B, with the causal half). Frozen parameters need no gradient. Recomputation of
@@ -58,6 +58,8 @@ class ModelSize:
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if queries := getattr(config, "qk_head_dim", None):  # MLA, where head_dim is that of the rotary part
+            head_size = (queries + config.v_head_dim) / 2
         head = getattr(model.get_output_embeddings(), "weight", None)  # None: a critic
         excluded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
         counts = [(_used(p, config), p.requires_grad) for p in model.parameters() if id(p) not in excluded]
@@ -67,7 +69,7 @@ class ModelSize:
             trained_parameters=round(sum(count for count, trained in counts if trained)),
             head=output,
             trained_head=output if head is not None and head.requires_grad else 0,
-            attention=config.num_hidden_layers * heads * head_size,
+            attention=round(config.num_hidden_layers * heads * head_size),
         )
 
 

@@ -79,3 +79,10 @@ def test_a_picture_has_a_panel_for_each_metric_of_the_run(tmp_path: Path) -> Non
     assert heights[0] < heights[1] == heights[2]
     draw_curve(tmp_path / "empty.png", [], [], title="a run that had nothing to draw")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.png", "1.png", "4.png", "empty.png"]
+
+
+@pytest.mark.parametrize(("count", "marker"), [(1, "."), (2, "")])
+def test_a_single_point_is_seen(count: int, marker: str) -> None:
+    axes = Figure().subplots()
+    draw_scores(axes, [(number, 0.5) for number in range(count)], [], "toy")
+    assert axes.lines[0].get_marker() == marker

@@ -91,3 +91,13 @@ def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
     total = sum(p.numel() for p in model.parameters())
     experts = 3 * 4 * (3 * 8 * 12)  # layers, experts, three matrices
     assert ModelSize.of(model).parameters == total - experts * 3 // 4 - 2 * 11 * 8
+
+
+def test_the_heads_of_mla_are_wider_than_their_rotary_part() -> None:
+    config = transformers.DeepseekV3Config(
+        vocab_size=16, hidden_size=32, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+    )  # fmt: skip
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    assert ModelSize.of(model).attention == 2 * 4 * (16 + 8 + 16) // 2

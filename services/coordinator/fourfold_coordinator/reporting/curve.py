@@ -39,7 +39,7 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
     draw_scores(rows[0].subplots(), points_of(steps, m.REWARD_MEAN), evals, title)
     if panels:
         for axes, (text, points) in zip(rows[1].subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            axes.plot(*zip(*points, strict=True), color="tab:gray")
+            axes.plot(*zip(*points, strict=True), color="tab:gray", marker=_marker(points))
             axes.set_title(text, fontsize=7)
             axes.tick_params(labelsize=6)
             axes.grid(alpha=0.3)
@@ -53,7 +53,9 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
 
 def draw_scores(axes: Any, reward: Sequence[tuple[int, float]], evals: Sequence[EvalRow], title: str) -> None:
     if reward:
-        axes.plot(*zip(*reward, strict=True), color="tab:blue", alpha=0.7, label="training reward")
+        axes.plot(
+            *zip(*reward, strict=True), color="tab:blue", alpha=0.7, label="training reward", marker=_marker(reward)
+        )
     if evals:
         axes.errorbar(
             [row.step for row in evals],
@@ -72,6 +74,11 @@ def draw_scores(axes: Any, reward: Sequence[tuple[int, float]], evals: Sequence[
     axes.grid(alpha=0.3)
     if reward or evals:
         axes.legend(loc="lower right")
+
+
+def _marker(points: Sequence[object]) -> str:
+    """Return the marker of a line; a single point has no line that one would see."""
+    return "." if len(points) == 1 else ""
 
 
 def _distances(row: EvalRow) -> tuple[float, float]:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fourfold.errors import AlreadyExists, NotFound, WrongState
+from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import (
     LEGAL_TRANSITIONS,
     TRAINER_RESTORED,
-    EvalRow,
     Ledger,
     RecordPlace,
     SampleState,

@@ -136,6 +136,18 @@ async def test_a_first_step_of_half_a_minute_is_no_wait_and_a_trainer_that_hangs
     assert await scene.advance(1) == [f"waiting for {cause}, for 1:00 min"]
 
 
+async def test_the_coordinator_is_not_named_for_the_time_of_a_call_that_has_ended() -> None:
+    """After a checkpoint of 14 s, the coordinator that wrote its report was waited for since 16 s."""
+    scene = Scene(pb.RUN_PHASE_SAVING)
+    trainer(scene, "SaveCheckpoint")
+    scene.monitor.tick()
+    assert await scene.advance(30) == []
+    scene.members[0].pending_call, scene.members[0].moved_at = "", scene.clock.monotonic()
+    assert await scene.advance(9) == []
+    assert await scene.advance(1) == []
+    assert await scene.advance(1) == ["waiting for the coordinator (writes the report of the run), for 10 s"]
+
+
 async def moves(scene: Scene, change: Callable[[], None]) -> None:
     """Check that a change ends the wait."""
     await scene.advance(10)

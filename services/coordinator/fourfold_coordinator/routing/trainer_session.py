@@ -165,7 +165,9 @@ class TrainerSession:
                     timeline, phase = self._router.timeline, _PHASES.get(name)
                     with timeline.during(replica.member.member_id, phase) if phase else nullcontext():
                         replica.pending_call = name
-                        return await replica.call(work(replica))
+                        result = await replica.call(work(replica))
+                    replica.moved_at = clock.monotonic()
+                    return result
                 except (Unavailable, DeadlinePassed, Overloaded, PeerFault) as error:
                     self._router.faults.record(replica.member.member_id, error.reason, error.message)
                     tries += 1

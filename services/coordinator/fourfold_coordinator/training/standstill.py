@@ -40,6 +40,7 @@ _SAMPLING: Final = (pb.RUN_PHASE_GENERATING, pb.RUN_PHASE_EVALUATING)
 _OWN_WORK: Final = {
     pb.RUN_PHASE_WAITING_FOR_SERVICES: "reads the data of the run",
     pb.RUN_PHASE_RECOVERING: "reads the samples of the run",
+    pb.RUN_PHASE_SAVING: "writes the report of the run",
 }
 
 
@@ -96,12 +97,11 @@ class StandstillMonitor:
 
     def _progress(self) -> tuple[object, ...]:
         """Return what changes when the run moves."""
-        status, tasks = self._board.status, self._tasks
-        progress: tuple[object, ...] = (status.phase, status.step, status.phase_progress, status.answers_done)
-        if status.phase in _SAMPLING:
-            calls = max((replica.moved_at for replica in self._router.replicas()), default=0.0)
-            progress += (status.queue.ready_groups, tasks.moved_at, calls)
-        return progress
+        status, samples = self._board.status, self._board.status.phase in _SAMPLING
+        members = self._router.replicas(None if samples else Role.ROLE_TRAINER)
+        calls = max((replica.moved_at for replica in members), default=0.0)
+        progress = (status.phase, status.step, status.phase_progress, status.answers_done, calls)
+        return (*progress, status.queue.ready_groups, self._tasks.moved_at) if samples else progress
 
     def _cause(self, now: float) -> str:
         """Return what the run waits for, for how long, and what ends the wait."""

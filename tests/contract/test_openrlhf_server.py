@@ -262,6 +262,20 @@ async def test_a_proxy_of_the_environment_is_not_used_on_this_machine(
     assert outcome.error_reason == "UNREACHABLE"  # of the proxy
 
 
+async def test_a_proxy_that_wants_another_password_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 407 Wanted\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as proxy:
+        monkeypatch.setenv("https_proxy", f"me:secret@127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+        async with backend("https://scorer.example.com/get_reward") as scorer:
+            (outcome,) = await scorer.score([job(0)], timeout=5)
+    assert outcome.error_reason == "REFUSED"
+    assert "status 407; check user and password of the proxy" in outcome.message and "secret" not in outcome.message
+
+
 @pytest.mark.parametrize("url", ["http://", "http://:5000/x", "http://host:port/x", "http://[::1/x"])
 def test_a_malformed_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"reward\.http"):

@@ -273,6 +273,17 @@ async def test_a_faulty_openenv_server_is_named(answer: object) -> None:
         await episode.reset(TASK)
 
 
+async def test_a_proxy_that_fails_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(Socket):
+        async def ws_connect(self, url: str, *, proxy: str, **_: Any) -> Socket:
+            raise OSError(f"407, url={proxy!r}")
+
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy:3128")
+    with pytest.raises(RuntimeError, match=r"wss://e\.example/ws cannot be reached through the proxy") as caught:
+        await OpenEnvEpisode(Refusing, "wss://e.example/ws").reset(TASK)
+    assert "secret" not in str(caught.value) and caught.value.__suppress_context__
+
+
 @pytest.fixture
 def verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A stand-in for the library verifiers: an environment, and the arguments of its rollout."""

@@ -298,6 +298,7 @@ async def test_health_needs_no_key_and_the_end_of_a_run_is_410() -> None:
     async with served(api) as server, httpx.AsyncClient(base_url=server.url, timeout=20) as client:
         health = await client.get("/health", headers={"authorization": "Bearer wrong"})
         assert (health.status_code, health.json()) == (200, {"status": "ok"})
+        assert (await client.head("/health")).status_code == 200
         ended = await client.post("/v1/tasks/next", json={})
         assert (ended.status_code, ended.json()["error"]["code"]) == (410, "run_ended")
         assert ended.headers["x-should-retry"] == "false"

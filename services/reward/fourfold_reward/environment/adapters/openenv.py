@@ -65,7 +65,18 @@ class OpenEnvEpisode:
     async def reset(self, task: Task) -> Observation | Done:
         """Connect and begin an episode with the task's seed."""
         self._session = self._open_session()
-        self._socket = await self._session.ws_connect(self._url, max_msg_size=_MAX_BYTES, proxy=proxy_for(self._url))
+        proxy = proxy_for(self._url)
+        try:
+            self._socket = await self._session.ws_connect(self._url, max_msg_size=_MAX_BYTES, proxy=proxy)
+        except Exception as error:
+            if proxy is None:
+                raise
+            cause = f"{type(error).__name__} {getattr(error, 'status', '')}".rstrip()
+            # Not the text of the error: it may have the password of the proxy.
+            raise RuntimeError(
+                f"{self._url} cannot be reached through the proxy of the environment ({cause}); check http_proxy and "
+                f"https_proxy, or name the host in no_proxy"
+            ) from None
         result = await self._ask("reset", {"seed": task.seed % (1 << 31), **self._reset})
         return result if isinstance(result, Done) else Observation(result)
 

@@ -144,7 +144,7 @@ class _Exchange:
 
     async def _serve(self, task: asyncio.Task[Any]) -> None:
         self._check_origin()
-        if (self._scope["method"], self._path) == ("GET", "/health"):  # for probes, which have no key
+        if self._path == "/health" and self._scope["method"] in ("GET", "HEAD"):  # for probes, which have no key
             return await self._reply(200, b'{"status":"ok"}')
         route, session_id = self._route()
         caller = self._app._api.check_key(self._key(), route.method)

@@ -275,8 +275,8 @@ async def test_a_faulty_openenv_server_is_named(answer: object) -> None:
 
 async def test_a_proxy_that_fails_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(Socket):
-        async def ws_connect(self, url: str, *, proxy: str, **_: Any) -> Socket:
-            raise OSError(f"407, url={proxy!r}")
+        async def ws_connect(self, url: str, **options: Any) -> Socket:
+            raise OSError(f"407, url={options['proxy']!r}")
 
     monkeypatch.setenv("https_proxy", "http://me:secret@proxy:3128")
     with pytest.raises(RuntimeError, match=r"wss://e\.example/ws cannot be reached through the proxy") as caught:

@@ -442,7 +442,7 @@ async def test_the_example_game_is_won_with_its_hints(stage: Make) -> None:
         ({"source": "envs"}, "is not FILE.py:NAME"),
         ({"tools": ["envs.py:Echo"]}, "no type hint"),
         ({"kind": "verifiers", "source": "x"}, "environment.network = false"),
-        ({"kind": "verifiers", "source": "x", "network": True}, r"fourfold-reward\[verifiers\]"),
+        ({"kind": "verifiers", "source": "x", "network": True}, r"reward\[verifiers\]"),
         ({"kind": "reasoning_gym", "source": "productz"}, "did you mean 'products'"),
         ({"kind": "reasoning_gym", "source": "countdown"}, "as code"),
         ({"kind": "openenv", "source": "x", "network": True}, "is no URL"),

@@ -11,13 +11,14 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 
 from fourfold.model.tokenizer import Tokenizer
 from fourfold_reward.code.remote import Remote
 from fourfold_reward.environment import Action, Done, Endpoint, Message, Observation, Task, TokenIds, tools, wire
-from fourfold_reward.environment.adapters import load
+from fourfold_reward.environment.adapters import Factory, load
 from fourfold_reward.environment.adapters.gymnasium import GymnasiumEpisode
 from fourfold_reward.environment.adapters.openenv import OpenEnvEpisode
 from fourfold_reward.environment.adapters.openrlhf import _Tokenizer
@@ -363,20 +364,25 @@ class Steps(AgentInstanceBase):
 """
 
 
-async def test_an_openrlhf_file_gets_the_recipes_sampling_and_the_tokenizer_of_transformers() -> None:
-    pytest.importorskip("transformers")
+async def test_an_openrlhf_file_gets_the_recipes_sampling_and_the_tokenizer_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = pytest.importorskip("transformers").PreTrainedTokenizerFast
+    reads = Mock(side_effect=kind.from_pretrained)
+    monkeypatch.setattr(kind, "from_pretrained", reads)
     source = "builtin:smollm2-135m-instruct"
     reference = Tokenizer.load(source)
     (eos,) = reference.stop_token_ids
 
-    def make(name: str) -> Any:
+    def factory(name: str) -> Factory:
         file = {"file": "agent.py", "text": OPENRLHF_AGENT, "name": name, "version": "1"}
         spec = EnvironmentSpec(
             kind="openrlhf", file=file, model=source, max_context_tokens=64, max_new_tokens=24, temperature=0.5
         )
-        return load(spec).make()
+        return load(spec)
 
-    task, episode = Task(task_id="t", group_id="g", text="1+1=", answer="2"), make("Own")
+    task, own = Task(task_id="t", group_id="g", text="1+1=", answer="2"), factory("Own")
+    episode: Any = own.make()
     first = await episode.reset(task)
     chat = [{"role": "user", "content": "1+1="}]
     ids = reference.encode(reference.render_chat(chat))
@@ -386,7 +392,9 @@ async def test_an_openrlhf_file_gets_the_recipes_sampling_and_the_tokenizer_of_t
         "scores": 1.0, "room": min(24, 64 - len(ids)), "temperature": 0.5, "eos": eos, "pad": eos,
         "size": reference.vocabulary_size, "same": True, "named": True, "back": True,
     }  # fmt: skip
-    steps = make("Steps")
+    await own.make().reset(task)
+    assert reads.call_count == 1, "each episode read the tokenizer"
+    steps: Any = factory("Steps").make()
     await steps.reset(task)
     done = await steps.step(action("2"))
     assert (done.reward, done.metrics["scores"]) == (24, 0.5)

@@ -101,7 +101,8 @@ def load(spec: EnvironmentSpec) -> Factory:
     found, _ = load_object(spec.file or {})
     if isinstance(found, type) and issubclass(found, AgentExecutorBase):
         if found.execute is not AgentExecutorBase.execute:
-            return Factory(make=lambda: ExecutorEpisode(found(**spec.options), spec), wants_text=True)
+            tokenizer = _Tokenizer(spec.model, date=spec.date)  # of all episodes: to read a small one takes 0.8 s
+            return Factory(make=lambda: ExecutorEpisode(found(**spec.options), spec, tokenizer), wants_text=True)
         instance: Any = getattr(found(**spec.options), "agent_instance_cls", None)
         if instance is None:
             raise VerifierError(f"{spec.source} defines neither execute nor an AgentInstance")
@@ -183,9 +184,9 @@ class ExecutorEpisode:
     `reset` starts `execute` and returns its first prompt. `step` returns from its `generate`, and waits for the next.
     """
 
-    def __init__(self, executor: Any, spec: EnvironmentSpec) -> None:
+    def __init__(self, executor: Any, spec: EnvironmentSpec, tokenizer: _Tokenizer) -> None:
         """Wrap the file's executor."""
-        self._executor, self._spec = executor, spec
+        self._executor, self._spec, self._tokenizer = executor, spec, tokenizer
         self._prompts: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
         self._turns: asyncio.Queue[Action] = asyncio.Queue()
         self._running: asyncio.Task[dict[str, Any]] | None = None
@@ -198,7 +199,7 @@ class ExecutorEpisode:
             _label(task),
             _sampling_params(self._spec),
             self._spec.max_context_tokens,
-            _Tokenizer(self._spec.model, date=self._spec.date),
+            self._tokenizer,
             SimpleNamespace(generate=self._generate),
         )
         self._running = asyncio.ensure_future(work)

@@ -197,10 +197,10 @@ class Worker:
 
     def _explain(self, error: BaseException, file: str) -> str:
         """Return the type, text and place of an error; print its traceback if type or place are new."""
-        place = place_of(error.__traceback__, file)
-        report_once(error, f"reward function raised {type(error).__name__} at {place}", self._reported)
+        place = place_of(error, file)
+        report_once(error, f"reward function raised {type_name(error)} at {place}", self._reported)
         suffix, described = f" ({place})" if place else "", describe(error)
-        refused = isinstance(error, PermissionError) or os.strerror(errno.EPERM) in described
+        refused = issubclass(type(error), PermissionError) or os.strerror(errno.EPERM) in described
         if refused and self._policy is not None:
             suffix += "; the sandbox may have refused this: see reward.network and reward.sandbox"
         # A long text is cut before the place, which the caller needs most.
@@ -221,11 +221,16 @@ def _is_told_to_drop(requests: BinaryIO, first: int) -> bool:
 
 def describe(error: BaseException) -> str:
     """Return type and text of an exception of a user's program, whose methods may raise anything."""
-    name = type(error).__name__
+    name = type_name(error)
     try:
         return f"{name}: {str.__str__(str(error))}".rstrip(": ")
     except BaseException as failure:
-        return f"{name}, whose __str__ raised {type(failure).__name__}"
+        return f"{name}, whose __str__ raised {type_name(failure)}"
+
+
+def type_name(value: object) -> str:
+    """Return the name of a class of a user's program, whose metaclass may raise anything."""
+    return str(type.__dict__["__name__"].__get__(type(value)))
 
 
 def report_once(error: BaseException, title: str, reported: set[str]) -> None:
@@ -238,11 +243,12 @@ def report_once(error: BaseException, title: str, reported: set[str]) -> None:
         traceback.print_exception(error, limit=-20)
 
 
-def place_of(trace: TracebackType | None, file: str) -> str:
+def place_of(error: BaseException, file: str) -> str:
     """Return "file.py:line" of the innermost frame in the function's file, or else outside of this package.
 
     Frames inside of libraries are skipped, because users look for the error in their own code.
     """
+    trace: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)  # the class may hide it
     found = [f for f in traceback.extract_tb(trace) if not f.filename.startswith((_PACKAGE, "<"))]
     found = [f for f in found if f.filename == file] or found
     return clean(f"{Path(found[-1].filename).name}:{found[-1].lineno}", 200) if found else ""

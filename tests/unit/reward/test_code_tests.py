@@ -34,7 +34,7 @@ from fourfold_reward.sample import InvalidSample
         ("```python\na\n```\n```\n", "a"),
         ("```python\na = '```'\n```", "a = '```'"),
         ("````python\n```\n````", "```"),
-        ("  ```python\n  a\n  ```", "  a"),
+        ("1. so\n   ```python\n   if a:\n       b\n\n  c\n   ```", "if a:\n    b\n\nc"),
     ],
 )
 def test_the_last_block_of_python_counts(text: str, code: str | None) -> None:
@@ -55,6 +55,10 @@ def test_tests_come_from_the_column_or_from_the_answer() -> None:
     for sample in (row("x = f(1)\nassert x\nassert x > 1"), row(tests="assert f(1)"), row(json.dumps(pair))):
         tests = _tests_of(sample, "tests")
         assert not isinstance(tests, Abstain) and len(tests) == 1
+    for text in (json.dumps([pair, pair]), json.dumps({"inputs": ["1", "1"], "outputs": ["2", "2"], "fn_name": None})):
+        for sample in (row(tests=text), row(text)):
+            tests = _tests_of(sample, "tests")
+            assert not isinstance(tests, Abstain) and [(t.stdin, t.stdout) for t in tests] == [("1", "2")] * 2
     assert _tests_of(row(" "), "tests") == Abstain("NO_ANSWER")
     assert _tests_of(row(tests=["assert f()"]), "other") == Abstain("NO_ANSWER")
 
@@ -68,6 +72,9 @@ def test_tests_come_from_the_column_or_from_the_answer() -> None:
         ["assert f("],
         [{"input": "1"}],
         [{"output": 3}],
+        [{"input": "1", "output": "2", "type": "function_call", "fn_name": "f"}],
+        [{"input": "1", "output": "2", "testtype": "functional"}],
+        {"inputs": ["1", "2"], "outputs": ["2"]},
         ["assert 1"] * 513,
         4,
         ["\0"],

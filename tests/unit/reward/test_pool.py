@@ -35,6 +35,13 @@ class Broken(Exception):
     def __str__(self): raise SystemExit("no text")
     __repr__ = __str__
 
+class NoName(type):
+    __name__ = property(lambda cls: 1 / 0)
+
+class Hidden(Exception, metaclass=NoName):
+    __class__ = property(lambda self: 1 / 0)
+    def __getattribute__(self, name): raise Broken
+
 class BrokenSample(InvalidSample, Broken):
     def __init__(self): self.reason = "UNKNOWN_REASON"
 
@@ -48,6 +55,7 @@ def reward(sample: ScoreInput):
         case "exit": sys.exit(3)
         case "bad text": raise ValueError("\\ud800" + "x" * 5000)
         case "broken": raise Broken
+        case "hidden": raise Hidden("x")
         case "broken sample": raise BrokenSample
         case "broken result": return Broken()
         case "hang": time.sleep(1000)
@@ -277,13 +285,14 @@ async def test_killed_workers_leave_no_semaphore_behind(file: Path) -> None:
 
 async def test_an_exception_with_broken_methods_is_an_error_with_its_place(pool: WorkerPool) -> None:
     before = set(pool.worker_pids())
-    outcomes = await score(pool, "broken", "broken sample", "broken result", "1", timeout=60)
+    outcomes = await score(pool, "broken", "broken sample", "broken result", "1", "hidden", timeout=60)
     assert [outcome.error_reason for outcome in outcomes[:2]] == ["RAISED", "RAISED"]
-    line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if "raise Broken" in text)
+    line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if '"broken": raise' in text)
     assert outcomes[0].message == f"Broken, whose __str__ raised SystemExit (functions.py:{line})"
     assert "SystemExit" in outcomes[1].message and "(functions.py:" in outcomes[1].message
     assert outcomes[2].error_reason in ("RAISED", "NOT_A_NUMBER")
     assert outcomes[3] == Outcome(score=1.0)
+    assert (outcomes[4].error_reason, outcomes[4].message) == ("RAISED", f"Hidden: x (functions.py:{line + 1})")
     assert before <= set(pool.worker_pids())
 
 

@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,35 +111,35 @@ def load(options: Mapping[str, Any]) -> RewardFunction:
 
 def extract_code(text: str) -> str | None:
     """Return the last fenced block of Python, or of no language; None if there is none, or if it has no end."""
-    found, block, fence = None, list[str](), ""
+    found, block, fence, indent = None, list[str](), "", 0
     wanted = False
     for line in text.split("\n"):
         stripped = line.strip()
         if not fence and stripped.startswith(("```", "~~~")):
             fence = stripped[: len(stripped) - len(stripped.lstrip(stripped[0]))]
             wanted = stripped[len(fence) :].strip().lower() in _LANGUAGES
-            block = []
+            block, indent = [], len(line) - len(line.lstrip(" "))
         elif fence and stripped == fence:
             found = "\n".join(block) if wanted else found
             fence = ""
         elif fence:
-            block.append(line)
+            # A block in a list is indented as its fence.
+            block.append(line[min(indent, len(line) - len(line.lstrip(" "))) :])
     cut_off = bool(fence) and wanted and any(map(str.strip, block))
     return None if cut_off else found
 
 
 def _tests_of(sample: ScoreInput, field: str) -> Sequence[_Test] | Abstain:
     """Return the tests of a row; raise InvalidSample if they are malformed."""
-    entries = sample.metadata.get(field)
-    if entries is None:
-        if not sample.answer.strip():
-            return Abstain("NO_ANSWER")
-        try:
-            entries = json.loads(sample.answer)
-        except (ValueError, RecursionError):
-            entries = None
-        if not isinstance(entries, list | dict):
-            entries = sample.answer
+    entries: Any = sample.metadata.get(field)
+    if entries is None and not (entries := sample.answer).strip():
+        return Abstain("NO_ANSWER")
+    with suppress(ValueError, RecursionError, TypeError):  # TypeError: no text
+        if isinstance(parsed := json.loads(entries), list | dict):
+            entries = parsed
+    if isinstance(entries, dict) and isinstance(inputs := entries.get("inputs"), list):  # as in APPS and TACO
+        name, outputs = entries.get("fn_name"), entries.get("outputs", [])
+        entries = [{"input": i, "output": o, "fn_name": name} for i, o in zip_longest(inputs, outputs)]
     if not isinstance(entries, list):
         entries = [entries]
     if not entries or len(entries) > _MAX_TESTS:
@@ -160,7 +161,8 @@ def _test_of(entry: object, number: int) -> _Test:
         return _Test(check=entry)
     if isinstance(entry, Mapping) and isinstance(entry.get("output"), str):
         stdin = entry.get("input", "")
-        if isinstance(stdin, str):
+        kind = str(entry.get("type") or entry.get("testtype") or "stdin")
+        if isinstance(stdin, str) and not entry.get("fn_name") and kind.startswith("stdin"):
             if (size := len(json.dumps(stdin))) > _MAX_INPUT_BYTES or len(entry["output"]) > _MAX_OUTPUT:
                 raise InvalidSample(
                     "BAD_METADATA",
@@ -170,7 +172,8 @@ def _test_of(entry: object, number: int) -> _Test:
             return _Test(stdin=stdin, stdout=entry["output"])
     raise InvalidSample(
         "BAD_METADATA",
-        f'test {number} is {entry!r:.80}; it must be a text with an assert, or {{"input": TEXT, "output": TEXT}}',
+        f"test {number} is {entry!r:.80}; it must be a text with an assert, or of a program, "
+        f'{{"input": TEXT, "output": TEXT}}',
     )
 
 

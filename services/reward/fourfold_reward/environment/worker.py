@@ -29,7 +29,7 @@ from fourfold_reward import protocol
 from fourfold_reward.environment import adapters, tools, wire
 from fourfold_reward.environment.protocol import Done, Endpoint, Observation
 from fourfold_reward.environment.spec import EnvironmentSpec
-from fourfold_reward.worker import describe, place_of, report_once, take_pipes
+from fourfold_reward.worker import describe, place_of, report_once, take_pipes, type_name
 
 _THREADS: Final = 256
 _THREAD_SECONDS: Final = 1.0  # that a running call may still take when its episode is truncated
@@ -214,9 +214,9 @@ class Worker:
 
     def _explain(self, error: BaseException) -> str:
         """Return the type, text and place of an error; print its traceback if type or place are new."""
-        place = place_of(error.__traceback__, "")
-        if not isinstance(error, asyncio.CancelledError):
-            report_once(error, f"environment raised {type(error).__name__} at {place}", self._reported)
+        place = place_of(error, "")
+        if not issubclass(type(error), asyncio.CancelledError):
+            report_once(error, f"environment raised {type_name(error)} at {place}", self._reported)
         suffix = f" ({place})" if place else ""
         return clean(describe(error), MAX_ERROR - len(suffix)) + suffix
 

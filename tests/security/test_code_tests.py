@@ -228,6 +228,13 @@ async def test_hostile_programs_pass_no_test(pool: WorkerPool, name: str) -> Non
         ("def f(x): return x * 2", ["assert f(2) == 4", "assert f(3) == 7", "assert f('a') == 'aa'"], 2),
         ("n = int(input())\nprint(n * 2)", [{"input": "2\n", "output": "4"}, {"input": "3", "output": "7\n"}], 1),
         ("import sys\nprint(sum(map(int, sys.stdin)))", [{"input": "1\n2\n", "output": "3"}], 1),
+        ("import atexit, sys\natexit.register(sys.__stdout__.write, 'a')", [{"output": "a"}], 1),
+        ("import threading\nthreading.Timer(0.1, print, ['a']).start()", [{"output": "a"}], 1),
+        (
+            "class E(ValueError):\n    def __str__(self): raise SystemExit\ndef f(): raise E",
+            ["try:\n    f()\nexcept ValueError:\n    pass\nelse:\n    assert False"],
+            1,
+        ),
         ("print(len(open(0).read()))", [{"input": "x" * 300_000, "output": "300000"}], 1),
         ("if __name__ == '__main__':\n    print(1)\n    raise SystemExit", [{"output": "1\n"}], 1),
         ("import sys\nprint(2, end='')\nsys.exit(1)", [{"output": "2"}], 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import itertools
@@ -9,6 +10,7 @@ import keyword
 import os
 import socket
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, Final
@@ -49,6 +51,7 @@ def run(mode: str, descriptor: int, enter_sandbox: Callable[[], None]) -> None:
         open(number, way, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         for number, way in enumerate("rww")
     )
+    atexit._clear()  # functions of the process that forked this one
     enter_sandbox()
     wire.report_ready(1 if mode == "program" else 3)
     module = types.ModuleType("__main__" if mode == "program" else "solution")
@@ -61,8 +64,14 @@ def run(mode: str, descriptor: int, enter_sandbox: Callable[[], None]) -> None:
             _serve(request["code"], module, socket.socket(fileno=3))
     except BaseException:
         pass
+    # As an interpreter ends: programs may write in a thread or in an exit handler.
     with contextlib.suppress(BaseException):
-        sys.stdout.flush()
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(BaseException):
+            stream.flush()  # type: ignore[union-attr]
     os._exit(0)
 
 
@@ -84,7 +93,10 @@ def _serve(code: str, module: types.ModuleType, connection: socket.socket) -> No
             else:
                 answer = {"value": wire.encode(_perform(request, objects), handle)}
         except BaseException as error:
-            answer = {"raised": [_builtin_name(error), str(error)[:500]]}
+            text = ""
+            with contextlib.suppress(BaseException):  # of a broken __str__
+                text = str(error)[:500]
+            answer = {"raised": [_builtin_name(error), text]}
         wire.send(connection, answer)
         request = wire.receive(connection)
 

@@ -180,11 +180,12 @@ class RewardConfig(Table):
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """Columns of a row that it reads besides prompt and answer; None: they are not known."""
+        """Columns of a row that its function reads besides prompt and answer; None: they are not known."""
+        if self.allowed_verifiers:
+            return None
         if self.function == "code_tests":
-            return frozenset({str(self.options.get("field", "tests")), *self.where})
-        known = self.function in (*ANSWER_VERIFIERS, "format", "length") and not self.allowed_verifiers
-        return frozenset(self.where) if known else None
+            return frozenset({str(self.options.get("field", "tests"))})
+        return frozenset() if self.function in (*ANSWER_VERIFIERS, "format", "length") else None
 
     @model_validator(mode="before")
     @classmethod

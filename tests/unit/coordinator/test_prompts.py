@@ -390,8 +390,8 @@ def test_large_columns_that_a_function_may_read_are_chosen_by_the_user(tmp_path:
     rows = [{"question": "a", "tests": "x" * 70_000, "level": 1}, {"question": "b", "tests": "assert f()", "level": 1}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
 
-    def load(function: str, **data: Any) -> list[Any]:
-        reward = {"function": function, "evaluate_text": True}
+    def load(function: str, where: str = "", **data: Any) -> list[Any]:
+        reward = {"function": function, "evaluate_text": True, "where": {where: ["1"]} if where else {}}
         data |= {"train": {"path": str(path)}, "holdout": None}
         prompts = load_prompts(make_config(tmp_path, data=data, reward=reward), Letters()).train
         return [(prompt.text[6], *json.loads(prompt.metadata_json)) for prompt in prompts]
@@ -401,6 +401,7 @@ def test_large_columns_that_a_function_may_read_are_chosen_by_the_user(tmp_path:
     ):
         load("mine.py:score")
     assert load("mine.py:score", columns=["level"]) == [("a", "level"), ("b", "level")]
+    assert load("mine.py:score", where="level", columns=["other"]) == [("a", "level"), ("b", "level")]
     assert load("code_tests") == [("b", "tests", "level")], "the tests of the other row cannot be left out"
     assert load("last_number") == [("a",), ("b", "tests", "level")]
 

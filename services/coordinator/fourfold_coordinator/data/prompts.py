@@ -354,6 +354,7 @@ def _used_columns(config: Config) -> frozenset[str] | None:
     """Return the columns that scorers, agents or the recipe read; None: a scorer or an agent may read any."""
     data, by_scorers = config.data, [table.columns for table in config.reward]
     named = {*data.columns, data.scorers_field, data.holdout.field if data.holdout else "", SOURCE_FIELD, ANSWER_VALUE}
+    named = named.union(*(table.where for table in config.reward))
     if not data.columns and (config.agents.source != "none" or None in by_scorers):
         return None
     return frozenset(named.union(*(columns for columns in by_scorers if columns)))

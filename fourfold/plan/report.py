@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -98,39 +97,37 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
     rows = memory_plan(config, sizes)
     gpus = visible_gpus()
     gpu_bytes = smallest_memory(gpus)
-    on_gpus, on_nodes = gpu_plan(config, rows, gpu_bytes, here=len(gpus)), node_plan(config, sizes)
     host_bytes = None if gpu_bytes is None else available_memory()  # a plan may be made on another machine
     warnings = memory_warnings(config, sizes, gpu_count=len(gpus), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     speed, slow = (rates_text(run), []) if run else _guess(config, sizes, gpus, found)
-    warnings = [*warnings, *noise_warnings(config), *found.warnings, *slow]
-    # Label and paragraph; further paragraphs of a label have an empty one.
-    paragraphs = [
-        ("model", _model(config, shape)),
-        *([("lora", _lora(config, shape, sizes.adapters))] if sizes.adapters else []),
-        *zip_longest(["data"], [_data(config), *found.notes.get("data", ())], fillvalue=""),
-        *zip_longest(["held out"], [_held_out(config, plan), *found.notes.get("held out", ())], fillvalue=""),
-        ("one step", _step(config, plan)),
-        *zip_longest(["algorithm"], algorithm_plan(config), fillvalue=""),
-        ("the run", _run(config, plan, checkpoint_bytes(config, sizes))),
-        ("trainer", _trainer(config, plan)),
-        *zip_longest(["optimizer"], _optimizer(config), fillvalue=""),
-        *zip_longest(["rollout"], (_rollout(config, pool, shape) for pool in config.rollout_pools), fillvalue=""),
-        *zip_longest(["agents"] if config.agents.source != "none" else [], agents_plan(config), fillvalue=""),
-        *zip_longest(["reward"], [_reward(config), *found.notes.get("reward", ())], fillvalue=""),
-        ("reference", _reference(config)),
-        *zip_longest(["placement"] if on_gpus else [], on_gpus, fillvalue=""),
-        *zip_longest(["nodes"] if on_nodes else [], on_nodes, fillvalue=""),
-        *zip_longest(["warning"] if warnings else [], warnings, fillvalue=""),
-        *zip_longest(["weights"], _weights(config, shape), fillvalue=""),
-        *zip_longest(["policy lag"], lag_plan(config, shape), fillvalue=""),
-        ("speed", speed),
+    # Label and paragraphs.
+    parts: list[tuple[str, Iterable[str]]] = [
+        ("model", [_model(config, shape)]),
+        ("lora", [_lora(config, shape, sizes.adapters)] if sizes.adapters else []),
+        ("data", [_data(config), *found.notes.get("data", ())]),
+        ("held out", [_held_out(config, plan), *found.notes.get("held out", ())]),
+        ("one step", [_step(config, plan)]),
+        ("algorithm", algorithm_plan(config)),
+        ("the run", [_run(config, plan, checkpoint_bytes(config, sizes))]),
+        ("trainer", [_trainer(config, plan)]),
+        ("optimizer", _optimizer(config)),
+        ("rollout", [_rollout(config, pool, shape) for pool in config.rollout_pools]),
+        ("agents", agents_plan(config)),
+        ("reward", [_reward(config), *found.notes.get("reward", ())]),
+        ("reference", [_reference(config)]),
+        ("placement", gpu_plan(config, rows, gpu_bytes, here=len(gpus))),
+        ("nodes", node_plan(config, sizes)),
+        ("warning", [*warnings, *noise_warnings(config), *found.warnings, *slow]),
+        ("weights", _weights(config, shape)),
+        ("policy lag", lag_plan(config, shape)),
+        ("speed", [speed]),
     ]
     title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
     lines = [title, ""]
-    for label, text in paragraphs:
-        lines += textwrap.wrap(
-            text, _WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=" " * _LABEL, break_on_hyphens=False
-        )
+    for label, texts in parts:
+        for number, text in enumerate(texts):
+            begin, indent = ("" if number else label).ljust(_LABEL), " " * _LABEL
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False)
     if run:
         lines += ["", *speed_table(config, shape, run)]
     return "\n".join([*lines, "", *memory_table(rows)]) + "\n"

@@ -33,6 +33,7 @@ from fourfold.errors import ConfigError
 from fourfold.install import install_command
 from fourfold.paths import expand_home
 
+_KEY: Final = "model.source"  # of the recipe, in messages
 BUILTIN_PREFIX: Final = "builtin:"
 # Part of the folder's name. Raise it when the converter changes its output, so that old folders are not used.
 _CONVERSION: Final = 1
@@ -130,10 +131,10 @@ def resolve(source: str) -> Path:
     return _checked_folder(folder, source)
 
 
-def check(source: str) -> None:
-    """Check that a source exists and has every file that is needed, without a conversion."""
-    if _builtin_of(source) is None:
-        _existing_folder(source)
+def check(source: str, key: str = _KEY) -> None:
+    """Check that a source exists and has every file that is needed, without a conversion. Messages name `key`."""
+    if _builtin_of(source, key) is None:
+        _existing_folder(source, key)
 
 
 def is_ready(source: str) -> bool:
@@ -246,13 +247,13 @@ def cache_folder(builtin: Builtin) -> Path:
     return cache / "fourfold" / "models" / f"{builtin.name}-{builtin.version}-r{_CONVERSION}"
 
 
-def _builtin_of(source: str) -> Builtin | None:
+def _builtin_of(source: str, key: str = _KEY) -> Builtin | None:
     """Return the built-in model of a source; None if the source is a folder."""
     if not source.startswith(BUILTIN_PREFIX):
         return None
     if (builtin := BUILTINS.get(source.removeprefix(BUILTIN_PREFIX))) is None:
         known = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
-        raise ConfigError(f"model.source = {source!r}: no such built-in model; known: {known}")
+        raise ConfigError(f"{key} = {source!r}: no such built-in model; known: {known}")
     return builtin
 
 
@@ -323,26 +324,26 @@ def local_folder(source: str, key: str) -> Path:
     return expand_home(source, f"{key} = {source!r}")
 
 
-def _existing_folder(source: str) -> Path:
-    return _checked_folder(local_folder(source, "model.source"), source)
+def _existing_folder(source: str, key: str = _KEY) -> Path:
+    return _checked_folder(local_folder(source, key), source, key)
 
 
-def _checked_folder(folder: Path, source: str) -> Path:
+def _checked_folder(folder: Path, source: str, key: str = _KEY) -> Path:
     if not folder.is_dir():
         builtins = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
         raise ConfigError(
-            f"model.source = {source!r}: no such folder ({folder.absolute()}); give a Hugging Face model folder, "
+            f"{key} = {source!r}: no such folder ({folder.absolute()}); give a Hugging Face model folder, "
             f"hf:OWNER/NAME for a model of the hub, or one of: {builtins}"
         )
     for name in _REQUIRED_FILES:
         if not (folder / name).is_file():
             raise ConfigError(
-                f"model.source = {source!r}: {folder} has no {name}; save the model and its tokenizer there with "
+                f"{key} = {source!r}: {folder} has no {name}; save the model and its tokenizer there with "
                 f"save_pretrained"
             )
     if next(folder.glob("*.safetensors"), None) is None:
         raise ConfigError(
-            f"model.source = {source!r}: {folder} has no *.safetensors, the only format that is read (others may run "
+            f"{key} = {source!r}: {folder} has no *.safetensors, the only format that is read (others may run "
             f"code when they are loaded); write it with save_pretrained"
         )
     return folder

@@ -36,8 +36,16 @@ class ModelSizes:
         return self.adapters.parameter_count if self.adapters else None
 
 
+def check_models(config: Config) -> None:
+    """Check that the folders of policy and critic have what is needed."""
+    folder.check(config.model.source)
+    if config.algorithm.needs_critic and config.critic.source:
+        folder.check(config.critic.source, "critic.source")
+
+
 def model_sizes(config: Config) -> ModelSizes:
     """Read the models of a recipe from their config.json and file headers; its LoRA layers must exist."""
+    check_models(config)
     policy = folder.shape(config.model.source)
     own_critic = config.algorithm.needs_critic and config.critic.source
     critic = folder.shape(config.critic.source) if own_critic else policy

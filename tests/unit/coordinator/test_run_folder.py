@@ -142,6 +142,7 @@ def test_a_run_that_did_a_step_keeps_its_name(tmp_path: Path, config: Config) ->
     [
         ('reward.function="nope.py:f"', "cannot read"),
         ('model.source="builtin:nope"', "builtin:nope"),
+        ('critic={source="/nope"}', "critic.source = '/nope': no such folder"),
         ("model.max_context_tokens=999999", "batch.tokens_per_micro_batch"),
     ],
 )
@@ -149,7 +150,7 @@ def test_a_key_of_a_resumed_run_is_checked_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str, error: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    make_run_dir(configuration.load(ROOT / "recipes" / "quickstart.toml"), "r")
+    make_run_dir(configuration.load(ROOT / "recipes" / "quickstart.toml", ["algorithm.preset=ppo"]), "r")
     monkeypatch.setattr(run, "RunCommand", lambda *_: pytest.fail("the run has started"))
     before = (tmp_path / "runs/r/config.toml").read_text()
     assert cli_main.main(["run", "--resume", "runs/r", "--set", key]) == 1

@@ -31,7 +31,7 @@ from fourfold.host.hardware import has_fast_bfloat16, smallest_memory, visible_g
 from fourfold.host.program import LAUNCH_OPTIONS, program, write_launch_options
 from fourfold.install import install_command
 from fourfold.model import folder as model_folder
-from fourfold.plan.models import adapter_plan, check_context, check_sequence_parallel
+from fourfold.plan.models import adapter_plan, check_context, check_models, check_sequence_parallel
 from fourfold.plan.placement import check_gpu_memory
 from fourfold.plan.preflight import check_recipe
 from fourfold.security.access import VIEWER, Security
@@ -128,7 +128,7 @@ def warn_of_little_room(folder: Path) -> None:
 def _check_recipe(config: Config, recipe: Path, args: argparse.Namespace) -> None:
     """Check all that is known before anything is started; print probable mistakes."""
     _check_security(config, args.listen)
-    model_folder.check(config.model.source)
+    check_models(config)
     check_context(config)
     check_sequence_parallel(config)
     adapter_plan(config)

@@ -283,3 +283,31 @@ def test_a_context_longer_than_the_model_is_refused(folder: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"model.max_context_tokens = 9000, but .* was made for at most 8192 tokens"):
         describe(config)
+
+
+_AGENTS = ("environment.replicas=1", "gateway.replicas=1", 'agents.source="tasks"', 'rollout.tool_parser="hermes"')
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (['source="none.py:Env"'], r"environment.source: .*none.py"),
+        (['source="mine.py:Env"'], r"\[environment\] cannot be loaded: .*defines no 'Env'"),
+        (['source="broken.py:Env"'], r"\[environment\] cannot be loaded: .*no such module here"),
+        (['tools=["mine.py:reward"]', 'source="mine.py:reward"'], r"\[environment\] cannot be loaded: .*reward"),
+        (['tools=["builtin:python"]'], r'agents.reward = "agent"; set agents.reward = "service"'),
+        (['kind="gymnasium"', 'source="NoSuch-v1"'], r"\[environment\] cannot be loaded: "),
+        (['kind="openenv"', 'source="http://127.0.0.1:9"'], r"environment.network = false; set it to true"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_is_found_before_a_run(folder: Path, keys: list[str], words: str) -> None:
+    (folder / "broken.py").write_text("raise ImportError('no such module here')\n")
+    assignments = [*_AGENTS, 'agents.reward="agent"']
+    with pytest.raises(ConfigError, match=words):
+        check(folder, *assignments, *(f"environment.{key}" for key in keys))
+
+
+def test_an_environment_is_loaded_and_ended(folder: Path) -> None:
+    (folder / "mine.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    assignments = [*_AGENTS, 'agents.reward="service"']
+    check(folder, *assignments, 'environment.tools=["mine.py:add"]', 'reward.function="last_number"')

@@ -15,6 +15,7 @@ from fourfold.rpc.channel import check_target, open_channel
 from fourfold.security.access import COORDINATOR
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_reward import worker_sandbox
+from fourfold_reward.environment.check import check_keys
 from fourfold_reward.environment.exported import environment_source
 from fourfold_reward.environment.gateways import Gateway
 from fourfold_reward.environment.members import RunGateways, open_gateway
@@ -39,7 +40,12 @@ async def serve(options: ServeOptions) -> int:
     Raises ConfigError: the recipe names no environment, it cannot be loaded, or there is no way to find a gateway.
     """
     config, environment = options.config, options.config.environment
-    _check(options)
+    check_keys(config)
+    if not options.coordinator and not options.gateway:
+        raise ConfigError(
+            "an environment service needs a gateway: give --coordinator HOST:PORT to find those of the run, or "
+            "--gateway HOST:PORT"
+        )
     host = ServiceHost(options, role=Role.ROLE_ENVIRONMENT)
     pool = EnvironmentPool(
         EnvironmentSpec.from_config(config, directory=Path.cwd()),
@@ -74,28 +80,6 @@ async def serve(options: ServeOptions) -> int:
         return await host.run(start=pool.start, until=attend())
     finally:
         await pool.close()
-
-
-def _check(options: ServeOptions) -> None:
-    config = options.config
-    environment = config.environment
-    if not environment.source and not environment.tools:
-        raise ConfigError("[environment] names no environment; set source to FILE.py:NAME, or tools")
-    if not environment.source and config.agents.reward != "service":
-        raise ConfigError(
-            f"environment.source is empty, so the run must score the answers, and agents.reward = "
-            f'"{config.agents.reward}"; set agents.reward = "service", or name an environment'
-        )
-    if config.agents.source != "tasks":
-        raise ConfigError(
-            f'agents.source = "{config.agents.source}": an environment service attempts tasks of the run; set it to '
-            f'"tasks"'
-        )
-    if not options.coordinator and not options.gateway:
-        raise ConfigError(
-            "an environment service needs a gateway: give --coordinator HOST:PORT to find those of the run, or "
-            "--gateway HOST:PORT"
-        )
 
 
 async def _follow_gateways(host: ServiceHost, coordinator: str, runner: Runner) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,21 @@ def test_nothing_is_said_of_a_healthy_step() -> None:
     for step in range(1, 100):
         steady = {"policy/entropy": 1.0 + step % 2 / 10, "mismatch/logprob_diff_mean": 0.01, "mismatch/ess": 0.98}
         assert diagnosis.examine(step, HEALTHY | steady, skipped_reason="", dropped={"FILTERED": 4}) == ([], [])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_metrics_end_a_run(seed: int) -> None:
+    """A run of which no group had differing scores for 50 steps, so that nothing was trained, ended by an error."""
+    chosen = random.Random(seed)
+    names = [value for name, value in vars(m).items() if name.isupper() and isinstance(value, str)]
+    rule = AsynchronyConfig(max_policy_lag=seed % 3, target_mismatch=0.02 * bool(seed % 3))
+    diagnosis = TrainingDiagnosis(asynchrony=rule)
+    known: list[str] = []
+    for step in range(1, 150):
+        if step % 60 == 15 or step == 1:  # which metrics the steps have changes rarely
+            known = [name for name in names if chosen.random() < 0.7 * (step < 60)]
+        metrics = {name: chosen.choice([0.0, 0.5, 1.0, -1.0, 1e30, math.nan, math.inf]) for name in known}
+        diagnosis.examine(step, metrics, skipped_reason=chosen.choice(["", "NO_ADVANTAGE"]), dropped={})
 
 
 def test_an_algorithm_that_compares_nothing_learns_from_equal_scores() -> None:

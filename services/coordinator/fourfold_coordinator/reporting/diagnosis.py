@@ -289,7 +289,7 @@ class TrainingDiagnosis:
                     severity=before / max(now, 1e-9),
                 )
         mismatches = self._history(m.MISMATCH_MEAN)
-        if len(self._first_mismatches) == _TREND_STEPS:
+        if mismatches and len(self._first_mismatches) == _TREND_STEPS:
             before, now = median(self._first_mismatches), fmean(mismatches[-_END_STEPS:])
             if now > max(_MISMATCH_GROWTH * before, _SMALL_MISMATCH):
                 yield Finding(

@@ -35,7 +35,7 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.tiny_run import logs_of, write_run
 from tests.support.trainer_driver import REPOSITORY
 
-STEP_SECONDS: Final = 240.0  # an engine starts in 30 s on idle cores
+STEP_SECONDS: Final = 120.0  # an engine starts in 30 s on idle cores
 DISK_MIB: Final = 400
 FULL_SECONDS: Final = 15.0
 STOP_SECONDS: Final = (5.0, 25.0)
@@ -48,7 +48,8 @@ TABLES: Final = """
 tool_parser = "hermes"
 
 [trainer]
-learning_rate = 1e-3
+ranks = 2
+learning_rate = 1e-5
 
 [asynchrony]
 max_policy_lag = 1
@@ -171,7 +172,7 @@ class ChaosRun:
 
         self.wait(process, look)
         victim = self._random.choice(found)
-        name = f"{number.name} {role}{' child' if child else ''}"
+        name = f"{number.name} {role}{f' child {_title(victim)}' if child else ''}"
         with self._event(process, name):
             try:
                 victim.send_signal(number)
@@ -217,12 +218,9 @@ class ChaosRun:
 
     def _victims(self, process: subprocess.Popen[str], role: str, child: bool) -> list[psutil.Process]:
         try:
-            services = [
-                each
-                for each in psutil.Process(process.pid).children(recursive=True)
-                if each.cmdline()[3:5] == ["serve", role]
-            ]
-            return [c for each in services for c in each.children()] if child else services
+            every = psutil.Process(process.pid).children(recursive=True)
+            services = [each for each in every if _words(each)[3:5] == ["serve", role]]
+            return [c for each in services for c in each.children() if _words(c)] if child else services
         except psutil.NoSuchProcess:
             return []
 
@@ -230,6 +228,22 @@ class ChaosRun:
         """Return the intervals without a step and without a line that are longer than the limit."""
         times = sorted([at for at, _ in self.console] + self.stepped)
         return [(a, round(b - a, 1)) for a, b in pairwise(times) if b - a > SILENCE_SECONDS]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """Return the command of a process, [] when it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _title(process: psutil.Process) -> str:
+    """Return the module that a process runs, or the title that it gave itself."""
+    words = _words(process)
+    if "-m" in words[:-1]:
+        return words[words.index("-m") + 1]
+    return next((word for word in words if "resource_tracker" in word), words[0])[:60]
 
 
 def check_ledger(run_dir: Path) -> list[str]:

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -186,13 +186,9 @@ class ChaosRun:
         """Leave no byte on the disk of the run for a while."""
         ballast = self.root / "ballast"
         with self._event(process, "full disk"):
-            with ballast.open("wb") as file:
-                try:
-                    while True:
-                        file.write(bytes(1 << 16))
-                        file.flush()
-                except OSError:
-                    pass
+            with ballast.open("wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 16))
             time.sleep(FULL_SECONDS)
             ballast.unlink()
 

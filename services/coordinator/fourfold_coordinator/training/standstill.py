@@ -29,7 +29,8 @@ WAIT_SECONDS: Final = 10.0
 """A run without progress waits when its phase has taken so much longer than usual."""
 # Calls of the trainer that do the work of a phase. Their deadline is trainer.step_timeout_seconds.
 _LONG_CALLS: Final = frozenset({"TrainStep", "SaveCheckpoint", "LoadCheckpoint", "ExportModel"})
-_LONG_CALL_SECONDS: Final = 60.0  # that such a call may take while it is unknown what is usual
+# That such a call may take while it is unknown what is usual: no run is silent for more than 20 s.
+_LONG_CALL_SECONDS: Final = 18.0
 _TICK_SECONDS: Final = 1.0
 _USUAL: Final = 8  # visits of a phase whose median is usual
 _MAX_NAMES: Final = 8

@@ -221,9 +221,14 @@ class ChaosRun:
             return []
 
     def silences(self) -> list[tuple[float, float]]:
-        """Return the intervals without a step and without a line that are longer than the limit."""
-        times = sorted([at for at, _ in self.console] + self.stepped)
-        return [(a, round(b - a, 1)) for a, b in pairwise(times) if b - a > SILENCE_SECONDS]
+        """Return the intervals without a step and without a line that are longer than the limit.
+
+        After a line that says for whom the run waits, the next one about it is due after 30 s.
+        """
+        times = sorted(
+            [(at, "waiting for" in line) for at, line in self.console] + [(at, False) for at in self.stepped]
+        )
+        return [(a, round(b - a, 1)) for (a, told), (b, _) in pairwise(times) if b - a > SILENCE_SECONDS + 11 * told]
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -160,6 +160,22 @@ async def test_tasks_belong_to_the_processes_that_attempt_them() -> None:
     assert await board.lease("gateway-0", 1, wait=0, agent="a" * 32) == old
 
 
+async def test_a_task_whose_environment_never_opens_a_session_returns_soon() -> None:
+    """A gateway was stopped while it took a task for an environment, whose call had ended: the run stood for 94 s."""
+    clock = FakeClock()
+    board = TaskBoard(AgentsConfig(source="tasks", lease_seconds=120), clock=clock)
+    await opened(board, make_group())
+    (lost,), (held,) = [await board.lease("gateway-0", 1, wait=0, agent="a" * 32) for _ in range(2)]
+    assert board.renew([held.task_id], [held.lease]) == []
+    await clock.advance(15)
+    board.tick()
+    assert board.leased() == [held]
+    assert await board.lease("gateway-0", 1, wait=0, agent="a" * 32) == [lost]
+    await clock.advance(90)
+    board.tick()
+    assert board.leased() == [held]
+
+
 async def test_a_new_gateway_keeps_the_tasks_that_it_names_and_others_are_leased_again(tmp_path: Path) -> None:
     """A gateway was killed with tasks whose sessions were not open yet: they were lost until their leases ended."""
     board = make_board(FakeClock())

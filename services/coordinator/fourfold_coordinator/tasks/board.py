@@ -49,6 +49,9 @@ BAD_TRAJECTORY: Final = "BAD_TRAJECTORY"  # what came breaks the contract
 _RETRY_SECONDS: Final = 2.0  # for agents that bring more groups than the run takes now
 _OPENING_SECONDS: Final = 10.0  # longest time from an offer that is taken to the issue of its samples
 _TICK_SECONDS: Final = 0.25
+# First lease of a task for an environment service, which opens its session at once. If the answer of the call was lost,
+# because a process was stopped meanwhile, nobody has the task, and its group waits for the end of the lease.
+_OPENING_LEASE_SECONDS: Final = 15.0
 _LEASE_BYTES: Final = 8  # random bytes of the name of a lease
 _MAX_LEFT: Final = 1_024  # processes of agents that left the run, which are remembered
 _IDLE_SECONDS: Final = 10.0  # without a call of its agent, a session is idle
@@ -434,7 +437,8 @@ class TaskBoard:
             attempt.state, attempt.lease = AttemptState.LEASED, secrets.token_hex(_LEASE_BYTES)
             attempt.leases.add(attempt.lease)
             attempt.leased_at, attempt.session = now, None
-        attempt.gateway, attempt.agent, attempt.lease_end = gateway, agent, now + self._lease_seconds
+        seconds = min(self._lease_seconds, _OPENING_LEASE_SECONDS) if agent else self._lease_seconds
+        attempt.gateway, attempt.agent, attempt.lease_end = gateway, agent, now + seconds
         if not group.leased:
             group.leased, group.deadline = True, now + self._group_seconds
             group.on_lease()

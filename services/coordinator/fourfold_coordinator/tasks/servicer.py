@@ -175,6 +175,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
 
     def _to_task(self, attempt: Attempt) -> pb.LeasedTask:
         group, prompt = attempt.group, attempt.group.prompt
+        left = max(attempt.lease_end - self._clock.monotonic(), 0.001)
         return pb.LeasedTask(
             task_id=attempt.task_id,
             group_id=group.group_id,
@@ -184,7 +185,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             text="" if prompt.messages_json else prompt.text,
             answer=prompt.answer,
             metadata_json=prompt.metadata_json,
-            ttl=duration(self._run.config.agents.lease_seconds),
+            ttl=duration(left),
             time_left=duration(self._run.board.time_left(attempt)),
             evaluation=group.evaluation,
             seed=attempt.seed,

@@ -307,7 +307,7 @@ def test_an_environment_that_cannot_be_loaded_is_found_before_a_run(folder: Path
         check(folder, *assignments, *(f"environment.{key}" for key in keys))
 
 
-def test_an_environment_is_loaded_and_ended(folder: Path) -> None:
+def test_tools_that_can_be_loaded_pass(folder: Path) -> None:
     (folder / "mine.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
     assignments = [*_AGENTS, 'agents.reward="service"']
     check(folder, *assignments, 'environment.tools=["mine.py:add"]', 'reward.function="last_number"')

@@ -8,16 +8,14 @@ from typing import Any, Final
 
 from fourfold_bench import harness
 
-_BENCHMARKS: Final = (
-    *("weights", "rollout", "gateway", "reward", "reward-model", "step", "long-tail", "learning-curves", "engines"),
-    *("tracing", "view"),
-)
+NAMES: Final = ("weights", "rollout", "step", "long-tail", "gateway", "reward")
+"""Each is the `BENCHMARK` of a package `NAME/benchmark.py`, with `_` for `-`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a subcommand with its options for each benchmark."""
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for name in _BENCHMARKS:
+    for name in NAMES:
         benchmark = find(name)
         text = benchmark.summary
         harness.add_arguments(benchmark, what.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))

@@ -1,8 +1,6 @@
 """Writes model folders with random weights, and counts parameters, FLOP and bytes of their shapes.
 
-    python -m fourfold_bench.models FOLDER SHAPE CONTEXT [score]
-
-With `score` it is a reward model: a sequence classifier with one label.
+    python -m fourfold_bench.models FOLDER SHAPE CONTEXT
 
 Word number i of the tokenizer is the text `w<i>`, so that a text of n words has exactly n tokens. The weights are the
 initial ones of transformers: at temperature 1 all tokens are about equally likely.
@@ -81,35 +79,6 @@ def write_model(folder: Path, shape: str, *, context: int, dtype: str = "bfloat1
     write_tokenizer(folder, shape)
 
 
-def write_sparse_model(folder: Path, shape: str) -> Path:
-    """Write a model whose weights are all 0, as holes of sparse files that take no space; return the folder."""
-    import torch
-    import transformers
-
-    from fourfold_trainer.checkpoint.model_export import WeightsWriter
-
-    write_config(folder, shape)
-    write_tokenizer(folder, shape)
-    make: Any = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        model = make.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    WeightsWriter(folder, {name: (p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}).write_zeros()
-    return folder
-
-
-def write_reward_model(folder: Path, shape: str, *, context: int) -> None:
-    """Write a sequence classifier with one label, which pads with token 0; arguments as in `write_config`."""
-    import torch
-    import transformers
-
-    write_config(folder, shape, context=context)
-    torch.manual_seed(_SEED)
-    config = transformers.AutoConfig.from_pretrained(folder, num_labels=1, pad_token_id=0)
-    make: Any = transformers.AutoModelForSequenceClassification
-    make.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    write_tokenizer(folder, shape)
-
-
 def write_tokenizer(folder: Path, shape: str) -> None:
     """Write the tokenizer alone."""
     from tokenizers import Tokenizer
@@ -164,5 +133,4 @@ def forward_flop(shape: str, *, tokens: float, squares: float) -> float:
 
 
 if __name__ == "__main__":
-    write = write_reward_model if sys.argv[4:] == ["score"] else write_model
-    write(Path(sys.argv[1]), sys.argv[2], context=int(sys.argv[3]))
+    write_model(Path(sys.argv[1]), sys.argv[2], context=int(sys.argv[3]))

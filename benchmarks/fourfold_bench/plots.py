@@ -8,22 +8,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 _SIZE: Final = (7.0, 4.2)
 _DPI: Final = 110
-_PLOTTED: Final = ("long-tail", "learning-curves", "engines")
+_PLOTTED: Final = ("long-tail",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One curve: points by x, with an optional half width each."""
+    """One curve: points by x."""
 
     label: str
     points: Mapping[float, float]
-    errors: Mapping[float, float] = field(default_factory=dict)
     style: str = "-"
     marker: str = ""
 
@@ -38,11 +37,7 @@ def draw(path: Path, curves: Sequence[Curve], *, title: str, x: str, y: str, fro
     axes = figure.subplots()
     for curve in curves:
         places, values = list(curve.points), list(curve.points.values())
-        (line,) = axes.plot(places, values, curve.style, marker=curve.marker, label=curve.label)
-        if curve.errors:
-            below = [curve.points[place] - curve.errors.get(place, 0.0) for place in places]
-            above = [curve.points[place] + curve.errors.get(place, 0.0) for place in places]
-            axes.fill_between(places, below, above, color=line.get_color(), alpha=0.12, linewidth=0)
+        axes.plot(places, values, curve.style, marker=curve.marker, label=curve.label)
     axes.set(title=title, xlabel=x, ylabel=y)
     if from_zero:
         axes.set_ylim(bottom=0)

@@ -64,18 +64,10 @@ class BenchProcesses:
                 raise DeadlinePassed(f"{', '.join(running)} still ran after {timeout:.0f} s; the log is {log}")
             time.sleep(_POLL_SECONDS)
 
-    def take_ended(self) -> dict[str, str]:
-        """Return the children that ended since the last call, with the reason of each failure; empty: exit code 0."""
-        deaths = self._supervisor.deaths()
-        return {death.name: death.explain() if death.exit_code or death.signal else "" for death in deaths}
-
-    def write_model(self, shape: str, *, context: int, score: bool = False) -> Path:
-        """Write a model with random weights in a child process; return its folder. Raises as `wait`.
-
-        With `score` it is a reward model.
-        """
-        words = ["-m", "fourfold_bench.models", str(self.folder / "model"), shape, str(context)]
-        self.run("model", *words, *(["score"] if score else []), timeout=_MODEL_SECONDS)
+    def write_model(self, shape: str, *, context: int) -> Path:
+        """Write a model with random weights in a child process; return its folder. Raises as `wait`."""
+        words = ("-m", "fourfold_bench.models", str(self.folder / "model"), shape, str(context))
+        self.run("model", *words, timeout=_MODEL_SECONDS)
         return self.folder / "model"
 
     def write_recipe(self, config: Config) -> str:
@@ -93,12 +85,6 @@ class BenchProcesses:
         """Wait for the READY lines of services; return their host:port. Raises as `wait`."""
         found = self._supervisor.wait_ready(names, timeout_seconds=timeout)
         return [found[name] for name in names]
-
-    def target(self, name: str) -> str:
-        """Return the host:port of a service whose READY line has come, or an empty text."""
-        child = self._supervisor.children[name]
-        child.poll_ready()
-        return child.target
 
     def end(self, name: str) -> None:
         """End a service with SIGTERM, and with SIGKILL if that does not suffice."""

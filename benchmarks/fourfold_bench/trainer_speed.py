@@ -14,7 +14,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,13 +25,12 @@ import torch
 
 from fourfold import metrics
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Sample
+from fourfold.arrays import Int32Array, Sample, VersionSpan
 from fourfold.config import Config
 from fourfold.plan.memory import GIB, memory_plan
 from fourfold.plan.models import model_sizes
-from fourfold_bench.harness import Benchmark, BenchmarkRun, option, run_script
-from fourfold_bench.models import SHAPES, forward_flop, parameter_count, write_model
-from fourfold_bench.trainer_passes import PassSettings, make_samples, recipe, start_ranks
+from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
+from fourfold_bench.models import SHAPE_NAMES, SHAPES, forward_flop, parameter_count, write_model
 from fourfold_coordinator.weights.probe import LogprobProbe
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.flops import speed
@@ -43,9 +43,18 @@ _PROBE_TOKENS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings(PassSettings):
+class TrainerSettings(BenchmarkSettings):
     """The options of the trainer benchmark."""
 
+    shape: str = option("of a model with random weights", default="tiny", choices=SHAPE_NAMES)
+    device: str = option(default="cpu", choices=("cpu", "cuda"))
+    ranks: int = option(default=1, least=1)
+    dtype: str = option(default="bfloat16", choices=("bfloat16", "float32"))
+    head_dtype: str = option("logits: of the weights' dtype, or float32", default="", choices=("", "float32"))
+    tokens: int = option("tokens of one step, about", default=8192, least=1)
+    longest: int = option("tokens of the longest sample", default=512, least=16)
+    micro_batch: int = option("tokens of one pass of one rank", default=2048)
+    liger: bool = option("fused kernels", default=False)
     zero_stage: int = option(default=3)
     offload: str = option(default="none", choices=("none", "optimizer", "optimizer+parameters"))
     checkpointing: bool = option("recompute activations", default=False)
@@ -60,6 +69,84 @@ class TrainerSettings(PassSettings):
     profile: str = option(
         "write torch profiles of one more step, and of a probe (FILE.probe)", default="", metavar="FILE"
     )
+
+
+def make_samples(total: int, longest: int, vocabulary: int) -> list[Sample]:
+    """Return samples of random tokens, mixed lengths and random scores, about `total` tokens, in groups of eight.
+
+    An eighth of each sample is its prompt.
+    """
+    random, scores = np.random.default_rng(0), np.random.default_rng(1)
+    samples: list[Sample] = []
+    while total > 0:
+        count = int(np.clip(random.lognormal(np.log(longest / 4), 0.8), 16, longest))
+        tokens: Int32Array = random.integers(0, vocabulary, count).astype(np.int32)
+        prompt = max(2, count // 8)
+        mask = np.arange(count) >= prompt
+        spans = (
+            VersionSpan(policy_version=-1, token_count=prompt),
+            VersionSpan(policy_version=0, token_count=count - prompt),
+        )
+        samples.append(
+            Sample(
+                sample_id=f"s{len(samples)}",
+                group_id=f"g{len(samples) // 8}",
+                token_ids=tokens,
+                behavior_logprobs=np.where(mask, -np.log(vocabulary), np.nan).astype(np.float32),
+                action_mask=mask,
+                loss_mask=mask,
+                version_spans=spans,
+                temperature=1.0,
+                score=float(scores.random()),
+            )
+        )
+        total -= count
+    if len(samples) % 8 == 1:  # a group of one has no advantage
+        samples[-1] = replace(samples[-1], group_id=samples[-2].group_id)
+    return samples
+
+
+def recipe(settings: TrainerSettings, model: Path, sample_count: int) -> Config:
+    """Return the recipe of a run with the settings' trainer."""
+    return Config.model_validate(
+        {
+            "name": "passes",
+            "steps": 100,
+            "model": {
+                "source": str(model),
+                "dtype": settings.dtype,
+                "head_dtype": settings.head_dtype,
+                "max_context_tokens": settings.longest,
+            },
+            "data": {"train": {"path": "unused.jsonl"}},
+            "sampling": {"max_new_tokens": settings.longest - 1},
+            "batch": {
+                "prompts_per_step": -(-sample_count // 8),
+                "group_size": 8,
+                "tokens_per_micro_batch": settings.micro_batch,
+            },
+            "trainer": {
+                "device": settings.device,
+                "ranks": settings.ranks,
+                "liger_kernels": settings.liger,
+                "zero_stage": settings.zero_stage,
+                "gradient_checkpointing": settings.checkpointing,
+                "offload": settings.offload,
+                "gradient_reduction": settings.reduction,
+            },
+        }
+    )
+
+
+@contextmanager
+def start_ranks(config: Config, model: Path, folder: Path) -> Iterator[DistributedEngine]:
+    """Start the trainer's ranks, and end them."""
+    engine = DistributedEngine(config, model, run_dir=folder, member_id="trainer-0", on_death=print)
+    try:
+        yield engine
+        engine.leave()
+    finally:
+        engine.close()
 
 
 class Stopwatch:
@@ -139,13 +226,7 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         if settings.shadow:
             scores = np.random.default_rng(1).random(len(samples)).tolist()
             samples = [replace(s, shadow_score=score) for s, score in zip(samples, scores, strict=True)]
-        trainer = {
-            "zero_stage": settings.zero_stage,
-            "gradient_checkpointing": settings.checkpointing,
-            "offload": settings.offload,
-            "gradient_reduction": settings.reduction,
-        }
-        config = recipe(settings, model, len(samples), trainer=trainer)
+        config = recipe(settings, model, len(samples))
         with start_ranks(config, model, run.folder) as ranks:
             return _measure(settings, Stopwatch(ranks, config), config, samples)
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from fourfold.security import certs
-from fourfold_bench.view import browser
+from tests.support import browser
 from tests.support.view_run import write_run
 
 TOKEN = "token-of-the-browsers"

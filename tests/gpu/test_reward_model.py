@@ -1,11 +1,10 @@
-"""Reward models on a GPU against plain transformers, their kernel against its definition, and the benchmark.
+"""Reward models on a GPU against plain transformers, and their kernel against its definition.
 
 Skipped on a machine without a GPU. Run them with `pytest tests/gpu/test_reward_model.py`.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from fourfold.model.tokenizer import Tokenizer
 from fourfold_reward.job import Job
 from fourfold_reward.models import fused
 from fourfold_reward.models.backend import RewardModelBackend
-from tests.support.bench_command import bench
 from tests.support.reward_models import plain_scores, write_reward_model
 
 _GPUS = torch.cuda.device_count()
@@ -73,11 +71,3 @@ async def test_scores_are_those_of_transformers(tmp_path: Path, family: str, dty
     exact = plain_scores(folder, ids, attention=attention)
     noise = np.abs(np.subtract(plain_scores(folder, ids, dtype=dtype, attention=attention), exact)).max()
     assert np.abs(np.subtract(found, exact)).max() <= 1e-3 + 3 * noise
-
-
-def test_the_benchmark_measures_all_ways(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    done = bench("reward-model", "--device", "cuda:0", "--quick", "--json", str(out), folder=tmp_path, timeout=380)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    ways = json.loads(out.read_text())["results"]["ways"]
-    assert all(way["tokens_per_second"] > 0 for way in ways.values())

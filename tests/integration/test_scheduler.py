@@ -10,10 +10,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from fourfold_bench.scheduler import BLOCK_TOKENS, TOKENS, BareScheduler
 from fourfold_rollout.vllm.logprob_table import FIRST
 from fourfold_rollout.vllm.patches.decoding import obstacle
 from fourfold_rollout.vllm.patches.scheduler import AsyncRolloutScheduler, RolloutScheduler, skip_idle_calls
+from tests.support.bare_scheduler import BLOCK_TOKENS, TOKENS, BareScheduler
 
 pytestmark = pytest.mark.integration
 

@@ -6,25 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from fourfold_bench.harness import BenchmarkRun
-from fourfold_bench.sharded_start import StartBenchmark, StartSettings
+from tests.support.sharded_start import Start, measure
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
-    ("settings", "fits"),
+    ("start", "fits"),
     [
-        pytest.param(StartSettings(shape="7b", world=16, rank=15), True, marks=pytest.mark.soak),
-        (StartSettings(shape="1.5b", world=16, fault="whole"), False),
-        (StartSettings(shape="1.5b", world=16, engine=True), True),
+        pytest.param(Start(shape="7b", world=16, rank=15), True, marks=pytest.mark.soak),
+        (Start(shape="1.5b", world=16, fault=True), False),
+        (Start(shape="1.5b", world=16, engine=True), True),
     ],
     ids=["reads its part", "reads everything", "with its engine"],
 )
-def test_a_rank_takes_its_part_the_largest_parameter_and_one_gigabyte(
-    settings: StartSettings, fits: bool, tmp_path: Path
-) -> None:
-    benchmark = StartBenchmark()
-    results = benchmark.measure(settings, BenchmarkRun(folder=tmp_path, profile=None))
-    assert results["disk_bytes"] < 1 << 20, "the files are sparse"
-    assert (not benchmark.failures({"results": results})) == fits, results
+def test_a_rank_takes_its_part_the_largest_parameter_and_one_gigabyte(start: Start, fits: bool, tmp_path: Path) -> None:
+    memory = measure(start, tmp_path)
+    assert memory.disk < 1 << 20, "the files are sparse"
+    assert (memory.peak <= memory.limit) == fits, memory

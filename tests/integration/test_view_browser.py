@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fourfold.host.disk import append_lines
-from fourfold_bench.view import browser
-from fourfold_bench.view.synthetic import MARKED_WORD, RunShape, SyntheticRun
 from fourfold_coordinator.state.trajectory_index import SampleQuery, TrajectoryIndex
 from tests.fakes.stage import Stage, until
+from tests.support import browser
 from tests.support.eval_results import make_result
+from tests.support.synthetic_run import MARKED_WORD, RunShape, SyntheticRun
 from tests.support.view_run import append_step, trajectory, write_run
 
 if TYPE_CHECKING:

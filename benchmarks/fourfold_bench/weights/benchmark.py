@@ -17,35 +17,22 @@ from fourfold_bench.tables import aligned
 _MIN_CONTEXT: Final = 64  # a stream has its prompt and half of the rest
 _CPU_STREAMS, _GPU_STREAMS = 4, 64
 _MB: Final = 1e6
-_WORKER: Final = "worker_"
 
-_ON_CPU: Final = "--engine-device cpu --shape 0.135b"
-_SERVICES: Final = "--path services --zero3"
-_APART: Final = "--trainer-device cuda:0 --engine-device cuda:1"
-_TOGETHER: Final = "--trainer-device cuda:0 --engine-device cuda:0"
-_ZERO3: Final = "--zero3 --engine-device cuda:1 --engine-memory 0.3 --backend cuda_ipc"
-_LONG: Final = f"--shape 0.43b --backend nccl {_APART} --streams 256 --flush 0.05 --context 4096"
+_ON_CPU: Final = "--zero3 --engine-device cpu --shape 0.135b"
+_APART: Final = "--zero3 --trainer-device cuda:0 --engine-device cuda:1 --shape 0.43b"
+_TOGETHER: Final = "--zero3 --trainer-device cuda:0 --engine-device cuda:0 --shape 0.43b"
+_LONG: Final = f"{_APART} --backend nccl --streams 256 --flush 0.05 --context 4096"
 SUITES: Final[dict[str, dict[str, str]]] = {
     "h200": {
-        "0.43b-nccl": f"--shape 0.43b --backend nccl {_APART} --compare loop",
-        "0.43b-ipc-apart": f"--shape 0.43b --backend cuda_ipc {_APART}",
-        "0.43b-ipc-together": f"--shape 0.43b --backend cuda_ipc {_TOGETHER}",
-        "0.43b-services-nccl": f"{_SERVICES} --shape 0.43b --backend nccl {_APART}",
-        "0.43b-services-ipc": f"{_SERVICES} --shape 0.43b --backend cuda_ipc {_TOGETHER}",
-        "0.43b-services-keep": f"{_SERVICES} {_LONG}",
-        "0.43b-services-recompute": f"{_SERVICES} {_LONG} --pause recompute",
-        "7b-nccl": f"--shape 7b --backend nccl {_APART} --compare loop --eager",
-        "7b-ipc-together": f"--shape 7b --backend cuda_ipc {_TOGETHER} --eager",
-        "7b-ipc-apart": f"--shape 7b --backend cuda_ipc {_APART} --eager",
-        "7b-zero3-1": f"--shape 7b --trainer-device cuda:0 {_ZERO3} --eager",
-        "7b-zero3-2": f"--shape 7b --trainer-device cuda:0,cuda:1 {_ZERO3} --eager --compare loop",
+        "0.43b-services-nccl": f"{_APART} --backend nccl",
+        "0.43b-services-ipc": f"{_TOGETHER} --backend cuda_ipc",
+        "0.43b-services-keep": _LONG,
+        "0.43b-services-recompute": f"{_LONG} --pause recompute",
     },
     "cpu": {
-        "0.135b-shm": f"{_ON_CPU} --backend shm --compare loop --rounds 10",
-        "0.135b-gloo": f"{_ON_CPU} --backend gloo --rounds 10",
-        "0.135b-services-shm": f"{_ON_CPU} {_SERVICES} --backend shm",
-        "0.135b-services-shm-recompute": f"{_ON_CPU} {_SERVICES} --backend shm --pause recompute",
-        "0.135b-shm-zero3-2": f"{_ON_CPU} --backend shm --zero3 --ranks 2 --rounds 10",
+        "0.135b-services-shm": f"{_ON_CPU} --backend shm",
+        "0.135b-services-shm-recompute": f"{_ON_CPU} --backend shm --pause recompute",
+        "0.135b-services-gloo": f"{_ON_CPU} --backend gloo",
     },
 }
 
@@ -54,9 +41,6 @@ SUITES: Final[dict[str, dict[str, str]]] = {
 class WeightSettings(BenchmarkSettings):
     """The options of `fourfold bench weights`."""
 
-    path: str = option(
-        "direct: the library alone; services: through gRPC", default="direct", choices=("direct", "services")
-    )
     shape: str = option(default="0.135b", choices=SHAPE_NAMES)
     backend: str = option(
         "default: cuda_ipc on GPUs, shm on CPU", default="auto", choices=("auto", "cuda_ipc", "nccl", "shm", "gloo")
@@ -66,25 +50,27 @@ class WeightSettings(BenchmarkSettings):
     )
     engine_device: str = option("default cuda:1, or the trainer's, or cpu")
     ranks: int = option("ranks of the trainer, unless --trainer-device gives them", default=1, least=1)
-    zero3: bool = option("real DeepSpeed ZeRO-3 ranks; otherwise one rank with whole parameters", default=False)
+    zero3: bool = option("ZeRO stage 3; otherwise stage 1, where a rank has whole parameters", default=False)
+    offload: str = option(
+        "where the trainer's optimizer is; that of 7B does not fit beside the weights on one GPU", default="none",
+        choices=("none", "optimizer"),
+    )  # fmt: skip
     rounds: int = option(default=20, least=1)
     warm_up: int = option(default=3, least=1)
     verified_rounds: int = option("additional rounds that compare the sums of both sides", default=5, least=1)
     pause: str = option(
-        "running samples keep their keys and values, or the new weights recompute them (services only)",
+        "running samples keep their keys and values, or the new weights recompute them",
         default="keep", choices=("keep", "recompute"),
     )  # fmt: skip
     streams: int = option("callers that decode all the time; default 64, on CPU 4; 0: the engine is idle", least=0)
     flush_seconds: float = option(
-        "seconds between messages to a stream of the services", flag="--flush", default=0.001, least=0,
+        "seconds between messages to a stream", flag="--flush", default=0.001, least=0,
         most=MAX_FLUSH_SECONDS,
     )  # fmt: skip
     context: int = option("tokens of a stream before it starts anew", default=2048, least=_MIN_CONTEXT)
     engine_memory: float = option("share of a GPU's memory that vLLM takes", default=0.4, above=0, below=1)
     eager: bool = option("no CUDA graphs: the engine starts sooner", default=False)
-    loop: bool = option("loop: gather, announce, broadcast, load tensor by tensor", flag="--compare", choices=("loop",))
     timeout: float = option("seconds for each phase of an update", default=120.0, above=0)
-    profile: str = option("pstats of the engine's worker in measured rounds", default="", metavar="FILE")
 
     @classmethod
     def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +90,6 @@ class WeightSettings(BenchmarkSettings):
             "engine_device": engine,
             "eager": given["eager"] or on_cpu,
             "backend": ("shm" if on_cpu else "cuda_ipc") if backend == "auto" else backend,
-            "loop": "loop" in given,
         }
 
     def check(self) -> None:
@@ -115,20 +100,11 @@ class WeightSettings(BenchmarkSettings):
             raise ConfigError(f"devices {sorted(devices)}: trainer and engine must both be on CPU or both on GPUs")
         if not self.on_gpus and self.backend in ("cuda_ipc", "nccl"):
             raise ConfigError(f"--backend {self.backend} moves weights between GPUs; on CPU use shm or gloo")
-        if self.pause != "keep" and self.path == "direct":
-            raise ConfigError(f"--pause {self.pause}: only the services can recompute; add --path services")
-        if self.profile and self.path == "services":
-            raise ConfigError(f"--profile {self.profile}: only --path direct has a worker that can be profiled")
 
     @property
     def on_gpus(self) -> bool:
         """Return true if the engine runs on a GPU."""
         return self.engine_device != "cpu"
-
-    @property
-    def loop_is_possible(self) -> bool:
-        """Return true if the loop can run: NCCL refuses two ranks on one GPU. Of the trainer only rank 0 takes part."""
-        return not self.on_gpus or self.engine_device != self.trainer_devices[0]
 
 
 class WeightBenchmark(Benchmark[WeightSettings]):
@@ -145,28 +121,24 @@ class WeightBenchmark(Benchmark[WeightSettings]):
 
     def packages(self, settings: WeightSettings) -> Mapping[str, str]:
         engine = engine_package(on_gpus=settings.on_gpus)
-        needed = {"torch": "fourfold[torch]", "transformers": "fourfold[torch]", "vllm": engine}
-        if settings.zero3:
-            needed["deepspeed"] = "fourfold-trainer"
-        if settings.path == "services":
-            needed |= {"fourfold_rollout": engine, "fourfold_trainer": "fourfold-trainer"}
-        return needed
+        return {
+            "torch": "fourfold[torch]",
+            "transformers": "fourfold[torch]",
+            **dict.fromkeys(("vllm", "fourfold_rollout"), engine),
+            **dict.fromkeys(("deepspeed", "fourfold_trainer"), "fourfold-trainer"),
+        }
 
     def label(self, settings: WeightSettings) -> str:
-        kind = ("services-" if settings.path == "services" else "") + ("zero3-" if settings.zero3 else "")
+        kind = f"services-{'zero3-' if settings.zero3 else ''}"
         trainer, engine = "+".join(settings.trainer_devices), settings.engine_device
         mode = "" if settings.pause == "keep" else f"-{settings.pause}"
         return f"{settings.shape}-{kind}{settings.backend}-{trainer}-{engine}{mode}".replace(":", "")
 
     def measure(self, settings: WeightSettings, run: BenchmarkRun) -> dict[str, Any]:
         vllm_process.prepare(on_gpus=settings.on_gpus)
-        if settings.path == "services":
-            from fourfold_bench.weights import services
+        from fourfold_bench.weights import services
 
-            return services.measure(settings, run.folder)
-        from fourfold_bench.weights import direct
-
-        return direct.measure(settings, run.folder)
+        return services.measure(settings, run.folder)
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
         return aligned(_rows(document), left=True)
@@ -187,42 +159,28 @@ def _rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     plain, applied = results["plain"], results["applied"]
     rows = [
         ("configuration", document["benchmark"].removeprefix("weights-")),
-        ("path", parameters["path"]),
         ("backend", parameters["backend"]),
         ("tensors, MB", f"{results['tensors']}, {results['bytes'] / _MB:.1f}"),
         ("in place / reloaded", f"{applied['direct']} / {applied['reload']}"),
-        ("streams", f"{parameters['streams']}, {parameters.get('pause', 'keep')}"),
+        ("streams", f"{parameters['streams']}, {parameters['pause']}"),
         ("data: receive verb", f"{_ms(plain['receive'])} ms, {results['gigabytes_per_second']} GB/s"),
-    ]
-    if "worker" in plain:
-        parts = {name.removeprefix(_WORKER): value for name, value in plain.items() if name.startswith(_WORKER)}
-        text = ", ".join(f"{name} {value['median_ms']:.2f}" for name, value in parts.items())
-        rows.append(("  in the worker", f"{_ms(plain['worker'])} ms: {text}"))
-    rows += [
         ("stall of the engine", f"{_ms(plain['stall'])} ms"),
         ("longest gap of a client, above the usual", f"{_ms(plain['gap'])} ms"),
-        *([("the same, mean over the clients", f"{_ms(plain['mean_gap'])} ms")] if "mean_gap" in plain else []),
+        ("the same, mean over the clients", f"{_ms(plain['mean_gap'])} ms"),
         ("usual gap between tokens", f"{results['token_gap']['median_ms']:.2f} ms"),
         ("begin, commit", f"{_ms(plain['begin'])}, {_ms(plain['commit'])} ms"),
         ("with sums: receive verb", f"{_ms(results['verified']['receive'])} ms"),
         ("join (open an epoch)", f"{_ms(results['open'])} ms"),
+        ("tokens lost", f"{results['tokens']['lost']} of {results['tokens']['sampled']:,} sampled"),
     ]
-    if "tokens" in results:
-        tokens = results["tokens"]
-        rows.append(("tokens lost", f"{tokens['lost']} of {tokens['sampled']:,} sampled"))
     if "first_token" in results:
         worst = results["worst_round"]
         rows += [
             ("time to first token", f"{_ms(results['first_token'])} ms"),
             ("longest gap of a client / stall + 50", f"{worst['gap_ms']:.2f} / {worst['stall_ms'] + 50:.2f} ms"),
         ]
-    if "without_data" in results:
-        empty = results["without_data"]
-        rows.append(("round without data", f"{_ms(empty['whole'])} ms, stall {_ms(empty['stall'])} ms"))
     for device, extra in results["gpu_mib"].items():
         rows.append((f"more memory on {device}", f"{extra['open']} MiB open, {extra['most']} MiB at most"))
-    if "loop" in results:
-        rows.append(("loop, tensor by tensor: stall", f"{_ms(results['loop']['stall'])} ms: {results['loop_ratio']} x"))
     return rows
 
 

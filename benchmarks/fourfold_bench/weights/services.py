@@ -1,4 +1,4 @@
-"""Measures weight updates through the trainer and rollout services, called as the coordinator does.
+"""Measures weight updates through the trainer and rollout services, called as the coordinator calls them.
 
     step of the trainer -> SendWeights, BeginWeights at once -> ReceiveWeights -> CommitWeights(hold) -> ReleaseWeights
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +35,6 @@ from fourfold_bench.processes import BenchProcesses
 from fourfold_bench.record import percentiles
 from fourfold_bench.streams import Streams, streaming_request
 from fourfold_bench.weights.benchmark import WeightSettings
-from fourfold_bench.weights.phases import Phase, Seconds, add_round, common_results, usual_gap
 
 _READY_SECONDS: Final = 400.0
 _STEP_SECONDS: Final = 300.0
@@ -41,6 +42,12 @@ _STREAM_SECONDS: Final = 3600.0
 _TOKENS_BETWEEN: Final = 4
 _PROMPT_TOKENS: Final = 16
 _ROW: Final = np.arange(3, 35, dtype=np.int32)
+_RECENT: Final = 500  # newest messages of a stream; older ones tell nothing about the current round
+
+Seconds = dict[str, float]
+"""Seconds of one round, by name."""
+Phase = dict[str, list[float]]
+"""Seconds of all rounds of a kind, by name."""
 
 
 def measure(settings: WeightSettings, folder: Path) -> dict[str, Any]:
@@ -82,6 +89,7 @@ def recipe(settings: WeightSettings, model: Path) -> Config:
                 "device": "cuda" if settings.on_gpus else "cpu",
                 "ranks": len(settings.trainer_devices),
                 "zero_stage": 3 if settings.zero3 else 1,
+                "offload": settings.offload,
                 "learning_rate": 1e-4,
             },
         },
@@ -118,21 +126,24 @@ class _ServiceRounds:
                 await self._rounds(settings.warm_up, verify=True)
                 plain = await self._rounds(settings.rounds, verify=False)
                 verified = await self._rounds(settings.verified_rounds, verify=True)
-                memory = before, opened, gpus.peak()
+                peak = gpus.peak()
                 tokens = await self._end_streams()
             finally:
                 await streams.stop()
-        results = common_results(
-            self._manifest,
-            direct=report.direct_tensor_count,
-            reload=report.reload_tensor_count,
-            opens=opens,
-            plain=plain,
-            verified=verified,
-            memory=memory,
-            token_gap=usual_gap(streams.times),
-        )
-        return results | {"tokens": tokens, **self._waits(plain)}
+        byte_count = self._manifest.byte_count
+        return {
+            "bytes": byte_count,
+            "tensors": len(self._manifest.tensors),
+            "applied": {"direct": report.direct_tensor_count, "reload": report.reload_tensor_count},
+            "open": percentiles(opens),
+            "gigabytes_per_second": round(byte_count / statistics.median(plain["receive"]) / 1e9, 2),
+            "gpu_mib": {d: {"open": round(opened[d] - before[d]), "most": round(peak[d] - before[d])} for d in before},
+            "plain": {name: percentiles(values) for name, values in plain.items()},
+            "verified": {name: percentiles(values) for name, values in verified.items()},
+            "token_gap": percentiles([_usual_gap(streams.times)]),
+            "tokens": tokens,
+            **self._waits(plain),
+        }
 
     def _waits(self, plain: Phase) -> dict[str, Any]:
         """Return the times that clients waited: for first tokens, and in the round with the longest gap."""
@@ -186,10 +197,11 @@ class _ServiceRounds:
             row = await self._update(self._version, verify=verify)
             answered = time.perf_counter()
             await self._streams.wait_for(2, timeout=_STEP_SECONDS)
-            gaps, usual = self._streams.longest_gaps(asked, answered), usual_gap(self._streams.times)
+            gaps, usual = self._streams.longest_gaps(asked, answered), _usual_gap(self._streams.times)
             longest, mean = max(gaps, default=0.0), sum(gaps) / max(1, len(gaps))
             row |= {"whole": answered - asked, "gap": longest - usual, "mean_gap": mean - usual, "longest_gap": longest}
-            add_round(phase, row)
+            for name, value in row.items():
+                phase.setdefault(name, []).append(value)
         return phase
 
     async def _update(self, version: int, *, verify: bool) -> Seconds:
@@ -228,3 +240,12 @@ class _ServiceRounds:
 
     async def _call(self, method: Any, request: Any) -> Any:
         return await call(method, request, timeout=self._settings.timeout, peer="service")
+
+
+def _usual_gap(times: Sequence[list[float]]) -> float:
+    """Return the median time between two messages of a stream; 0 without streams.
+
+    `times` is when each stream got its messages; the lists may grow meanwhile.
+    """
+    gaps = [b - a for recent in (one[-_RECENT:] for one in times) for a, b in itertools.pairwise(recent)]
+    return statistics.median(gaps) if gaps else 0.0

@@ -83,9 +83,8 @@ def test_a_gpu_without_gpus_is_one_line(words: list[str], no_gpu: None, capsys: 
             {"device": "cuda", "shape": "0.43b", "prompts": 64, "layout": "hybrid", "liger": True, "steps": 5},
         ),
         (
-            "weights --path services --shape 0.43b --streams 256 --flush 0.04 --trainer-device cuda:0 "
-            "--engine-device cuda:1",
-            {"path": "services", "backend": "cuda_ipc", "trainer_devices": ["cuda:0"], "engine_device": "cuda:1"},
+            "weights --shape 0.43b --streams 256 --flush 0.04 --trainer-device cuda:0 --engine-device cuda:1",
+            {"streams": 256, "backend": "cuda_ipc", "trainer_devices": ["cuda:0"], "engine_device": "cuda:1"},
         ),
         (
             "rollout --packed --alone plain --timeout 60",

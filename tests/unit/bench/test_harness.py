@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,11 @@ import pytest
 from fourfold.errors import ConfigError
 from fourfold_bench import harness, record
 from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option
+from fourfold_bench.models import forward_flop, parameter_count
 from fourfold_bench.step.benchmark import BENCHMARK, StepSettings
+from fourfold_bench.suite import run_suite
+from fourfold_bench.weights.benchmark import BENCHMARK as WEIGHTS
+from fourfold_bench.weights.benchmark import SUITES, WeightSettings
 
 ROOT = Path(record.__file__).resolve().parents[1]
 
@@ -169,8 +175,85 @@ def test_packages_are_those_of_the_device() -> None:
             "fourfold bench step --json there/x.json --steps 2 --keep=there --save",
             "fourfold bench step --steps 2 --save",
         ),
-        ("/x/fourfold_bench/scheduler.py --steps 2 --name n", "python -m fourfold_bench.scheduler --steps 2 --name n"),
+        ("/x/fourfold_bench/step_cost.py --steps 2 --name n", "python -m fourfold_bench.step_cost --steps 2 --name n"),
     ],
 )
 def test_the_command_of_a_result_has_no_places_of_this_machine(argv: str, command: str) -> None:
     assert record.command_again(argv.split()) == command
+
+
+class _Failing(Benchmark[BenchmarkSettings]):
+    name = "failing"
+    summary = "a benchmark that fails"
+    settings = BenchmarkSettings
+    libraries = ()
+
+    def measure(self, settings: BenchmarkSettings, run: BenchmarkRun) -> dict[str, Any]:
+        return {"speed": 1}
+
+    def table(self, document: Any) -> list[str]:
+        return ["speed 1"]
+
+    def failures(self, document: Any) -> list[str]:
+        return ["too slow"]
+
+    def plot(self, document: Any, path: Path) -> None:
+        path.write_text("plot")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_failure_is_an_exit_code_after_the_result_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: bool
+) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    parser = argparse.ArgumentParser()
+    harness.add_arguments(_Failing(), parser)
+    assert harness.run(_Failing(), parser.parse_args(["--json", str(tmp_path / "result.json")])) == 1
+    assert json.loads((tmp_path / "result.json").read_text())["results"] == {"speed": 1}
+    out = capsys.readouterr().out
+    assert out.endswith("speed 1\n\nfailed: too slow\n")
+    assert (tmp_path / "result.png").exists() == installed and ("no plot" in out) != installed
+
+
+def test_median_and_percentile() -> None:
+    runs = [value / 1000 for value in range(1, 22)]
+    found = record.percentiles(list(reversed(runs)))
+    assert (found["median_ms"], found["p95_ms"]) == (11.0, 20.0)
+    assert found["runs_ms"][0] == 21.0, "in the order in which they came"
+
+
+def test_flop_are_those_of_the_papers() -> None:
+    assert parameter_count("0.135b") == 134_515_008
+    assert parameter_count("7b") == 7_615_616_512
+    matrices = 6 * parameter_count("0.43b") * 512 * 576
+    attention = 6 * 24 * 1024 * 512 * 576**2
+    forward = forward_flop("0.43b", tokens=512 * 576, squares=512 * 576**2)
+    assert 3 * forward == pytest.approx(matrices + attention)
+
+
+def test_what_is_not_installed_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = importlib.util.find_spec
+    gone = ("vllm", "deepspeed")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else present(name))
+    with pytest.raises(ConfigError, match=r"needs vllm, deepspeed, .* 'fourfold-rollout\[cpu\]' fourfold-trainer"):
+        harness.run(WEIGHTS, _weights("--trainer-device", "cpu"))
+
+
+def _weights(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    harness.add_arguments(WEIGHTS, parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize("suite", sorted(SUITES))
+def test_the_configurations_of_suites_are_settings(suite: str) -> None:
+    for name, arguments in SUITES[suite].items():
+        settings = WeightSettings.from_arguments(_weights(*arguments.split()))
+        assert settings.on_gpus == (suite != "cpu"), name
+
+
+def test_a_suite_without_such_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--only 7c: it must be part of one of these names: 0\.43b-services-nccl, "):
+        run_suite(WEIGHTS, "h200", tmp_path / "out", only="7c")
+    assert not (tmp_path / "out").exists()

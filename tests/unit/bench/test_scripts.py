@@ -10,20 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from fourfold_bench import command
 from fourfold_bench.harness import run_script
 from fourfold_bench.run_result import RunResult
 
-_SCRIPTS = (
-    *("bare_loop", "data_loading", "experience_path", "learning", "logprob_noise", "run_result", "scheduler"),
-    "trainer_speed",
-)
+_SCRIPTS = ("experience_path", "run_result", "trainer_speed")
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-m", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    argv = [sys.executable, "-m", *words]
+    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.slow
@@ -40,19 +38,6 @@ def test_the_experience_path_moves_the_samples_of_a_step(tmp_path: Path) -> None
         "samples": 16, "tokens": 160, "group_size": 8, "runs": 2, "warmup": 1, "prompt_tokens": 128, "flushes": 0,
     }  # fmt: skip
     assert len(document["results"]["phases"]["total"]["runs_ms"]) == 2
-
-
-@pytest.mark.slow
-def test_old_logprobs_have_no_noise_in_bfloat16_where_larger_micro_batches_have(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    done = _run("fourfold_bench.logprob_noise", "--tokens", "4096", "--json", str(out))
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(out.read_text())["results"]
-    assert results["first_update_max"] == 0
-    assert 0 <= results["later_epochs_max"] <= results["noise"]["reshuffled"]["token_max"], "of a part of the samples"
-    assert results["noise"]["repeated"]["token_max"] == 0
-    assert results["noise"]["large"]["token_max"] > 1e-4
-    assert results["noise"]["other head"]["token_mean"] > 1e-5, "rounded logits against float32 logits"
 
 
 def test_wrong_sizes_are_one_line() -> None:
@@ -90,5 +75,6 @@ def test_the_readme_has_every_program_and_every_shared_module() -> None:
     modules = sorted((ROOT / "benchmarks/fourfold_bench").glob("[a-z]*.py"))
     assert [path.name for path in modules if f"`{path.name}`" not in text] == []
     programs = [path for path in modules if "sys.exit(run_script(" in path.read_text()]
-    assert len(programs) > 10
-    assert [path.name for path in programs if f"\n| `{path.name}` | " not in text] == []
+    assert [path.stem for path in programs] == list(_SCRIPTS)
+    words = [*(f"fourfold bench {name}" for name in command.NAMES), *(f"{name}.py" for name in _SCRIPTS)]
+    assert [word for word in words if f"\n| `{word}` | " not in text] == [], "the first table"

@@ -16,7 +16,7 @@ import pytest
 
 from fourfold_coordinator.state.sample_tokens import TOKENS_FILE, TokenSegment, decode_tokens, encode_tokens
 from fourfold_coordinator.state.samples import SAMPLES_FILE
-from fourfold_coordinator.state.trajectory_index import SamplePage, SampleQuery, TrajectoryIndex
+from fourfold_coordinator.state.trajectory_index import ORDERS, SamplePage, SampleQuery, TrajectoryIndex
 from fourfold_coordinator.training.recovery import truncate_after
 from tests.support.view_run import HOSTILE, append_step, trajectory, write_run
 
@@ -189,3 +189,8 @@ def test_words_of_most_trajectories_keep_every_order_and_condition(run: Path, mo
         monkeypatch.undo()
         assert (found.count, found.capped, expected.capped) == (2, True, False)
         assert names(found) == names(expected) and len(found.rows) == 4, order
+
+
+def test_the_docs_name_the_orders_of_samples() -> None:
+    text = (Path(__file__).parents[3] / "docs/view.md").read_text()
+    assert f"Orders: {', '.join(ORDERS)} |" in text

@@ -1,18 +1,13 @@
-"""Measures the processor time of vLLM's scheduler and of Fourfold's, without a model.
+"""Drives a scheduler of vLLM, or one of Fourfold's, without a model.
 
 vLLM's core process has one thread for all samples. In every step the thread decides what the GPU computes next
-(`schedule`) and handles what the GPU sampled (`update_from_output`). This benchmark drives both.
-
-    python -m fourfold_bench.scheduler --samples 512 --steps 400 --save
+(`schedule`) and handles what the GPU sampled (`update_from_output`).
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,17 +25,13 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 from fourfold_bench.models import write_config
-from fourfold_bench.record import medians
-from fourfold_rollout.vllm.patches.scheduler import AsyncRolloutScheduler
 
 BLOCK_TOKENS: Final = 16
 TOKENS: Final = 50
 """Size of the vocabulary: a sample gets its tokens in turn."""
 _CONTEXT: Final = 1024
 _PROMPT_TOKENS: Final = 64
-_GROUP: Final = 8
 
 
 class BareScheduler:
@@ -79,8 +70,6 @@ class BareScheduler:
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
         self._awaited: list[tuple[SchedulerOutput, set[str]]] = []
         self._ahead = 1 if issubclass(kind, AsyncScheduler) else 0
-        self.seconds = 0.0
-        """Processor time of this thread in the scheduler so far."""
         self.scheduler = kind(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
@@ -112,9 +101,7 @@ class BareScheduler:
 
     def step(self) -> tuple[SchedulerOutput, Any]:
         """Schedule one step; return it, and the outputs of the step that ended, by client."""
-        began = time.thread_time()
         asked = self.scheduler.schedule()
-        self.seconds += time.thread_time() - began
         requests = self.scheduler.requests
         within_prompt = {name for name in asked.num_scheduled_tokens if requests[name].is_prefill_chunk}
         self._awaited.append((asked, within_prompt))
@@ -130,10 +117,7 @@ class BareScheduler:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        began = time.thread_time()
-        outputs = self.scheduler.update_from_output(ended, sampled)
-        self.seconds += time.thread_time() - began
-        return asked, outputs
+        return asked, self.scheduler.update_from_output(ended, sampled)
 
     def _logprobs(self, names: Sequence[str]) -> LogprobsLists | None:
         """Return zeros if a sample requests log-probabilities."""
@@ -166,53 +150,3 @@ def _config(*, asynchronous: bool, samples: int, blocks: int, step_tokens: int, 
         )
     config.cache_config.num_gpu_blocks = blocks
     return config
-
-
-def _measure(kind: type[Scheduler], samples: int, steps: int) -> float:
-    """Return the thread's milliseconds per step, from the first step in which all samples decode."""
-    bare = BareScheduler(kind, samples=samples, blocks=samples * _CONTEXT // BLOCK_TOKENS)
-    for number in range(samples):
-        bare.add(str(number), [number // _GROUP] * _PROMPT_TOKENS, tokens=_CONTEXT - _PROMPT_TOKENS)
-    bare.step()
-    bare.step()
-    before = bare.seconds
-    for _ in range(steps):
-        bare.step()
-    return (bare.seconds - before) / steps * 1e3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings(BenchmarkSettings):
-    """The options of the scheduler benchmark."""
-
-    samples: int = option("samples that decode at once", default=512, least=1)
-    steps: int = option("steps of a round", default=400, least=1, most=_CONTEXT - _PROMPT_TOKENS - 10)
-    rounds: int = option("rounds of each scheduler, in turns", default=5, least=1)
-
-
-class SchedulerBenchmark(Benchmark[SchedulerSettings]):
-    """Processor time per step of two schedulers."""
-
-    name = "scheduler"
-    summary = "processor time of vLLM's scheduler and of Fourfold's"
-    settings = SchedulerSettings
-    libraries = ("vllm", "torch")
-
-    def measure(self, settings: SchedulerSettings, run: BenchmarkRun) -> dict[str, Any]:
-        taken: dict[type[Scheduler], list[float]] = {AsyncScheduler: [], AsyncRolloutScheduler: []}
-        for _ in range(settings.rounds):
-            for kind, values in taken.items():
-                values.append(_measure(kind, settings.samples, settings.steps))
-        return {kind.__name__: medians(values) for kind, values in taken.items()}
-
-    def table(self, document: Mapping[str, Any]) -> list[str]:
-        theirs, ours = (result["median_ms"] for result in document["results"].values())
-        return [
-            f"processor time of the core's thread, a step of {document['parameters']['samples']} samples (medians)",
-            f"vLLM's scheduler {theirs:6.2f} ms",
-            f"Fourfold's       {ours:6.2f} ms, {ours / theirs:.2f} of it",
-        ]
-
-
-if __name__ == "__main__":
-    sys.exit(run_script(SchedulerBenchmark()))

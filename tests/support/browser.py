@@ -1,4 +1,4 @@
-"""Opens the pages of `fourfold view` in headless Chromium, for the benchmark and for the tests."""
+"""Opens the pages of `fourfold view` in headless Chromium."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
@@ -27,10 +26,6 @@ _PAGE_SECONDS: Final = 60.0
 _COMMAND: Final = (
     "import argparse, sys; from fourfold_coordinator.cli import view; parser = argparse.ArgumentParser(); "
     "view.add_arguments(parser); sys.exit(view.main(parser.parse_args()))"
-)
-_PAINT: Final = "return performance.getEntriesByName('first-contentful-paint').map(entry => entry.startTime)"
-_LOADED: Final = (
-    "const e = performance.getEntriesByType('navigation')[0]; return [e.responseEnd - e.requestStart, e.loadEventEnd]"
 )
 
 
@@ -73,20 +68,3 @@ def serve(runs: Sequence[Path], *options: str, env: dict[str, str]) -> Iterator[
         process.terminate()
         process.wait(_PAGE_SECONDS)
         process.stdout.close()
-
-
-def first_paint(driver: WebDriver, address: str) -> dict[str, float]:
-    """Load a page with an empty cache; return seconds until its first contentful paint, its response and its load."""
-    driver.execute_cdp_cmd("Network.clearBrowserCache", {})
-    driver.get(address)
-    end = time.monotonic() + _PAGE_SECONDS
-    while not (paints := _call(driver, _PAINT)):
-        if time.monotonic() > end:
-            raise TimeoutError(f"{address}: no paint in {_PAGE_SECONDS:g} s")
-        time.sleep(0.02)
-    response, load = _call(driver, _LOADED)
-    return {"first_paint": paints[0] / 1000, "response": response / 1000, "load": load / 1000}
-
-
-def _call(driver: WebDriver, script: str) -> Any:
-    return driver.execute_script(script)

@@ -26,7 +26,6 @@ MARKED_WORD: Final = "zanzibar"
 """A word of one trajectory in a thousand."""
 GROUP_SIZE: Final = 8
 _PROMPT_TOKENS: Final = 64
-_ANSWERS: Final = 10  # to held-out prompts, as in the report of a run
 _RECIPE: Final = """
 name = "{name}"
 seed = 1
@@ -96,25 +95,16 @@ class SyntheticRun:
         (folder / "config.json").write_text(json.dumps({"vocab_size": len(vocabulary)}))
         self._words = [word.replace("\u0120", " ") for word in vocabulary]
 
-    def write_step(self, step: int) -> tuple[float, float] | None:
-        """Append the lines of one step; return the CPU seconds of making those of samples.jsonl and of tokens.jsonl.
-
-        Returns None for a step that repeats the texts of an earlier one.
-        """
+    def write_step(self, step: int) -> None:
+        """Append the lines of one step."""
         if step > self.shape.distinct_steps:
             self._repeat((step - 1) % self.shape.distinct_steps + 1, step)
-            return None
+            return
         trajectories = list(self._trajectories(step))
-        began = time.process_time()
-        lines = to_lines(step, trajectories)
-        between = time.process_time()
-        tokens = to_token_lines(step, trajectories)
-        ended = time.process_time()
         self._begins.append({name: size_of(self.folder / name) for name in (TOKENS_FILE, SAMPLES_FILE)})
-        append_lines(self.folder / TOKENS_FILE, tokens)
-        append_lines(self.folder / SAMPLES_FILE, lines)
+        append_lines(self.folder / TOKENS_FILE, to_token_lines(step, trajectories))
+        append_lines(self.folder / SAMPLES_FILE, to_lines(step, trajectories))
         append_lines(self.folder / "metrics.jsonl", json.dumps(self._metrics(step, trajectories)).encode() + b"\n")
-        return between - began, ended - between
 
     def _repeat(self, source: int, step: int) -> None:
         """Append the lines of an earlier step as those of another one."""
@@ -135,31 +125,6 @@ class SyntheticRun:
 
     def _group(self, step: int, place: int) -> str:
         return f"p{step * self.shape.prompts_per_step + place:07d}-0"
-
-    def finish(self) -> None:
-        """Write report.json, with two evaluations and answers to the same prompts in both."""
-        before, after = (
-            {"step": step, "score": score, "half_width": 0.1, "n": _ANSWERS, "missing": 0}
-            for step, score in ((0, 0.0), (self.shape.steps, 1.0))
-        )
-        report = {
-            "name": self.folder.name, "seed": 1, "steps": self.shape.steps, "evals": [before, after], "diagnosis": [],
-            "eval_before": before, "answers_before": self._answers(score=0.0),
-            "eval_after": after, "answers_after": self._answers(score=1.0),
-        }  # fmt: skip
-        (self.folder / "report.json").write_text(json.dumps(report))
-
-    def _answers(self, *, score: float) -> list[dict[str, Any]]:
-        prompts = [self._text(self._ids(np.random.default_rng(index), _PROMPT_TOKENS)) for index in range(_ANSWERS)]
-        return [
-            {
-                "prompt": prompt,
-                "completion": self._text(self._ids(self._random, self.shape.tokens)),
-                "answer": str(index),
-                "score": score,
-            }
-            for index, prompt in enumerate(prompts)
-        ]
 
     def _trajectories(self, step: int) -> Iterator[Trajectory]:
         for place in range(self.shape.prompts_per_step):

@@ -1,1 +1,0 @@
-"""`fourfold bench engines`: many simulated engines on one coordinator."""

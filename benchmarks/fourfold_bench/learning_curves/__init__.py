@@ -1,1 +1,0 @@
-"""`fourfold bench learning-curves`: what a model learns at several policy lags."""

@@ -1,1 +1,0 @@
-"""Measures `fourfold view` in a browser, over a finished run of many trajectories."""

@@ -107,8 +107,6 @@ class BenchmarkSettings:
             words |= {"default": ",".join(default) if isinstance(default, tuple) else default}
             if flag.startswith("-"):
                 words |= {"dest": each.name}
-            elif kind == tuple[str, ...]:
-                words |= {"nargs": "*"}
             parser.add_argument(flag, type=_TYPES.get(kind, str), **words)
 
     @classmethod
@@ -118,8 +116,7 @@ class BenchmarkSettings:
         for each in fields(cls):
             if _OPTION in each.metadata and (value := getattr(args, each.name)) is not None:
                 is_list = types[each.name] == tuple[str, ...]
-                words = value.split(",") if is_list and isinstance(value, str) else value
-                given[each.name] = tuple(word for word in words if word) if is_list else value
+                given[each.name] = tuple(word for word in value.split(",") if word) if is_list else value
         if "profiled" in types:
             given["profiled"] = args.profile is not None
         return cls(**cls.complete(given))

@@ -19,7 +19,7 @@ from fourfold.errors import ConfigError
 
 RESULTS: Final = Path("benchmarks/results")
 # Options whose values are places of this machine; the command in a result leaves them out.
-_PLACES: Final = ("--json", "--keep", "--out", "--profile", "--run")
+_PLACES: Final = ("--json", "--keep", "--out", "--profile")
 
 
 def document(

@@ -41,8 +41,7 @@ def prepare(*, on_gpus: bool) -> None:
         for name, value in _CPU.items():
             os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    for name in ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.worker.cpu_worker"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
 
 
 def server_environment(*, kv_cache_gib: int) -> dict[str, str]:

@@ -21,23 +21,9 @@ def environment() -> dict[str, str]:
     }
 
 
-def start(*words: str, folder: Path) -> subprocess.Popen[str]:
-    """Start `fourfold bench WORDS` in a folder."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "fourfold", "bench", *words],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def bench(*words: str, folder: Path, timeout: float = 800.0) -> subprocess.CompletedProcess[str]:
     """Run `fourfold bench WORDS` in a folder to its end."""
-    with start(*words, folder=folder) as process:
-        try:
-            out, error = process.communicate(timeout=timeout)
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+    argv = [sys.executable, "-m", "fourfold", "bench", *words]
+    return subprocess.run(
+        argv, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )

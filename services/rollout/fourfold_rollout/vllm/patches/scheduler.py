@@ -1,9 +1,9 @@
 """Replaces vLLM's schedulers with subclasses that do less work for samples that decode.
 
-The core process schedules all samples in one thread while the GPU waits; `python -m fourfold_bench.scheduler` measures
-it. Steps in which all samples decode go through decoding.py. In steps with prompts, `skip_idle_calls` shortens the
-calls of the KV cache manager for the samples that decode: vLLM allocates a slot for each token and then caches the
-blocks that are full. With blocks of 16 tokens both calls pass four layers and change nothing in 13 of 16 steps.
+The core process schedules all samples in one thread while the GPU waits. Steps in which all samples decode go through
+decoding.py. In steps with prompts, `skip_idle_calls` shortens the calls of the KV cache manager for the samples that
+decode: vLLM allocates a slot for each token and then caches the blocks that are full. With blocks of 16 tokens both
+calls pass four layers and change nothing in 13 of 16 steps.
 
 The schedule is the same, block by block; tests/integration/test_scheduler.py compares them.
 """

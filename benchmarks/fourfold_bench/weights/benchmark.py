@@ -64,9 +64,8 @@ class WeightSettings(BenchmarkSettings):
     )  # fmt: skip
     streams: int = option("callers that decode all the time; default 64, on CPU 4; 0: the engine is idle", least=0)
     flush_seconds: float = option(
-        "seconds between messages to a stream", flag="--flush", default=0.001, least=0,
-        most=MAX_FLUSH_SECONDS,
-    )  # fmt: skip
+        "seconds between messages to a stream", flag="--flush", default=0.001, least=0, most=MAX_FLUSH_SECONDS
+    )
     context: int = option("tokens of a stream before it starts anew", default=2048, least=_MIN_CONTEXT)
     engine_memory: float = option("share of a GPU's memory that vLLM takes", default=0.4, above=0, below=1)
     eager: bool = option("no CUDA graphs: the engine starts sooner", default=False)

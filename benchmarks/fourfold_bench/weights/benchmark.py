@@ -92,8 +92,6 @@ class WeightSettings(BenchmarkSettings):
         }
 
     def check(self) -> None:
-        if len(self.trainer_devices) > 1 and not self.zero3:
-            raise ConfigError("several trainer devices need --zero3: one rank sends whole parameters")
         devices = {*self.trainer_devices, self.engine_device}
         if len({device.partition(":")[0] for device in devices}) > 1:
             raise ConfigError(f"devices {sorted(devices)}: trainer and engine must both be on CPU or both on GPUs")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ from fourfold_trainer.flops import speed
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.micro_batches import compute_old_logprobs, forward_all
+from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.train_step import train_step
 
 _PROBE_TOKENS: Final = 64
@@ -180,8 +182,7 @@ class Stopwatch:
         """Measure one optimizer step. Its sums are numbers, so the device has finished when they are there."""
         began = time.perf_counter()
         sums = self.engine.update_policy(shares, settings)
-        if settings.gradient in ("apply", "compare and apply"):  # not a gradient that is only compared
-            self.seconds.append(time.perf_counter() - began)
+        self.seconds.append(time.perf_counter() - began)
         return sums
 
 
@@ -259,10 +260,11 @@ def _measure(settings: TrainerSettings, engine: Stopwatch, config: Config, sampl
         began = time.perf_counter()
         compute_old_logprobs(engine.compute_logprobs, batch, config, every)
         middle = time.perf_counter()
-        result = train_step(engine, samples, config, step=step, state=state)
-        shadows.append(0.0 if result.shadow is None else result.shadow.seconds)
-        if result.shadow is not None and step == 1:
-            cosine = result.shadow.cosine
+        measure = partial(compare_gradients, engine, state)
+        result = train_step(engine, samples, config, step=step, state=state, measure=measure)
+        shadows.append(result.measured.get(metrics.SHADOW_SECONDS, 0.0))
+        if step == 1:
+            cosine = result.measured.get(metrics.SHADOW_COSINE, math.nan)
         peak = max(peak, result.policy.highest.get(metrics.GPU_PEAK, 0.0))
         passes.append(middle - began)
         steps.append(time.perf_counter() - middle)

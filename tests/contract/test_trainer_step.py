@@ -54,6 +54,16 @@ async def test_the_trainer_gives_memory_back_where_others_need_it(start_trainer:
         assert trainer.engine.order[-1] == ("release_memory" if shares else "update_policy")
 
 
+async def test_the_gradients_of_scores_and_shadow_scores_are_compared_before_the_update(trainer: Trainer) -> None:
+    shadowed = [replace(one, shadow_score=float(i)) for i, one in enumerate(USEFUL)]
+    answer = await trainer.train(1, shadowed)
+    assert trainer.engine.order == ["keep_gradient", "compare_gradient", "update_policy"]
+    found = {name: value for name, value in answer.metrics.items() if name.startswith("shadow/")}
+    seconds = found.pop(metrics.SHADOW_SECONDS)
+    assert found == {metrics.SHADOW_COSINE: 0.5, metrics.SHADOW_NORM: 2.0, metrics.SHADOW_LIVE_NORM: 3.0}
+    assert 0 < seconds < answer.metrics[metrics.TIME_TRAIN]
+
+
 async def test_the_same_step_again_returns_the_stored_answer(trainer: Trainer) -> None:
     first = await trainer.train(1, USEFUL)
     assert await trainer.train(1, USEFUL) == first

@@ -17,7 +17,7 @@ from fourfold.config import Config
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.router import Routers
 from fourfold_trainer.batches import PolicyBatch, ValueBatch
-from fourfold_trainer.engine import GradientUse, UpdateSettings, UpdateSums
+from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.step.optimizer_step import update_critic, update_policy
 from tests.fakes.trainer_engine import VOCABULARY
 
@@ -59,12 +59,6 @@ class Toy:
     def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
         return float(self.gradient.norm())
 
-    def keep_gradient(self) -> float:
-        return self.optimizer_step(0.0)
-
-    def compare_gradient(self, learning_rate: float | None) -> tuple[float, list[float]]:
-        return self.optimizer_step(0.0), []  # of one rank; `ToyEngine` compares the sums of all
-
 
 class ToyEngine:
     """Implements the part of `TrainerEngine` that a step uses: gradient descent, with gradients averaged over ranks."""
@@ -79,29 +73,23 @@ class ToyEngine:
         self.policy_shares: list[Sequence[Sequence[PolicyBatch]]] = []
         self.critic_shares: list[Sequence[Sequence[ValueBatch]]] = []
         self.kept: Tensor | None = None
-        self.uses: list[GradientUse] = []  # of each call of `update_policy`
+        self.uses: list[str] = []  # of each gradient of the policy: apply, keep or compare
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
-        self.uses.append(settings.gradient)
-        toys, parts = self._ranks(shares, settings, any_rank=True)
-        flags = [flag for toy in toys for flag in toy.flags]
-        if flags and not any(flags):  # the ranks run one after another here; real ones would agree on this
-            toys, parts = self._ranks(shares, settings, any_rank=False)
-        gradient = _average(toys, shares)
-        if settings.gradient in ("keep", "compare"):
-            sums = self._finish(parts, self.policy, gradient, 0.0)
-        else:
-            self.policy_shares.append(shares)
-            self.gradients.append(gradient)
-            sums = self._finish(parts, self.policy, gradient, settings.learning_rate)
-        if settings.gradient == "keep":
-            self.kept = gradient
-        elif settings.gradient != "apply":
-            assert self.kept is not None
-            one, two = self.kept, gradient
-            sums.products = [float(one @ two), float(one @ one), float(two @ two)]
-            self.kept = None
-        return sums
+        parts, gradient = self._passes("apply", shares, settings)
+        self.policy_shares.append(shares)
+        self.gradients.append(gradient)
+        return self._finish(parts, self.policy, gradient, settings.learning_rate)
+
+    def keep_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> int:
+        _, self.kept = self._passes("keep", shares, settings)
+        return self.kept.nbytes if bool(self.kept.isfinite().all()) else 0
+
+    def compare_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> list[float]:
+        _, two = self._passes("compare", shares, settings)
+        one, self.kept = self.kept, None
+        assert one is not None
+        return [float(one @ two), float(one @ one), float(two @ two)] if bool(two.isfinite().all()) else []
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
         self.critic_shares.append(shares)
@@ -116,6 +104,16 @@ class ToyEngine:
     def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
         critic()
         return policy()
+
+    def _passes(
+        self, use: str, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings
+    ) -> tuple[list[UpdateSums], Tensor]:
+        self.uses.append(use)
+        toys, parts = self._ranks(shares, settings, any_rank=True)
+        flags = [flag for toy in toys for flag in toy.flags]
+        if flags and not any(flags):  # the ranks run one after another here; real ones would agree on this
+            toys, parts = self._ranks(shares, settings, any_rank=False)
+        return parts, _average(toys, shares)
 
     def _ranks(
         self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings, *, any_rank: bool

@@ -78,6 +78,14 @@ class FakeEngine:
             grad_norm=self.grad_norm,
         )
 
+    def keep_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> int:
+        self._change("keep_gradient")
+        return 4000
+
+    def compare_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> list[float]:
+        self._change("compare_gradient")
+        return [3.0, 4.0, 9.0]
+
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
         self._change("update_critic")
         self.critic_updates += 1

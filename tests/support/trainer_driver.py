@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fourfold_trainer.checkpoint.store import layout_of
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.service.metrics import summarise
 from fourfold_trainer.step.micro_batches import Compute, add_gradient, compute_per_token, forward_all
+from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.trainer_engine import group_of
@@ -359,7 +361,8 @@ def shadow(run: Run) -> dict[str, Any]:
         for step, name in ((1, "many"), (2, "few")):
             samples = ragged(name, vocabulary=VOCABULARY)
             samples = with_shadow_scores(samples) if kind == "shadowed" else samples
-            result = train_step(run.engine, samples, run.config, step=step, state=state)
+            measure = partial(compare_gradients, run.engine, state)
+            result = train_step(run.engine, samples, run.config, step=step, state=state, measure=measure)
             state = result.algorithm_state
             found = summarise(result, run.config)
             seen |= {f"{kind} {step} {key}": value for key, value in found.items()}

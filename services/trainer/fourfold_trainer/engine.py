@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -38,10 +38,6 @@ RATIO_SQUARE_SUM: Final = "sum of the squared mismatch ratio"
 SAMPLE_COUNT: Final = "samples with loss tokens"
 
 
-GradientUse: TypeAlias = Literal["apply", "keep", "compare", "compare and apply"]
-"""apply: optimizer step. keep: keep the gradient on the ranks, and change nothing else. compare: with the kept one."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
     """Settings of one optimizer step that every rank needs besides its batches and the recipe."""
@@ -50,7 +46,6 @@ class UpdateSettings:
     kl_coef: float = 0.0  # coefficient of the KL term in the loss; the controller may have changed the recipe's
     router_coef: float = 0.0  # coefficient of the routers' load-balancing loss
     token_count: int = 0  # tokens in the micro-batches of all ranks, without dummies
-    gradient: GradientUse = "apply"  # of the policy
     first_epoch: bool = True  # False: the step's earlier updates have measured the mismatch of these samples
 
 
@@ -69,9 +64,6 @@ class UpdateSums:
     expert_counts: list[list[float]] = field(default_factory=list)  # [layers, experts]: tokens; empty without experts
     # No weight was changed because the correction rejected every token of every rank.
     all_rejected: bool = False
-    # Of a comparison, the same on all ranks: dot product of the kept gradient and this one, squared norms of the two.
-    # Empty: none was compared, or one was not finite.
-    products: list[float] = field(default_factory=list)
 
     def largest_log_ratio(self) -> float | None:
         """Return the largest |current - old log-probability| of a token in nats; None without a finite one."""
@@ -81,7 +73,7 @@ class UpdateSums:
     def add(self, other: UpdateSums) -> None:
         """Add the sums of another rank or another optimizer step, except what is the same on all ranks.
 
-        That is `grad_norm`, `all_rejected` and `products`.
+        That is `grad_norm` and `all_rejected`.
         """
         self.loss += other.loss
         self.token_count += other.token_count
@@ -131,9 +123,20 @@ class TrainerEngine(Protocol):
         """
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
-        """Run one optimizer step of the policy, or only compute its gradient (`settings.gradient`).
+        """Run one optimizer step of the policy. `shares` has the same number of batches for every rank."""
 
-        `shares` has the same number of batches for every rank.
+    def keep_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> int:
+        """Compute the gradient that `update_policy` would apply, and keep it on the ranks for `compare_gradient`.
+
+        Weights and optimizer stay as they are. Returns the bytes that a rank keeps, of the rank with the most; 0: the
+        gradient is not finite, and nothing was kept.
+        """
+
+    def compare_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> list[float]:
+        """Compute another such gradient and compare it with the kept one; forget both.
+
+        Returns their dot product, the squared L2 norm of the kept one, and that of the other; empty: the other is not
+        finite.
         """
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
@@ -280,17 +283,17 @@ class Policy(TrainedModel, Protocol):
     def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
 
-    def keep_gradient(self) -> float:
-        """Keep the gradient for `compare_gradient`, in place of `optimizer_step`; return its norm.
+    def keep_gradient(self) -> int:
+        """Keep the gradient for `compare_gradient`, in place of `optimizer_step`; return the bytes of this rank's part.
 
-        No weight changes, and the next gradient begins at 0. Not finite: nothing was kept.
+        No weight changes, and the next gradient begins at 0. 0: the gradient is not finite, or this rank has no part.
         """
 
-    def compare_gradient(self, learning_rate: float | None) -> tuple[float, list[float]]:
-        """Compare the gradient with the kept one, which is then forgotten; apply it unless `learning_rate` is None.
+    def compare_gradient(self) -> list[float]:
+        """Compare the gradient with the kept one, in place of `optimizer_step`; forget both.
 
-        Returns the norm before clipping, and the dot product and the two squared norms, of the kept gradient first. An
-        applied gradient is compared after clipping. Not finite: there are no products, and no weight was changed.
+        Returns the dot product and the squared norms over all ranks, of the kept gradient first; empty if this one is
+        not finite.
         """
 
     def export(self, folder: Path, *, ema: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from fourfold.arrays import Float32Array, Int64Array, Sample
 from fourfold.config import Config
 from fourfold.nn.batching import TokenBatch
 from fourfold_trainer.service import metrics
+from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import ToyEngine
@@ -38,7 +40,9 @@ class RecordingEngine(ToyEngine):
 
 def recorded(samples: Sequence[Sample], config: Config) -> tuple[RecordingEngine, StepResult]:
     engine = RecordingEngine(config)
-    return engine, train_step(engine, samples, config, step=1, state=AlgorithmState())  # type: ignore[arg-type]
+    state = AlgorithmState()
+    measure = partial(compare_gradients, engine, state)  # type: ignore[arg-type]
+    return engine, train_step(engine, samples, config, step=1, state=state, measure=measure)  # type: ignore[arg-type]
 
 
 def described(tokens: TokenBatch) -> tuple[list[int], list[int], list[int]]:

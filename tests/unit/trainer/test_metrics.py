@@ -82,7 +82,6 @@ def test_metrics_cover_all_sampled_tokens_where_a_pass_before_the_updates_does()
         return found
 
     check(samples, config, 0.5, 4)
-    check([replace(s, shadow_score=float(i)) for i, s in enumerate(samples)], config, 0.5, 4)  # it changes no metric
     found = check(samples, wide, 1.0, 7)
     logprobs = torch.log_softmax(ToyEngine(config).policy.detach(), 0)  # the temperature is 1
     assert found[m.ENTROPY] == pytest.approx(-float((logprobs.exp() * logprobs).sum()), rel=1e-6)

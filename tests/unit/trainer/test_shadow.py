@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ from fourfold.algorithm.state import AlgorithmState, RunningMoments
 from fourfold.arrays import Sample, ScoreTerm
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
-from fourfold_trainer.engine import GradientUse
 from fourfold_trainer.optim.master_weights import MasterSlice, MasterWeights
 from fourfold_trainer.service.metrics import summarise
 from fourfold_trainer.step.batch import check_samples
+from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from fourfold_trainer.zero.gradients import KeptGradient, intercepted
@@ -61,7 +62,8 @@ def terms(*parts: tuple[str, float, float]) -> tuple[ScoreTerm, ...]:
 
 def run(samples: Sequence[Sample], config: Config) -> tuple[ToyEngine, StepResult]:
     engine = ToyEngine(config)
-    return engine, train_step(engine, samples, config, step=1, state=STATE)  # type: ignore[arg-type]
+    measure = partial(compare_gradients, engine, STATE)  # type: ignore[arg-type]
+    return engine, train_step(engine, samples, config, step=1, state=STATE, measure=measure)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("updates", UPDATES)
@@ -124,7 +126,7 @@ def test_equal_scores_have_cosine_one_and_negated_ones_minus_one(
     assert found[m.SHADOW_NORM] == pytest.approx(found[m.SHADOW_LIVE_NORM], rel=1e-12)
 
 
-def uses(samples: Sequence[Sample], **tables: Any) -> tuple[list[GradientUse], set[str]]:
+def uses(samples: Sequence[Sample], **tables: Any) -> tuple[list[str], set[str]]:
     """Return the gradients that a step computes, and the metrics of a comparison."""
     config = recipe(**tables)
     engine, result = run(samples, config)
@@ -134,10 +136,10 @@ def uses(samples: Sequence[Sample], **tables: Any) -> tuple[list[GradientUse], s
 ALL = {m.SHADOW_COSINE, m.SHADOW_NORM, m.SHADOW_LIVE_NORM, m.SHADOW_SECONDS}
 
 
-def test_the_only_update_of_a_step_needs_one_more_pass_and_others_need_two() -> None:
+def test_a_comparison_computes_two_gradients_before_the_updates() -> None:
     samples = shadowed(batch(), SHADOW_SCORES)
     assert uses(batch()) == (["apply"], set())
-    assert uses(samples) == (["keep", "compare and apply"], ALL)
+    assert uses(samples) == (["keep", "compare", "apply"], ALL)
     assert uses(samples, batch={"mini_batches_per_step": 2}) == (["keep", "compare", "apply", "apply"], ALL)
 
 
@@ -149,7 +151,7 @@ def test_nothing_is_computed_without_two_gradients() -> None:
     critic = {"policy_starts_at_step": 2}
     assert uses(samples, algorithm={"preset": "ppo"}, critic=critic) == ([], set())
     # With a KL term in the loss, these gradients are that term's.
-    assert uses(shadowed(batch(), [1] * 7), algorithm={"kl": {"coef": 0.1}}) == (["keep", "compare and apply"], ALL)
+    assert uses(shadowed(batch(), [1] * 7), algorithm={"kl": {"coef": 0.1}}) == (["keep", "compare", "apply"], ALL)
 
 
 def test_a_gradient_that_is_not_finite_is_not_compared() -> None:
@@ -226,25 +228,26 @@ def test_products_are_those_of_all_parameters_without_padding(monkeypatch: pytes
     three, four = torch.ones(7), torch.tensor([[7.0, 3.0], [math.nan, math.nan]])
     kept.keep(first, one)
     kept.keep(second, two)
+    assert kept.byte_count == 4 * (7 + 4)
     one.zero_()  # a buffer of DeepSpeed that is used again
     kept.compare(first, three)
     kept.compare(second, four)
     squares = 1 + 4 + 9 + 36 + 49
     assert kept.products() == [1 + 2 + 3 + 6 + 7 + 35 + 3, squares + 25 + 1, 5 + 49 + 9]
-    assert kept.products() == [0, 0, 0]  # both were forgotten
+    assert kept.products() == [0, 0, 0] and kept.byte_count == 0  # both were forgotten
     kept.keep(first, torch.full((7,), 2.0))
     kept.compare(second, torch.full((2, 2), 3.0))  # either has gradients where the other has none
     assert kept.products() == [0, 20, 18]
 
 
-def test_an_intercepted_optimizer_shows_its_gradients_and_steps_only_if_asked() -> None:
+def test_an_intercepted_optimizer_shows_its_gradients_in_place_of_a_step() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     weight.grad = torch.arange(3.0)
     seen: list[list[float]] = []
-    for apply in (False, True):
-        with intercepted(optimizer, lambda master, gradient: seen.append(gradient.tolist()), apply=apply):
-            optimizer.step()
-        assert bool(optimizer.state) is apply and torch.equal(weight.detach(), torch.ones(3)) is not apply
+    with intercepted(optimizer, lambda master, gradient: seen.append(gradient.tolist())):
+        optimizer.step()
+    assert not optimizer.state and torch.equal(weight.detach(), torch.ones(3))
     optimizer.step()
-    assert seen == [[0, 1, 2], [0, 1, 2]]
+    assert optimizer.state and not torch.equal(weight.detach(), torch.ones(3))
+    assert seen == [[0, 1, 2]]

@@ -118,6 +118,14 @@ class DistributedEngine:
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
         return _update(self._critic, "update_critic", shares, settings)
 
+    def keep_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> int:
+        answers = self._policy.call_on_shares("keep_gradient", shares, fields=asdict(settings))
+        return max(int(answer.fields["byte_count"]) for answer in answers)
+
+    def compare_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> list[float]:
+        answers = self._policy.call_on_shares("compare_gradient", shares, fields=asdict(settings))
+        return list(answers[0].fields["products"])
+
     def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
         return _compute(self._policy, "forward_backward", shares)
 

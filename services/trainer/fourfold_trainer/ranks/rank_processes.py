@@ -43,7 +43,16 @@ _BATCHES_AHEAD: Final = 1
 _BLAME_SECONDS: Final = 2.0
 # Commands that change weights, optimizers or gradients.
 _CHANGING: Final = frozenset(
-    {"update_policy", "update_critic", "forward_backward", "optim_step", "discard_gradient", "restore"}
+    {
+        "update_policy",
+        "update_critic",
+        "keep_gradient",
+        "compare_gradient",
+        "forward_backward",
+        "optim_step",
+        "discard_gradient",
+        "restore",
+    }
 )
 # Errors that the death of a peer can cause: of the channel, and of collectives (torch raises RuntimeError).
 _PEER_ERRORS: Final = (FourfoldError, RuntimeError, OSError)

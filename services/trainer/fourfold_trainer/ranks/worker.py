@@ -33,7 +33,7 @@ from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.placement import ADDRESS_VARIABLE
 from fourfold_trainer.ranks.rank_channel import RankMessage, from_bytes
 from fourfold_trainer.step.accumulation import accumulate_gradient, apply_gradient, discard_gradient
-from fourfold_trainer.step.optimizer_step import update_critic, update_policy
+from fourfold_trainer.step.optimizer_step import forward_backward, update_critic, update_policy
 
 ANSWER: Final = "answer"
 ERROR: Final = "error"
@@ -71,6 +71,8 @@ class RankWorker:
         self._commands: dict[str, Callable[[RankMessage], RankMessage | None]] = {
             "update_policy": self._update_policy,
             "update_critic": self._update_critic,
+            "keep_gradient": self._keep_gradient,
+            "compare_gradient": self._compare_gradient,
             "forward_backward": self._forward_backward,
             "optim_step": lambda command: _answer(grad_norm=apply_gradient(self.policy, **command.fields)),
             "discard_gradient": lambda _: discard_gradient(self.policy),
@@ -131,6 +133,19 @@ class RankWorker:
         batches, settings = ReceivedBatches(ValueBatch, command.batches), UpdateSettings(**command.fields)
         config = self._config.critic
         return _sums_answer(update_critic(self._critic, batches, settings, config, rank_count=self._rank_count))
+
+    def _keep_gradient(self, command: RankMessage) -> RankMessage:
+        self._compute_gradient(command)
+        return _answer(byte_count=self.policy.keep_gradient())
+
+    def _compare_gradient(self, command: RankMessage) -> RankMessage:
+        self._compute_gradient(command)
+        return _answer(products=self.policy.compare_gradient())
+
+    def _compute_gradient(self, command: RankMessage) -> None:
+        # The peak of the GPU's memory is not reset: the step's first update reports that of the comparison, too.
+        batches, settings = ReceivedBatches(PolicyBatch, command.batches), UpdateSettings(**command.fields)
+        forward_backward(self.policy, batches, settings, self._config.algorithm, rank_count=self._rank_count)
 
     def _forward_backward(self, command: RankMessage) -> RankMessage:
         batches = ReceivedBatches(WeightedBatch, command.batches)

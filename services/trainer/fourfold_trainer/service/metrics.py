@@ -14,7 +14,6 @@ from fourfold.arrays import Float64Array
 from fourfold.config import Config
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT
 from fourfold_trainer.step.lr_schedule import learning_rate
-from fourfold_trainer.step.shadow import ShadowGradient
 from fourfold_trainer.step.step_result import StepResult
 
 # Terms of an update's loss; their metrics are means over the updates.
@@ -47,9 +46,7 @@ def summarise(result: StepResult, config: Config) -> dict[str, float]:
     if config.algorithm.needs_critic:
         found[m.CRITIC_LEARNING_RATE] = learning_rate(config.critic, result.step, config.steps)
         found |= _critic(result)
-    if result.shadow is not None:
-        found |= _shadow(result.shadow)
-    return found
+    return found | result.measured
 
 
 def _advantages(result: StepResult) -> dict[str, float]:
@@ -156,14 +153,6 @@ def _critic(result: StepResult) -> dict[str, float]:
         m.RETURN_MEAN: float(returns.mean()),
         m.EXPLAINED_VARIANCE: explained_variance(values.astype(np.float64), returns),
     }
-
-
-def _shadow(shadow: ShadowGradient) -> dict[str, float]:
-    found = {m.SHADOW_SECONDS: shadow.seconds}
-    if math.isfinite(shadow.cosine):
-        found[m.SHADOW_COSINE] = shadow.cosine
-        found[m.SHADOW_NORM], found[m.SHADOW_LIVE_NORM] = shadow.norm, shadow.live_norm
-    return found
 
 
 def explained_variance(values: Float64Array, returns: Float64Array) -> float:

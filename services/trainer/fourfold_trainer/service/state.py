@@ -37,6 +37,7 @@ from fourfold_trainer.step import train_step as steps
 from fourfold_trainer.step.accumulation import PendingGradient
 from fourfold_trainer.step.batch import check_samples
 from fourfold_trainer.step.micro_batches import Forward, forward_all
+from fourfold_trainer.step.shadow import compare_gradients
 
 _log = logging.getLogger("fourfold.trainer")
 
@@ -197,7 +198,8 @@ class TrainerCore:
             raise Unavailable(f"a checkpoint before step {step} was loaded while the batch travelled; send it again")
         check_samples(samples, config, policy_version=state.policy_version)
         began = time.monotonic()
-        result = steps.train_step(self.engine, samples, config, step=step, state=state.algorithm_state)
+        measure = partial(compare_gradients, self.engine, state.algorithm_state)
+        result = steps.train_step(self.engine, samples, config, step=step, state=state.algorithm_state, measure=measure)
         self._release_memory()
         seconds = time.monotonic() - began
         skipped = state.skipped_step_count + bool(result.skipped_reason)

@@ -150,9 +150,9 @@ class MetricAccumulator:
         """Return whether the correction left a token to train on in any micro-batch of this rank. Waits for the GPU."""
         return bool(torch.stack(self.accepted).any())
 
-    def sums(self, *, grad_norm: float, products: Sequence[float] = ()) -> UpdateSums:
-        """Read all numbers from the device; the arguments are of the gradient."""
-        result = UpdateSums(grad_norm=grad_norm, all_rejected=self.all_rejected, products=list(products))
+    def sums(self, *, grad_norm: float) -> UpdateSums:
+        """Read all numbers from the device."""
+        result = UpdateSums(grad_norm=grad_norm, all_rejected=self.all_rejected)
         if self.losses:
             result.loss = float(torch.stack(self.losses).sum())
             result.token_count = int(torch.stack(self.counts).sum())

@@ -32,15 +32,15 @@ from fourfold_trainer.engine import Critic, Policy, UpdateSettings, UpdateSums
 from fourfold_trainer.step.metric_accumulator import MetricAccumulator, policy_distances
 
 
-def update_policy(
+def forward_backward(
     policy: Policy,
     batches: Batches[PolicyBatch],
     settings: UpdateSettings,
     algorithm: AlgorithmConfig,
     *,
     rank_count: int,
-) -> UpdateSums:
-    """Run this rank's part of one optimizer step of the policy, or compute its gradient alone (`settings.gradient`).
+) -> MetricAccumulator:
+    """Run this rank's passes of one optimizer step of the policy; return their metrics. The gradient is then complete.
 
     All ranks have as many micro-batches, at least one.
     """
@@ -68,15 +68,20 @@ def update_policy(
         policy.backward(loss * rank_count, last=last)
     if policy.routers is not None:
         policy.routers.weight = 0.0  # ForwardBackward adds no router loss to the caller's
-    products: list[float] = []
-    match settings.gradient:
-        case "apply":
-            norm = policy.optimizer_step(settings.learning_rate)
-        case "keep":
-            norm = policy.keep_gradient()
-        case use:
-            norm, products = policy.compare_gradient(None if use == "compare" else settings.learning_rate)
-    return accumulator.sums(grad_norm=norm, products=products)
+    return accumulator
+
+
+def update_policy(
+    policy: Policy,
+    batches: Batches[PolicyBatch],
+    settings: UpdateSettings,
+    algorithm: AlgorithmConfig,
+    *,
+    rank_count: int,
+) -> UpdateSums:
+    """Run this rank's part of one optimizer step of the policy; the arguments are those of `forward_backward`."""
+    accumulator = forward_backward(policy, batches, settings, algorithm, rank_count=rank_count)
+    return accumulator.sums(grad_norm=policy.optimizer_step(settings.learning_rate))
 
 
 def _policy_objective(

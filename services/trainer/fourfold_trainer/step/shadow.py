@@ -1,83 +1,68 @@
 """Compares the policy's gradients that the scores and the shadow scores of a step's batch produce.
 
-The gradient of the shadow is that of one update on the whole batch, at the weights before the step, if the shadow
-scores were the scores. Shaping, comparison and whitening are the same, and begin at the same state of the algorithm,
-which the shadow does not change. Token rewards, the critic's values, old log-probabilities and all terms of the loss
-(KL to the reference, entropy, routers) are the same in both.
+This is a tool beside the step: it runs before the first update, and the step is the same with and without it.
 
-    one update a step        shadow: forward and backward pass, kept    live: the step's own gradient, just before it
-                                                                              is applied
-    more updates             shadow: the same                           live: likewise, all mini-batches as one
+    forward and backward pass with the advantages of the shadow scores    the gradient is kept on the ranks
+    forward and backward pass with the advantages of the scores           compared with the kept one; both are forgotten
 
-The kept gradient is on the ranks, each with the part that it has the optimizer for: 4 bytes per parameter there.
+Both gradients are those of one update on the whole batch, at the weights before the step. For the shadow's, the shadow
+scores take the place of the scores. Shaping, comparison and whitening are the same, and begin at the same state of the
+algorithm, which the shadow does not change. Token rewards, the critic's values, old log-probabilities and all terms of
+the loss (KL to the reference, entropy, routers) are the same in both.
+
+Memory: until the second pass has ended, each rank keeps the part of a gradient that it has the optimizer for, 4 bytes
+per parameter there. The updates of the step run without it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from fourfold import metrics
 from fourfold.algorithm.state import AlgorithmState
-from fourfold_trainer.engine import TrainerEngine, UpdateSettings, UpdateSums
+from fourfold_trainer.batches import PolicyBatch
+from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.step.advantages import TokenTargets, compute_advantages, shape_rewards
-from fourfold_trainer.step.micro_batches import LossTokens, compute_old_logprobs
+from fourfold_trainer.step.micro_batches import LossTokens, MicroBatches, compute_old_logprobs
+
+_log = logging.getLogger("fourfold.trainer")
 
 
-@dataclass(slots=True, kw_only=True)
-class ShadowGradient:
-    """The comparison of two gradients; the shadow's is kept on the ranks until `compare`."""
-
-    seconds: float  # passes of the comparison alone, not those of the step
-    is_compared: bool = False
-    norm: float = math.nan  # L2 norm of the shadow's gradient
-    live_norm: float = math.nan  # of the live one, before clipping
-    cosine: float = math.nan  # not a number: one of the gradients is 0 or not finite
-
-    def compare(self, sums: UpdateSums) -> UpdateSums:
-        """Take the comparison out of the sums of the live gradient; return these."""
-        self.is_compared, self.live_norm = True, sums.grad_norm
-        if sums.products:
-            dot, shadow, live = sums.products
-            self.norm = math.sqrt(shadow)
-            if shadow > 0 and live > 0:
-                # Norms of two roots: the product of two squared norms can leave the range of numbers.
-                self.cosine = max(-1.0, min(1.0, dot / math.sqrt(shadow) / math.sqrt(live)))
-        return sums
-
-
-def keep_shadow_gradient(
-    engine: TrainerEngine, tokens: LossTokens, settings: UpdateSettings, state: AlgorithmState
-) -> ShadowGradient | None:
-    """Compute the gradient of the shadow scores before the first update; compare it, if the update itself will not.
+def compare_gradients(
+    engine: TrainerEngine, state: AlgorithmState, tokens: LossTokens, settings: UpdateSettings
+) -> dict[str, float]:
+    """Compare the gradients of the scores and the shadow scores; return the metrics `shadow/...`.
 
     Args:
+        state: of the algorithm before the step.
         tokens: of the step.
         settings: of the step's updates.
-        state: of the algorithm before the step.
 
     Returns:
-        None if not all samples have a shadow score, or one of the gradients is 0 or not finite.
+        Nothing if a sample has no shadow score, a batch has no advantage, or the shadow's gradient is not finite. Only
+        the time if the other one is not finite, or one of the two is 0.
     """
-    config = tokens.config
     if not _has_shadow_scores(tokens):
-        return None
+        return {}
     began = time.monotonic()
     shadow = replace(tokens, targets=_shadow_targets(tokens, state, settings.kl_coef))
     every = list(range(len(tokens.batch.samples)))
     if not shadow.to_train(every) or not tokens.to_train(every):
-        return None
+        return {}
     shadow = _with_missing_logprobs(engine, shadow, shadow.to_train(every))
-    if not math.isfinite(_compute(engine, shadow, replace(settings, gradient="keep")).grad_norm):
-        return None
-    result = ShadowGradient(seconds=0.0)
-    if config.batch.updates_per_step > 1:
-        result.compare(_compute(engine, tokens, replace(settings, gradient="compare")))
-    result.seconds = time.monotonic() - began
-    return result
+    kept = engine.keep_gradient(*_one_update(shadow, settings))
+    if not kept:
+        return {}
+    products = engine.compare_gradient(*_one_update(tokens, settings))
+    seconds = time.monotonic() - began
+    _log.info("gradients compared: seconds=%.1f kept_mib_per_rank=%.1f", seconds, kept / (1 << 20))
+    return {metrics.SHADOW_SECONDS: seconds, **_comparison(products)}
 
 
 def _has_shadow_scores(tokens: LossTokens) -> bool:
@@ -112,10 +97,25 @@ def _with_missing_logprobs(engine: TrainerEngine, shadow: LossTokens, members: S
     return replace(shadow, targets=replace(shadow.targets, outputs=replace(outputs, old_logprobs=old)))
 
 
-def _compute(engine: TrainerEngine, tokens: LossTokens, settings: UpdateSettings) -> UpdateSums:
-    """Compute the gradient of the whole batch, as one update has it."""
+def _one_update(tokens: LossTokens, settings: UpdateSettings) -> tuple[list[MicroBatches[PolicyBatch]], UpdateSettings]:
+    """Return the whole batch as the micro-batches of one update, and the settings of that update."""
     every = list(range(len(tokens.batch.samples)))
     members = tokens.to_train(every)
     count = sum(len(tokens.batch.samples[i].token_ids) for i in members)
-    shares = tokens.policy_micro_batches(members, tokens.weights(every))
-    return engine.update_policy(shares, replace(settings, token_count=count))
+    return tokens.policy_micro_batches(members, tokens.weights(every)), replace(settings, token_count=count)
+
+
+def _comparison(products: Sequence[float]) -> dict[str, float]:
+    """Return cosine and norms from the dot product and the squared norms, the shadow's first; nothing without both."""
+    if not products:
+        return {}
+    dot, shadow, live = products
+    if not (shadow > 0 and live > 0):
+        return {}
+    # Norms of two roots: the product of two squared norms can leave the range of numbers.
+    cosine = max(-1.0, min(1.0, dot / math.sqrt(shadow) / math.sqrt(live)))
+    return {
+        metrics.SHADOW_COSINE: cosine,
+        metrics.SHADOW_NORM: math.sqrt(shadow),
+        metrics.SHADOW_LIVE_NORM: math.sqrt(live),
+    }

@@ -12,7 +12,6 @@ from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.before_update import LaterNoise
-from fourfold_trainer.step.shadow import ShadowGradient
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,7 +24,7 @@ class StepResult:
     outcomes: Float64Array  # [B], shaped scores of trajectories, before they are compared within groups
     targets: TokenTargets
     kl_coef: float
-    shadow: ShadowGradient | None = None  # where the batch has shadow scores, and both gradients exist
+    measured: dict[str, float] = field(default_factory=dict)  # metrics of `measure`, by name
     policy: UpdateSums = field(default_factory=UpdateSums)
     critic: UpdateSums = field(default_factory=UpdateSums)
     policy_norms: list[float] = field(default_factory=list)

@@ -13,10 +13,10 @@ fourfold/algorithm/.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample
@@ -30,8 +30,10 @@ from fourfold_trainer.step.before_update import compute_before, later_noise, wit
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.metric_accumulator import untrained_mismatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
-from fourfold_trainer.step.shadow import keep_shadow_gradient
 from fourfold_trainer.step.step_result import StepResult
+
+Measure: TypeAlias = Callable[[LossTokens, UpdateSettings], dict[str, float]]
+"""Returns further metrics of a step from its loss tokens and the settings of its updates."""
 
 NO_ADVANTAGE: Final = "NO_ADVANTAGE"
 NO_ACTION_TOKENS: Final = "NO_ACTION_TOKENS"
@@ -40,11 +42,20 @@ NOT_FINITE: Final = "NOT_FINITE"
 
 
 def train_step(
-    engine: TrainerEngine, samples: Sequence[Sample], config: Config, *, step: int, state: AlgorithmState
+    engine: TrainerEngine,
+    samples: Sequence[Sample],
+    config: Config,
+    *,
+    step: int,
+    state: AlgorithmState,
+    measure: Measure | None = None,
 ) -> StepResult:
     """Train on a batch that `check_samples` accepted; leave out optimizer steps whose gradient would be 0.
 
-    `step` counts from 1; `state` is the algorithm's state after the previous step.
+    Args:
+        step: 1 for the first.
+        state: of the algorithm, after the previous step.
+        measure: called before the first update of the policy; must leave the models as they are.
     """
     algorithm = config.algorithm
     kl_coef = algorithm.kl.coef if state.kl_coef is None else state.kl_coef
@@ -79,8 +90,8 @@ def train_step(
         kl_coef=kl_coef,
         router_coef=config.trainer.router_aux_loss_coef,
     )
-    if trains_policy:
-        result.shadow = keep_shadow_gradient(engine, tokens, settings, state)
+    if trains_policy and measure is not None:
+        result.measured = measure(tokens, settings)
     for index, mini_batch in enumerate(steps):
         settings = replace(settings, first_epoch=index < len(first_epoch))
         critic = partial(_update_critic, engine, tokens, mini_batch, result)
@@ -111,10 +122,7 @@ def _update_policy(
     shares = tokens.policy_micro_batches(members, tokens.weights(mini_batch))
     lengths = [len(tokens.batch.samples[i].token_ids) for i in members]
     settings = replace(settings, token_count=sum(lengths))
-    if result.shadow is not None and not result.shadow.is_compared:
-        sums = result.shadow.compare(engine.update_policy(shares, replace(settings, gradient="compare and apply")))
-    else:
-        sums = engine.update_policy(shares, settings)  # optimizer_step.py, on every rank
+    sums = engine.update_policy(shares, settings)  # optimizer_step.py, on every rank
     if not result.policy_norms and tokens.targets.outputs.old_logprobs is not None:
         result.logprob_noise = sums.largest_log_ratio()
     if not math.isfinite(sums.grad_norm):

@@ -93,19 +93,19 @@ class DeepSpeedModel:
             self._average.update()
         return norm
 
-    def keep_gradient(self) -> float:
+    def keep_gradient(self) -> int:
         self._kept.clear()
-        with intercepted(self._inner, self._kept.keep, apply=False):
+        with intercepted(self._inner, self._kept.keep):
             norm = self._step(0.0, 0.0)
         if not math.isfinite(norm):
             self._kept.clear()
-        return norm
+        return self._kept.byte_count
 
-    def compare_gradient(self, learning_rate: float | None) -> tuple[float, list[float]]:
-        with intercepted(self._inner, self._kept.compare, apply=learning_rate is not None):
-            norm = self._step(0.0, 0.0) if learning_rate is None else self.optimizer_step(learning_rate)
+    def compare_gradient(self) -> list[float]:
+        with intercepted(self._inner, self._kept.compare):
+            norm = self._step(0.0, 0.0)
         products = self._kept.products()
-        return norm, products if math.isfinite(norm) else []
+        return products if math.isfinite(norm) else []
 
     def _step(self, learning_rate: float, max_grad_norm: float) -> float:
         for group in self._inner.param_groups:

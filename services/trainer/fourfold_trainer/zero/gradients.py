@@ -25,20 +25,17 @@ See = Callable[[Tensor, Tensor], None]
 
 
 @contextmanager
-def intercepted(optimizer: Any, see: See, *, apply: bool) -> Iterator[None]:
-    """Show all gradients that `optimizer` is called with, for the block; without `apply`, it then does nothing.
+def intercepted(optimizer: Any, see: See) -> Iterator[None]:
+    """Show all gradients that `optimizer` is called with, for the block, in place of its step.
 
-    A hook of torch would not do: a step of our Muon runs the hooks of AdamW a second time.
+    A hook of torch would not do: it cannot leave the step out.
     """
-    step = optimizer.step
 
-    def showing(closure: Any = None) -> None:
+    def showing(_closure: Any = None) -> None:
         for group in optimizer.param_groups:
             for master in group["params"]:
                 if master.grad is not None:
                     see(master, master.grad)
-        if apply:
-            step(closure)
 
     optimizer.step = showing
     try:
@@ -58,6 +55,11 @@ class KeptGradient:
             self._slices[masters.tensors[piece.master]].append(slice(piece.offset, piece.offset + piece.count))
         self._kept: dict[Tensor, Tensor] = {}
         self._products: list[Tensor] = []  # float64 [3] of each part: dot product, squared norms
+
+    @property
+    def byte_count(self) -> int:
+        """Return the memory of the kept gradient on this rank."""
+        return sum(kept.nbytes for kept in self._kept.values())
 
     def clear(self) -> None:
         """Forget both gradients."""

@@ -8,8 +8,12 @@ that may take each other's place:
     shadow    scores the same samples as the live one, and does not count
     previous  was live before; `rollback` makes it live again
 
-    swap:     new -> live -> previous        promote:  canary or shadow -> live -> previous
-    rollback: without canary and shadow, or previous <-> live
+Each of these changes is a swap with a share of the groups. With all groups, canary and shadow end:
+
+    swap      new services get all groups: new -> live -> previous
+    canary    new services get a share of the groups: new -> canary
+    promote   the canary, or else the shadow, gets all groups: canary or shadow -> live -> previous
+    rollback  the live services get all groups; without canary and shadow, the previous ones: previous <-> live
 
 A change counts at once for every sample that no step has yet: calls to a deployment that is not in use any more are
 given up and made anew, and groups that it scored are scored again when a step takes them. So no step mixes versions of
@@ -200,31 +204,27 @@ class ScorerTable:
             await self._commit((*self.scorers, scorer), scorer.name, "add", deployment, all_again=True)
             return scorer
 
-    async def swap(self, name: str, targets: Sequence[str]) -> Scorer:
-        """Make other services live.
+    async def swap(self, name: str, targets: Sequence[str], *, share: float | None = None) -> Scorer:
+        """Make other services live, or let them score a share of the groups as a canary.
+
+        Args:
+            share: of a canary, above 0 and below 1. None: the services become live.
 
         Raises:
             NotFound: There is no such scorer.
-            InvalidInput: An address is malformed.
+            InvalidInput: An address is malformed, or the share is out of its range.
             Unavailable: A service does not answer.
-            WrongState: The services do not fit the run, or do not score.
+            WrongState: The services do not fit the run, or do not score; or there is a canary already.
         """
         async with self._lock:
             scorer = self._find(name)
-            deployment = await self._deploy(scorer.table, targets)
-            return await self._make_live(scorer, deployment, "swap")
-
-    async def canary(self, name: str, targets: Sequence[str], share: float) -> Scorer:
-        """Let other services score a share of the groups. The errors are those of `swap`."""
-        async with self._lock:
-            scorer = self._find(name)
+            if share is None:
+                return await self._swap(scorer, await self._deploy(scorer.table, targets), "swap")
             if not 0 < share < 1:
                 raise InvalidInput(f"share is {share:g}; it must be above 0 and below 1, such as 0.25")
             if scorer.canary is not None:
                 raise WrongState(f"scorer {name} has a canary already; promote it, or roll it back first")
-            deployment = await self._deploy(scorer.table, targets)
-            changed = replace(scorer, canary=deployment, share=share)
-            return await self._replace(changed, "canary", deployment, share=share)
+            return await self._swap(scorer, await self._deploy(scorer.table, targets), "canary", share=share)
 
     async def shadow(self, name: str, targets: Sequence[str], *, compares_gradients: bool) -> Scorer:
         """Let other services score next to the live ones, without effect. The errors are those of `swap`."""
@@ -249,7 +249,7 @@ class ScorerTable:
             if deployment is None:
                 raise WrongState(f"scorer {name} has neither a canary nor a shadow; start one, or use swap")
             allow(scorer)
-            return await self._make_live(scorer, deployment, "promote")
+            return await self._swap(scorer, deployment, "promote")
 
     async def rollback(self, name: str) -> Scorer:
         """Remove canary and shadow; without them, make the previous services live again.
@@ -260,15 +260,14 @@ class ScorerTable:
         async with self._lock:
             scorer = self._find(name)
             if scorer.canary is not None or scorer.shadow is not None:
-                changed = replace(scorer, canary=None, share=0.0, shadow=None, compares_gradients=False)
-                return await self._replace(changed, "rollback", scorer.live)
+                return await self._swap(scorer, scorer.live, "rollback")
             if scorer.previous is None:
                 raise WrongState(f"scorer {name} has no canary, no shadow and no previous services; nothing to undo")
             deployment = scorer.previous
             if deployment.targets:  # a pool that ended is not used again
                 deployment = replace(deployment, pool=self._new_pool(name))
                 self._add_members(deployment)
-            return await self._make_live(scorer, deployment, "rollback")
+            return await self._swap(scorer, deployment, "rollback")
 
     async def remove(self, name: str) -> None:
         """Remove a term of the score; raise NotFound, or WrongState for the last one."""
@@ -334,9 +333,13 @@ class ScorerTable:
                 )
             await router.wait_for_change(timeout=0.1)
 
-    async def _make_live(self, scorer: Scorer, deployment: Deployment, event: str) -> Scorer:
-        changed = Scorer(table=scorer.table, live=deployment, previous=scorer.live)
-        return await self._replace(changed, event, deployment)
+    async def _swap(self, scorer: Scorer, deployment: Deployment, event: str, *, share: float = 1.0) -> Scorer:
+        """Give a share of the groups to a deployment; with all of them it is live, without canary and shadow."""
+        if share < 1:
+            changed = replace(scorer, canary=deployment, share=share)
+            return await self._replace(changed, event, deployment, share=share)
+        previous = scorer.previous if deployment == scorer.live else scorer.live
+        return await self._replace(Scorer(table=scorer.table, live=deployment, previous=previous), event, deployment)
 
     async def _replace(self, changed: Scorer, event: str, deployment: Deployment, **facts: Any) -> Scorer:
         scorers = tuple(changed if s.name == changed.name else s for s in self.scorers)

@@ -57,7 +57,7 @@ class ScorerServicer(pb_grpc.ScorerServiceServicer):
             case "swap":
                 return await table.swap(name, _targets(request.swap))
             case "canary":
-                return await table.canary(name, _targets(request.canary.deployment), request.canary.share)
+                return await table.swap(name, _targets(request.canary.deployment), share=request.canary.share)
             case "shadow":
                 compares = request.shadow.compare_gradients
                 return await table.shadow(name, _targets(request.shadow.deployment), compares_gradients=compares)

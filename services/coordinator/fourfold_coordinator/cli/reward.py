@@ -56,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions["add"].add_argument("--weight", type=number, default=1.0, help="factor of its score; default: 1")
     actions["canary"].add_argument("--share", type=number, required=True, help="share of the groups, such as 0.25")
     actions["shadow"].add_argument(
-        "--gradients", action="store_true", help="compare the policy gradients, too; costs two more passes per step"
+        "--gradients",
+        action="store_true",
+        help="compare the policy gradients, too; costs two more forward and backward passes per step, and 4 bytes per "
+        "parameter of a rank's part",
     )
     promote = actions["promote"]
     promote.add_argument("--min-rank-correlation", type=number, metavar="R", help="of a shadow: refuse below it")

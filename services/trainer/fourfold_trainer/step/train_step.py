@@ -94,18 +94,31 @@ def train_step(
         result.measured = measure(tokens, settings)
     for index, mini_batch in enumerate(steps):
         settings = replace(settings, first_epoch=index < len(first_epoch))
-        critic = partial(_update_critic, engine, tokens, mini_batch, result)
-        policy = partial(_update_policy, engine, tokens, mini_batch, settings, result)
-        if not algorithm.needs_critic:
-            policy()
-        elif trains_policy:
-            engine.in_parallel(critic, policy)
-        else:  # the first steps train the critic alone
-            critic()
+        _update(engine, tokens, mini_batch, settings, result, trains_policy=trains_policy)
     if before.old_logprobs is not None:
         result.policy.add(untrained_mismatch(batch, before.old_logprobs, result.trained))
     result.skipped_reason = _skipped_reason(result, trains_policy=trains_policy)
     return result
+
+
+def _update(
+    engine: TrainerEngine,
+    tokens: LossTokens,
+    mini_batch: Sequence[int],
+    settings: UpdateSettings,
+    result: StepResult,
+    *,
+    trains_policy: bool,
+) -> None:
+    """Run one optimizer step of the policy, of the critic, or of both."""
+    critic = partial(_update_critic, engine, tokens, mini_batch, result)
+    policy = partial(_update_policy, engine, tokens, mini_batch, settings, result)
+    if not tokens.config.algorithm.needs_critic:
+        policy()
+    elif trains_policy:
+        engine.in_parallel(critic, policy)
+    else:  # the first steps train the critic alone
+        critic()
 
 
 def _update_policy(

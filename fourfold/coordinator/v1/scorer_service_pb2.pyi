@@ -389,7 +389,9 @@ class ShadowDeployment(_message.Message):
     DEPLOYMENT_FIELD_NUMBER: _builtins.int
     COMPARE_GRADIENTS_FIELD_NUMBER: _builtins.int
     compare_gradients: _builtins.bool
-    """Compare the policy gradients, too; costs one more forward and backward pass per step."""
+    """Compare the policy gradients, too; costs two more forward and backward passes per step, and meanwhile 4 bytes per
+    parameter in the memory of the trainer's ranks.
+    """
     @_builtins.property
     def deployment(self) -> Global___NewDeployment:
         """Its services."""

@@ -26,7 +26,7 @@ from fourfold_trainer.checkpoint.store import StepAnswer, TrainerState
 from fourfold_trainer.engine import Policy, TrainerEngine
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import add_gradient
-from fourfold_trainer.step.train_step import NOT_FINITE
+from fourfold_trainer.step.step_result import NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

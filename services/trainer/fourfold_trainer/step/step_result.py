@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Float64Array
-from fourfold_trainer.engine import UpdateSums
+from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import StepBatch
 from fourfold_trainer.step.before_update import LaterNoise
+from fourfold_trainer.step.micro_batches import LossTokens
+
+Measure: TypeAlias = Callable[[LossTokens, UpdateSettings], dict[str, float]]
+"""Returns further metrics of a step from its loss tokens and the settings of its updates."""
+
+NO_ADVANTAGE: Final = "NO_ADVANTAGE"
+NO_ACTION_TOKENS: Final = "NO_ACTION_TOKENS"
+ALL_REJECTED: Final = "ALL_REJECTED"
+NOT_FINITE: Final = "NOT_FINITE"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,3 +59,13 @@ class StepResult:
     def policy_updates(self) -> int:
         """Optimizer steps that changed the policy."""
         return sum(map(math.isfinite, self.policy_norms))
+
+    def reason_to_skip(self, *, trains_policy: bool) -> str:
+        """Return why the step learned nothing; empty when it did."""
+        if self.policy_updates:
+            return ""
+        if trains_policy:
+            return self.skipped_reason or (NO_ADVANTAGE if self.batch.loss_lengths.any() else NO_ACTION_TOKENS)
+        # The critic is trained alone, and the step is skipped only if each of its gradients was not finite.
+        failed = self.critic_norms and not any(map(math.isfinite, self.critic_norms))
+        return NOT_FINITE if failed else self.skipped_reason

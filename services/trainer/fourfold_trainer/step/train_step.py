@@ -13,10 +13,9 @@ fourfold/algorithm/.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, TypeAlias
 
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample
@@ -30,15 +29,7 @@ from fourfold_trainer.step.before_update import compute_before, later_noise, wit
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.metric_accumulator import untrained_mismatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
-from fourfold_trainer.step.step_result import StepResult
-
-Measure: TypeAlias = Callable[[LossTokens, UpdateSettings], dict[str, float]]
-"""Returns further metrics of a step from its loss tokens and the settings of its updates."""
-
-NO_ADVANTAGE: Final = "NO_ADVANTAGE"
-NO_ACTION_TOKENS: Final = "NO_ACTION_TOKENS"
-ALL_REJECTED: Final = "ALL_REJECTED"
-NOT_FINITE: Final = "NOT_FINITE"
+from fourfold_trainer.step.step_result import ALL_REJECTED, NOT_FINITE, Measure, StepResult
 
 
 def train_step(
@@ -97,7 +88,7 @@ def train_step(
         _update(engine, tokens, mini_batch, settings, result, trains_policy=trains_policy)
     if before.old_logprobs is not None:
         result.policy.add(untrained_mismatch(batch, before.old_logprobs, result.trained))
-    result.skipped_reason = _skipped_reason(result, trains_policy=trains_policy)
+    result.skipped_reason = result.reason_to_skip(trains_policy=trains_policy)
     return result
 
 
@@ -164,14 +155,3 @@ def _update_critic(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequen
     result.critic_work.add(lengths, rows=0, backward=True)
     result.critic_norms.append(sums.grad_norm)
     result.critic.add(sums)
-
-
-def _skipped_reason(result: StepResult, *, trains_policy: bool) -> str:
-    """Return why the step learned nothing; empty when it did."""
-    if result.policy_updates:
-        return ""
-    if trains_policy:
-        return result.skipped_reason or (NO_ADVANTAGE if result.batch.loss_lengths.any() else NO_ACTION_TOKENS)
-    # The critic is trained alone, and the step is skipped only if each of its gradients was not finite.
-    failed = result.critic_norms and not any(map(math.isfinite, result.critic_norms))
-    return NOT_FINITE if failed else result.skipped_reason

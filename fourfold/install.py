@@ -42,7 +42,7 @@ def version_of(package: str) -> str:
 def _source(requirement: str) -> list[str]:
     """Return the words of a requirement: its folder in the checkout, if there is one."""
     name, bracket, extras = requirement.partition("[")
-    folders = {"fourfold": "", "fourfold-bench": "benchmarks"}
+    folders = {"fourfold": "", "fourfold-bench": "benchmarks", "fourfold-tools": "tools"}
     folder = folders.get(name, f"services/{name.removeprefix('fourfold-')}")
     root, editable = _checkout() if name.startswith("fourfold") else (None, False)
     if root is None or not (root / folder / "pyproject.toml").is_file():

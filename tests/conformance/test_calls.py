@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
-from fourfold.conformance.calls import check_retry_delay, refuse, unary, with_unknown_field
-from fourfold.conformance.checks import Violation
 from fourfold.errors import FourfoldError, InvalidInput, Overloaded, PeerFault, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.rpc.status import to_status
+from fourfold_tools.conformance.calls import check_retry_delay, refuse, unary, with_unknown_field
+from fourfold_tools.conformance.checks import Violation
 
 Answer = Callable[[grpc.aio.ServicerContext[Any, Any]], Any]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fourfold.conformance.checks import Checks, Finding, Skipped, Violation
-from fourfold.conformance.gateway.http_client import HttpClient, Response
 from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, Unavailable
+from fourfold_tools.conformance.checks import Checks, Finding, Skipped, Violation
+from fourfold_tools.conformance.gateway.http_client import HttpClient, Response
 
 
 def raising(error: BaseException) -> Callable[[None], Awaitable[None]]:

@@ -12,12 +12,12 @@ import grpc
 import pytest
 
 from fourfold.cli import main as cli_main
-from fourfold.conformance import membership
-from fourfold.conformance.checks import Finding
-from fourfold.conformance.coordinator import FakeCoordinator
-from fourfold.conformance.membership import MEMBERSHIP, REGISTRATION, MembershipProbe, Started
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.security import certs
+from fourfold_tools.conformance import membership
+from fourfold_tools.conformance.checks import Finding
+from fourfold_tools.conformance.coordinator import FakeCoordinator
+from fourfold_tools.conformance.membership import MEMBERSHIP, REGISTRATION, MembershipProbe, Started
 from tests.conformance.conftest import FUNCTION
 from tests.conformance.toy_member import ToyMember
 

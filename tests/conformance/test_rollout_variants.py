@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 
-from fourfold.conformance.checks import Finding
-from fourfold.conformance.rollout import CHECKS, RolloutProbe
 from fourfold.errors import FourfoldError, InvalidInput
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.codec import pack_floats, pack_ints
+from fourfold_tools.conformance.checks import Finding
+from fourfold_tools.conformance.rollout import CHECKS, RolloutProbe
 from tests.conformance.toy_rollout import SAMPLES, Context, ToyRollout, serving
 
 Chunks = Sequence[pb.SampleChunk]
@@ -299,7 +299,7 @@ async def test_a_correct_service_passes_with_any_limit(samples: int) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 async def test_a_variant_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.conformance.rollout.probe.LIVE_SECONDS", 0.5)
+    monkeypatch.setattr("fourfold_tools.conformance.rollout.probe.LIVE_SECONDS", 0.5)
     service, check = VARIANTS[name]
     findings = await examine(service(), check)
     assert check in broken(findings), [(f.name, f.status, f.text) for f in findings]

@@ -14,11 +14,11 @@ from typing import Any
 import grpc
 import pytest
 
-from fourfold.conformance.checks import Finding
-from fourfold.conformance.reward import CHECKS, RewardProbe
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from fourfold.rpc.codec import pack_floats
+from fourfold_tools.conformance.checks import Finding
+from fourfold_tools.conformance.reward import CHECKS, RewardProbe
 
 Context = grpc.aio.ServicerContext[Any, Any]
 LIMIT = 64

@@ -26,6 +26,7 @@ PROJECTS = {
     "fourfold-trainer": ROOT / "services/trainer",
     "fourfold-reward": ROOT / "services/reward",
     "fourfold-coordinator": ROOT / "services/coordinator",
+    "fourfold-tools": ROOT / "tools",
     "fourfold-bench": ROOT / "benchmarks",
 }
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "ray"}
@@ -88,7 +89,7 @@ def _run(*command: str | Path, cwd: Path, timeout: float = 240) -> str:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the six wheels, built from a copy: setuptools leaves its build folders behind."""
+    """Return a folder with all wheels, built from a copy: setuptools leaves its build folders behind."""
     folder = tmp_path_factory.mktemp("wheels")
     copy = folder / "source"
     listed = _run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)

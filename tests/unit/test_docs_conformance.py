@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import conformance
-from fourfold.conformance.checks import Checks
-from fourfold.conformance.gateway import CHECKS as GATEWAY
-from fourfold.conformance.membership import MEMBERSHIP, REGISTRATION
-from fourfold.conformance.reward import CHECKS as REWARD
-from fourfold.conformance.rollout import CHECKS as ROLLOUT
+from fourfold_tools.cli import conformance
+from fourfold_tools.conformance.checks import Checks
+from fourfold_tools.conformance.gateway import CHECKS as GATEWAY
+from fourfold_tools.conformance.membership import MEMBERSHIP, REGISTRATION
+from fourfold_tools.conformance.reward import CHECKS as REWARD
+from fourfold_tools.conformance.rollout import CHECKS as ROLLOUT
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/conformance.md"
 UPDATE = "FOURFOLD_UPDATE_SNAPSHOT"

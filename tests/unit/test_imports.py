@@ -53,7 +53,7 @@ def test_import_contracts_hold() -> None:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a copy of all packages and of their contracts."""
     folder = tmp_path_factory.mktemp("packages")
-    for package in (ROOT / "fourfold", *ROOT.glob("services/*/fourfold_*")):
+    for package in (ROOT / "fourfold", ROOT / "tools/fourfold_tools", *ROOT.glob("services/*/fourfold_*")):
         if package.suffix != ".egg-info":
             shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -69,7 +69,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fourfold/host/clock.py", "import fourfold_bench", "Nothing imports the benchmarks"),
         ("fourfold_coordinator/serve.py", "from fourfold.weights import manifest", "nn and weights are imported"),
         ("fourfold/rpc/server.py", "def f():\n    import vllm", "vLLM is imported by its engine"),
-        ("fourfold_trainer/flops.py", "import fourfold_reward", "Services stand on fourfold"),
+        ("fourfold_trainer/flops.py", "import fourfold_reward", "Services and tools stand on fourfold"),
+        ("fourfold/cli/main.py", "def f():\n    import fourfold_tools", "Services and tools stand on fourfold"),
+        ("fourfold/cli/main.py", "def f():\n    import fourfold_reward", "Services and tools stand on fourfold"),
+        ("fourfold_tools/cli/conformance.py", "import fourfold_rollout", "Services and tools stand on fourfold"),
         ("fourfold_trainer/engine.py", "import fourfold_trainer.step.train_step", "Layers of the trainer"),
         ("fourfold_coordinator/training/loop.py", "import ray", "Ray is imported by its launcher"),
         ("fourfold_coordinator/state/ledger.py", "import fourfold_coordinator.serve", "Layers of the coordinator"),
@@ -94,7 +97,11 @@ _VLLM_PRIVATE = ("fourfold_rollout/vllm/patches/", "fourfold_rollout/vllm/engine
 def test_vllms_private_modules_are_imported_in_few_places() -> None:
     """import-linter sees no modules inside a foreign package, so that this contract is a test."""
     importers = set()
-    for path in (*ROOT.glob("fourfold/**/*.py"), *ROOT.glob("services/*/fourfold_*/**/*.py")):
+    for path in (
+        *ROOT.glob("fourfold/**/*.py"),
+        *ROOT.glob("tools/**/*.py"),
+        *ROOT.glob("services/*/fourfold_*/**/*.py"),
+    ):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

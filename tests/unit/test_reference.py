@@ -128,10 +128,14 @@ def _check_message(page: str, name: str, message: DescriptorProto) -> None:
 def test_the_page_of_commands_has_every_command_and_argument(pages: dict[str, str]) -> None:
     # From the files of this tree: an environment that several trees share may have commands of another one.
     registered: set[str] = set()
-    for path in (*ROOT.glob("services/*/pyproject.toml"), ROOT / "benchmarks/pyproject.toml"):
+    for path in (
+        *ROOT.glob("services/*/pyproject.toml"),
+        ROOT / "tools/pyproject.toml",
+        ROOT / "benchmarks/pyproject.toml",
+    ):
         project = tomllib.loads(path.read_text())["project"]
         registered |= project.get("entry-points", {}).get("fourfold.commands", {}).keys()
-    assert {"run", "bench"} <= registered <= cli_main.commands().keys()
+    assert {"run", "bench", "conformance"} <= registered <= cli_main.commands().keys()
     for name in cli_main.commands():
         _check_command(pages["cli.md"], f"fourfold {name}", cli_main.build_parser(name))
 

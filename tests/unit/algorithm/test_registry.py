@@ -223,7 +223,7 @@ def test_kinds_are_compared_nowhere_else() -> None:
     """
     kinds = [str(d.model_fields["kind"].default) for d in DEFINITIONS]
     comparison = re.compile(rf"""(==|!=|\bin|\bcase) \(?"({"|".join(map(re.escape, kinds))})\"""")
-    sources = [*ROOT.glob("fourfold/**/*.py"), *ROOT.glob("services/*/fourfold_*/**/*.py")]
+    sources = [*ROOT.glob("fourfold/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("services/*/fourfold_*/**/*.py")]
     sources = [path for path in sources if path.parent.name != "migrate"]
     assert [str(p) for p in sources if comparison.search(p.read_text(encoding="utf-8"))] == []
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fourfold.conformance.checks import Checks, Skipped, Violation
-from fourfold.conformance.gateway.http_client import HttpClient, Response
-from fourfold.conformance.gateway.probe import FEW_TOKENS, QUESTION, GatewayProbe
 from fourfold.rpc.codec import read_ints
+from fourfold_tools.conformance.checks import Checks, Skipped, Violation
+from fourfold_tools.conformance.gateway.http_client import HttpClient, Response
+from fourfold_tools.conformance.gateway.probe import FEW_TOKENS, QUESTION, GatewayProbe
 
 HTTP: Final = Checks[GatewayProbe]()
 _CHAT: Final = "/v1/chat/completions"

@@ -21,15 +21,6 @@ import grpc
 
 from fourfold.cli.numbers import number
 from fourfold.config import SecurityConfig
-from fourfold.conformance.checks import Finding, Status
-from fourfold.conformance.gateway import CHECKS as GATEWAY_CHECKS
-from fourfold.conformance.gateway import GatewayProbe
-from fourfold.conformance.gateway.http_client import HttpClient
-from fourfold.conformance.membership import MEMBERSHIP, REGISTRATION, MembershipProbe, Started
-from fourfold.conformance.reward import CHECKS as REWARD_CHECKS
-from fourfold.conformance.reward import RewardProbe
-from fourfold.conformance.rollout import CHECKS as ROLLOUT_CHECKS
-from fourfold.conformance.rollout import RolloutProbe
 from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import ConfigError
 from fourfold.model.folder import resolve
@@ -42,6 +33,15 @@ from fourfold.security.principal import Principal
 from fourfold.security.tokens import read_token
 from fourfold.text import align_columns, nearest_name
 from fourfold.types.v1.experience_pb2 import Experience
+from fourfold_tools.conformance.checks import Finding, Status
+from fourfold_tools.conformance.gateway import CHECKS as GATEWAY_CHECKS
+from fourfold_tools.conformance.gateway import GatewayProbe
+from fourfold_tools.conformance.gateway.http_client import HttpClient
+from fourfold_tools.conformance.membership import MEMBERSHIP, REGISTRATION, MembershipProbe, Started
+from fourfold_tools.conformance.reward import CHECKS as REWARD_CHECKS
+from fourfold_tools.conformance.reward import RewardProbe
+from fourfold_tools.conformance.rollout import CHECKS as ROLLOUT_CHECKS
+from fourfold_tools.conformance.rollout import RolloutProbe
 
 _SECONDS: Final = 30.0
 _MAX_VALUE: Final = 3600.0

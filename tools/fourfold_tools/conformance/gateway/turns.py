@@ -10,7 +10,10 @@ from typing import Any, Final
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.agent.v1.agent_service_pb2_grpc import AgentServiceStub
 from fourfold.bounds import MAX_NUMBER
-from fourfold.conformance.calls import (
+from fourfold.contract import contract_problem
+from fourfold.errors import FourfoldError, Internal, Unavailable, WrongState
+from fourfold.rpc.codec import read_floats
+from fourfold_tools.conformance.calls import (
     check_health_of,
     check_model,
     check_no_deadline,
@@ -20,11 +23,8 @@ from fourfold.conformance.calls import (
     refuse,
     with_unknown_field,
 )
-from fourfold.conformance.checks import Checks, Skipped, Violation
-from fourfold.conformance.gateway.probe import QUESTION, SERVICE, GatewayProbe, user
-from fourfold.contract import contract_problem
-from fourfold.errors import FourfoldError, Internal, Unavailable, WrongState
-from fourfold.rpc.codec import read_floats
+from fourfold_tools.conformance.checks import Checks, Skipped, Violation
+from fourfold_tools.conformance.gateway.probe import QUESTION, SERVICE, GatewayProbe, user
 
 TURNS: Final = Checks[GatewayProbe]()
 _TEXTS: Final = (QUESTION, "", " two  spaces ", "line\nend", "\u00e9\U0001f600", "1,000")

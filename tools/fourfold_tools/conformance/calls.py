@@ -15,11 +15,11 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fourfold.conformance.checks import Violation
 from fourfold.errors import PeerFault
 from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.status import DOMAIN, from_rpc
 from fourfold.text import clean, is_reason
+from fourfold_tools.conformance.checks import Violation
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 # Field 1000, which no message has, with the text "new".

@@ -11,20 +11,20 @@ from typing import Any, Final
 import numpy as np
 
 from fourfold.bounds import MAX_NUMBER
-from fourfold.conformance.calls import (
+from fourfold.contract import contract_problem
+from fourfold.errors import WrongState
+from fourfold.rollout.client import Completion
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rpc.codec import read_floats, read_ints
+from fourfold_tools.conformance.calls import (
     check_health_of,
     check_model,
     check_tokenizer_is,
     unary,
     with_unknown_field,
 )
-from fourfold.conformance.checks import Checks, Skipped, Violation
-from fourfold.conformance.rollout.probe import FEW_TOKENS, SERVICE, RolloutProbe
-from fourfold.contract import contract_problem
-from fourfold.errors import WrongState
-from fourfold.rollout.client import Completion
-from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.rpc.codec import read_floats, read_ints
+from fourfold_tools.conformance.checks import Checks, Skipped, Violation
+from fourfold_tools.conformance.rollout.probe import FEW_TOKENS, SERVICE, RolloutProbe
 
 SAMPLING: Final = Checks[RolloutProbe]()
 _REPEATS: Final = 3

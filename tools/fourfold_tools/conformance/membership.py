@@ -20,9 +20,6 @@ import grpc
 import psutil
 
 from fourfold.address import is_wildcard
-from fourfold.conformance.calls import unary
-from fourfold.conformance.checks import Checks, Skipped, Violation
-from fourfold.conformance.coordinator import Call, FakeCoordinator, LeaseRecord
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, WrongState
 from fourfold.reward.v1 import reward_service_pb2 as reward
@@ -30,6 +27,9 @@ from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
 from fourfold.rpc.channel import join_target, split_target
 from fourfold.rpc.codec import ID_PATTERN
 from fourfold.security.access import Security
+from fourfold_tools.conformance.calls import unary
+from fourfold_tools.conformance.checks import Checks, Skipped, Violation
+from fourfold_tools.conformance.coordinator import Call, FakeCoordinator, LeaseRecord
 
 REGISTRATION: Final = Checks["MembershipProbe"]()
 MEMBERSHIP: Final = Checks["MembershipProbe"]()

@@ -10,12 +10,12 @@ from typing import Final
 import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.conformance.calls import refuse
-from fourfold.conformance.checks import Checks, Skipped, Violation
-from fourfold.conformance.gateway.probe import FEW_TOKENS, QUESTION, GatewayProbe, Sampled, user
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import decode, read_ints
 from fourfold.types.v1 import experience_pb2 as types
+from fourfold_tools.conformance.calls import refuse
+from fourfold_tools.conformance.checks import Checks, Skipped, Violation
+from fourfold_tools.conformance.gateway.probe import FEW_TOKENS, QUESTION, GatewayProbe, Sampled, user
 
 SESSIONS: Final = Checks[GatewayProbe]()
 _OPEN: Final = pb.SESSION_STATE_OPEN

@@ -10,11 +10,11 @@ from typing import Any, Final
 import grpc
 
 from fourfold.bounds import MAX_NUMBER
-from fourfold.conformance.calls import check_no_deadline, collect, refuse, unary
-from fourfold.conformance.checks import Checks, Skipped, Violation
-from fourfold.conformance.rollout.probe import RolloutProbe
 from fourfold.errors import FourfoldError, Overloaded, WrongState
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold_tools.conformance.calls import check_no_deadline, collect, refuse, unary
+from fourfold_tools.conformance.checks import Checks, Skipped, Violation
+from fourfold_tools.conformance.rollout.probe import RolloutProbe
 
 CALLS: Final = Checks[RolloutProbe]()
 _SHORT_SECONDS: Final = 1.0

@@ -11,11 +11,11 @@ from typing import Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.bounds import MAX_NUMBER
-from fourfold.conformance.calls import check_retry_delay, refuse
-from fourfold.conformance.checks import Checks, Skipped, Violation
-from fourfold.conformance.gateway.probe import ABANDONED, GatewayProbe
 from fourfold.errors import Overloaded, WrongState
 from fourfold.rpc.codec import ID_PATTERN
+from fourfold_tools.conformance.calls import check_retry_delay, refuse
+from fourfold_tools.conformance.checks import Checks, Skipped, Violation
+from fourfold_tools.conformance.gateway.probe import ABANDONED, GatewayProbe
 
 OUTCOMES: Final = Checks[GatewayProbe]()
 _MOST_OPENED: Final = 100

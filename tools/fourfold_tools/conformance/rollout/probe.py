@@ -13,13 +13,13 @@ from typing import Any, Final
 import grpc
 import numpy as np
 
-from fourfold.conformance.calls import collect, unary
-from fourfold.conformance.checks import Skipped, Violation
 from fourfold.errors import Internal, WrongState
 from fourfold.rollout.client import AsyncRolloutClient, Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from fourfold.rpc.channel import translate_errors
+from fourfold_tools.conformance.calls import collect, unary
+from fourfold_tools.conformance.checks import Skipped, Violation
 
 SERVICE: Final = "fourfold.rollout.v1.RolloutService"
 FEW_TOKENS: Final = 8

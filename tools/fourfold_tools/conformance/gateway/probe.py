@@ -18,11 +18,11 @@ import numpy as np
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.agent.v1.agent_service_pb2_grpc import AgentServiceStub
 from fourfold.bounds import MAX_NUMBER
-from fourfold.conformance.calls import PatientStub, unary
-from fourfold.conformance.checks import Skipped, Violation
 from fourfold.errors import FourfoldError, Overloaded, WrongState
 from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.codec import read_floats, read_ints
+from fourfold_tools.conformance.calls import PatientStub, unary
+from fourfold_tools.conformance.checks import Skipped, Violation
 
 SERVICE: Final = "fourfold.agent.v1.AgentService"
 ABANDONED: Final = "CONFORMANCE"

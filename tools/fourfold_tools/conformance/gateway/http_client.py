@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from fourfold.conformance.calls import LONGEST_PAUSE, MOST_PAUSES
-from fourfold.conformance.checks import Violation
 from fourfold.errors import ConfigError, DeadlinePassed, Unavailable
 from fourfold.security.material import server_name
 from fourfold.security.principal import Principal
+from fourfold_tools.conformance.calls import LONGEST_PAUSE, MOST_PAUSES
+from fourfold_tools.conformance.checks import Violation
 
 _MAX_BODY_BYTES: Final = 16 << 20
 

@@ -1,0 +1,1 @@
+"""Commands beside a training run, which no service needs."""

@@ -1,0 +1,1 @@
+"""Commands of `fourfold` that this distribution registers."""

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.migrate import common
-from fourfold.migrate.common import Options
-from fourfold.migrate.documents import flatten, read_yaml
-from fourfold.migrate.draft import Draft
-from fourfold.migrate.flags import Flag, Flags, names_of
-from fourfold.migrate.shell import read_command
-from fourfold.migrate.verl import PATTERNS, TABLE
+from fourfold_tools.migrate import common
+from fourfold_tools.migrate.common import Options
+from fourfold_tools.migrate.documents import flatten, read_yaml
+from fourfold_tools.migrate.draft import Draft
+from fourfold_tools.migrate.flags import Flag, Flags, names_of
+from fourfold_tools.migrate.shell import read_command
+from fourfold_tools.migrate.verl import PATTERNS, TABLE
 
 _PROGRAM: Final = re.compile(r"(verl[./]trainer[./]|[./])main_(ppo|dapo|\w*ppo\w*)(\.py)?$")
 _OTHER: Final = re.compile(r"[\w./-]*[./]\w*(main|train|eval|generat)\w*")

@@ -13,12 +13,12 @@ from fourfold import config
 from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.errors import ConfigError
-from fourfold.migrate.common import Options
-from fourfold.migrate.draft import Draft
-from fourfold.migrate.flags import names_of
-from fourfold.migrate.verl import PATTERNS, TABLE
-from fourfold.migrate.verl_rules import convert
 from fourfold.plan.algorithm import algorithm_plan
+from fourfold_tools.migrate.common import Options
+from fourfold_tools.migrate.draft import Draft
+from fourfold_tools.migrate.flags import names_of
+from fourfold_tools.migrate.verl import PATTERNS, TABLE
+from fourfold_tools.migrate.verl_rules import convert
 
 OPTIONS = (Path(__file__).parent / "data" / "verl_options.txt").read_text().splitlines()[1:]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

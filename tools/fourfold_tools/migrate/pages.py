@@ -1,6 +1,6 @@
 """Prints the tables of docs/migration/*.md: every flag of another system, and what becomes of it.
 
-python -m fourfold.migrate.pages openrlhf
+python -m fourfold_tools.migrate.pages openrlhf
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fourfold.migrate import openrlhf, trl, verl
-from fourfold.migrate.flags import Flag
+from fourfold_tools.migrate import openrlhf, trl, verl
+from fourfold_tools.migrate.flags import Flag
 
 TABLES: Final[Mapping[str, Mapping[str, Flag]]] = {"openrlhf": openrlhf.TABLE, "trl": trl.TABLE, "verl": verl.TABLE}
 _PREFIXES: Final = {"openrlhf": "--"}
@@ -68,5 +68,5 @@ def _default(value: Any) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] not in ([name] for name in TABLES):
-        sys.exit(f"usage: python -m fourfold.migrate.pages {'|'.join(TABLES)}")
+        sys.exit(f"usage: python -m fourfold_tools.migrate.pages {'|'.join(TABLES)}")
     sys.stdout.write(markdown(sys.argv[1]))

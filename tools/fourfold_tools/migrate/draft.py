@@ -12,9 +12,9 @@ from fourfold import config
 from fourfold.algorithm.registry import Definition
 from fourfold.config import toml_value
 from fourfold.errors import ConfigError
-from fourfold.migrate.flags import Flags
 from fourfold.table import Table
 from fourfold.text import clean
+from fourfold_tools.migrate.flags import Flags
 
 _WIDTH: Final = 120
 _SHOWN: Final = 40

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fourfold.errors import ConfigError
-from fourfold.migrate.conditions import KEYWORDS, LOOPS, Block, both, command_status, either, invert, matches
 from fourfold.text import clean
+from fourfold_tools.migrate.conditions import KEYWORDS, LOOPS, Block, both, command_status, either, invert, matches
 
 MAX_SCRIPT: Final = 1 << 20
 _MAX_WORD: Final = 1 << 16

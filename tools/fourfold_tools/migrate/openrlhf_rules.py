@@ -8,12 +8,12 @@ from typing import Final
 
 from fourfold.config import PRESETS
 from fourfold.errors import ConfigError
-from fourfold.migrate import common
-from fourfold.migrate.common import Options
-from fourfold.migrate.draft import Draft
-from fourfold.migrate.flags import parse_arguments
-from fourfold.migrate.openrlhf import LOGGING_KEYS, SINKS, TABLE
-from fourfold.migrate.shell import read_command
+from fourfold_tools.migrate import common
+from fourfold_tools.migrate.common import Options
+from fourfold_tools.migrate.draft import Draft
+from fourfold_tools.migrate.flags import parse_arguments
+from fourfold_tools.migrate.openrlhf import LOGGING_KEYS, SINKS, TABLE
+from fourfold_tools.migrate.shell import read_command
 
 _PROGRAM: Final = re.compile(r"(openrlhf\.cli\.|openrlhf/cli/|^)train_ppo_ray(\.py)?$")
 _OTHER: Final = re.compile(r"openrlhf[./]cli[./](\w+)")

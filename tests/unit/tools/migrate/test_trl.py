@@ -14,11 +14,11 @@ from fourfold import config
 from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.errors import ConfigError
-from fourfold.migrate.common import Options
-from fourfold.migrate.draft import Draft
-from fourfold.migrate.flags import names_of
-from fourfold.migrate.trl import TABLE
-from fourfold.migrate.trl_rules import convert
+from fourfold_tools.migrate.common import Options
+from fourfold_tools.migrate.draft import Draft
+from fourfold_tools.migrate.flags import names_of
+from fourfold_tools.migrate.trl import TABLE
+from fourfold_tools.migrate.trl_rules import convert
 
 OPTIONS = (Path(__file__).parent / "data" / "trl_options.txt").read_text().splitlines()[1:]
 LEAST = "model_name_or_path: POLICY\ndataset_name: d.jsonl\nreward_funcs: [my.rewards.f]\n"

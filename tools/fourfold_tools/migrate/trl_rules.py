@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.migrate import common
-from fourfold.migrate.common import Options
-from fourfold.migrate.documents import read_keywords, read_yaml
-from fourfold.migrate.draft import Draft
-from fourfold.migrate.flags import Flags, names_of, parse_arguments
-from fourfold.migrate.shell import Script, read_command
-from fourfold.migrate.trl import TABLE
 from fourfold.text import clean
+from fourfold_tools.migrate import common
+from fourfold_tools.migrate.common import Options
+from fourfold_tools.migrate.documents import read_keywords, read_yaml
+from fourfold_tools.migrate.draft import Draft
+from fourfold_tools.migrate.flags import Flags, names_of, parse_arguments
+from fourfold_tools.migrate.shell import Script, read_command
+from fourfold_tools.migrate.trl import TABLE
 
 _PROGRAM: Final = re.compile(r"(^|/)((trl/scripts/)?grpo[\w-]*(\.py)?|trl\.scripts\.grpo|train_grpo\.py)$")
 _CALLS: Final = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from fourfold.migrate.flags import Flag, row, table_of
+from fourfold_tools.migrate.flags import Flag, row, table_of
 
 _ALWAYS_PACKED: Final = "not needed: samples are always packed, without padding"
 _CHOSEN: Final = "not needed: the transport of weights is chosen for each engine"

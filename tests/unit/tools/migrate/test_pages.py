@@ -15,12 +15,12 @@ from fourfold.cli import main as cli_main
 from fourfold.config import Config
 from fourfold.config.recipe import _known_keys
 from fourfold.errors import ConfigError
-from fourfold.migrate import openrlhf_rules, trl_rules, verl_rules
-from fourfold.migrate.common import Options
-from fourfold.migrate.pages import TABLES, markdown
-from tests.unit.migrate.test_openrlhf import write_model
+from fourfold_tools.migrate import openrlhf_rules, trl_rules, verl_rules
+from fourfold_tools.migrate.common import Options
+from fourfold_tools.migrate.pages import TABLES, markdown
+from tests.unit.tools.migrate.test_openrlhf import write_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 FLAGS = re.compile(r"(?<=<!-- begin flags -->\n).*?(?=<!-- end flags -->)", re.DOTALL)
 
 

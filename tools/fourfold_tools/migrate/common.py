@@ -12,8 +12,8 @@ from typing import Any, Final, get_args
 from fourfold.config import DataSourceConfig, parse_template
 from fourfold.config.sinks import SinkName
 from fourfold.errors import ConfigError
-from fourfold.migrate.draft import Draft
 from fourfold.paths import expand_home
+from fourfold_tools.migrate.draft import Draft
 
 ASSUMED_ROWS: Final = 10_000
 _MOST_COUNTED_BYTES: Final = 4 << 30  # 8 s at the measured 0.5 GiB/s

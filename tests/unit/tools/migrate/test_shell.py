@@ -10,7 +10,7 @@ import pytest
 
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
-from fourfold.migrate.shell import Script, read_command
+from fourfold_tools.migrate.shell import Script, read_command
 
 PROGRAM = re.compile(r"(^|\.)train$")
 

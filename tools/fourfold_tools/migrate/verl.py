@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from fourfold.migrate.flags import Flag, row, table_of
+from fourfold_tools.migrate.flags import Flag, row, table_of
 
 _ACTOR: Final = "actor_rollout_ref.actor"
 _ROLLOUT: Final = "actor_rollout_ref.rollout"

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from fourfold.cli.numbers import positive_whole
 from fourfold.errors import ConfigError
-from fourfold.migrate.common import Options
-from fourfold.migrate.shell import MAX_SCRIPT
+from fourfold_tools.migrate.common import Options
+from fourfold_tools.migrate.shell import MAX_SCRIPT
 
 _SYSTEMS: Final = {"openrlhf": "openrlhf_rules", "trl": "trl_rules", "verl": "verl_rules"}
 
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     source = "stdin" if args.file == "-" else args.file
     text = _read(args.file)
     options = Options(source=source, name=args.name, rows=args.rows, processes=args.gpus)
-    rules: Any = importlib.import_module(f"fourfold.migrate.{_SYSTEMS[args.system]}")
+    rules: Any = importlib.import_module(f"fourfold_tools.migrate.{_SYSTEMS[args.system]}")
     draft = rules.convert(text, options, _variables(args.define), dict(os.environ) if args.environment else {})
     recipe = draft.text(f"Converted from {args.system}'s {source} by `fourfold import`.")
     print(draft.checked(recipe, source), end="")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from fourfold.migrate.flags import Flag, row, table_of
+from fourfold_tools.migrate.flags import Flag, row, table_of
 
 _NUCLEUS: Final = "no equivalent: the engine would renormalise, and importance ratios would be wrong; use temperature"
 _TRANSFORMERS: Final = "not needed: completions come from vLLM engines"

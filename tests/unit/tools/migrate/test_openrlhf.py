@@ -17,12 +17,12 @@ import pytest
 from fourfold import config
 from fourfold.config import Config, gpu_count
 from fourfold.errors import ConfigError
-from fourfold.migrate.common import Options
-from fourfold.migrate.draft import Draft
-from fourfold.migrate.openrlhf import TABLE
-from fourfold.migrate.openrlhf_rules import convert
 from fourfold.plan.algorithm import algorithm_plan
 from fourfold.plan.report import describe
+from fourfold_tools.migrate.common import Options
+from fourfold_tools.migrate.draft import Draft
+from fourfold_tools.migrate.openrlhf import TABLE
+from fourfold_tools.migrate.openrlhf_rules import convert
 
 DATA = Path(__file__).parent / "data"
 LEAST = "--actor.model_name_or_path POLICY --data.prompt_dataset d.jsonl --reward.remote_url r.py --vllm.num_engines 1"

@@ -7,5 +7,5 @@
     openrlhf_rules.py    the conversions that need more than one flag
     draft.py             lines with their flags -> recipe with comments, and the report of what was not converted
 
-The pages docs/migration/*.md have the same tables; `python -m fourfold.migrate.pages SYSTEM` prints them.
+The pages docs/migration/*.md have the same tables; `python -m fourfold_tools.migrate.pages SYSTEM` prints them.
 """

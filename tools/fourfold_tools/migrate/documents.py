@@ -6,8 +6,9 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+import yaml
+
 from fourfold.errors import ConfigError
-from fourfold.install import install_command
 from fourfold.text import clean
 
 _MAX_VALUES: Final = 20_000
@@ -18,12 +19,8 @@ def read_yaml(text: str, source: str) -> dict[str, Any]:
     """Return the mapping of a YAML file.
 
     Raises:
-        ConfigError: it is no YAML, no mapping, or too large; or PyYAML is not installed.
+        ConfigError: it is no YAML, no mapping, or too large.
     """
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise ConfigError(f"{source}: YAML files need PyYAML; {install_command('fourfold[yaml]')}") from None
     try:
         found = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:

@@ -48,7 +48,7 @@ _OPTIONAL: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "reasoning-gym tasks": (("reasoning-gym",), "fourfold-coordinator[reasoning-gym]"),
     "--launcher ray": (("ray",), "fourfold-coordinator[ray]"),
     "trainer.lora": (("peft",), "fourfold-trainer[lora]"),
-    "fourfold certs": (("cryptography",), "fourfold[certs]"),
+    "conformance, import, certs": (("fourfold-tools",), "fourfold-tools"),
     "built-in models": (("gguf",), "fourfold[gguf]"),
 }
 # By package: a program that imports it and prints one line about it. Each runs in a child process.

@@ -1,9 +1,9 @@
 """Runs the command `fourfold`. Imports a command's module only when that command is called.
 
 A command is a module or an object with `add_arguments(parser)` and `main(args) -> int`, and perhaps `complete(words)`,
-which returns the words of a short form in full. `plan`, `get`, `doctor`, `certs`, `health`, `proto` and `serve` are
-here. The distributions of the coordinator, the tools, the benchmarks and the services register theirs by
-entry points: in the groups `fourfold.commands` and `fourfold.services`.
+which returns the words of a short form in full. `plan`, `get`, `doctor`, `health`, `proto` and `serve` are here. The
+distributions of the coordinator, the tools, the benchmarks and the services register theirs by entry points: in the
+groups `fourfold.commands` and `fourfold.services`.
 
 Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted.
 """
@@ -31,14 +31,13 @@ from fourfold.text import nearest_name
 _MODULES: Final = {
     "plan": "fourfold.plan.report",
     "doctor": "fourfold.cli.doctor",
-    "certs": "fourfold.cli.certs",
     "health": "fourfold.cli.health",
     "proto": "fourfold.cli.proto",
     "get": "fourfold.cli.get",
 }
 _COORDINATOR: Final = "fourfold-coordinator"
 _TOOLS: Final = "fourfold-tools"
-_DISTRIBUTIONS: Final = {"bench": "fourfold-bench", "conformance": _TOOLS, "import": _TOOLS}
+_DISTRIBUTIONS: Final = {"bench": "fourfold-bench", "certs": _TOOLS, "conformance": _TOOLS, "import": _TOOLS}
 """Distributions of commands; of those that are not listed, the coordinator's."""
 _SERVICES: Final = {
     "rollout": "fourfold-rollout",

@@ -12,8 +12,8 @@ from fourfold.cli import main as cli_main
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from fourfold.rpc.server import Server
-from fourfold.security import certs
 from fourfold.security.principal import CallerLimits
+from fourfold_tools import certs
 from tests.conformance.toy_gateway import gateway
 from tests.conformance.toy_rollout import ToyRollout
 from tests.security.pki import Pki

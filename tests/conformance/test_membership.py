@@ -13,7 +13,7 @@ import pytest
 
 from fourfold.cli import main as cli_main
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
-from fourfold.security import certs
+from fourfold_tools import certs
 from fourfold_tools.conformance import membership
 from fourfold_tools.conformance.checks import Finding
 from fourfold_tools.conformance.coordinator import FakeCoordinator

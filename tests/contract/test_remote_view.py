@@ -26,7 +26,6 @@ from fourfold.coordinator.v1.run_file_service_pb2_grpc import (
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
-from fourfold.security import certs
 from fourfold.security.access import COORDINATOR, Security
 from fourfold.security.principal import Principal
 from fourfold_coordinator.launch.run_folder import LEDGER_FILE
@@ -39,6 +38,7 @@ from fourfold_coordinator.state.samples import SAMPLES_FILE
 from fourfold_coordinator.view import remote
 from fourfold_coordinator.view.app import make_app
 from fourfold_coordinator.view.reader import FolderReader, RunFolders
+from fourfold_tools import certs
 from tests.support.view_run import append_step, trajectory, write_run
 
 LOCAL = "http://127.0.0.1:8440"

@@ -28,10 +28,11 @@ from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
-from fourfold.security import certs, principal
+from fourfold.security import principal
 from fourfold.security.access import POLICY, PUBLIC_SERVICES, ROLES, ROLLOUT, VIEWER, Security, check_identity
 from fourfold.security.material import server_name
 from fourfold.security.principal import Principal
+from fourfold_tools import certs
 from tests.fakes.servicers import Reward, Rollout
 
 REWARD = Principal("reward")

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from fourfold.security import certs
+from fourfold_tools import certs
 from tests.support import browser
 from tests.support.view_run import write_run
 

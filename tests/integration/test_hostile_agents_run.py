@@ -26,9 +26,9 @@ import numpy as np
 import psutil
 import pytest
 
-from fourfold.security import certs
 from fourfold_bench import record
 from fourfold_coordinator.state.ledger import Ledger, SampleState
+from fourfold_tools import certs
 from tests.fakes.stage import until
 from tests.security.test_hostile_agents import MIB, Memory, free_port, running
 from tests.support.hostile_attacks import SERVER, HostilePlan

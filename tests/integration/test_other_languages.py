@@ -28,12 +28,12 @@ from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel, translate_errors
 from fourfold.rpc.server import Server
-from fourfold.security import certs
 from fourfold.security.access import Security
 from fourfold.security.principal import LOCAL, Principal
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_coordinator.routing.membership import MembershipServicer
 from fourfold_coordinator.routing.registry import Member, MemberChange, Registry
+from fourfold_tools import certs
 from tests.fakes.agent_service import RUN, AgentGateway
 from tests.fakes.command_line import Stage, staged
 from tests.fakes.servicers import Rollout, generated

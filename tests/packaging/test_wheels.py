@@ -143,9 +143,7 @@ _COORDINATOR_EXTRAS = [
 
 def test_fourfold_alone_imports_all_that_needs_no_extra(install: Callable[..., Path], tmp_path: Path) -> None:
     python = install("fourfold", "--constraints", ROOT / "constraints.txt")
-    found = _import_all(
-        python, ["fourfold"], skip=[*_TENSORS, "fourfold.model.tokenizer", "fourfold.security.certs"], cwd=tmp_path
-    )
+    found = _import_all(python, ["fourfold"], skip=[*_TENSORS, "fourfold.model.tokenizer"], cwd=tmp_path)
     assert {"fourfold.cli.main", "fourfold.service.lifecycle", "fourfold.rollout.client", "fourfold.trainer.v1"} <= set(
         found.imported
     )
@@ -208,9 +206,7 @@ def test_stubs_load_on_every_protobuf_that_an_engine_may_bring(
 ) -> None:
     install("fourfold", f"protobuf=={protobuf}")
     python = tmp_path / "environment/bin/python"
-    found = _import_all(
-        python, ["fourfold"], skip=[*_TENSORS, "fourfold.model.tokenizer", "fourfold.security.certs"], cwd=tmp_path
-    )
+    found = _import_all(python, ["fourfold"], skip=[*_TENSORS, "fourfold.model.tokenizer"], cwd=tmp_path)
     assert "fourfold.coordinator.v1.run_service_pb2_grpc" in found.imported
     version = _run(python, "-c", "import google.protobuf as p; print(p.__version__)", cwd=tmp_path)
     assert version.strip() == protobuf

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from fourfold.config import SecurityConfig
-from fourfold.security import certs
 from fourfold.security.access import Security
 from fourfold.security.principal import Principal
+from fourfold_tools import certs
 
 MEMBERS = ("coordinator-0", "trainer-0", "reward-0", "reward-1", "rollout-0", "viewer-0")
 

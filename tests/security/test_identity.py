@@ -22,13 +22,13 @@ from fourfold.reward.client import AsyncRewardClient
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
-from fourfold.security import certs
 from fourfold.security.access import COORDINATOR, ROLLOUT, Security
 from fourfold.security.principal import Principal
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_coordinator.routing.membership import MembershipServicer
 from fourfold_coordinator.routing.registry import MAX_MEMBERS, TTL_SECONDS, Member, MemberChange, Registry
 from fourfold_coordinator.routing.router import Router
+from fourfold_tools import certs
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Reward, Rollout
 from tests.security.pki import Pki

@@ -24,12 +24,12 @@ from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
-from fourfold.security import certs
 from fourfold.security.access import ROLLOUT, Security
 from fourfold.security.principal import Principal
 from fourfold_coordinator.routing.membership import CertificateMonitor
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_tools import certs
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Reward, Rollout
 from tests.security.pki import Pki

@@ -137,7 +137,7 @@ _EDITABLE = '{"url": "file://ROOT", "dir_info": {"editable": true}}'
         ("fourfold-coordinator[view]", _EDITABLE, "-e 'services/coordinator[view]'"),
         ("fourfold-bench", _EDITABLE, "-e ./benchmarks"),
         ("fourfold-tools", _EDITABLE, "-e ./tools"),
-        ("fourfold[certs]", _EDITABLE, "-e '.[certs]'"),
+        ("fourfold[hub]", _EDITABLE, "-e '.[hub]'"),
         ("fourfold-trainer[lora]", '{"url": "file://ROOT", "dir_info": {}}', "'services/trainer[lora]'"),
         ("liger-kernel>=0.8", _EDITABLE, "'liger-kernel>=0.8'"),
         ("fourfold-bench", _EDITABLE.replace("ROOT", "/no/such"), "fourfold-bench"),

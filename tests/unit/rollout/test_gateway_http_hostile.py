@@ -17,11 +17,11 @@ from fourfold.config import SecurityConfig
 from fourfold.config.agents import GatewayConfig
 from fourfold.errors import ConfigError
 from fourfold.rpc.limits import Quotas
-from fourfold.security import certs
 from fourfold.security.access import Security
 from fourfold.security.principal import CallerLimits, Principal
 from fourfold_rollout.gateway.api import Caller
 from fourfold_rollout.gateway.http.server import HttpServer, serve_http
+from fourfold_tools import certs
 from tests.fakes.agent_api import FakeAgentApi
 
 JSON = {"content-type": "application/json"}

@@ -1,9 +1,8 @@
-"""Implements `fourfold certs`: issues certificates and tokens by `fourfold.security.certs`."""
+"""Implements `fourfold certs`: issues certificates and tokens by `fourfold_tools.certs`."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 import sys
 from collections.abc import Collection, Sequence
@@ -12,11 +11,11 @@ from typing import Any, Final
 
 from fourfold.cli.numbers import positive
 from fourfold.errors import ConfigError
-from fourfold.install import install_command
 from fourfold.security.access import REVOKED_FILE, WARN_DAYS, read_revoked
 from fourfold.security.principal import Principal
 from fourfold.security.tokens import DEFAULT_SCOPES, LIMITS, SCOPES, read_tokens
 from fourfold.text import nearest_name
+from fourfold_tools import certs
 
 _MAX_DAYS: Final = 36_500
 _ACTIONS: Final = ("make", "add", "renew", "revoke", "status", "token")
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run one action; print its result and the next step."""
-    certs, directory = _certs(), args.directory
+    directory = args.directory
     match args.action:
         case "make":
             print(_make(args))
@@ -85,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> str:
-    certs, directory = _certs(), args.directory
+    directory = args.directory
     members = _of_recipe(args.recipe) if args.recipe else certs.FIRST_OF_EACH
     members = [*members, *(certs.parse_member(text) for text in args.member)]
     token = certs.make(directory, args.host, list(dict.fromkeys(members)), days=args.days)
@@ -126,7 +125,6 @@ def _of_recipe(path: Path) -> list[Principal]:
 
 
 def _status(directory: Path) -> list[str]:
-    certs = _certs()
     revoked, lines = read_revoked(directory / REVOKED_FILE), list[str]()
     for issued in certs.current(directory):
         left = issued.days_left
@@ -141,7 +139,6 @@ def _status(directory: Path) -> list[str]:
 
 
 def _token(args: argparse.Namespace) -> None:
-    certs = _certs()
     path = args.directory / certs.TOKENS_FILE
     if args.change == "list":
         print("\n".join(_tokens(path)))
@@ -177,14 +174,6 @@ def _tokens(path: Path) -> list[str]:
         words = [f"scopes {','.join(sorted(grant.scopes))}", *(f"{k}={v:g}" for k, v in grant.limits.items())]
         lines.append(f"{'token ' + grant.name:28} {expires}  {'  '.join(words)}")
     return lines
-
-
-def _certs() -> Any:
-    """Return `fourfold.security.certs`, which needs the package cryptography."""
-    try:
-        return importlib.import_module("fourfold.security.certs")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"`certs` needs the module {error.name!r}; {install_command('fourfold[certs]')}") from None
 
 
 def _action(actions: Any, name: str, text: str, *, directory: bool = True) -> argparse.ArgumentParser:

@@ -10,10 +10,10 @@ from cryptography import x509
 
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
-from fourfold.security import certs
 from fourfold.security.access import ROLES, read_revoked
 from fourfold.security.principal import Principal
 from fourfold.security.tokens import read_tokens
+from fourfold_tools import certs
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,8 +7,8 @@
     DIR/ca-key.pem      private key of the CA; never leaves this folder
     DIR/issued.txt      every issued certificate; never leaves this folder
 
-`material.py` documents the names in a member's certificate. Certificates of rollout services and gateways also contain
-host names, for agents whose TLS library checks the host name. Needs `cryptography` (`fourfold[certs]`).
+`fourfold.security.material` documents the names in a member's certificate. Certificates of rollout services and
+gateways also contain host names, for agents whose TLS library checks the host name.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -32,13 +31,13 @@ from fourfold import hub
 from fourfold.errors import ConfigError
 from fourfold.install import install_command
 from fourfold.paths import expand_home
+from fourfold.tools import find_tool
 
 _KEY: Final = "model.source"  # of the recipe, in messages
 BUILTIN_PREFIX: Final = "builtin:"
 # Part of the folder's name. Raise it when the converter changes its output, so that old folders are not used.
 _CONVERSION: Final = 1
 _CONVERT_TIMEOUT_SECONDS: Final = 600.0
-_CONVERTER_MODULES: Final = ("gguf", "tokenizers")
 _REQUIRED_FILES: Final = ("config.json", "tokenizer.json")
 # The file with all weights, or the index of several files.
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -259,11 +258,12 @@ def _builtin_of(source: str, key: str = _KEY) -> Builtin | None:
 
 def _convert(builtin: Builtin, folder: Path) -> None:
     """Convert into a folder of another name and rename it, so that a folder under its final name is complete."""
+    converter = find_tool("gguf-reader", "conversion of a built-in model").module
     gguf = _package_file(builtin)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed: this process has the lock
     sys.stderr.write(f"Converting {builtin.name} for its first use: {gguf} -> {folder}\n")
-    command = [sys.executable, "-m", "fourfold.model.convert_gguf", str(gguf), str(partial)]
+    command = [sys.executable, "-m", converter, str(gguf), str(partial)]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_TIMEOUT_SECONDS, check=False)
         if child.returncode:
@@ -279,9 +279,6 @@ def _convert(builtin: Builtin, folder: Path) -> None:
 
 def _package_file(builtin: Builtin) -> Path:
     wanted = f"{builtin.package}=={builtin.version}"
-    for module in _CONVERTER_MODULES:
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"conversion of a built-in model needs the package {module}; {install_command(module)}")
     command = builtin.install_command
     try:
         distribution = importlib.metadata.distribution(builtin.package)

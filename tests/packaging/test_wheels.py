@@ -132,7 +132,7 @@ def _import_all(python: Path, packages: list[str], *, skip: list[str], cwd: Path
 
 
 # What needs an extra that this test leaves out.
-_TENSORS = ["fourfold.nn", "fourfold.weights", "fourfold.model.convert_gguf", "fourfold.model.write_gguf"]
+_TENSORS = ["fourfold.nn", "fourfold.weights"]
 _COORDINATOR_EXTRAS = [
     "fourfold_coordinator.launch.ray",
     "fourfold_coordinator.training.evaluation.harness",

@@ -24,9 +24,9 @@ import torch
 import transformers
 
 from fourfold.model import folder as model_folder
-from fourfold.model import write_gguf
 from fourfold.model.tokenizer import Tokenizer
 from fourfold_bench import record
+from fourfold_tools.gguf import write_gguf
 from tests.support.pre_tokenizers import TEXTS, set_pre_tokenizer
 from tests.support.tiny_models import write_tiny_model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import re
 import shutil
@@ -17,10 +18,10 @@ import pytest
 from fourfold import config as configuration
 from fourfold.errors import ConfigError
 from fourfold.install import install_command
-from fourfold.model import write_gguf
 from fourfold_coordinator.cli import evaluate, export
 from fourfold_coordinator.launch.run_folder import RUN_LOCK, link_latest, locked
 from fourfold_coordinator.reporting.model_card import model_card
+from fourfold_tools.gguf import write_gguf
 from tests.fakes.hub_server import FakeHub
 from tests.fakes.hub_uploads import TOKEN, UploadHub
 from tests.support.tiny_models import write_tiny_model
@@ -147,9 +148,9 @@ def test_options_of_the_other_target_are_refused(run: Path) -> None:
 
 
 def test_a_missing_package_says_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "fourfold.model.write_gguf", None)
-    monkeypatch.delattr("fourfold.model.write_gguf")
-    with pytest.raises(ConfigError, match=re.escape(install_command("fourfold[gguf]"))):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    text = f"--gguf needs fourfold-tools, which is not installed; {install_command('fourfold-tools')}"
+    with pytest.raises(ConfigError, match=re.escape(text)):
         call("runs/demo", "--gguf", "demo.gguf")
 
 

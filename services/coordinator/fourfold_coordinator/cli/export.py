@@ -15,9 +15,9 @@ from typing import Final
 from fourfold import hub
 from fourfold.errors import ConfigError
 from fourfold.hub import upload
-from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold.text import choices, format_bytes
+from fourfold.tools import find_tool
 
 from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, find_run
 from ..reporting.model_card import model_card
@@ -79,11 +79,8 @@ def find_export(source: str, name: str = "") -> Path:
 def _write(folder: Path, path: Path, *, dtype: str, force: bool, title: str) -> None:
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; choose another name, or replace it with --force")
-    try:
-        from fourfold.model import write_gguf
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--gguf needs the package {error.name}; {install_command('fourfold[gguf]')}") from None
-    write_gguf.write(folder, path, dtype=dtype, name=title)
+    write = find_tool("gguf-writer", "--gguf").load()
+    write(folder, path, dtype=dtype, name=title)
     print(f"wrote {path}: {folder} in {dtype}, {format_bytes(path.stat().st_size)}")
 
 

@@ -1,6 +1,6 @@
 """Converts a GGUF file of the Llama architecture into a Hugging Face model folder.
 
-    python -m fourfold.model.convert_gguf MODEL.gguf FOLDER
+    python -m fourfold_tools.gguf.convert_gguf MODEL.gguf FOLDER
 
 `fourfold.model.folder` runs this once per machine for each built-in model. The conversion uses no training library: it
 takes seconds instead of half a minute, works with all their versions, and keeps the digit splitting of the tokenizer,
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fourfold.errors import ConfigError
-from fourfold.model.gguf_tokenizer import CONTROL_TOKEN
+from fourfold_tools.gguf.gguf_tokenizer import CONTROL_TOKEN
 
 # GGUF pre-tokenizers that `_build_tokenizer` can rebuild. All of them split numbers into digits.
 _DIGIT_SPLITTING: Final = ("smollm",)
 
-# The tensors of Llama, Qwen2 and Qwen3, by their names in GGUF. `fourfold.model.write_gguf` reads the tables backwards.
+# The tensors of Llama, Qwen2 and Qwen3, by their names in GGUF. `write_gguf.py` reads the tables backwards.
 OUTER_NAMES: Final = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",

@@ -1,6 +1,6 @@
 """Writes a Hugging Face model folder as one GGUF file, which llama.cpp and the programs around it run.
 
-It is the way back of `fourfold.model.convert_gguf`, with the same names of tensors. It reads and writes one tensor at a
+It is the way back of `convert_gguf.py`, with the same names of tensors. It reads and writes one tensor at a
 time, so that it needs memory for the largest tensor only. It needs the packages `gguf` and `tokenizers`, and no tensor
 library.
 """
@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.errors import ConfigError
-from fourfold.model.convert_gguf import LAYER_NAMES, OUTER_NAMES, bfloat16
 from fourfold.model.folder import ModelShape, TensorEntry, folder_shape, llama_shapes, read_json, tensor_entries
-from fourfold.model.gguf_tokenizer import read_tokenizer
 from fourfold.model.tokenizer import chat_template
+from fourfold_tools.gguf.convert_gguf import LAYER_NAMES, OUTER_NAMES, bfloat16
+from fourfold_tools.gguf.gguf_tokenizer import read_tokenizer
 
 DTYPES: Final = ("bf16", "f16", "f32")
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fourfold.errors import ConfigError
-from fourfold.model import convert_gguf, write_gguf
-from fourfold.model.gguf_tokenizer import read_tokenizer
 from fourfold.model.tokenizer import Tokenizer
+from fourfold_tools.gguf import convert_gguf, write_gguf
+from fourfold_tools.gguf.gguf_tokenizer import read_tokenizer
 from tests.support.pre_tokenizers import TEXTS, set_pre_tokenizer
 from tests.support.tiny_models import VOCABULARY_SIZE, write_tiny_model
 

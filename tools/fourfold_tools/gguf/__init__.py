@@ -1,0 +1,1 @@
+"""Reads and writes models as GGUF files, the format of llama.cpp."""

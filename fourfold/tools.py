@@ -4,6 +4,7 @@ It registers these entry points in the group `fourfold.tools`:
 
     gguf-reader    module: `python -m MODULE FILE.gguf FOLDER` converts a GGUF file into a model folder
     gguf-writer    function that writes a model folder as a GGUF file
+    step-time      class that predicts step times for `fourfold plan` (`fourfold.plan.speed.SpeedPredictor`)
 """
 
 from __future__ import annotations

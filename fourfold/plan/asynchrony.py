@@ -1,19 +1,11 @@
-"""Describes what `asynchrony.max_policy_lag` means for a recipe, and predicts its step time at several lags."""
+"""Describes what `asynchrony.max_policy_lag` means for a recipe."""
 
 from __future__ import annotations
-
-from typing import Final
 
 from fourfold.config import Config, RolloutPool
 from fourfold.model.folder import ModelShape
 from fourfold.plan.batch import engine_limits, groups_in_flight
-from fourfold.plan.cost import Prediction, predict
 from fourfold.plan.memory import GIB, kv_bytes_per_token, kv_cache_tokens
-from fourfold.plan.rates import RunRates, workload
-from fourfold.text import align_columns
-
-LAGS: Final = (0, 1, 2, 4)
-NO_RATES: Final = "`fourfold plan RECIPE --rates runs/NAME` predicts it from the metrics of a run that has done a step."
 
 
 def lag_plan(config: Config, shape: ModelShape) -> list[str]:
@@ -77,56 +69,3 @@ def _warnings(config: Config) -> list[str]:
             'gained; set it to "keep".'
         )
     return found
-
-
-def rates_text(run: RunRates) -> str:
-    """Describe the rates of a run and where they come from."""
-    rates, (first, last) = run.rates, run.steps
-    steps = f"steps {first} to {last}" if first < last else f"step {last}"
-    return (
-        f"from {run.folder}, {steps} ({_time(run.step_seconds)} each at a policy lag of {run.lag}, without evaluations "
-        f"and checkpoints, which the predictions leave out, too): {_engine(run)}; the trainer trains "
-        f"{rates.train_tokens_per_second:,.0f} tokens/s; publish {_time(rates.publish_seconds)}, scoring "
-        f"{_time(rates.reward_seconds)}, other {_time(rates.other_seconds)}. Prompts of {run.prompt_tokens:,.0f} and "
-        f"completions of {run.mean_new_tokens:,.0f} tokens on average, at most {run.longest_new_tokens:,}."
-    )
-
-
-def _engine(run: RunRates) -> str:
-    step = run.rates.engine_step
-    if not run.step_is_measured:
-        return (
-            f"an engine samples {1 / step.per_sample:,.0f} tokens/s. How this depends on the samples at once was not "
-            f"measured (generations of a few seconds are too short), so that it is assumed not to, and the speed-ups "
-            f"are lower bounds"
-        )
-    terms = ((step.base, ""), (step.per_sample, " per sample"), (step.per_context_token, " per token in the KV cache"))
-    return f"an engine step takes {' + '.join(f'{_time(value)}{what}' for value, what in terms if value)}"
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns" if seconds > 0 else "0 s"
-
-
-def speed_table(config: Config, shape: ModelShape, run: RunRates) -> list[str]:
-    """Return the lines of a table with one line per policy lag: step time, speed-up, and what waits for what."""
-    lags = sorted({*LAGS, config.asynchrony.max_policy_lag})
-    results = [predict(run.rates, workload(config, shape, run, lag), lag) for lag in lags]
-    head = ["policy lag", "s per step", "speed-up", "tokens/s", "engine load", "trainer waits", "token lag", "bound by"]
-    return align_columns([head, *(_row(result, results[0]) for result in results)])
-
-
-def _row(result: Prediction, synchronous: Prediction) -> list[str]:
-    return [
-        str(result.lag),
-        f"{result.step_seconds:.3g}",
-        f"{synchronous.step_seconds / result.step_seconds:.2f}",
-        f"{result.trained_tokens_per_second:,.0f}",
-        f"{result.engine_utilisation:.0%}",
-        f"{result.trainer_wait:.0%}",
-        f"{result.mean_token_lag:.1f}",
-        result.limit,
-    ]

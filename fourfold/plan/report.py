@@ -23,14 +23,13 @@ from fourfold.config import (
 from fourfold.config.reward import RewardModelConfig
 from fourfold.config.sources import MIXTURE_BLOCK
 from fourfold.errors import ConfigError
-from fourfold.host.hardware import Gpu, available_memory, smallest_memory, visible_gpus
+from fourfold.host.hardware import available_memory, smallest_memory, visible_gpus
 from fourfold.model.classifier import ClassifierFolder
 from fourfold.model.folder import ModelShape
 from fourfold.plan.agents import agents_plan
 from fourfold.plan.algorithm import algorithm_plan, noise_warnings
-from fourfold.plan.asynchrony import NO_RATES, lag_plan, rates_text, speed_table
+from fourfold.plan.asynchrony import lag_plan
 from fourfold.plan.batch import BatchPlan, batch_plan, engine_limits
-from fourfold.plan.guess import device_of, guess_text
 from fourfold.plan.memory import (
     GIB,
     MemoryRow,
@@ -40,16 +39,15 @@ from fourfold.plan.memory import (
     memory_plan,
     weight_bytes,
 )
-from fourfold.plan.models import AdapterPlan, ModelSizes, check_context, check_sequence_parallel, model_sizes
+from fourfold.plan.models import AdapterPlan, check_context, check_sequence_parallel, model_sizes
 from fourfold.plan.placement import gpu_plan, memory_warnings, node_plan
 from fourfold.plan.preflight import Preflight, check_recipe
-from fourfold.plan.rates import RunRates, read_rates
+from fourfold.plan.speed import SpeedPredictor, load_predictor
 from fourfold.plan.weight_update import update_cost
-from fourfold.text import align_columns, format_duration
+from fourfold.text import align_columns
 
 _WIDTH: Final = 110
 _LABEL: Final = 12
-_LONG_SECONDS: Final = 2 * 3600.0
 _COLUMNS: Final = ("weights", "gradients", "optimizer", "activations", "kv_cache", "programs")
 
 
@@ -78,16 +76,16 @@ def main(args: argparse.Namespace) -> int:
     if args.resolved:
         print(configuration.dump(config), end="")
         return 0
-    run = read_rates(args.rates) if args.rates else None
+    predictor = load_predictor(args.rates)
     found = Preflight(config) if args.skip_checks else check_recipe(config, args.recipe, args.set)
-    print(describe(config, run, found), end="")
+    print(describe(config, found, predictor), end="")
     return 0
 
 
-def describe(config: Config, run: RunRates | None = None, found: Preflight | None = None) -> str:
-    """Return the plan as text, with step times if rates are known; its models must exist and fit the recipe.
+def describe(config: Config, found: Preflight | None = None, predictor: SpeedPredictor | None = None) -> str:
+    """Return the plan as text; its models must exist and fit the recipe.
 
-    `found` has what the checks of data and rewards have found.
+    `found` has what the checks of data and rewards have found. Without a predictor, the speed is guessed.
     """
     found = found or Preflight(config)
     check_context(config)
@@ -99,7 +97,7 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
     gpu_bytes = smallest_memory(gpus)
     host_bytes = None if gpu_bytes is None else available_memory()  # a plan may be made on another machine
     warnings = memory_warnings(config, sizes, gpu_count=len(gpus), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-    speed, slow = (rates_text(run), []) if run else _guess(config, sizes, gpus, found)
+    speed = (predictor or load_predictor()).predict(config, sizes, gpus, found)
     # Label and paragraphs.
     parts: list[tuple[str, Iterable[str]]] = [
         ("model", [_model(config, shape)]),
@@ -117,10 +115,10 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
         ("reference", [_reference(config)]),
         ("placement", gpu_plan(config, rows, gpu_bytes, here=len(gpus))),
         ("nodes", node_plan(config, sizes)),
-        ("warning", [*warnings, *noise_warnings(config), *found.warnings, *slow]),
+        ("warning", [*warnings, *noise_warnings(config), *found.warnings, *speed.warnings]),
         ("weights", _weights(config, shape)),
         ("policy lag", lag_plan(config, shape)),
-        ("speed", [speed]),
+        ("speed", [speed.text]),
     ]
     title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
     lines = [title, ""]
@@ -128,24 +126,9 @@ def describe(config: Config, run: RunRates | None = None, found: Preflight | Non
         for number, text in enumerate(texts):
             begin, indent = ("" if number else label).ljust(_LABEL), " " * _LABEL
             lines += textwrap.wrap(text, _WIDTH, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False)
-    if run:
-        lines += ["", *speed_table(config, shape, run)]
+    if speed.table:
+        lines += ["", *speed.table]
     return "\n".join([*lines, "", *memory_table(rows)]) + "\n"
-
-
-def _guess(config: Config, sizes: ModelSizes, gpus: Sequence[Gpu], found: Preflight) -> tuple[str, list[str]]:
-    """Return a paragraph on the speed, and what it warns of."""
-    elsewhere = config.trainer.device == "cpu" and found.prompt_tokens is None  # its data are not on this machine
-    # Of agents, the number of turns is unknown.
-    if elsewhere or config.agents.source != "none" or (device := device_of(config, gpus)) is None:
-        return f"unknown. {NO_RATES}", []
-    text, seconds = guess_text(config, sizes, device, found.prompt_tokens)
-    warning = (
-        f"The run takes about {format_duration(seconds)} on this CPU, more than two hours, by the guess below: lower "
-        f"steps, batch.prompts_per_step or sampling.max_new_tokens, or train on a GPU."
-    )
-    is_long = config.trainer.device == "cpu" and seconds > _LONG_SECONDS  # runs on GPUs may take days
-    return f"{text} {NO_RATES}", [warning] * is_long
 
 
 def _model(config: Config, shape: ModelShape) -> str:

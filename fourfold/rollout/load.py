@@ -22,8 +22,8 @@ from typing import Final
 from fourfold import metrics as m
 from fourfold.errors import FourfoldError, PeerFault
 from fourfold.host.clock import Clock
-from fourfold.plan.engine_step import EngineStep, EngineStepFit
 from fourfold.rollout.client import AsyncRolloutClient
+from fourfold.rollout.engine_step import EngineStep, EngineStepFit
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
 log = logging.getLogger("fourfold.rollout.load")

@@ -18,7 +18,6 @@ from fourfold import metrics as m
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, Internal, Unavailable
 from fourfold.model.folder import folder_shape
-from fourfold.plan import cost, rates
 from fourfold_bench.gpus import GpuMemory
 from fourfold_bench.harness import BenchmarkRun
 from fourfold_bench.long_tail.benchmark import OBSERVATION_TOKENS, LongTailSettings
@@ -26,6 +25,7 @@ from fourfold_bench.models import SHAPES, text_of
 from fourfold_bench.processes import BenchProcesses, say
 from fourfold_bench.step import recipe
 from fourfold_bench.step.measure import environment, explanation
+from fourfold_tools.step_time import cost, rates
 
 _RUN: Final = "run"
 _ENVIRONMENT_FILE: Final = "tool.py"

@@ -12,12 +12,12 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.errors import ConfigError
-from fourfold.plan import guess
 from fourfold.plan.preflight import Preflight, check_recipe
 from fourfold.plan.report import describe
 from fourfold_coordinator.rewards import data_check
 from fourfold_coordinator.sinks import sink
 from fourfold_rollout.check import check_parsers
+from fourfold_tools.step_time import guess
 
 RECIPE = """\
 name = "own"

@@ -12,8 +12,8 @@ import pytest
 from fourfold import metrics as m
 from fourfold.errors import Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
-from fourfold.plan.engine_step import EngineStep
 from fourfold.rollout import load as module
+from fourfold.rollout.engine_step import EngineStep
 from fourfold.rollout.load import STALE_SECONDS, EngineLoad, summarize_loads, watch_load
 from fourfold.rollout.v1.rollout_service_pb2 import WatchLoadResponse
 

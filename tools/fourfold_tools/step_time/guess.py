@@ -4,8 +4,8 @@
     engine     a step reads the weights (`base`), computes each sample (`per_sample`), reads the KV cache
     publish    the bytes of the weights at the speed of a copy, and the calls of an update
 
-`tests/unit/plan/test_guess.py` compares the guesses for an H200 with measured steps; those are within a factor of two.
-The shares of a CPU are from one measured run, and other GPUs have those of the H200.
+`tests/unit/tools/step_time/test_guess.py` compares the guesses for an H200 with measured steps; those are within a
+factor of two. The shares of a CPU are from one measured run, and other GPUs have those of the H200.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fourfold.config import Config
 from fourfold.host.gpu_speed import gpu_speed
 from fourfold.host.hardware import Gpu
 from fourfold.model.folder import ModelShape
-from fourfold.plan.cost import Rates, predict
-from fourfold.plan.engine_step import EngineStep
 from fourfold.plan.memory import kv_bytes_per_token, weight_bytes
 from fourfold.plan.models import ModelSizes
-from fourfold.plan.rates import Basis, workload
+from fourfold.rollout.engine_step import EngineStep
 from fourfold.text import format_duration
+from fourfold_tools.step_time.cost import Rates, predict
+from fourfold_tools.step_time.rates import Basis, workload
 
 _USUAL_GPU: Final = "H100"
 _SIZE: Final = 1024  # rows of the matrices that measure a CPU

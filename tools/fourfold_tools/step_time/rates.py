@@ -20,9 +20,9 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.model.folder import ModelShape
 from fourfold.plan.batch import engine_limits
-from fourfold.plan.cost import Pause, Rates, Workload
-from fourfold.plan.engine_step import EngineStep
 from fourfold.plan.memory import kv_cache_tokens
+from fourfold.rollout.engine_step import EngineStep
+from fourfold_tools.step_time.cost import Pause, Rates, Workload
 
 METRICS_FILE: Final = "metrics.jsonl"
 CONFIG_FILE: Final = "config.toml"

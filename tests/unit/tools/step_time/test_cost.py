@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from fourfold.plan.cost import Prediction, Rates, Workload, full_load_tokens_per_second, predict
-from fourfold.plan.engine_step import EngineStep
+from fourfold.rollout.engine_step import EngineStep
+from fourfold_tools.step_time.cost import Prediction, Rates, Workload, full_load_tokens_per_second, predict
 
 MEASURED = EngineStep(base=1.51e-3, per_sample=6.1e-6, per_context_token=1.04e-8)
 FLAT = EngineStep(base=2e-3, per_sample=9.4e-6)

@@ -14,10 +14,10 @@ from fourfold import metrics as m
 from fourfold.cli.main import main
 from fourfold.errors import ConfigError
 from fourfold.model import folder as models
-from fourfold.plan.engine_step import EngineStep
-from fourfold.plan.rates import read_rates, workload
+from fourfold.rollout.engine_step import EngineStep
+from fourfold_tools.step_time.rates import read_rates, workload
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[4] / "recipes"
 ROW: dict[str, Any] = {
     m.RESPONSE_LENGTH: 700.0,
     m.RESPONSE_LENGTH_MAX: 3000.0,

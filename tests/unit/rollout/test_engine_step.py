@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fourfold.plan.engine_step import EngineStep, EngineStepFit
+from fourfold.rollout.engine_step import EngineStep, EngineStepFit
 
 STEP = EngineStep(base=1.5e-3, per_sample=6e-6, per_context_token=1e-8)
 

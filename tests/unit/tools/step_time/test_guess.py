@@ -13,14 +13,14 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.host.hardware import Gpu
 from fourfold.model.folder import folder_shape
-from fourfold.plan import guess as module
-from fourfold.plan.cost import predict
-from fourfold.plan.guess import cpu_flops, device_of, guess, guess_text, parameters_per_token
 from fourfold.plan.models import ModelSizes, model_sizes
-from fourfold.plan.rates import workload
 from fourfold_bench.models import SHAPES, parameter_count
+from fourfold_tools.step_time import guess as module
+from fourfold_tools.step_time.cost import predict
+from fourfold_tools.step_time.guess import cpu_flops, device_of, guess, guess_text, parameters_per_token
+from fourfold_tools.step_time.rates import workload
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 RESULTS = ROOT / "benchmarks/results"
 H200 = [Gpu(id="0", name="NVIDIA H200")]
 

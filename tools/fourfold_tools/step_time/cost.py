@@ -3,8 +3,8 @@
     admission   groups are admitted in order while fewer than (lag + 1) * groups_per_step are admitted and not yet
                 published. A group goes whole to the replica with the fewest samples. One without room waits, and so
                 do all after it.
-    engine      all samples of an engine get one token per engine step (`engine_step.py`). Prompts are computed at
-                `prefill_tokens_per_second`, once per group; decoding stops meanwhile.
+    engine      all samples of an engine get one token per engine step (`fourfold.rollout.engine_step`). Prompts are
+                computed at `prefill_tokens_per_second`, once per group; decoding stops meanwhile.
     trainer     step k starts when every group of step k is scored and step k - 1 is published. It takes its tokens /
                 `train_tokens_per_second` and `other_seconds`, then `publish_seconds`.
 
@@ -18,7 +18,7 @@ Assumptions:
   engines and trainer work.
 - Evaluations, checkpoints, failures and agents' samples are left out.
 
-`tests/unit/plan/test_cost.py` compares the predictions with measurements; its docstring has the errors.
+`tests/unit/tools/step_time/test_cost.py` compares the predictions with measurements; its docstring has the errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from fourfold.plan.engine_step import EngineStep
+from fourfold.rollout.engine_step import EngineStep
 
 # Samples that are simulated after the start, in a number of steps that averages the random lengths.
 _SAMPLES: Final = 16_384

@@ -48,6 +48,7 @@ _OPTIONAL: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "reasoning-gym tasks": (("reasoning-gym",), "fourfold-coordinator[reasoning-gym]"),
     "--launcher ray": (("ray",), "fourfold-coordinator[ray]"),
     "trainer.lora": (("peft",), "fourfold-trainer[lora]"),
+    "agents": (("fourfold-gateway",), "fourfold-gateway"),
     "built-in models, certs, conformance, import": (("fourfold-tools",), "fourfold-tools"),
 }
 # By package: a program that imports it and prints one line about it. Each runs in a child process.

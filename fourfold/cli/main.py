@@ -44,7 +44,7 @@ _SERVICES: Final = {
     "trainer": "fourfold-trainer",
     "reward": "fourfold-reward",
     "reference": "fourfold-reward[reference]",
-    "gateway": "fourfold-rollout[gateway]",
+    "gateway": "fourfold-gateway",
     "coordinator": _COORDINATOR,
     "environment": "fourfold-reward",
 }

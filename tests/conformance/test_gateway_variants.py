@@ -19,7 +19,7 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import NotFound, Overloaded, WrongState
 from fourfold.rpc.codec import pack_floats, pack_ints, read_ints
 from fourfold.security.principal import CallerLimits
-from fourfold_rollout.gateway.servicer import AgentServicer, Context
+from fourfold_gateway.servicer import AgentServicer, Context
 from fourfold_tools.conformance.checks import Finding
 from fourfold_tools.conformance.gateway import CHECKS, GatewayProbe
 from tests.conformance import toy_gateway

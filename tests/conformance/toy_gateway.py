@@ -24,12 +24,12 @@ from fourfold.rpc.limits import Quotas
 from fourfold.rpc.server import Server
 from fourfold.security.access import Security
 from fourfold.security.principal import UNLIMITED, CallerLimits
-from fourfold_rollout.gateway.coordinator_link import CoordinatorLink
-from fourfold_rollout.gateway.core import GatewayCore
-from fourfold_rollout.gateway.engines import EnginePool
-from fourfold_rollout.gateway.http.server import serve_http
-from fourfold_rollout.gateway.servicer import AgentServicer
-from fourfold_rollout.gateway.store import SessionStore
+from fourfold_gateway.coordinator_link import CoordinatorLink
+from fourfold_gateway.core import GatewayCore
+from fourfold_gateway.engines import EnginePool
+from fourfold_gateway.http.server import serve_http
+from fourfold_gateway.servicer import AgentServicer
+from fourfold_gateway.store import SessionStore
 from tests.conformance.toy_rollout import ToyRollout
 from tests.contract.test_gateway import FakeRun
 from tests.fakes.stage import until

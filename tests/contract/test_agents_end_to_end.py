@@ -24,13 +24,13 @@ from fourfold.rpc.server import Server
 from fourfold.security.principal import UNLIMITED
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_coordinator.state.ledger import SampleState
-from fourfold_rollout.gateway import serve as gateway_serve
-from fourfold_rollout.gateway.coordinator_link import CoordinatorLink
-from fourfold_rollout.gateway.core import GatewayCore
-from fourfold_rollout.gateway.engines import EnginePool
-from fourfold_rollout.gateway.http.server import serve_http
-from fourfold_rollout.gateway.servicer import AgentServicer
-from fourfold_rollout.gateway.store import SessionStore
+from fourfold_gateway import serve as gateway_serve
+from fourfold_gateway.coordinator_link import CoordinatorLink
+from fourfold_gateway.core import GatewayCore
+from fourfold_gateway.engines import EnginePool
+from fourfold_gateway.http.server import serve_http
+from fourfold_gateway.servicer import AgentServicer
+from fourfold_gateway.store import SessionStore
 from tests.fakes.stage import Stage, check_books, until
 from tests.fakes.toy import VOCABULARY
 from tests.fakes.toy_gateway import FakeGateway

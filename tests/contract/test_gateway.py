@@ -38,12 +38,12 @@ from fourfold.rpc.limits import Quotas
 from fourfold.rpc.server import Server
 from fourfold.security.principal import UNLIMITED
 from fourfold.tracing import spans
-from fourfold_rollout.gateway import coordinator_link
-from fourfold_rollout.gateway.coordinator_link import CoordinatorLink
-from fourfold_rollout.gateway.core import GatewayCore
-from fourfold_rollout.gateway.engines import EnginePool
-from fourfold_rollout.gateway.servicer import AgentServicer
-from fourfold_rollout.gateway.store import SessionStore, StoredTurn, StoreFull
+from fourfold_gateway import coordinator_link
+from fourfold_gateway.coordinator_link import CoordinatorLink
+from fourfold_gateway.core import GatewayCore
+from fourfold_gateway.engines import EnginePool
+from fourfold_gateway.servicer import AgentServicer
+from fourfold_gateway.store import SessionStore, StoredTurn, StoreFull
 from tests.fakes.stage import until
 from tests.fakes.toy import START, VOCABULARY, make_config
 from tests.fakes.toy_rollout import FakeRollout

@@ -27,9 +27,9 @@ from fourfold.errors import (
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.security.principal import LOCAL_AGENT
-from fourfold_rollout.gateway import coordinator_link, core, sessions
-from fourfold_rollout.gateway.api import Caller
-from fourfold_rollout.gateway.store import StoredSession
+from fourfold_gateway import coordinator_link, core, sessions
+from fourfold_gateway.api import Caller
+from fourfold_gateway.store import StoredSession
 from tests.contract.test_gateway import USER, Gateway, running_gateway
 from tests.fakes.stage import until
 from tests.fakes.toy_rollout import FakeRollout

@@ -13,8 +13,8 @@ import pytest
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.config.agents import GatewayConfig
 from fourfold.errors import InvalidInput
-from fourfold_rollout.gateway.generation import MAX_SAMPLES
-from fourfold_rollout.gateway.http.server import serve_http
+from fourfold_gateway.generation import MAX_SAMPLES
+from fourfold_gateway.http.server import serve_http
 from tests.contract.test_gateway import Gateway, running_gateway
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "3 * 4 ="}]}

@@ -13,7 +13,7 @@ import numpy as np
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import FourfoldError, PermissionDenied, Unauthenticated, WrongState
 from fourfold.security.principal import LOCAL_AGENT
-from fourfold_rollout.gateway.api import Caller
+from fourfold_gateway.api import Caller
 
 SESSION_KEY = "key-of-a-session"
 STOP, LENGTH, TOOL_CALLS = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS

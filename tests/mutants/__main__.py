@@ -33,7 +33,15 @@ from cosmic_ray.work_item import TestOutcome
 from .sample import SEED, Mutant, draw
 from .table import ROOT, Module, load_modules, load_verdicts
 
-IMPORT_FOLDERS = (".", "services/rollout", "services/trainer", "services/reward", "services/coordinator", "tools")
+IMPORT_FOLDERS = (
+    ".",
+    "services/rollout",
+    "services/trainer",
+    "services/reward",
+    "services/coordinator",
+    "services/gateway",
+    "tools",
+)
 BASELINE_SECONDS = 300.0
 TEST_SECONDS = 30
 TARGET = 0.95

@@ -26,6 +26,7 @@ PROJECTS = {
     "fourfold-trainer": ROOT / "services/trainer",
     "fourfold-reward": ROOT / "services/reward",
     "fourfold-coordinator": ROOT / "services/coordinator",
+    "fourfold-gateway": ROOT / "services/gateway",
     "fourfold-tools": ROOT / "tools",
     "fourfold-bench": ROOT / "benchmarks",
 }
@@ -198,6 +199,16 @@ def test_coordinator_alone_imports_without_torch(install: Callable[..., Path], t
     assert "--launcher" in _run(python.with_name("fourfold"), "run", "--help", cwd=tmp_path)
     (view,) = python.parents[1].glob("lib/python3.*/site-packages/fourfold_coordinator/view")
     assert (view / "templates/run.html").exists() and (view / "static/view.css").exists()
+
+
+def test_gateway_alone_starts_without_torch(install: Callable[..., Path], tmp_path: Path) -> None:
+    python = install("fourfold-gateway", "--constraints", ROOT / "constraints.txt")
+    found = _import_all(python, ["fourfold_gateway"], skip=[], cwd=tmp_path)
+    assert {"fourfold_gateway.serve", "fourfold_gateway.http.server"} <= set(found.imported)
+    assert not found.modules & (HEAVY | {"fourfold_coordinator", "fourfold_reward", "fourfold_rollout"})
+    installed = {path.name.partition("-")[0] for path in python.parents[1].glob("lib/python3.*/site-packages/*")}
+    assert not installed & HEAVY
+    assert "--engine" in _run(python.with_name("fourfold"), "serve", "gateway", "--help", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("protobuf", ["5.29.6", "6.33.6", "7.36.2"])

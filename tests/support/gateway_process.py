@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from fourfold.cli.main import main
-from fourfold_rollout.gateway import sessions, trajectory, turns
+from fourfold_gateway import sessions, trajectory, turns
 
 CENSUS_VARIABLE = "FOURFOLD_TEST_CENSUS"
 _KINDS = {"sessions": sessions.Session, "trajectories": trajectory.Trajectory, "turns in flight": turns._Turn}

@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fourfold.service import exporter
 from fourfold_coordinator.reporting import exported as coordinator
+from fourfold_gateway import exported as gateway
 from fourfold_reward import exported as reward
 from fourfold_reward.environment import exported as environment
 from fourfold_reward.reference import exported as reference
 from fourfold_rollout import exported as rollout
-from fourfold_rollout.gateway import exported as gateway
 from fourfold_trainer.service import exported as trainer
 
 EXPORTED_BY_SERVICE = {

@@ -37,7 +37,7 @@ from tests.fakes.trainer_engine import group_of
 from tests.support.plain_gradients import ragged
 
 REPOSITORY = Path(__file__).parents[2]
-SERVICES = ("rollout", "trainer", "reward", "coordinator")
+SERVICES = ("rollout", "trainer", "reward", "coordinator", "gateway")
 LEARNING_RATE = 1e-3
 VOCABULARY = 512
 

@@ -44,9 +44,9 @@ from fourfold.security.tokens import SCOPES
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_gateway.store import StoreFull
 from fourfold_reward.reference.servicer import MAX_REQUEST_BYTES as REFERENCE_BYTES
 from fourfold_reward.servicer import MAX_REQUEST_BYTES as SCORE_BYTES
-from fourfold_rollout.gateway.store import StoreFull
 from fourfold_rollout.generate import admission
 from tests.fakes.agent_service import AgentGateway
 from tests.fakes.clock import FakeClock
@@ -263,7 +263,7 @@ def test_the_contract_page_has_every_error() -> None:
     ]
     paths += [ROOT / f"services/rollout/fourfold_rollout/generate/{name}.py" for name in ("admission", "servicer")]
     raised = {reason for path in paths for reason in re.findall(r'"([A-Z]+_[A-Z_]+|DRAINING)"', path.read_text())}
-    gateway = [*(ROOT / "services/rollout/fourfold_rollout/gateway").rglob("*.py")]
+    gateway = [*(ROOT / "services/gateway/fourfold_gateway").rglob("*.py")]
     gateway += [ROOT / "services/coordinator/fourfold_coordinator/tasks/board.py"]
     for path in gateway:
         text = path.read_text()

@@ -118,11 +118,12 @@ class GatewayBenchmark(Benchmark[GatewaySettings]):
         return [settings.device]
 
     def packages(self, settings: GatewaySettings) -> Mapping[str, str]:
-        gateway = dict.fromkeys(("uvicorn", "fourfold_rollout"), "fourfold-rollout[gateway]")
+        gateway = dict.fromkeys(("uvicorn", "fourfold_gateway"), "fourfold-gateway")
         if settings.engine == "echo":
             return gateway
         tensors = dict.fromkeys(("torch", "transformers"), "fourfold[torch]")
-        return gateway | tensors | {"vllm": engine_package(on_gpus=settings.on_gpu)}
+        engine = dict.fromkeys(("vllm", "fourfold_rollout"), engine_package(on_gpus=settings.on_gpu))
+        return gateway | tensors | engine
 
     def label(self, settings: GatewaySettings) -> str:
         if settings.rate:

@@ -15,9 +15,9 @@ from fourfold.coordinator.v1.experience_service_pb2 import LeasedTask
 from fourfold.errors import InvalidInput
 from fourfold.model.chat import read_messages, read_tools
 from fourfold.model.tokenizer import Tokenizer
-from fourfold_rollout.gateway import core
-from fourfold_rollout.gateway.conversation import ChatTemplate
-from fourfold_rollout.gateway.encoding import PromptLimits
+from fourfold_gateway import core
+from fourfold_gateway.conversation import ChatTemplate
+from fourfold_gateway.encoding import PromptLimits
 from tests.support.chat_templates import write_tokenizer
 from tests.support.template_shapes import SHAPES
 

@@ -1,0 +1,396 @@
+"""Samples the turns of agents, in sessions and outside of them: prompt, limits, engines, message, durable turn."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.arrays import Int32Array
+from fourfold.coordinator.v1 import experience_service_pb2 as experience
+from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
+from fourfold.host.cancellation import completed
+from fourfold.model.tokenizer import Tokenizer
+from fourfold.rollout.group_requests import GroupRequest
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.rpc.codec import check_id, pack_floats, pack_ints
+from fourfold.rpc.limits import Quotas
+from fourfold_gateway.api import Caller
+from fourfold_gateway.completion import Completion
+from fourfold_gateway.conversation import ChatPrompt, ChatTemplate
+from fourfold_gateway.encoding import PromptEncoder
+from fourfold_gateway.engines import EnginePool
+from fourfold_gateway.grammars import engine_grammar, tools_json
+from fourfold_gateway.sessions import Session
+from fourfold_gateway.store import SessionStore, StoredTurn
+from fourfold_gateway.trajectory import CONTEXT_LENGTH, PendingTurn, Sampling, Turn
+from fourfold_gateway.turns import TurnRequest, TurnSampler
+
+_log = logging.getLogger("fourfold.gateway.generation")
+
+MAX_SAMPLES: Final = 256
+_MAX_STOPS: Final = 16
+_MAX_STOP_CHARACTERS: Final = 256
+_MAX_STOP_IDS: Final = 64
+_MAX_SEED: Final = 1 << 53
+_MAX_FLUSH_SECONDS: Final = 10.0
+_STOP_FLUSH_SECONDS: Final = 0.05  # a stop string is found this late, and the tokens after it are lost work
+_PARSE_SECONDS: Final = 10.0
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A checked request."""
+
+    request: pb.GenerateRequest
+    session: Session | None
+    prompt_ids: Int32Array
+    chat: ChatPrompt | None
+    turn: TurnRequest
+    sampling: Sampling
+
+    @property
+    def count(self) -> int:
+        return self.turn.group.count
+
+
+class Generator:
+    """Samples the turns of one gateway."""
+
+    def __init__(
+        self,
+        *,
+        engines: EnginePool,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        encoder: PromptEncoder,
+        store: SessionStore,
+        quotas: Quotas,
+        max_context_tokens: int,
+        run_info: Callable[[], experience.GetRunInfoResponse],
+    ) -> None:
+        self._engines, self._tokenizer, self._template = engines, tokenizer, template
+        self._encoder, self._store, self._quotas, self._run_info = encoder, store, quotas, run_info
+        self._max_context_tokens = max_context_tokens
+        self._sampler = TurnSampler(engines, stop_token_ids=tokenizer.stop_token_ids)
+        self.turns = 0  # finished
+        self.tokens = 0  # of finished turns
+
+    async def generate(
+        self, caller: Caller, session: Session | None, request: pb.GenerateRequest, *, timeout: float
+    ) -> AsyncGenerator[pb.TurnChunk, None]:
+        """Sample one turn; see `AgentApi.generate`."""
+        if session is None:
+            plan = await self._plan(caller, request, None)
+            with self._quotas.tokens(caller.principal, self._cost(plan)):
+                async with aclosing(self._chunks(plan, timeout, {})) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            return
+        session.check_open()
+        if session.closing.locked():  # a turn that begins now would not be in the trajectory
+            raise WrongState(
+                f"session {session.session_id} is being closed; open another one", reason="SESSION_NOT_OPEN"
+            )
+        session.touch()
+        session.turns_in_flight += 1
+        own: asyncio.Event | None = None
+        try:
+            digest = _digest(request)
+            if request.request_id:
+                check_id(request.request_id, "request_id")
+                while (running := session.running.get(request.request_id)) is not None:
+                    await running.wait()
+                if turns := _stored_turns(session, request, digest):
+                    for chunk in itertools.chain.from_iterable(self._replay(session, request, turn) for turn in turns):
+                        yield chunk
+                    return
+                own = session.running[request.request_id] = asyncio.Event()
+            plan = await self._plan(caller, request, session)
+            with self._quotas.tokens(caller.principal, self._cost(plan)):
+                async with aclosing(self._sample_in_session(session, plan, digest, timeout)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+        finally:
+            session.turns_in_flight -= 1
+            session.touch()
+            if own is not None:  # that of another call is not ours to end
+                del session.running[request.request_id]
+                own.set()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def _plan(self, caller: Caller, request: pb.GenerateRequest, session: Session | None) -> _Plan:
+        most = min(self._max_context_tokens, self._engines.max_context_tokens() or self._max_context_tokens) - 1
+        _check_length(len(request.token_ids.ids), most, least=0)  # a conversion of very many takes long
+        ids, chat = await self._prompt(caller, request, session)
+        _check_length(len(ids), most)
+        room = most + 1 - len(ids)
+        if int(ids.view(np.uint32).max()) >= self._engines.vocabulary_size:
+            raise InvalidInput(f"a token id is outside the vocabulary [0, {self._engines.vocabulary_size})")
+        count = request.sample_count if request.HasField("sample_count") else 1
+        _check("sample_count", count, 1, MAX_SAMPLES)
+        _check("min_policy_version", request.min_policy_version, 0, _MAX_SEED)
+        params = self._params(request, room, training=session is not None and session.task is not None)
+        flush = request.flush_interval.ToNanoseconds() / 1e9 if request.HasField("flush_interval") else None
+        _check("flush_interval", flush or 0.0, 0, _MAX_FLUSH_SECONDS)
+        stop = request.sampling_params.stop
+        if stop:
+            flush = min(_STOP_FLUSH_SECONDS if flush is None else flush, _STOP_FLUSH_SECONDS)
+        group = GroupRequest(
+            name=uuid.uuid4().hex, prompt_token_ids=ids, params=params, count=count, version=request.min_policy_version
+        )
+        key = session.session_id if session else hashlib.blake2b(ids[:64].tobytes(), digest_size=8).hexdigest()
+        turn = TurnRequest(group=group, key=key, flush_seconds=flush, separate=bool(stop))
+        sampling = Sampling(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
+        return _Plan(request, session, ids, chat, turn, sampling)
+
+    async def _prompt(
+        self, caller: Caller, request: pb.GenerateRequest, session: Session | None
+    ) -> tuple[Int32Array, ChatPrompt | None]:
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            return np.array(request.token_ids.ids, np.int32), None
+        if kind is None:
+            raise InvalidInput("the request has no prompt; set token_ids, chat or text")
+        if kind == "chat" and session is not None:
+            prompt = await self._encoder.run(caller.principal, request.chat, session.conversation.make_prompt)
+            return prompt.token_ids, prompt
+        if kind == "chat":
+            _, ids = await self._encoder.run(caller.principal, request.chat, self._template.encode)
+        else:
+            ids = await self._encoder.run(caller.principal, request.text, self._tokenizer.encode, add_special=True)
+        return np.array(ids, np.int32), None
+
+    def _params(self, request: pb.GenerateRequest, room: int, *, training: bool) -> rollout.SamplingParams:
+        asked = request.sampling_params
+        _check("sampling_params.stop", len(asked.stop), 0, _MAX_STOPS)
+        if any(not 1 <= len(stop) <= _MAX_STOP_CHARACTERS for stop in asked.stop):
+            raise InvalidInput(f"sampling_params.stop: each text must have 1 to {_MAX_STOP_CHARACTERS} characters")
+        _check("sampling_params.stop_token_ids", len(asked.stop_token_ids), 0, _MAX_STOP_IDS)
+        seed = asked.seed if asked.HasField("seed") else secrets.randbelow(_MAX_SEED)
+        _check("sampling_params.seed", seed, 0, _MAX_SEED - 1)
+        seed %= _MAX_SEED - MAX_SAMPLES  # the seed of the last sample is valid, too
+        if asked.HasField("max_tokens"):
+            _check("sampling_params.max_tokens", asked.max_tokens, 1, 1 << 30)
+            room = min(room, asked.max_tokens)
+        # The engine checks the ranges of the others.
+        params = rollout.SamplingParams(
+            temperature=asked.temperature if asked.HasField("temperature") else 1.0,
+            top_p=asked.top_p if asked.HasField("top_p") else 1.0,
+            top_k=asked.top_k if asked.HasField("top_k") else None,
+            stop_token_ids=asked.stop_token_ids,
+            seed=seed,
+        )
+        if training:  # the trainer needs the distribution of the recipe
+            run = self._run_info()
+            params.temperature, params.top_p = run.temperature, 1.0
+            params.ClearField("top_k")
+            params.stop_token_ids.extend(run.stop_token_ids)
+            room = min(room, run.max_new_tokens)
+        params.max_tokens = room
+        if asked.HasField("grammar"):
+            parser = next((e.info.tool_parser for e in self._engines.usable if e.info), "")
+            params.grammar.CopyFrom(engine_grammar(asked.grammar, request.chat.tools, parser))
+        return params
+
+    def _cost(self, plan: _Plan) -> int:
+        return plan.count * (len(plan.prompt_ids) + plan.turn.group.params.max_tokens)
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    async def _sample_in_session(
+        self, session: Session, plan: _Plan, digest: bytes, timeout: float
+    ) -> AsyncGenerator[pb.TurnChunk, None]:
+        """Sample a turn, and add its samples to the session before their last chunks are passed on."""
+        pending: list[PendingTurn] = []
+        last: list[pb.TurnChunk] = []
+        try:
+            for _ in range(plan.count):
+                pending.append(session.trajectory.begin_turn(plan.prompt_ids, plan.sampling))
+            completions: dict[int, Completion] = {}
+            async with aclosing(self._chunks(plan, timeout, completions)) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+                        yield chunk
+                    else:  # a turn belongs to the session with all of its samples, or not at all
+                        last.append(chunk)
+            session.check_open()
+            last.sort(key=lambda chunk: chunk.sample_index)
+            # Completed, also when the agent leaves: otherwise the session could close before the turn is stored.
+            await completed(self._commit(session, plan, pending, completions, last, digest))
+        finally:
+            for turn in pending:
+                session.trajectory.cancel_turn(turn)
+        for chunk in last:
+            yield chunk
+
+    async def _commit(
+        self,
+        session: Session,
+        plan: _Plan,
+        pending: list[PendingTurn],
+        completions: dict[int, Completion],
+        last: list[pb.TurnChunk],
+        digest: bytes,
+    ) -> None:
+        """Add the samples of a turn to the session and to the store, all or none."""
+        session.key = ""
+        turns: list[StoredTurn] = []
+        async with session.writing:
+            undo = session.trajectory.snapshot(), session.conversation.snapshot()
+            try:
+                for chunk, turn in zip(last, pending, strict=True):
+                    tokens = session.trajectory.finish_turn(
+                        turn,
+                        completions[chunk.sample_index].tokens(),
+                        finish_reason=chunk.finish_reason,
+                        request_id=plan.request.request_id,
+                        request_sha256=digest,
+                        sample_index=chunk.sample_index,
+                    )
+                    chat, reply = b"", b""
+                    if plan.chat is not None:
+                        chat, reply = session.conversation.record(plan.chat, tokens.turn, chunk.message)
+                    turns.append(StoredTurn(tokens=tokens, chat=chat, reply=reply))
+                await self._store.add_turns(session.session_id, turns)
+            except DeadlinePassed:
+                raise  # the store may still write the turns
+            except BaseException:
+                for go_back in undo:
+                    go_back()
+                raise
+        session.set(session.stored)  # tells those who watch it
+
+    async def _chunks(
+        self, plan: _Plan, timeout: float, completions: dict[int, Completion]
+    ) -> AsyncGenerator[pb.TurnChunk, None]:
+        """Yield the chunks of all samples, the last ones with their messages."""
+        stop, whole = plan.request.sampling_params.stop, not plan.request.HasField("flush_interval")
+        for index in range(plan.count):
+            completions[index] = Completion(index, self._tokenizer, stop)
+        early: dict[int, list[pb.TurnChunk]] = {}
+        finished = 0
+        async with aclosing(self._sampler.sample(plan.turn, timeout=timeout)) as chunks:
+            async for sampled in chunks:
+                completion = completions[sampled.sample_index]
+                if completion.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+                    continue
+                chunk = completion.add(sampled)
+                if completion.stopped:
+                    plan.turn.stopped.add(completion.index)
+                if completion.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+                    await self._finish(plan, completion, chunk)
+                    finished += 1
+                elif whole:
+                    early.setdefault(completion.index, []).append(chunk)
+                    continue
+                for part in (*early.pop(completion.index, ()), chunk):
+                    yield part
+                if finished == plan.count:
+                    return
+
+    async def _finish(self, plan: _Plan, completion: Completion, chunk: pb.TurnChunk) -> None:
+        """Complete the last chunk of a sample."""
+        self.turns += 1
+        self.tokens += len(completion.ids)
+        reason = completion.finish_reason
+        if plan.request.WhichOneof("prompt") != "token_ids":
+            chunk.prompt_token_count = len(plan.prompt_ids)
+        if plan.request.WhichOneof("prompt") == "chat":
+            chunk.message.CopyFrom(await self._message(plan, completion))
+            if chunk.message.tool_calls and reason == pb.FINISH_REASON_STOP:
+                reason = pb.FINISH_REASON_TOOL_CALLS
+        chunk.finish_reason = reason
+
+    async def _message(self, plan: _Plan, completion: Completion) -> pb.Message:
+        """Return the assistant's message; an engine parses tool calls and reasoning where its recipe names parsers."""
+        message = pb.Message(role="assistant", content=completion.text)
+        tools = plan.request.chat.tools
+        infos = [engine.info for engine in self._engines.usable if engine.info]
+        if not any((info.tool_parser and tools) or info.reasoning_parser for info in infos):
+            return message
+        text, wanted = completion.raw_text(), tools_json(tools)
+        try:
+            parsed = await self._engines.call(
+                plan.turn.key,
+                lambda client: client.parse_completion(text, tools_json=wanted, timeout=_PARSE_SECONDS),
+                timeout=_PARSE_SECONDS,
+            )
+        except (InvalidInput, WrongState) as error:
+            _log.info("completion could not be parsed: %s", error)
+            return message
+        except FourfoldError as error:
+            raise Unavailable(
+                f"no engine parsed the turn ({error.reason}); repeat the turn", reason="PARSER_FAILED", retry_after=0.5
+            ) from error
+        message.content, message.reasoning = parsed.content, parsed.reasoning
+        for call in parsed.tool_calls:
+            name = f"call_{uuid.uuid4().hex[:24]}"
+            message.tool_calls.add(id=name, name=call.name, arguments_json=call.arguments_json)
+        return message
+
+    def _replay(self, session: Session, request: pb.GenerateRequest, turn: Turn) -> list[pb.TurnChunk]:
+        """Return a stored turn, one chunk for each policy version, with the text that it had."""
+        tokens, reply = session.trajectory.completion_of(turn), session.conversation.reply_of(turn)
+        completion = Completion(turn.sample_index, self._tokenizer, request.sampling_params.stop)
+        chunks, begin = list[pb.TurnChunk](), 0
+        for span in tokens.version_spans:
+            part = slice(begin, begin + span.token_count)
+            begin += span.token_count
+            sampled = rollout.SampleChunk(
+                token_ids=pack_ints(tokens.token_ids[part]),
+                logprobs=pack_floats(tokens.logprobs[part]),
+                policy_version=span.policy_version,
+            )
+            if begin == turn.completion_token_count:  # the reason is that of the turn, below
+                sampled.finish_reason = rollout.FINISH_REASON_STOP
+            chunks.append(completion.add(sampled))
+        chunks[-1].finish_reason = turn.finish_reason
+        if request.WhichOneof("prompt") != "token_ids":
+            chunks[-1].prompt_token_count = turn.prompt_token_count
+        if reply is not None:
+            chunks[-1].message.CopyFrom(reply)
+        return chunks
+
+
+def _stored_turns(session: Session, request: pb.GenerateRequest, digest: bytes) -> list[Turn]:
+    """Return the turns of an earlier call with this request_id; raise when that call differed."""
+    turns = [turn for turn in session.trajectory.turns if turn.request_id == request.request_id]
+    if turns and turns[0].request_sha256 != digest:
+        # The class stands for ABORTED.
+        raise StaleEpoch(
+            f"request_id {request.request_id} belongs to another turn of this session; choose a new one",
+            reason="REQUEST_ID_REUSED",
+        )
+    return turns
+
+
+def _digest(request: pb.GenerateRequest) -> bytes:
+    same = pb.GenerateRequest()
+    same.CopyFrom(request)
+    same.ClearField("flush_interval")
+    return hashlib.sha256(same.SerializeToString(deterministic=True)).digest()
+
+
+def _check_length(count: int, most: int, *, least: int = 1) -> None:
+    """Raise InvalidInput unless a prompt has tokens, and leaves room for one in the context."""
+    if not least <= count <= most:
+        raise InvalidInput(
+            f"the prompt has {count} tokens; it must have 1 to {most}: shorten the history", reason=CONTEXT_LENGTH
+        )
+
+
+def _check(what: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InvalidInput(f"{what} is {value}; it must be in [{low}, {high}]")

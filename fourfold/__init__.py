@@ -61,6 +61,10 @@ if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
     from fourfold.reference.client import ReferenceClient as ReferenceClient
     from fourfold.reward.client import AsyncRewardClient as AsyncRewardClient
     from fourfold.reward.client import RewardClient as RewardClient
+    from fourfold.reward.function import Abstain as Abstain
+    from fourfold.reward.function import RewardFunction
+    from fourfold.reward.function import Score as Score
+    from fourfold.reward.function import ScoreInput as ScoreInput
     from fourfold.reward.v1.reward_service_pb2 import SampleError as SampleError
     from fourfold.reward.v1.reward_service_pb2 import SampleScore as SampleScore
     from fourfold.reward.v1.reward_service_pb2 import ScoreItem as ScoreItem
@@ -83,10 +87,9 @@ if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
     from fourfold.weights.local import Publisher as Publisher
     from fourfold.weights.sender import WeightSender as WeightSender
     from fourfold.weights.source.dense import DenseSource as DenseSource
-    from fourfold_reward.sample import Abstain as Abstain
-    from fourfold_reward.sample import Score as Score
-    from fourfold_reward.sample import ScoreInput as ScoreInput
-    from fourfold_reward.serve import serve_reward as serve_reward
+
+    def serve_reward(function: RewardFunction, **options: Any) -> int: ...
+
 
 _MODULES: Final[dict[str, tuple[str, ...]]] = {
     "fourfold.agent.client": ("AgentClient", "AsyncAgentClient"),
@@ -102,8 +105,7 @@ _MODULES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "fourfold.reward.client": ("RewardClient", "AsyncRewardClient"),
     "fourfold.reward.v1.reward_service_pb2": ("ScoreItem", "SampleScore", "SampleError"),
-    "fourfold_reward.serve": ("serve_reward",),
-    "fourfold_reward.sample": ("Score", "ScoreInput", "Abstain"),
+    "fourfold.reward.function": ("Score", "ScoreInput", "Abstain"),
     "fourfold.reference.client": ("ReferenceClient", "AsyncReferenceClient"),
     "fourfold.coordinator.client": ("CoordinatorClient", "AsyncCoordinatorClient", "ScorerClient", "AsyncScorerClient"),
     "fourfold.coordinator.v1.run_service_pb2": ("RunStatus", "RunPhase"),
@@ -135,20 +137,27 @@ _MODULES: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 _MODULE_OF: Final = {name: module for module, names in _MODULES.items() for name in names}
+# Functions of services, and the distributions that register them by entry points of the group `fourfold.functions`.
+_FUNCTIONS: Final = {"serve_reward": "fourfold-reward"}
 # The requirement that provides a module which is not there.
 _REQUIREMENTS: Final = {
-    "fourfold_reward": "fourfold-reward",
     "tokenizers": "fourfold[tokenizer]",
     "torch": "fourfold[torch]",
 }
 
-__all__ = [*_MODULE_OF, "__version__"]
+__all__ = [*_MODULE_OF, *_FUNCTIONS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name (PEP 562)."""
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'fourfold' has no attribute {name!r}; public names are in fourfold.__all__")
+    value = _find_function(name) if name in _FUNCTIONS else _import(name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def _import(name: str) -> Any:
     try:
         module = importlib.import_module(_MODULE_OF[name])
     except ModuleNotFoundError as error:
@@ -159,9 +168,18 @@ def __getattr__(name: str) -> Any:
 
         command = install_command(_REQUIREMENTS[package])
         raise ImportError(f"fourfold.{name} needs {package}; run `{command}`") from error
-    value = getattr(module, name)
-    globals()[name] = value  # the next access does not come here
-    return value
+    return getattr(module, name)
+
+
+def _find_function(name: str) -> Any:
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group="fourfold.functions", name=name):
+        return entry.load()
+    from fourfold.install import install_command
+
+    command = install_command(_FUNCTIONS[name])
+    raise ImportError(f"fourfold.{name} needs {_FUNCTIONS[name]}; run `{command}`")
 
 
 def __dir__() -> list[str]:

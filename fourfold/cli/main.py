@@ -3,7 +3,7 @@
 A command is a module or an object with `add_arguments(parser)` and `main(args) -> int`, and perhaps `complete(words)`,
 which returns the words of a short form in full. `plan`, `get`, `doctor`, `health`, `proto` and `serve` are here. The
 distributions of the coordinator, the tools, the benchmarks and the services register theirs by entry points: in the
-groups `fourfold.commands` and `fourfold.services`.
+groups `fourfold.commands`, `fourfold.services` and `fourfold.verifiers`.
 
 Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted.
 """
@@ -387,8 +387,6 @@ class _Serve:
         return code
 
     def _list_verifiers(self) -> int:
-        service = _load("fourfold.services", "reward")
-        verifiers = importlib.import_module(service.__module__.rpartition(".")[0] + ".verifiers")
-        for name, line in verifiers.DESCRIPTIONS:
+        for name, line in _load("fourfold.verifiers", "reward"):
             print(f"{name:22} {line}")
         return 0

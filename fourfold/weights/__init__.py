@@ -3,7 +3,7 @@
     trainer rank                                                   engine worker
     source -> sender -> transport ~~~~~~~~~ bytes ~~~~~~~~~> transport -> receiver -> apply -> the engine's model
 
-Control calls go through gRPC (`fourfold_coordinator`) or function calls (`local`); the bytes never do. Both sides hold
+Control calls go through gRPC (from the coordinator) or function calls (`local`); the bytes never do. Both sides hold
 the same `Manifest`: the tensors by their checkpoint names, and which rank keeps which part of them. Both sides compute
 a `digest`, and an update counts only if all digests agree.
 

@@ -157,6 +157,10 @@ def test_fourfold_alone_imports_all_that_needs_no_extra(install: Callable[..., P
     assert bench.stderr.startswith("fourfold: `bench` is not installed here; ")
     # Not `-e benchmarks`: it comes from no checkout. Its environment has no pip.
     assert bench.stderr.endswith("uv pip install --python environment/bin/python fourfold-bench\n")
+    program = "import fourfold\ntry:\n    fourfold.serve_reward\nexcept ImportError as error:\n    print(error)"
+    assert _run(python, "-c", program, cwd=tmp_path).startswith(
+        "fourfold.serve_reward needs fourfold-reward; run `uv pip"
+    )
 
 
 def test_only_its_own_wheel_has_the_benchmarks(wheels: Path) -> None:
@@ -188,6 +192,8 @@ def test_reward_alone_scores_without_torch(install: Callable[..., Path], tmp_pat
     extras = ["fourfold_reward.reference", "fourfold_reward.models"]
     found = _import_all(python, ["fourfold_reward"], skip=extras, cwd=tmp_path)
     assert {"fourfold_reward.servicer", "fourfold_reward.scorers.judge"} <= set(found.imported)
+    assert "exact_match" in _run(python.with_name("fourfold"), "serve", "reward", "--list", cwd=tmp_path)
+    assert "serve_reward" in _run(python, "-c", "import fourfold; print(fourfold.serve_reward)", cwd=tmp_path)
     assert not found.modules & (HEAVY | {"fourfold_coordinator", "fourfold_rollout", "tokenizers"})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,32 @@ def test_vllms_private_modules_are_imported_in_few_places() -> None:
                 importers.add(str(path))
     assert any("/patches/" in name for name in importers)
     assert not {name for name in importers if not any(part in name for part in _VLLM_PRIVATE)}
+
+
+def _modules_of(source: str, packages: set[str]) -> set[str]:
+    """Return the modules of packages that a source names: in any import, and in strings as "package.module"."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                names.add(module)
+            case ast.Import():
+                names.update(alias.name for alias in node.names)
+            case ast.Constant(value=str(text)):
+                names.add(text)
+    return {name for name in names if re.split(r"[.:]", name)[0] in packages}
+
+
+def test_fourfold_names_no_module_of_another_distribution() -> None:
+    """import-linter sees neither the strings of lazy imports nor what only type checkers import."""
+    packages = {
+        path.parent.name for place in ("*", "services/*") for path in ROOT.glob(f"{place}/fourfold_*/__init__.py")
+    }
+    assert {"fourfold_bench", "fourfold_gateway", "fourfold_reward"} <= packages
+    lazy = 'def f():\n    import_module("fourfold_reward.serve")\nif TYPE_CHECKING:\n    import fourfold_rollout.load'
+    assert _modules_of(lazy, packages) == {"fourfold_reward.serve", "fourfold_rollout.load"}
+    sources = {path: path.read_text() for path in ROOT.glob("fourfold/**/*.py")}
+    assert {str(path): found for path, text in sources.items() if (found := _modules_of(text, packages))} == {}
 
 
 def test_the_shared_package_loads_nothing_heavy() -> None:

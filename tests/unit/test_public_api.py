@@ -95,9 +95,12 @@ def test_the_lists_of_the_module_agree() -> None:
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
+        if alias.asname
     }
     assert typed == {f"{module}.{name}" for module, names in fourfold._MODULES.items() for name in names}
-    assert len(fourfold.__all__) == len(typed) + 1 and set(fourfold.__all__) <= set(dir(fourfold))
+    functions = {node.name for node in block.body if isinstance(node, ast.FunctionDef)}
+    assert functions == fourfold._FUNCTIONS.keys()
+    assert len(fourfold.__all__) == len(typed) + len(functions) + 1 and set(fourfold.__all__) <= set(dir(fourfold))
 
 
 def test_a_client_has_the_same_methods_with_and_without_asyncio() -> None:
@@ -128,15 +131,28 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_a_name_whose_distribution_is_missing_says_what_to_install() -> None:
     text = """
-import sys, fourfold
-sys.modules["fourfold_reward"] = None
+import importlib.metadata, fourfold
+importlib.metadata.entry_points = lambda **_: ()
 try:
     fourfold.serve_reward
 except ImportError as error:
     print(error)
 """
     command = install_command("fourfold-reward")
-    assert f"fourfold.serve_reward needs fourfold_reward; run `{command}`" in _run(text)
+    assert f"fourfold.serve_reward needs fourfold-reward; run `{command}`" in _run(text)
+
+
+def test_a_name_whose_extra_is_missing_says_what_to_install() -> None:
+    text = """
+import sys, fourfold
+sys.modules["tokenizers"] = None
+try:
+    fourfold.Tokenizer
+except ImportError as error:
+    print(error)
+"""
+    command = install_command("fourfold[tokenizer]")
+    assert f"fourfold.Tokenizer needs tokenizers; run `{command}`" in _run(text)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -5,7 +5,7 @@ The package itself exports the types of reward functions, and imports neither to
 
 from __future__ import annotations
 
-from fourfold_reward.sample import Abstain, Result, RewardFunction, Score, ScoreInput
+from fourfold.reward.function import Abstain, Result, RewardFunction, Score, ScoreInput
 
 __version__ = "0.1.0"
 __all__ = ["Abstain", "Result", "RewardFunction", "Score", "ScoreInput", "__version__"]

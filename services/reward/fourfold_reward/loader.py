@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from fourfold.host.scratch import Scratch
+from fourfold.reward.function import RewardFunction
 from fourfold_reward import __version__, openrlhf_modules, text_rules, verifiers
-from fourfold_reward.sample import RewardFunction
 from fourfold_reward.signatures import Reads, adapt
 from fourfold_reward.verifiers import GymOptions, did_you_mean
 

@@ -11,8 +11,8 @@ import sys
 import types
 from typing import Any, Final
 
+from fourfold.reward.function import ScoreInput
 from fourfold_reward import verifiers
-from fourfold_reward.sample import ScoreInput
 
 PACKAGE: Final = "openrlhf"
 _BOXED: Final = "\\boxed{"

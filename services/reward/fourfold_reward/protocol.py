@@ -24,9 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, BinaryIO, Final, NamedTuple
 
+from fourfold.reward.function import Abstain, Score
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_metric_name
 from fourfold_reward.job import Job
-from fourfold_reward.sample import MAX_FLOAT32, Abstain, Score, components_of
+from fourfold_reward.sample import MAX_FLOAT32, components_of
 
 HEADER: Final = struct.Struct("<I")  # bytes of JSON text that follow
 MAX_REPLY_BYTES: Final = 4 << 20  # an outcome has a few KiB, but may have a reward for each of 128k tokens

@@ -12,13 +12,13 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
 from fourfold.model.folder import resolve
 from fourfold.model.tokenizer import tokenizer_sha256
+from fourfold.reward.function import RewardFunction
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_reward.allowed import AllowedVerifiers as AllowedVerifiers
 from fourfold_reward.backends import make_scoring
 from fourfold_reward.exported import reward_source
-from fourfold_reward.sample import RewardFunction
 from fourfold_reward.servicer import RewardServicer
 
 # A recipe must describe a run. The reward role reads no table but those that `serve_reward` adds.

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fourfold_reward.sample import InvalidSample, RewardFunction, Score, ScoreInput
+from fourfold.reward.function import RewardFunction, Score, ScoreInput
+from fourfold_reward.sample import InvalidSample
 
 FORMAT: Final = "format"
 LENGTH: Final = "length"

@@ -18,11 +18,11 @@ from typing import Any, Final
 
 from fourfold.answers import find_boxed, find_last_number, find_tagged, without_reasoning, write_out_numbers
 from fourfold.install import install_command
+from fourfold.reward.function import Abstain, RewardFunction, Score, ScoreInput
 from fourfold.text import nearest_name
 from fourfold_reward import text_rules
 from fourfold_reward.code import verifier as code_verifier
 from fourfold_reward.code.verifier import CODE_TESTS
-from fourfold_reward.sample import Abstain, RewardFunction, Score, ScoreInput
 from fourfold_reward.sample import InvalidSample as InvalidSample
 from fourfold_reward.text_rules import FORMAT, LENGTH
 

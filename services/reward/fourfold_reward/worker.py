@@ -27,12 +27,12 @@ from typing import Any, BinaryIO, Final, NoReturn
 
 from fourfold import sandbox
 from fourfold.host.process_tree import die_with_parent
+from fourfold.reward.function import RewardFunction, ScoreInput
 from fourfold.text import MAX_ERROR, clean
 from fourfold_reward import loader, protocol, verifiers
 from fourfold_reward.columns import parse_messages, parse_metadata, take_answer
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import Outcome, SampleFields, outcome_of
-from fourfold_reward.sample import RewardFunction, ScoreInput
 from fourfold_reward.verifiers import InvalidSample
 
 _PACKAGE: Final = str(Path(__file__).parent)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from fourfold.answers import answer_text
+from fourfold.reward.function import ScoreInput
 from fourfold_reward import loader, openrlhf_modules
 from fourfold_reward.columns import take_answer
 from fourfold_reward.loader import VerifierError
 from fourfold_reward.protocol import Outcome, outcome_of
-from fourfold_reward.sample import ScoreInput
 from fourfold_reward.signatures import Reads, adapt
 from fourfold_reward.verifiers import InvalidSample
 

@@ -25,8 +25,9 @@ from typing import Any, Final
 import fourfold
 import fourfold_reward
 from fourfold.answers import without_reasoning
+from fourfold.reward.function import Abstain, RewardFunction, Score, ScoreInput
 from fourfold_reward.code import wire, zygote
-from fourfold_reward.sample import Abstain, InvalidSample, RewardFunction, Score, ScoreInput
+from fourfold_reward.sample import InvalidSample
 from fourfold_reward.text_rules import OptionError, check_names
 
 CODE_TESTS: Final = "code_tests"

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
+from fourfold.reward.function import Abstain
 from fourfold.text import clean
 from fourfold_reward.columns import parse_metadata, to_json
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome, outcome_of
-from fourfold_reward.sample import Abstain, InvalidSample
+from fourfold_reward.sample import InvalidSample
 from fourfold_reward.scorers.command_process import CommandProcess, ProgramFault
 from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.signatures import Reads

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from fourfold.reward.function import RewardFunction, Score, ScoreInput
 from fourfold_reward import verifiers
 from fourfold_reward.environment.adapters import Factory
 from fourfold_reward.environment.protocol import Action, Done, Observation, Task
 from fourfold_reward.environment.spec import EnvironmentSpec
 from fourfold_reward.loader import VerifierError
-from fourfold_reward.sample import RewardFunction, Score, ScoreInput
 
 _FEEDBACK: Final = "That is not right. Try again."
 

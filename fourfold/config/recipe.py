@@ -13,6 +13,7 @@ import pydantic
 
 from fourfold.config.flat_keys import translate
 from fourfold.config.layers import Layers, read_layers
+from fourfold.config.removed_keys import RefusedKey, drop_removed
 from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.table import Table
@@ -90,6 +91,10 @@ def _check(tables: Mapping[str, Any], layers: Layers) -> Config:
         lines = [line for name, table in algorithm.items() for line in _dump_table(table, ("algorithm", name))]
         text = f"keys of [algorithm] have moved: {', '.join(moved)}. Replace them with"
         _log.warning("%s  %s", layers.locate(("algorithm",)), "\n".join([text, *lines]))
+    kept, refused = drop_removed(tables)
+    if refused:
+        raise ConfigError("\n".join(_explain_removed(each, tables, layers) for each in refused))
+    tables = kept
     try:
         return Config.model_validate(tables)
     except pydantic.ValidationError as error:
@@ -126,6 +131,11 @@ def _explain(error: Any, tables: Mapping[str, Any], layers: Layers) -> str:
         near = nearest_name(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
         rule += f"; did you mean `{near}`?" if near else ""
     return f"{where}  {key} = {error['input']!r}: {rule[:1].lower()}{rule[1:]}"
+
+
+def _explain_removed(key: RefusedKey, tables: Mapping[str, Any], layers: Layers) -> str:
+    where, name = layers.locate(key.keys), _key_text(key.keys, tables)
+    return f"{where}  {name} = {key.value!r}: there is no such key any more; remove it: {key.instead}"
 
 
 def _key_text(keys: tuple[str, ...], tables: Mapping[str, Any]) -> str:

@@ -139,11 +139,6 @@ class RewardConfig(Table):
     max_cost_usd: float = Field(default=0.0, ge=0)
     """Most US dollars that the whole run may spend on this scorer, with evaluations, canaries and shadows. Then, with
     on_error = "drop", samples are dropped (COST_LIMIT); otherwise the run ends. 0: no limit."""
-    cache_samples: int = Field(default=65_536, ge=0)
-    """Scores that the coordinator keeps for equal samples, if the scorer says that it is pure."""
-    hedge_seconds: float = Field(default=0.0, ge=0)
-    """Time after which a call without an answer is also sent to another service of this scorer. 0: never."""
-
     replicas: int = Field(default=1, ge=0)
     """Services that the launcher starts; 0: they are started by hand."""
     timeout_seconds: Seconds = 10.0

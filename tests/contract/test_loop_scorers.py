@@ -522,21 +522,6 @@ async def test_scores_of_a_pure_scorer_are_kept(make_stage: Callable[..., Stage]
     assert len(set(seen)) <= len(seen) < scored - 10, "equal answers come from the cache"
 
 
-async def test_a_straggler_is_hedged(make_stage: Callable[..., Stage]) -> None:
-    stage: Stage = make_stage(steps=2, reward={"hedge_seconds": 0.1, "replicas": 2})
-    slow = FakeReward("reward-1", stage.config)
-    stage.others.append(slow)
-
-    async def hang() -> None:
-        await asyncio.sleep(30)
-
-    slow.on_score = hang
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert slow.calls > 0 and stage.report()["dropped"] == {}
-
-
 async def test_what_a_scorer_may_cost_is_limited_over_all_coordinators_and_services(
     make_stage: Callable[..., Stage], scorer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -409,9 +409,8 @@ def test_a_run_trains_with_the_reward_service_and_loses_no_sample_when_it_is_kil
         folder = _certificates(tmp_path / "certs")
         words += ["--certs", str(folder), "--coordinator", coordinator]
         table, tables = {"replicas": 0}, {"security": {"directory": str(folder)}}
-    # Without a cache, every sample is sent to the service.
     with serving(typescript, *words) as service:
-        stage = make_stage(steps=4, reward={**table, "cache_samples": 0}, **tables)
+        stage = make_stage(steps=4, reward=table, **tables)
         process = stage.start(*stage_words, delay=0.1)
         stage.wait_for_step(process, 1)
         service.stop(signal.SIGKILL)

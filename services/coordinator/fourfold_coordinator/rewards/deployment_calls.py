@@ -26,7 +26,7 @@ import os
 import re
 import shlex
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -41,7 +41,7 @@ from fourfold.types.v1.experience_pb2 import Experience
 
 from ..routing.cancellation import CancelScopes
 from ..routing.registry import Member
-from ..routing.replica import FatalRunError, GivenUp, Replica, ReplicaKey, RetryBudget, ScorerInputs
+from ..routing.replica import FatalRunError, GivenUp, Replica, RetryBudget, ScorerInputs
 from ..routing.router import Router, WaitLimit
 from ..routing.scheduling import Demand
 from ..state.sample_traces import SCORE
@@ -53,6 +53,8 @@ T = TypeVar("T")
 
 # For transport and queues, on top of the time that scoring itself may take.
 SLACK_SECONDS: Final = 10.0
+# Scores that are kept of a pure scorer: the groups of many steps, in at most some tens of MiB.
+_CACHE_SAMPLES: Final = 65_536
 
 
 class ScorerFailed(FatalRunError):
@@ -168,7 +170,7 @@ class DeploymentCalls:
             outcome = outcomes[item.experience.sample_id]
             if outcome.score is not None:
                 self._cache[self._cache_key(item)] = replace(outcome, cost_usd=0.0)
-        while len(self._cache) > self._config.cache_samples:
+        while len(self._cache) > _CACHE_SAMPLES:
             self._cache.popitem(last=False)
 
     @staticmethod
@@ -184,10 +186,7 @@ class DeploymentCalls:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     async def _score_once(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> Mapping[str, Outcome]:
-        asked: list[ReplicaKey] = []  # the services that have the call now, or had it
-
         async def work(replica: Replica) -> dict[str, Outcome]:
-            asked.append(replica.key)
             with self._shown_while_silent(replica, len(trajectories)):
                 return await self._score_at(replica, trajectories)
 
@@ -197,20 +196,17 @@ class DeploymentCalls:
             else:
                 self.record_failure(error, budget)
 
-        def call(without: ReplicaKey | None = None) -> Coroutine[Any, Any, dict[str, Outcome]]:
-            return self._router.call(
-                Role.ROLE_REWARD,
-                work,
-                demand=Demand(samples=len(trajectories)),
-                spend=spend,
-                wait=self._wait_limit(),
-                pool=self._pool,
-                choose=self._of_one_version,
-                without=without,
-            )
-
+        call = self._router.call(
+            Role.ROLE_REWARD,
+            work,
+            demand=Demand(samples=len(trajectories)),
+            spend=spend,
+            wait=self._wait_limit(),
+            pool=self._pool,
+            choose=self._of_one_version,
+        )
         try:
-            outcomes = await self._unless_all_fail(self._hedged(call, asked))
+            outcomes = await self._unless_all_fail(call)
         except GivenUp as error:
             if self._config.on_error == "stop":
                 what = f"a group of {len(trajectories)} samples has no scores"
@@ -218,30 +214,6 @@ class DeploymentCalls:
             raise
         self._failing_since = None
         return outcomes
-
-    async def _hedged(
-        self, call: Callable[[ReplicaKey | None], Coroutine[Any, Any, T]], asked: Sequence[ReplicaKey]
-    ) -> T:
-        """Await a call; after `hedge_seconds`, send it to another service, too. The first answer wins."""
-        if not self._config.hedge_seconds:
-            return await call(None)
-        first = asyncio.ensure_future(call(None))
-        tasks = [first]
-        try:
-            await asyncio.wait(tasks, timeout=self._config.hedge_seconds)
-            others = [r for r in self._replicas() if not r.unusable_reason and r.key not in asked[-1:]]
-            if not first.done() and asked and others:
-                tasks.append(asyncio.ensure_future(call(asked[-1])))
-            pending = set(tasks)
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                if answered := next((task for task in done if task.exception() is None), None):
-                    return answered.result()
-            return first.result()  # raises its error
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _wait_limit(self) -> WaitLimit | None:
         """Return how long a call waits for a scorer: with on_error = "wait", the longer of the two waits."""
@@ -278,7 +250,7 @@ class DeploymentCalls:
         for error in errors:
             self._router.faults.record(replica.member.member_id, error.reason, error.message)
         self.scored = next((t for t in trajectories if outcomes[t.sample.sample_id].score is not None), self.scored)
-        if replica.pure and self._config.cache_samples:
+        if replica.pure:
             self._keep(items, outcomes, replica)
         return outcomes
 

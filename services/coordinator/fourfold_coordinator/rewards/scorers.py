@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from fourfold.config import Config, RewardConfig
+from fourfold.config.removed_keys import without_removed
 from fourfold.config.reward import MAX_SCORERS
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, InvalidInput, NotFound, Unavailable, WrongState
@@ -429,7 +430,7 @@ def _from_json(entry: dict[str, Any]) -> Scorer:
     live = deployment(entry["live"])
     assert live is not None, "every scorer has a live deployment"
     return Scorer(
-        table=RewardConfig.model_validate(entry["table"]),
+        table=RewardConfig.model_validate(without_removed(entry["table"], "reward")),
         live=live,
         canary=deployment(entry["canary"]),
         share=entry["share"],

@@ -1,0 +1,68 @@
+"""Takes removed keys out of an older recipe, or refuses them and says what to use instead.
+
+The folder of a run has all keys of its recipe with their values (`config.toml`), also those that the user never set.
+A removed key is therefore accepted with the value that every run has now, and runs of an older version resume. Another
+value is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedKey:
+    """A key that recipes had once."""
+
+    value: Any  # what every run has now; a file gives lists, not tuples
+    instead: str  # what to use in place of the key
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedKey:
+    """A removed key with a value that no run has now."""
+
+    keys: tuple[str, ...]  # with the index in a list of tables
+    value: Any
+    instead: str
+
+
+REMOVED_KEYS: Final = {
+    "reward.cache_samples": RemovedKey(65_536, "the coordinator keeps 65536 scores of a scorer that says it is pure"),
+    "reward.hedge_seconds": RemovedKey(0.0, "lower reward.timeout_seconds, after which a call goes to another service"),
+}
+
+
+def drop_removed(tables: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[RefusedKey]]:
+    """Return a recipe without removed keys, and those of its keys whose value cannot be dropped."""
+    refused = list[RefusedKey]()
+    return _drop(tables, (), (), refused), refused
+
+
+def without_removed(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return one table of an older version without its removed keys, whatever their values are."""
+    return _drop(table, (name,), (name,), [])
+
+
+def _drop(
+    table: Mapping[str, Any], path: tuple[str, ...], keys: tuple[str, ...], refused: list[RefusedKey]
+) -> Mapping[str, Any]:
+    """Return a table without removed keys; `path` is its name, and `keys` has the indices of lists, too."""
+    kept = dict[str, Any]()
+    for key, value in table.items():
+        removed = REMOVED_KEYS.get(".".join((*path, key)))
+        if removed is None:
+            kept[key] = _drop_inside(value, (*path, key), (*keys, key), refused)
+        elif value != removed.value:
+            refused.append(RefusedKey((*keys, key), value, removed.instead))
+    return kept
+
+
+def _drop_inside(value: Any, path: tuple[str, ...], keys: tuple[str, ...], refused: list[RefusedKey]) -> Any:
+    if isinstance(value, Mapping):
+        return _drop(value, path, keys, refused)
+    if isinstance(value, list | tuple):
+        return [_drop_inside(entry, path, (*keys, str(index)), refused) for index, entry in enumerate(value)]
+    return value

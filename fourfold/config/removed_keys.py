@@ -32,6 +32,9 @@ class RefusedKey:
 REMOVED_KEYS: Final = {
     "reward.cache_samples": RemovedKey(65_536, "the coordinator keeps 65536 scores of a scorer that says it is pure"),
     "reward.hedge_seconds": RemovedKey(0.0, "lower reward.timeout_seconds, after which a call goes to another service"),
+    "rollout.hedge_after": RemovedKey(
+        0.0, "calls of an engine that stalls or whose lease ends continue on another one without it"
+    ),
 }
 
 

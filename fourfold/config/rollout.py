@@ -17,7 +17,6 @@ from pydantic import Field, field_validator, model_validator
 from fourfold.config.table import GpuType, Name
 from fourfold.table import Table
 
-_LEAST_HEDGE: Final = 1.5
 # Options of vLLM's engine that are keys of the recipe.
 _VLLM_KEYS: Final = {
     "model": "model.source",
@@ -180,10 +179,6 @@ class RolloutConfig(EngineConfig):
 
     replicas: int | None = Field(default=None, ge=0)
     """Services that the launcher starts; 0: they are started by hand. Unset: 1. With pools, each has its own."""
-    hedge_after: float = Field(default=0.0, ge=0)
-    """A call counts as slow when it takes this many times as long as the run's median call for the tokens that it has
-    sampled so far, or when its engine reports no load. Then its unfinished samples continue on another engine with
-    room, too, and the first result is used. 0: never; otherwise at least 1.5."""
     sleep_mode: bool = False
     """Free the engines' GPU memory while the trainer trains (SleepEngine). All need GPUs."""
     public_listen: str = ""
@@ -203,15 +198,6 @@ class RolloutConfig(EngineConfig):
         if not isinstance(pools, list | tuple):
             return value
         return {**value, "pool": [_filled(pool, value) if isinstance(pool, Mapping) else pool for pool in pools]}
-
-    @field_validator("hedge_after")
-    @classmethod
-    def _check_hedging(cls, value: float) -> float:
-        if 0 < value < _LEAST_HEDGE:
-            raise ValueError(
-                f"hedge_after = {value:g} would sample most groups twice; set it to at least {_LEAST_HEDGE}, or to 0"
-            )
-        return value
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:

@@ -181,9 +181,6 @@ class Fleet:
 @pytest.fixture
 async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(group_sampling, "FLUSH_SECONDS", (0.02, 0.02))
-    monkeypatch.setattr(group_sampling, "HEDGE_FLUSH_SECONDS", 0.02)
-    monkeypatch.setattr(group_sampling, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(group_sampling, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(servicer_module, "_DRAIN_SECONDS", 0.05)
     fleet = Fleet()
     yield fleet
@@ -279,32 +276,10 @@ async def test_a_group_that_updates_abort_continues_on_the_same_engine(fleet: Fl
         ]  # fmt: skip
 
 
-async def test_the_rival_of_an_engine_that_hangs_wins(fleet: Fleet) -> None:
-    fleet.sampler.hedge_after = 2.0
-    fleet.sampler.pace.add(TICK_SECONDS, 1)
-    hung = await fleet.start("a", ticks=False)
-    task = await _partly(fleet, hung)
-    other = await fleet.start("b")
-    assert check(await task) == [[(0, TOKENS)]] * 3
-    assert [sample.tokens for sample in other.engine.samples] == [TOKENS - 4] * 3
-    await until(lambda: hung.engine.running_count == 0)  # its samples were aborted
-    assert fleet.router.engine_metrics().get("rollout/lost_tokens", 0) == 0
-
-
-async def test_an_engine_that_stops_to_report_counts_as_hung(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet.sampler.hedge_after = 2.0
-    hung = await fleet.start("a", ticks=False)
-    task = await _partly(fleet, hung)
-    await fleet.start("b")
-    hung_load = fleet.replica("a").load
-    monkeypatch.setattr(load.EngineLoad, "silent", lambda self, _now: self is hung_load)
-    assert check(await task) == [[(0, TOKENS)]] * 3
-
-
 async def test_samples_of_an_engine_that_stalls_continue_on_another(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without hedging; its front end answers and reports samples."""
+    """Its front end answers and reports samples."""
     monkeypatch.setattr(load, "PERIOD_SECONDS", 0.1)
     monkeypatch.setattr(load, "STALL_SECONDS", 1.0)
     hung = await fleet.start("a", ticks=False)
@@ -315,13 +290,3 @@ async def test_samples_of_an_engine_that_stalls_continue_on_another(
     assert "engine samples nothing, its calls go elsewhere: member=a" in caplog.text
     assert fleet.replica("a").breaker.open, "one call at a time must show that it works again"
     await until(lambda: hung.engine.running_count == 0)
-
-
-async def test_groups_of_a_slow_engine_are_finished_by_the_others(fleet: Fleet) -> None:
-    """Half of the groups go to an engine that never samples: every group comes, and each sample comes once."""
-    fleet.sampler.hedge_after = 2.0
-    fleet.sampler.pace.add(TICK_SECONDS, 1)
-    await fleet.start("a", ticks=False)
-    await fleet.start("b")
-    groups = await asyncio.gather(*(fleet.begin(f"g{index}") for index in range(6)))
-    assert [check(group) for group in groups] == [[[(0, TOKENS)]] * 3] * 6

@@ -22,9 +22,6 @@ NEVER = {"evaluation": {"every_steps": 100}}
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_sampling, "FLUSH_SECONDS", (0.01, 0.01))
-    monkeypatch.setattr(group_sampling, "HEDGE_FLUSH_SECONDS", 0.01)
-    monkeypatch.setattr(group_sampling, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(group_sampling, "GRACE_SECONDS", 0.2)
 
 
 def two_engines(make_stage: Callable[..., Stage], **changes: Any) -> tuple[Stage, FakeRollout, FakeRollout]:
@@ -127,38 +124,3 @@ async def test_samples_that_an_update_aborts_continue_with_the_new_weights(
     ]
     assert any(len(found) == 2 and found[0] < found[1] for found in versions), versions
     assert continued(only)
-
-
-async def test_an_engine_that_hangs_delays_no_step(make_stage: Callable[..., Stage]) -> None:
-    stage, hung, other = two_engines(make_stage, rollout={"hedge_after": 2.0}, **NEVER)
-    trained = collect(stage)
-
-    async def hang() -> bool:
-        if stage.trainer.batches and not continued(other):
-            await asyncio.sleep(60)
-        return False
-
-    hung.on_partial = hang
-    await stage.start()
-    assert await stage.finish(15) == 0
-    check(stage, trained)
-    assert continued(other)
-    assert total(stage, "rollout/continued_tokens") == len(continued(other))
-
-
-async def test_a_run_that_is_not_interrupted_sends_the_same_requests_and_has_the_same_tokens_with_hedging(
-    make_stage: Callable[..., Stage],
-) -> None:
-    found = []
-    for hedge_after in (0.0, 50.0):
-        stage = make_stage(rollout={"hedge_after": hedge_after}, steps=3)
-        trained = collect(stage)
-        await stage.start()
-        assert await stage.finish() == 0
-        for request in stage.rollouts[0].requests:
-            request.ClearField("flush_interval")
-        requests = sorted(request.SerializeToString(deterministic=True) for request in stage.rollouts[0].requests)
-        found.append((requests, sorted((s.sample_id, s.token_ids.tobytes()) for s in trained)))
-        assert not any(name.startswith("rollout/continued") for row in stage.lines("metrics.jsonl") for name in row)
-        await stage.close()
-    assert found[0] == found[1]

@@ -276,11 +276,6 @@ def test_values_never_change(tmp_path: Path) -> None:
         ),
         (
             "[sampling]",
-            "[rollout]\nhedge_after = 1.2\n[sampling]",
-            "hedge_after = 1.2 would sample most groups twice; set it to at least 1.5, or to 0",
-        ),
-        (
-            "[sampling]",
             "[rollout]\nsleep_mode = true\n[sampling]",
             "rollout: sleep_mode = true needs a GPU; set gpus_per_re",
         ),

@@ -20,7 +20,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import pack_floats, pack_ints
 from fourfold_coordinator.routing.registry import Member, Registry
-from fourfold_coordinator.routing.replica import FatalRunError, GivenUp, Replica, RetryBudget
+from fourfold_coordinator.routing.replica import GivenUp, Replica, RetryBudget
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.training import group_sampling
 from fourfold_coordinator.training.group_sampling import GroupSampler
@@ -74,12 +74,10 @@ class Script:
 class Bench:
     """A router with scripted engines, and a group of two samples."""
 
-    def __init__(self, *scripts: Script, hedge_after: float = 0.0) -> None:
+    def __init__(self, *scripts: Script) -> None:
         self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=b"t" * 32, ttl=60)
         self.router = Router(self.registry, open_channel=lambda m: open_channel(m.target, None), wait_seconds=5)
-        self.sampler = GroupSampler(
-            self.router, timeout=9, newest_version=lambda: 3, stop_token_ids=[END], hedge_after=hedge_after
-        )
+        self.sampler = GroupSampler(self.router, timeout=9, newest_version=lambda: 3, stop_token_ids=[END])
         self.tokens = [self._join(f"rollout-{index}", script) for index, script in enumerate(scripts)]
         self.budget = RetryBudget(infrastructure=1, data=0)
         self.tries: list[str] = []
@@ -148,10 +146,7 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., B
         benches.append(Bench(*scripts, **options))
         return benches[-1]
 
-    monkeypatch.setattr(group_sampling, "WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(group_sampling, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(group_sampling, "FLUSH_SECONDS", (0.02, 0.02))
-    monkeypatch.setattr(group_sampling, "HEDGE_FLUSH_SECONDS", 0.02)
     yield make
     for bench in benches:
         for replica in bench.router.replicas():
@@ -327,174 +322,3 @@ class TestFlush:
         sampler.pace = type(sampler.pace)()
         sampler.pace.add(100, 1000)
         assert [sampler.flush_seconds(n) for n in (99, 101, 240, 10_000)] == [None, 5.0, 6.0, 10.0]
-
-    def test_calls_that_may_get_a_rival_always_are(self) -> None:
-        sampler = Bench(hedge_after=2.0).sampler
-        assert [sampler.flush_seconds(n) for n in (1, 1200, 100_000)] == [2.0, 3.0, 10.0]
-
-
-class TestRivals:
-    """Slow calls, with `rollout.hedge_after`."""
-
-    async def test_the_first_result_wins_and_the_other_call_is_cancelled(self, make: Make) -> None:
-        slow = Script([chunk(0, 1, reason=STOP), chunk(1, 2, 3), asyncio.Event()])
-        fast = Script([chunk(0, 4, 5), chunk(0, 6, reason=STOP)])
-        bench = make(slow, fast, hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        assert plain(await bench.sample()) == [([1], [(1, 1)], STOP), ([2, 3, 4, 5, 6], [(1, 5)], STOP)]
-        assert slow.cancelled == 1 and list(fast.requests[0].prompt_token_ids) == [7, 8, 9, 2, 3]
-        assert bench.tries == ["begin", "cancelled"], "one try for both calls"
-        assert bench.budget.infrastructure == 1
-        assert bench.router.engine_metrics() == {"rollout/continued_tokens": 2.0}
-        assert [r.outstanding for r in bench.router.replicas()] == [0, 0]
-
-    async def test_a_slow_call_that_ends_first_is_used(self, make: Make) -> None:
-        recovers, asked = asyncio.Event(), asyncio.Event()
-        slow = Script([chunk(0, 1, 2), recovers, chunk(0, 3, reason=STOP)])
-        rival = Script([chunk(0, 4), asyncio.Event()])
-        bench = make(slow, rival, hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        task = asyncio.create_task(bench.sample(count=1))
-        while not rival.requests:
-            await asyncio.sleep(0.001)
-        asked.set()
-        recovers.set()
-        assert plain(await task) == [([1, 2, 3], [(1, 3)], STOP)]
-        assert rival.cancelled == 1 and bench.router.engine_metrics() == {"rollout/lost_tokens": 1.0}
-
-    async def test_the_first_result_of_a_sample_stays(self, make: Make) -> None:
-        recovers, later, last = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        slow = Script([chunk(0, 1), chunk(1, 2), recovers, chunk(0, 3, reason=STOP), asyncio.Event()])
-        rival = Script([chunk(0, 4), later, chunk(0, 9, reason=STOP)], [chunk(0, 5), last, chunk(0, 6, reason=STOP)])
-        bench = make(slow, rival, hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        task = asyncio.create_task(bench.sample())
-        while len(rival.requests) < 2:
-            await asyncio.sleep(0.001)
-        for event in (recovers, later, last):
-            event.set()
-            await asyncio.sleep(0.01)
-        assert plain(await task) == [([1, 3], [(1, 2)], STOP), ([2, 5, 6], [(1, 3)], STOP)]
-        assert bench.router.engine_metrics() == {"rollout/continued_tokens": 1.0, "rollout/lost_tokens": 2.0}
-
-    async def test_a_rival_that_fails_leaves_the_slow_call_alone(self, make: Make) -> None:
-        recovers = asyncio.Event()
-        slow = Script([chunk(0, 1, 2), recovers, chunk(0, 3, reason=STOP)])
-        rival = Script([Unavailable("gone")])
-        bench = make(slow, rival, hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        task = asyncio.create_task(bench.sample(count=1))
-        while not bench.replica("rollout-1").breaker.failures:
-            await asyncio.sleep(0.001)
-        recovers.set()
-        assert plain(await task) == [([1, 2, 3], [(1, 3)], STOP)]
-        assert bench.budget.infrastructure == 1 and bench.tries == ["begin", "end"]
-
-    async def test_a_slow_call_that_fails_leaves_the_samples_to_its_rival(self, make: Make) -> None:
-        dies, goes_on = asyncio.Event(), asyncio.Event()
-        slow = Script([chunk(0, 1, 2), dies, Unavailable("gone")])
-        rival = Script([chunk(0, 4), goes_on, chunk(0, 5, reason=STOP)])
-        bench = make(slow, rival, hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        task = asyncio.create_task(bench.sample(count=1))
-        while not rival.requests:
-            await asyncio.sleep(0.001)
-        dies.set()
-        while not bench.replica("rollout-0").breaker.failures:
-            await asyncio.sleep(0.001)
-        goes_on.set()
-        assert plain(await task) == [([1, 2, 4, 5], [(1, 4)], STOP)]
-        assert len(slow.requests) == len(rival.requests) == 1 and bench.tries == ["begin", "end"]
-
-    async def test_a_call_that_fails_while_its_rival_finishes_loses_nothing(self, make: Make) -> None:
-        both = asyncio.Event()  # wakes the calls in one turn of the event loop
-        slow = Script([chunk(0, 1, 2), both, Unavailable("gone")])
-        rival = Script([chunk(0, 4), both, chunk(0, 5, reason=STOP)])
-        bench = make(slow, rival, hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        task = asyncio.create_task(bench.sample(count=1))
-        while not rival.requests:
-            await asyncio.sleep(0.001)
-        both.set()
-        assert plain(await task) == [([1, 2, 4, 5], [(1, 4)], STOP)]
-
-    async def test_a_group_without_tries_is_given_up(self, make: Make) -> None:
-        bench = make(Script([Unavailable("a")], [Unavailable("b", reason="B")]), hedge_after=2.0)
-        with pytest.raises(GivenUp) as error:
-            await bench.sample()
-        assert (error.value.reason, bench.tries) == ("B", ["begin", "UNAVAILABLE", "begin", "B"])
-
-    async def test_tokens_that_break_a_rule_are_not_given_to_a_rival(self, make: Make) -> None:
-        slow = Script([chunk(0, 1, 20), asyncio.Event()])
-        rival = Script([chunk(0, 3, reason=STOP)])
-        bench = make(slow, rival, hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        assert plain(await bench.sample(count=1)) == [([3], [(1, 1)], STOP)]
-        assert list(rival.requests[0].prompt_token_ids) == [7, 8, 9]
-        assert bench.router.engine_metrics() == {"rollout/lost_tokens": 2.0}
-
-    async def test_an_error_that_ends_the_run_ends_both_calls(self, make: Make) -> None:
-        slow = Script([chunk(0, 1, 2), asyncio.Event()])
-        bench = make(slow, Script([FatalRunError("the disk is gone")]), hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        with pytest.raises(FatalRunError):
-            await bench.sample(count=1)
-        assert slow.cancelled == 1
-
-    async def test_both_calls_may_fail_and_the_last_one_is_tried_again(self, make: Make) -> None:
-        dies = asyncio.Event()
-        slow = Script([chunk(0, 1, 2), dies, Unavailable("gone")], [chunk(0, 6, reason=STOP)])
-        rival = Script([chunk(0, 4), dies, Unavailable("gone, too")], [chunk(0, 6, reason=STOP)])
-        bench = make(slow, rival, hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        task = asyncio.create_task(bench.sample(count=1))
-        while not rival.requests:
-            await asyncio.sleep(0.001)
-        dies.set()
-        ((ids, _, _),) = plain(await task)
-        assert ids in ([1, 2, 6], [1, 2, 4, 6]) and bench.budget.infrastructure == 0
-
-    async def test_an_engine_without_reports_is_slow_and_one_with_reports_waits_for_the_pace(self, make: Make) -> None:
-        slow = Script([chunk(0, 1, 2), asyncio.Event()])
-        fast = Script([chunk(0, 3, reason=STOP)])
-        bench = make(slow, fast, hedge_after=2.0)
-        task = asyncio.create_task(bench.sample(count=1))
-        await asyncio.sleep(0.1)
-        assert not fast.requests, "no call has ended yet, so that the pace is unknown"
-        hung = bench.replica("rollout-0").load
-        hung.take(rollout.WatchLoadResponse(running_sample_count=1), SYSTEM_CLOCK.monotonic() - 9)
-        assert plain(await task) == [([1, 2, 3], [(1, 3)], STOP)]
-
-    async def test_a_full_engine_gets_no_rival(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[int] = []
-        call = Router.call
-
-        def count(*args: Any, **named: Any) -> Any:
-            asked.append(1)
-            return call(*args, **named)
-
-        monkeypatch.setattr(Router, "call", count)
-        recovers = asyncio.Event()
-        slow = Script([chunk(0, 1, 2), recovers, chunk(0, 3, reason=STOP)])
-        full = Script()
-        bench = make(slow, full, hedge_after=2.0)
-        bench.sampler.pace.add(0.001, 1)
-        bench.replica("rollout-1").capacity = 1
-        bench.replica("rollout-1").outstanding = 1
-        task = asyncio.create_task(bench.sample(count=1))
-        await asyncio.sleep(0.2)
-        recovers.set()
-        assert plain(await task) == [([1, 2, 3], [(1, 3)], STOP)]
-        assert not full.requests and asked == [1]
-
-    async def test_no_call_gets_a_rival_by_default(self, make: Make) -> None:
-        recovers = asyncio.Event()
-        slow = Script([chunk(0, 1, 2), recovers, chunk(0, 3, reason=STOP)])
-        bench = make(slow, idle := Script())
-        bench.sampler.pace.add(0.001, 1)
-        bench.replica("rollout-0").load.take(rollout.WatchLoadResponse(), SYSTEM_CLOCK.monotonic() - 9)
-        task = asyncio.create_task(bench.sample(count=1))
-        await asyncio.sleep(0.1)
-        recovers.set()
-        await task
-        assert not idle.requests

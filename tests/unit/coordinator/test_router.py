@@ -13,7 +13,6 @@ import pytest
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded, PeerFault, PermissionDenied, Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
-from fourfold.rollout.v1.rollout_service_pb2 import WatchLoadResponse
 from fourfold.rpc import circuit_breaker
 from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.routing import router
@@ -181,26 +180,6 @@ async def test_an_interruption_is_no_failure_and_the_rest_goes_elsewhere_with_it
     assert await call == "done"
     assert tried == [("a", 5), ("b", 2)] and spent == ["ABORTED"]
     assert not bench.router.replicas(ROLE)[0].breaker.failures and not bench.router.faults.counts()
-
-
-async def test_another_replica_is_spare_if_it_takes_a_call_at_once(bench: Bench) -> None:
-    first, other = bench.join("a"), bench.join("b", capacity=4)
-
-    def spare(samples: int = 3, version: int = -1, without: Replica = first) -> bool:
-        return bench.router.has_spare(ROLE, Demand(samples=samples, tokens=30), version=version, without=without)
-
-    assert spare() and not spare(5) and not spare(version=0) and spare(without=other, samples=5)
-    report = WatchLoadResponse(kv_cache_token_count=40, free_kv_cache_token_count=30)
-    other.load.take(report, SYSTEM_CLOCK.monotonic())
-    assert spare()
-    with other.in_flight(Demand(samples=1, tokens=1)):
-        assert not spare(), "29 tokens fit into its KV cache"
-    with other.in_flight(Demand(samples=2)):
-        assert not spare()
-    async with bench.router._turns[ROLE, ""]:
-        assert not spare(), "a call waits for room"
-    other.breaker.trip(DeadlinePassed("too long"), SYSTEM_CLOCK.monotonic())
-    assert not spare()
 
 
 async def test_data_failures_have_a_budget_of_their_own(bench: Bench) -> None:

@@ -277,7 +277,6 @@ class Router:
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         pool: str = "",
         choose: Callable[[list[Replica]], list[Replica]] = _anyone,
-        without: ReplicaKey | None = None,
         on_flight: Callable[[Flight], None] = lambda _flight: None,
     ) -> T:
         """Do `work` with a replica; when it fails, with another one if there is one.
@@ -293,7 +292,6 @@ class Router:
             wait: Longest wait for a usable replica; None for the run's.
             on_try: Returns the context that one try runs in. It gets the error of a try, also when a lease ended.
             pool, choose: Pool of the replica, empty for any; returns those of its replicas that may get the work now.
-            without: Replica that gets it only if there is no other.
             on_flight: Called before each try with what the call takes of the replica's capacity, which `work` may
                 release sample by sample.
 
@@ -302,7 +300,7 @@ class Router:
             FatalRunError: `work` or `spend` raised it.
             ServiceMissing: No replica came in time.
         """
-        avoid: set[ReplicaKey] = set() if without is None else {without}
+        avoid: set[ReplicaKey] = set()
         while True:
             size = demand if isinstance(demand, Demand) else demand()
             wanted = _Wanted(role, size, version, pin, avoid, wait or self._wait, pool, choose)
@@ -384,12 +382,6 @@ class Router:
             )
             for name, replica in sorted(self._replicas.items())
         ]
-
-    def has_spare(self, role: int, demand: Demand, *, version: int, without: Replica) -> bool:
-        """Return whether a replica other than `without` has room now, and no call waits for one."""
-        now = self.clock.monotonic()
-        others = [r for r in self.replicas(role) if r is not without and r.fits(version) and r.breaker.admits(now)]
-        return not self._turns[role, ""].locked() and any(replica.room(demand, now) >= 1 for replica in others)
 
     def engine_metrics(self) -> dict[str, float]:
         """Return the metrics of the engines' load reports and token counts since the last call of this method."""

@@ -51,7 +51,6 @@ class ServiceCalls:
             timeout=config.trainer.step_timeout_seconds,
             newest_version=newest_version,
             stop_token_ids=(*stop_token_ids, *config.sampling.stop_token_ids),
-            hedge_after=config.rollout.hedge_after,
         )
 
     def budget(self) -> RetryBudget:

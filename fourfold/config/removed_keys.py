@@ -16,7 +16,7 @@ from typing import Any, Final
 class RemovedKey:
     """A key that recipes had once."""
 
-    value: Any  # what every run has now; a file gives lists, not tuples
+    value: Any  # what every run has now, as a file has it; None: the key was unset
     instead: str  # what to use in place of the key
 
 
@@ -29,13 +29,20 @@ class RefusedKey:
     instead: str
 
 
+_TOKEN_LIMITS: Final = "an agent gets limits of its own from its token (`fourfold certs token add`)"
+
 REMOVED_KEYS: Final = {
     "reward.cache_samples": RemovedKey(65_536, "the coordinator keeps 65536 scores of a scorer that says it is pure"),
     "reward.hedge_seconds": RemovedKey(0.0, "lower reward.timeout_seconds, after which a call goes to another service"),
+    "rollout.agents.calls_per_second": RemovedKey(100.0, _TOKEN_LIMITS),
+    "rollout.agents.concurrent_calls": RemovedKey(128, _TOKEN_LIMITS),
+    "rollout.agents.coordinator_share": RemovedKey(0.75, "a run keeps three quarters of its engines for itself"),
+    "rollout.agents.tokens_in_flight": RemovedKey(None, _TOKEN_LIMITS),
     "rollout.hedge_after": RemovedKey(
         0.0, "calls of an engine that stalls or whose lease ends continue on another one without it"
     ),
 }
+REMOVED_TABLES: Final = ("rollout.agents",)
 
 
 def drop_removed(tables: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[RefusedKey]]:
@@ -55,9 +62,12 @@ def _drop(
     """Return a table without removed keys; `path` is its name, and `keys` has the indices of lists, too."""
     kept = dict[str, Any]()
     for key, value in table.items():
-        removed = REMOVED_KEYS.get(".".join((*path, key)))
+        name = ".".join((*path, key))
+        removed = REMOVED_KEYS.get(name)
         if removed is None:
-            kept[key] = _drop_inside(value, (*path, key), (*keys, key), refused)
+            inside = _drop_inside(value, (*path, key), (*keys, key), refused)
+            if inside or name not in REMOVED_TABLES:
+                kept[key] = inside
         elif value != removed.value:
             refused.append(RefusedKey((*keys, key), value, removed.instead))
     return kept

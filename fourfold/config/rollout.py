@@ -1,4 +1,4 @@
-"""Defines `[rollout]`: the engines that sample, their pools, the limits of agents, and the options of vLLM in a recipe.
+"""Defines `[rollout]`: the engines that sample, their pools, and the options of vLLM in a recipe.
 
     [rollout]             keys of all engines, and the defaults of the pools; without pools it describes the one pool
     [[rollout.pool]]      engines with options of their own: another GPU type, dtype, quantization or size
@@ -64,24 +64,6 @@ _VLLM_FIXED: Final = {
     ),
     "the service decides whether to accept a sample": ("max_num_queued", "scheduler_cls"),
 }
-
-
-class AgentLimitsConfig(Table):
-    """Limits of external agents: callers of the public port, and callers with an agent's certificate.
-
-    A token may have limits of its own, which replace the first three.
-    """
-
-    concurrent_calls: int = Field(default=128, ge=1)
-    """Calls of one agent in flight, watches not counted. Each may hold 1 MiB of an unfinished request."""
-    tokens_in_flight: int | None = Field(default=None, ge=1)
-    """Tokens of one agent in flight: prompt plus max_tokens of every sample. Unset: as many as all agents together may
-    have."""
-    calls_per_second: float = Field(default=100.0, gt=0)
-    """Calls of one agent per second on average; as many may come at once."""
-    coordinator_share: float = Field(default=0.75, ge=0, lt=1)
-    """Share of the samples and of the KV cache's tokens that is reserved for the coordinator, so that agents cannot
-    stop the run. The coordinator may use everything that is free. A service without a coordinator reserves nothing."""
 
 
 class EngineConfig(Table):
@@ -183,7 +165,6 @@ class RolloutConfig(EngineConfig):
     """Free the engines' GPU memory while the trainer trains (SleepEngine). All need GPUs."""
     public_listen: str = ""
     """host:port of the public port for agents (TLS and a token); empty: none."""
-    agents: AgentLimitsConfig = AgentLimitsConfig()
     tool_parser: str = ""
     """Name of vLLM's parser of tool calls for the model, such as `hermes`; empty: agents cannot use tools."""
     reasoning_parser: str = ""

@@ -294,7 +294,7 @@ def _check_concurrent_samples(config: Config) -> None:
                     f"{text} is below {key} = {count}, and the samples of a prompt go to an engine in one call; raise "
                     f"it to at least {count}, remove it (it is then derived from the batch), or lower {key}"
                 )
-            if count == limit and rollout.public_listen and rollout.agents.coordinator_share:
+            if count == limit and rollout.public_listen:
                 raise ValueError(
                     f"{text} equals {key}, and rollout.public_listen needs room for the samples of agents; raise it to "
                     f"at least {count + 1}, or remove it (it is then derived from the batch)"

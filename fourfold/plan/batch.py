@@ -8,6 +8,9 @@ from typing import Final
 
 from fourfold.config import Config, RolloutPool
 
+COORDINATOR_SHARE: Final = 0.75
+"""Share of the samples and of the KV cache's tokens that agents never get, so that they cannot stop the run. The
+coordinator may use everything that is free. A service without a coordinator reserves nothing."""
 _LEAST_SAMPLES: Final = 64
 _EVALUATION_SAMPLES: Final = 256
 # More samples at once make a step longer, and no faster.
@@ -86,18 +89,17 @@ def engine_limits(config: Config, pool: RolloutPool) -> EngineLimits:
     concurrent_samples: the largest share of one replica in the groups in flight (`groups_in_flight`) or in an
         evaluation, in whole groups, but at least 64, and at most 256 on CPU or 1024 on GPUs. With a public port, enough
         that it is the coordinator's share.
-    agent_samples: the samples that `rollout.agents.coordinator_share` leaves.
+    agent_samples: the samples that `COORDINATOR_SHARE` leaves.
     batched_tokens: 8192 on CPU, 16384 on GPUs, or one more than the concurrent samples if that is more.
     """
-    rollout = config.rollout
     device = "gpu" if pool.gpus_per_replica else "cpu"
-    wanted, share = _samples_of_one_replica(config), rollout.agents.coordinator_share
-    if rollout.public_listen and share:
-        wanted = math.ceil(wanted / share)
+    wanted = _samples_of_one_replica(config)
+    if config.rollout.public_listen:
+        wanted = math.ceil(wanted / COORDINATOR_SHARE)
     samples = pool.max_concurrent_samples or min(wanted, _MOST_SAMPLES[device])
     # The samples of a prompt travel in one call, so that agents must always leave room for the largest call.
     largest_call = max([config.batch.group_size, *(held_out.samples_per_prompt for held_out in config.eval_sets)])
-    reserved = max(math.ceil(samples * share), largest_call) if share else 0
+    reserved = max(math.ceil(samples * COORDINATOR_SHARE), largest_call)
     # vLLM does not split prompts on CPU, so that a step there must hold a whole context.
     least = samples + 1 if device == "gpu" else max(samples + 1, config.model.max_context_tokens)
     return EngineLimits(

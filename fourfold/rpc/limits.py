@@ -28,6 +28,8 @@ MAX_WATCHES_PER_PRINCIPAL: Final = 64
 MAX_WATCHES_PER_AGENT: Final = 16
 # A member makes one call at a time. Without this limit a single faulty member could take all slots of a service.
 MEMBER_LIMITS: Final = CallerLimits(concurrent_calls=32)
+# Of one agent, unless its token has limits of its own. Each call may hold 1 MiB of an unfinished request.
+AGENT_LIMITS: Final = CallerLimits(concurrent_calls=128, calls_per_second=100)
 # An environment service has one call in flight for each of its episodes.
 ENVIRONMENT_LIMITS: Final = CallerLimits(concurrent_calls=1024)
 # A gateway has one call in flight for each turn of its agents, and at the coordinator for agents that wait for tasks.

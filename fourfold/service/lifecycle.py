@@ -24,7 +24,7 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -40,10 +40,10 @@ from fourfold.host.process import raise_file_limit
 from fourfold.host.process_tree import PARENT_PID_VARIABLE, die_with_parent
 from fourfold.rpc.call_stats import CallStats
 from fourfold.rpc.channel import check_target, is_loopback, join_target, open_channel, split_target
-from fourfold.rpc.limits import Quotas, limits_by_role
+from fourfold.rpc.limits import AGENT_LIMITS, Quotas, limits_by_role
 from fourfold.rpc.server import Server
 from fourfold.security.access import COORDINATOR, Security, expiry_warning
-from fourfold.security.principal import CallerLimits, Principal
+from fourfold.security.principal import Principal
 from fourfold.service.exporter import Exporter
 from fourfold.service.membership import Membership
 from fourfold.service.metrics_server import DiscoveryFile, MetricsServer
@@ -123,7 +123,7 @@ class ServiceHost:
             Principal(options.role, options.member_id),
             public=options.role == "coordinator" and bool(options.config.view.public_listen),
         )
-        self.quotas = Quotas(limits_by_role(agent_limits(options.config), self._token_limits))
+        self.quotas = Quotas(limits_by_role(AGENT_LIMITS, self._token_limits))
         self._stats = CallStats()
         self.server = Server(
             listen=options.listen,
@@ -404,12 +404,6 @@ class ServiceHost:
             os._exit(128 + number)
         self._signal = number
         self.stop()
-
-
-def agent_limits(config: Config) -> CallerLimits:
-    """Return the recipe's limits of one agent."""
-    names = {field.name for field in fields(CallerLimits)}
-    return CallerLimits(**config.rollout.agents.model_dump(include=names, exclude_none=True))
 
 
 def metrics_server(options: ServeOptions, exporter: Exporter) -> MetricsServer | None:

@@ -21,7 +21,6 @@ import fourfold
 from fourfold.agent.v1 import agent_service_pb2 as agent
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config.agents import GatewayConfig
-from fourfold.config.rollout import AgentLimitsConfig
 from fourfold.contract import DESCRIPTOR_SET, PROTO_DIR
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import scorer_service_pb2 as scorers
@@ -36,7 +35,14 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc import interceptors
 from fourfold.rpc.channel import MAX_MESSAGE_BYTES, PUBLIC_SERVER_OPTIONS, RETRIED_METHODS
 from fourfold.rpc.codec import ID_PATTERN, pack_floats
-from fourfold.rpc.limits import MAX_WATCHES, MAX_WATCHES_PER_AGENT, MAX_WATCHES_PER_PRINCIPAL, MEMBER_LIMITS, is_watch
+from fourfold.rpc.limits import (
+    AGENT_LIMITS,
+    MAX_WATCHES,
+    MAX_WATCHES_PER_AGENT,
+    MAX_WATCHES_PER_PRINCIPAL,
+    MEMBER_LIMITS,
+    is_watch,
+)
 from fourfold.rpc.server import Server
 from fourfold.rpc.status import MAX_RETRY_SECONDS
 from fourfold.security.access import POLICY, PUBLIC_SERVICES
@@ -277,7 +283,7 @@ def test_the_contract_page_has_every_error() -> None:
 
 def test_the_contract_page_has_the_limits_of_the_code() -> None:
     public = dict(PUBLIC_SERVER_OPTIONS)
-    agents, gateway = AgentLimitsConfig(), GatewayConfig()
+    gateway = GatewayConfig()
     assert SCORE_BYTES == REFERENCE_BYTES
     expected = [
         f"{public['grpc.max_receive_message_length']} bytes",
@@ -288,8 +294,8 @@ def test_the_contract_page_has_the_limits_of_the_code() -> None:
         f"{int(public['grpc.max_connection_idle_ms']) // 1000} s",
         *map(str, (MAX_WATCHES_PER_AGENT, MAX_WATCHES_PER_PRINCIPAL, MAX_WATCHES)),
         f"{MEMBER_LIMITS.concurrent_calls}",
-        f"{agents.concurrent_calls}",
-        f"{agents.calls_per_second:g}",
+        f"{AGENT_LIMITS.concurrent_calls}",
+        f"{AGENT_LIMITS.calls_per_second:g}",
         f"{gateway.max_open_sessions_per_agent}",
         *map(str, (admission.MAX_SAMPLES_PER_CALL, admission._MAX_STOP_TOKENS)),
         f"`{ID_PATTERN.pattern}`",

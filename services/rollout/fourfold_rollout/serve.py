@@ -18,7 +18,7 @@ from fourfold.errors import ConfigError
 from fourfold.host.imports import fast_imports
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
-from fourfold.plan.batch import engine_limits
+from fourfold.plan.batch import COORDINATOR_SHARE, engine_limits
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
@@ -153,7 +153,7 @@ async def _serve(
         kv_cache_tokens=description.kv_cache_tokens,
         stop_token_ids=tuple(i for i in model_stop_token_ids(folder) if i < description.vocabulary_size),
         agent_samples=engine_limits(config, pool).agent_samples if has_agents else None,
-        agent_token_share=1 - config.rollout.agents.coordinator_share if has_agents else 1.0,
+        agent_token_share=1 - COORDINATOR_SHARE if has_agents else 1.0,
     )
     weights = WeightController(engine, update_timeout=update_timeout)
     model = ServedModel(name=config.model.source, tokenizer_sha256=host.tokenizer_sha256, limits=limits)

@@ -49,8 +49,7 @@ def test_a_replica_takes_its_share_of_all_steps_that_are_in_flight() -> None:
     assert samples(rollout=gpus, asynchrony=lag_2) == 400
     assert samples(rollout={"gpus_per_replica": 1}, asynchrony=lag_2) == 1024, "3 times 400 are too many"
     assert samples(asynchrony=lag_2) == 256
-    public = {"public_listen": "127.0.0.1:1", "agents": {"coordinator_share": 0.5}}
-    assert samples(rollout={**gpus, **public}, asynchrony=lag_2) == 800
+    assert samples(rollout={**gpus, "public_listen": "127.0.0.1:1"}, asynchrony=lag_2) == 534
     assert samples(rollout={"max_concurrent_samples": 9}, asynchrony=lag_2) == 9, "the recipe's own limit"
 
 
@@ -84,10 +83,8 @@ def agent_samples(**tables: Any) -> int:
 
 def test_agents_get_what_the_coordinators_share_and_its_largest_call_leave() -> None:
     assert agent_samples(rollout={"max_concurrent_samples": 40}) == 10
-    assert agent_samples(rollout={"max_concurrent_samples": 40, "agents": {"coordinator_share": 0.9}}) == 4
     assert agent_samples(rollout={"max_concurrent_samples": 10}) == 2, "the 8 samples of a prompt travel in one call"
     assert agent_samples(rollout={"max_concurrent_samples": 8}) == 0
-    assert agent_samples(rollout={"max_concurrent_samples": 8, "agents": {"coordinator_share": 0}}) == 8
     evaluation = {"samples_per_prompt": 35}
     data = {"eval": {"path": "e.jsonl"}}
     assert agent_samples(rollout={"max_concurrent_samples": 40}, data=data, evaluation=evaluation) == 5
@@ -97,8 +94,6 @@ def test_a_public_port_makes_room_for_agents_beside_the_step() -> None:
     public = {"gpus_per_replica": 2, "public_listen": "127.0.0.1:1"}
     assert samples(rollout=public) == 534, "400 of the step are three quarters"
     assert agent_samples(rollout=public) == 133
-    assert samples(rollout={**public, "agents": {"coordinator_share": 0}}) == 400
-    assert agent_samples(rollout={**public, "agents": {"coordinator_share": 0}}) == 400
     with pytest.raises(pydantic.ValidationError, match="public_listen needs room for the samples of agents; raise"):
         recipe(rollout={"max_concurrent_samples": 8, "public_listen": "127.0.0.1:1"})
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
-from fourfold.config import Config
 from fourfold.errors import InvalidInput, Overloaded
 from fourfold.rpc import limits as limits_module
 from fourfold.rpc.limits import (
@@ -23,7 +21,6 @@ from fourfold.rpc.limits import (
     limits_by_role,
 )
 from fourfold.security.principal import LOCAL, UNLIMITED, CallerLimits, Principal
-from fourfold.service.lifecycle import agent_limits
 from tests.fakes.clock import FakeClock
 
 ANNA, BERT = Principal("agent", "anna"), Principal("agent", "bert")
@@ -132,20 +129,6 @@ def test_limits_of_a_token_replace_the_default_and_are_read_at_every_call(clock:
         grants["anna"] = {"concurrent_calls": 3}
         with limited.call(ANNA):
             pass
-
-
-def test_the_recipe_gives_the_limits_of_agents() -> None:
-    tables: dict[str, Any] = {
-        "name": "t",
-        "steps": 1,
-        "model": {"source": "m"},
-        "data": {"train": {"path": "x.jsonl"}},
-        "batch": {"prompts_per_step": 1, "group_size": 2},
-        "sampling": {"max_new_tokens": 8},
-    }
-    assert agent_limits(Config.model_validate(tables)) == CallerLimits(concurrent_calls=128, calls_per_second=100)
-    given = {"concurrent_calls": 3, "tokens_in_flight": 500, "calls_per_second": 0.5}
-    assert agent_limits(Config.model_validate({**tables, "rollout": {"agents": given}})) == CallerLimits(**given)
 
 
 async def test_memory_is_bounded_by_active_principals(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal
     if not most_samples:
         raise PermissionDenied(
             f"agents may not sample here: all {limits.max_concurrent_samples} samples are reserved for the run; raise "
-            f"rollout.max_concurrent_samples, or lower rollout.agents.coordinator_share"
+            f"rollout.max_concurrent_samples"
         )
     request_id = check_id(request.request_id, "request_id")
     prompt = _prompt(request, limits)

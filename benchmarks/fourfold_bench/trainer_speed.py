@@ -60,9 +60,6 @@ class TrainerSettings(BenchmarkSettings):
     zero_stage: int = option(default=3)
     offload: str = option(default="none", choices=("none", "optimizer", "optimizer+parameters"))
     checkpointing: bool = option("recompute activations", default=False)
-    reduction: str = option(
-        "number format in which ranks sum gradients", default="float32", choices=("float32", "bfloat16")
-    )
     product: int = option("size of the matrix product; 8192 on a GPU", default=1024, least=1)
     runs: int = option(default=3, least=1)
     warmup: int = option(default=1, least=0)
@@ -134,7 +131,6 @@ def recipe(settings: TrainerSettings, model: Path, sample_count: int) -> Config:
                 "zero_stage": settings.zero_stage,
                 "gradient_checkpointing": settings.checkpointing,
                 "offload": settings.offload,
-                "gradient_reduction": settings.reduction,
             },
         }
     )

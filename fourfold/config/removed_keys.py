@@ -41,6 +41,7 @@ REMOVED_KEYS: Final = {
     "rollout.hedge_after": RemovedKey(
         0.0, "calls of an engine that stalls or whose lease ends continue on another one without it"
     ),
+    "trainer.gradient_reduction": RemovedKey("float32", "ranks sum their gradients in float32"),
 }
 REMOVED_TABLES: Final = ("rollout.agents",)
 

@@ -88,8 +88,6 @@ class TrainerConfig(Table):
     """Decay of AdamW's averages of the gradient and of its square."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon."""
-    gradient_reduction: Literal["float32", "bfloat16"] = "float32"
-    """Number format in which ranks sum their gradients. bfloat16: half as many bytes between ranks, and rounding."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """L2 norm to which larger gradients are scaled down."""
     ema_decay: float = Field(default=0.0, ge=0, lt=1)

@@ -32,6 +32,8 @@ class RefusedKey:
 _TOKEN_LIMITS: Final = "an agent gets limits of its own from its token (`fourfold certs token add`)"
 
 REMOVED_KEYS: Final = {
+    "logging.mlflow_uri": RemovedKey("", "set the variable MLFLOW_TRACKING_URI"),
+    "logging.wandb_mode": RemovedKey("auto", 'set the variable WANDB_MODE, such as "offline"'),
     "reward.cache_samples": RemovedKey(65_536, "the coordinator keeps 65536 scores of a scorer that says it is pure"),
     "reward.hedge_seconds": RemovedKey(0.0, "lower reward.timeout_seconds, after which a call goes to another service"),
     "rollout.agents.calls_per_second": RemovedKey(100.0, _TOKEN_LIMITS),

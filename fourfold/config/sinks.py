@@ -25,10 +25,6 @@ class LoggingConfig(Table):
     """Tags of the run in W&B and MLflow."""
     wandb_entity: str = Field(default="", max_length=128)
     """User or team of W&B; empty: the account's default."""
-    wandb_mode: Literal["auto", "online", "offline"] = "auto"
-    """auto: online if this machine has an API key of W&B, otherwise offline. offline: `wandb sync` sends it later."""
-    mlflow_uri: str = ""
-    """Address of MLflow's tracking server or database; empty: the variable MLFLOW_TRACKING_URI, or runs/mlflow.db."""
     tensorboard_dir: str = ""
     """Folder of TensorBoard's event files; empty: a folder of the run, found by `tensorboard --logdir runs`."""
 

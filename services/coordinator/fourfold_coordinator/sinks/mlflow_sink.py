@@ -36,8 +36,7 @@ class MlflowSink:
     def __init__(self, run: RunFacts) -> None:
         """Find or create the experiment and the run; raises MlflowException if the server refuses."""
         logging = run.config.logging
-        uri = logging.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        uri = uri or f"sqlite:///{run.folder.absolute().parent / _DATABASE}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.absolute().parent / _DATABASE}"
         self._client = MlflowClient(uri)
         experiment = self._client.get_experiment_by_name(logging.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(logging.project)

@@ -32,7 +32,7 @@ class WandbSink:
             id=run.run_id,
             resume="allow",
             dir=str(run.sink_folder),
-            mode=_mode(logging.wandb_mode),
+            mode=_mode(),
             config=dict(run.recipe()),
             # This process is not the one that trains, so its console, code and machine tell nothing.
             settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_stats=True),
@@ -50,10 +50,8 @@ class WandbSink:
         wandb.teardown()
 
 
-def _mode(configured: str) -> Literal["online", "offline"] | None:
+def _mode() -> Literal["online", "offline"] | None:
     """Return the mode; None: that of the variable WANDB_MODE."""
-    if configured == "online" or configured == "offline":
-        return configured  # type: ignore[return-value]
     if os.environ.get("WANDB_MODE"):
         return None
     return "online" if wandb.login(prompt=False) else "offline"

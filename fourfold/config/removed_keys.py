@@ -34,6 +34,9 @@ _TOKEN_LIMITS: Final = "an agent gets limits of its own from its token (`fourfol
 REMOVED_KEYS: Final = {
     "logging.mlflow_uri": RemovedKey("", "set the variable MLFLOW_TRACKING_URI"),
     "logging.wandb_mode": RemovedKey("auto", 'set the variable WANDB_MODE, such as "offline"'),
+    "reward.allowed_verifiers": RemovedKey(
+        [], "add a table [[reward]] for each function, and choose by `where` or data.scorers_field"
+    ),
     "reward.cache_samples": RemovedKey(65_536, "the coordinator keeps 65536 scores of a scorer that says it is pure"),
     "reward.hedge_seconds": RemovedKey(0.0, "lower reward.timeout_seconds, after which a call goes to another service"),
     "rollout.agents.calls_per_second": RemovedKey(100.0, _TOKEN_LIMITS),

@@ -157,9 +157,6 @@ class RewardConfig(Table):
     """Limit of the groups that a step loses to missing scores, in multiples of `batch.prompts_per_step`. The run ends
     with the reasons if a step reaches the limit before any of its groups has scores. The largest of all tables is the
     limit."""
-    allowed_verifiers: tuple[str, ...] = Field(default=(), strict=False)
-    """Functions that a caller may select in addition to `function`. With `reasoning_gym`, the metadata of a sample may
-    name the tasks of [data], and those listed here as `reasoning_gym:TASK`."""
     evaluate_text: bool = False
     """Allow functions that run text of the answer as code (`fourfold serve reward --list` marks them). They run in a
     sandbox."""
@@ -176,8 +173,6 @@ class RewardConfig(Table):
     @property
     def columns(self) -> frozenset[str] | None:
         """Columns of a row that its function reads besides prompt and answer; None: they are not known."""
-        if self.allowed_verifiers:
-            return None
         if self.function == "code_tests":
             return frozenset({str(self.options.get("field", "tests"))})
         return frozenset() if self.function in (*ANSWER_VERIFIERS, "format", "length") else None

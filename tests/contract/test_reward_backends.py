@@ -21,7 +21,7 @@ from fourfold.service.lifecycle import ServeOptions
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward import serve as serve_module
 from fourfold_reward.backend import Backend
-from fourfold_reward.backends import make_scoring
+from fourfold_reward.backends import make_backend
 from fourfold_reward.exported import reward_source
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
@@ -91,10 +91,10 @@ async def start(serve: Serve, tmp_path: Path) -> AsyncIterator[Start]:
     async def made(**reward: Any) -> tuple[AsyncRewardClient, RewardServicer, Backend]:
         options = options_of(make_config(tmp_path, reward=reward), tmp_path)
         table = options.config.scorer("")
-        scoring = make_scoring(options, table, on_failure=lambda message: pytest.fail(message))
-        backends.append(scoring.backend)
-        servicer = RewardServicer(scoring.backend, scoring.find, name=table.name, pure=scoring.pure)
-        return await serve_backend(serve, scoring.backend, servicer), servicer, scoring.backend
+        backend = make_backend(options, table, on_failure=lambda message: pytest.fail(message))
+        backends.append(backend)
+        servicer = RewardServicer(backend, name=table.name)
+        return await serve_backend(serve, backend, servicer), servicer, backend
 
     yield made
     for backend in backends:
@@ -118,7 +118,6 @@ async def test_a_backend_that_is_no_function_has_no_other_verifiers(serve: Serve
     assert [score.WhichOneof("outcome") for score in scores] == ["score", "score", "error", "error"]
     assert scores[0].cost_usd == 0.25
     assert scores[2].error.reason == "NOT_FOUND" and "the scorer here is 'judge'" in scores[2].error.message
-    assert all(job.verifier is None for job in backend.jobs)
 
 
 async def test_errors_and_abstentions_have_their_price(serve: Serve) -> None:
@@ -162,12 +161,11 @@ async def test_token_rewards_need_the_tokens(start: Start, tmp_path: Path) -> No
     ("reward", "pure"),
     [
         ({"function": "exact_match"}, True),
-        ({"function": "exact_match", "allowed_verifiers": ["last_number"]}, True),
-        ({"function": "exact_match", "allowed_verifiers": ["reasoning_gym:products"]}, False),
+        ({"function": "reasoning_gym:products"}, False),
         ({"function": "format", "options": {"pattern": "a"}}, True),
     ],
 )
-async def test_pure_counts_all_functions_that_a_caller_may_select(start: Start, reward: Any, pure: bool) -> None:
+async def test_a_function_that_is_known_to_be_pure_is_pure(start: Start, reward: Any, pure: bool) -> None:
     client, _, _ = await start(**reward)
     assert (await client.get_info(timeout=5)).pure == pure
 
@@ -218,4 +216,4 @@ def test_the_key_of_a_judge_must_be_there(tmp_path: Path, monkeypatch: pytest.Mo
     judge = {"url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}
     options = options_of(make_config(tmp_path, reward={"judge": judge}), tmp_path)
     with pytest.raises(ConfigError, match="api_key_env = 'NO_SUCH_KEY'"):
-        make_scoring(options, options.config.scorer(""), on_failure=print)
+        make_backend(options, options.config.scorer(""), on_failure=print)

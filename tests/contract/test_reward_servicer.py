@@ -26,7 +26,6 @@ from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward import loader
 from fourfold_reward import servicer as servicer_module
 from fourfold_reward.pool import WorkerPool
-from fourfold_reward.serve import AllowedVerifiers
 from fourfold_reward.servicer import MAX_SAMPLES, RewardServicer
 from tests.conftest import Serve
 
@@ -88,8 +87,7 @@ async def connect(serve: Serve, tmp_path: Path) -> AsyncIterator[Connect]:
             max_waiting_samples=waiting,
         )
         pools.append(pool)
-        others = {name: loader.find(name, directory=tmp_path) for name in ("last_number", "exact_match")}
-        servicer = RewardServicer(pool, AllowedVerifiers(default=pool.verifier, others=others, tasks={}).find)
+        servicer = RewardServicer(pool)
         channel = await serve(
             (pb.DESCRIPTOR.services_by_name["RewardService"], add_RewardServiceServicer_to_server, servicer)
         )
@@ -164,23 +162,11 @@ async def test_same_request_gives_the_same_answer(connect: Connect) -> None:
     assert await client.score(items, timeout=5) == await client.score(items, timeout=5)
 
 
-async def test_item_may_name_a_verifier_of_the_allow_list(connect: Connect) -> None:
-    client = await connect()
-    scores = await client.score(
-        [
-            item("a", "it is 12", answer="12", verifier="last_number"),
-            item("b", "it is 12", answer="12", verifier="exact_match"),
-            item("c", "12", verifier="mine.py:reward"),
-        ],
-        timeout=20,
-    )
-    assert [s.score for s in scores] == [1.0, 0.0, 2.0]
-
-
 @pytest.mark.parametrize("name", ["os:system", "/etc/passwd.py:x", "no_such", "math_verify", "reasoning_gym:products"])
-async def test_verifier_that_is_not_allowed_is_an_error_of_its_sample(connect: Connect, name: str) -> None:
+async def test_another_verifier_is_an_error_of_its_sample(connect: Connect, name: str) -> None:
     client = await connect()
-    first, second = await client.score([item("a", "12", verifier=name), item("b", "12")], timeout=20)
+    items = [item("a", "12", verifier=name), item("b", "12", verifier="mine.py:reward")]
+    first, second = await client.score(items, timeout=20)
     assert (first.error.code, first.error.reason) == (Code.Value("NOT_FOUND"), "NOT_FOUND")
     assert name in first.error.message
     assert second.score == 2.0

@@ -38,7 +38,6 @@ from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_reward import loader
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.reference.servicer import ReferenceServicer
-from fourfold_reward.serve import AllowedVerifiers
 from fourfold_reward.servicer import RewardServicer
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
@@ -290,9 +289,9 @@ async def serve_all(serve: Serve, tmp_path: Path) -> AsyncIterator[System]:
     registry = Registry(clock=SystemClock(), tokenizer_sha256=SHA256)
     board = RunBoard(name="fuzz", step_count=4, clock=SystemClock())
     (tmp_path / "mine.py").write_text("def reward(sample):\n    return float(len(sample.completion))\n")
-    allowed = AllowedVerifiers(default=loader.find("mine.py:reward", directory=tmp_path), others={}, tasks={})
-    pool = WorkerPool(verifier=allowed.default, options={}, processes=1, timeout_seconds=1.0, on_failure=fatal.append)
-    reward = RewardServicer(pool, allowed.find)
+    function = loader.find("mine.py:reward", directory=tmp_path)
+    pool = WorkerPool(verifier=function, options={}, processes=1, timeout_seconds=1.0, on_failure=fatal.append)
+    reward = RewardServicer(pool)
     reference = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT, on_failure=fatal.append)
     reference.set_ready(Reference(), tokenizer_sha256=SHA256)  # type: ignore[arg-type]
     added = [

@@ -19,8 +19,8 @@ from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer
 from fourfold.sandbox import SandboxSupport
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward import worker_sandbox
+from fourfold_reward.configured import ConfiguredFunction
 from fourfold_reward.pool import WorkerPool
-from fourfold_reward.serve import AllowedVerifiers
 from fourfold_reward.servicer import RewardServicer
 from tests.conftest import Serve
 
@@ -37,8 +37,8 @@ def recipe(tmp_path: Path, *, data: str = "products", **reward: Any) -> Config:
     return from_tables(tomllib.loads(text), source="recipe.toml")
 
 
-def allowed_of(config: Config) -> AllowedVerifiers:
-    return AllowedVerifiers.from_config(config, config.reward[0])
+def function_of(config: Config) -> ConfiguredFunction:
+    return ConfiguredFunction.from_config(config, config.reward[0])
 
 
 def sandbox_of(config: Config, run_dir: Path | None, *, evaluating: str) -> worker_sandbox.WorkerSandbox:
@@ -49,20 +49,18 @@ def sandbox_of(config: Config, run_dir: Path | None, *, evaluating: str) -> work
     ("data", "reward", "name"),
     [
         ("products", {"function": "reasoning_gym:countdown"}, "countdown"),
-        ("products", {"allowed_verifiers": ["reasoning_gym:n_queens"]}, "n_queens"),
         ("puzzle24", {"function": "reasoning_gym"}, "puzzle24"),
     ],
 )
 def test_verifier_that_evaluates_text_needs_a_key(tmp_path: Path, data: str, reward: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"'reasoning_gym:{name}' runs text .* reward.evaluate_text = false; set"):
-        allowed_of(recipe(tmp_path, data=data, **reward))
-    allowed = allowed_of(recipe(tmp_path, data=data, evaluate_text=True, **reward))
-    assert allowed.evaluating == f"reasoning_gym:{name}"
+        function_of(recipe(tmp_path, data=data, **reward))
+    function = function_of(recipe(tmp_path, data=data, evaluate_text=True, **reward))
+    assert function.evaluating == f"reasoning_gym:{name}"
 
 
 def test_recipe_that_scores_by_another_verifier_needs_no_key(tmp_path: Path) -> None:
-    allowed = allowed_of(recipe(tmp_path, data="puzzle24", verifier="last_number"))
-    assert (allowed.evaluating, dict(allowed.others)) == ("", {})
+    assert function_of(recipe(tmp_path, data="puzzle24", verifier="last_number")).evaluating == ""
 
 
 def test_service_with_tls_refuses_evaluation_without_a_whole_sandbox(
@@ -92,17 +90,17 @@ async def start(serve: Serve) -> Any:
     pools: list[WorkerPool] = []
 
     async def start(config: Config) -> AsyncRewardClient:
-        allowed = allowed_of(config)
+        function = function_of(config)
         pool = WorkerPool(
-            verifier=allowed.default,
-            options=allowed.tasks,
+            verifier=function.verifier,
+            options=function.options,
             processes=1,
             timeout_seconds=20,
             on_failure=lambda message: pytest.fail(message),
         )
         pools.append(pool)
         await pool.start()
-        servicer = RewardServicer(pool, allowed.find)
+        servicer = RewardServicer(pool)
         servicer.set_ready()
         service = pb.DESCRIPTOR.services_by_name["RewardService"]
         return AsyncRewardClient(await serve((service, add_RewardServiceServicer_to_server, servicer)), peer="reward-0")
@@ -122,26 +120,23 @@ def item(sample_id: str, *, verifier: str = "", task: str = "") -> pb.ScoreItem:
     )
 
 
-async def test_caller_gets_the_configured_verifier_and_those_of_the_list_and_no_other(
-    tmp_path: Path, start: Start
-) -> None:
-    client = await start(recipe(tmp_path, verifier="last_number", allowed_verifiers=["exact_match"]))
+async def test_caller_gets_the_configured_verifier_and_no_other(tmp_path: Path, start: Start) -> None:
+    client = await start(recipe(tmp_path, verifier="last_number"))
     asked = ["", "last_number", "exact_match", "math_verify", "reasoning_gym", "reasoning_gym:products", "os:system"]
     scores = await client.score([item(str(i), verifier=name) for i, name in enumerate(asked)], timeout=20)
-    assert [score.score for score in scores[:3]] == [1.0, 1.0, 1.0]
-    for name, score in zip(asked[3:], scores[3:], strict=True):
+    assert [score.score for score in scores[:2]] == [1.0, 1.0]
+    for name, score in zip(asked[2:], scores[2:], strict=True):
         assert (score.error.code, score.error.reason) == (Code.Value("NOT_FOUND"), "NOT_FOUND")
         assert name in score.error.message
-        assert "allowed: 'last_number', 'exact_match'. Add it to reward.allowed_verifiers" in score.error.message
+        assert "is not known here; the scorer here is 'last_number'" in score.error.message
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_metadata_names_tasks_of_the_recipe_and_no_other(tmp_path: Path, start: Start) -> None:
-    reward = {"function": "reasoning_gym", "allowed_verifiers": ["reasoning_gym:basic_arithmetic"]}
-    client = await start(recipe(tmp_path, data="products", **reward))
-    tasks = ["products", "basic_arithmetic", "leg_counting", "countdown"]
+    client = await start(recipe(tmp_path, data="products", function="reasoning_gym"))
+    tasks = ["products", "leg_counting", "countdown"]
     scores = await client.score([item(task, task=task) for task in tasks], timeout=50)
-    assert [score.score for score in scores[:2]] == [1.0, 1.0]
-    for score in scores[2:]:
+    assert [score.score for score in scores[:1]] == [1.0]
+    for score in scores[1:]:
         assert (score.error.code, score.error.reason) == (Code.Value("NOT_FOUND"), "NOT_FOUND")
-        assert "is not allowed here; allowed: basic_arithmetic, products. Add" in score.error.message
+        assert "is not allowed here; allowed: products (the tasks of [data])" in score.error.message

@@ -196,7 +196,6 @@ async def score(pool: WorkerPool, code: str, *tests: Any) -> Outcome:
         completion=f"Here:\n```python\n{code}\n```\nDone.",
         answer="",
         metadata_json=json.dumps({"tests": tests}),
-        verifier=pool.verifier,
         size_bytes=100,
     )
     (outcome,) = await pool.score([job], timeout=60)

@@ -127,7 +127,6 @@ async def score(pool: WorkerPool, completion: str, *, answer: str = "", metadata
         completion=completion,
         answer=answer,
         metadata_json=metadata,
-        verifier=pool.verifier,
         size_bytes=10,
     )
     return (await pool.score([job], timeout=50))[0]
@@ -314,25 +313,6 @@ async def test_no_task_lets_an_answer_write(tmp_path: Path, code: str) -> None:
             outcome = await score(pool, completion, answer=answer, metadata=json.dumps(metadata))
             assert outcome.error_reason or (outcome.score or 0) < 1, task
             assert not path.exists(), task
-
-
-@needs_kernel
-async def test_workers_of_both_kinds_live_side_by_side(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import os\ndef reward(sample):\n    return float(os.getpid())\n")
-    async with pool_of(f"{tmp_path}/mine.py:reward", hide(tmp_path)) as pool:
-        own = await score(pool, "")
-        other = Job(
-            sample_id="s",
-            prompt="",
-            completion="7",
-            answer="7",
-            metadata_json="",
-            verifier=loader.find("last_number", directory=tmp_path),
-            size_bytes=1,
-        )
-        assert await pool.score([other], timeout=20) == [Outcome(score=1.0)]
-        assert await score(pool, "") == own
-        assert len(pool.worker_pids()) == 2
 
 
 def exists(path: str) -> bool:

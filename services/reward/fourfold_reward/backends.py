@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from fourfold.config import RewardConfig
 from fourfold.errors import ConfigError
 from fourfold.install import install_command
 from fourfold.service.lifecycle import ServeOptions
 from fourfold_reward import worker_sandbox
-from fourfold_reward.allowed import AllowedVerifiers
 from fourfold_reward.backend import Backend
-from fourfold_reward.loader import Verifier
+from fourfold_reward.configured import ConfiguredFunction
 from fourfold_reward.pool import WorkerPool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scoring:
-    """A backend, and what callers may ask of it."""
-
-    backend: Backend
-    find: Callable[[str], Verifier] | None = None
-    """Returns the functions that a caller may select besides the default one; None for no function."""
-    pure: bool = True
-    """False if a caller may select functions that are not known to be pure."""
-
-
-def make_scoring(options: ServeOptions, reward: RewardConfig, *, on_failure: Callable[[str], None]) -> Scoring:
+def make_backend(options: ServeOptions, reward: RewardConfig, *, on_failure: Callable[[str], None]) -> Backend:
     """Make the backend of a table; it is not started.
 
     Args:
@@ -52,18 +39,18 @@ def make_scoring(options: ServeOptions, reward: RewardConfig, *, on_failure: Cal
                 sandbox=sandbox,
                 on_failure=on_failure,
             )
-            return Scoring(backend=pool)
+            return pool
         case "http":
             from fourfold_reward.scorers.openrlhf_server import OpenRlhfServer
 
-            return Scoring(backend=OpenRlhfServer(reward.http, timeout_seconds=limit, on_failure=on_failure))
+            return OpenRlhfServer(reward.http, timeout_seconds=limit, on_failure=on_failure)
         case "judge":
             from fourfold_reward.scorers.judge import Judge
 
             assert reward.judge is not None
-            return Scoring(backend=Judge(reward.judge, timeout_seconds=limit, on_failure=on_failure))
+            return Judge(reward.judge, timeout_seconds=limit, on_failure=on_failure)
         case "model":
-            return Scoring(backend=_reward_model(options, reward, on_failure))
+            return _reward_model(options, reward, on_failure)
     raise ConfigError(
         f"[[reward]] {reward.name!r} has target = {list(reward.target)}: these services run already, and the "
         f"coordinator calls them; start none here, or write function, command, model, http or judge"
@@ -83,14 +70,13 @@ def _reward_model(options: ServeOptions, reward: RewardConfig, on_failure: Calla
     return backend
 
 
-def _functions(options: ServeOptions, reward: RewardConfig, on_failure: Callable[[str], None]) -> Scoring:
-    allowed = AllowedVerifiers.from_config(options.config, reward)
-    pool = WorkerPool(
-        verifier=allowed.default,
-        options=allowed.tasks,
+def _functions(options: ServeOptions, reward: RewardConfig, on_failure: Callable[[str], None]) -> WorkerPool:
+    function = ConfiguredFunction.from_config(options.config, reward)
+    return WorkerPool(
+        verifier=function.verifier,
+        options=function.options,
         processes=reward.processes,
         timeout_seconds=reward.timeout_seconds,
         on_failure=on_failure,
-        sandbox=worker_sandbox.from_config(options.config, reward, options.run_dir, evaluating=allowed.evaluating),
+        sandbox=worker_sandbox.from_config(options.config, reward, options.run_dir, evaluating=function.evaluating),
     )
-    return Scoring(backend=pool, find=allowed.find, pure=allowed.pure)

@@ -97,7 +97,7 @@ class FunctionTimes:
 
 
 class Batch:
-    """One batch in one worker. All samples have the same function, which the worker has loaded."""
+    """One batch in one worker, which has loaded the function."""
 
     def __init__(
         self,
@@ -126,7 +126,6 @@ class Batch:
         self._position = 0  # of the sample that runs
         self._began = 0.0  # when it began
         self._stuck = self._over = False
-        self._function = entries[0].job.function.name
         self._given_up = len(entries)  # position of the first sample that other workers score
 
     @property
@@ -182,7 +181,7 @@ class Batch:
 
     @property
     def _stuck_seconds(self) -> float:
-        if self._function in self._worker.warm:
+        if self._worker.warm:
             return self._times.stuck_seconds
         return max(_FIRST_STUCK_SECONDS, _FIRST_STUCK_SHARE * self._timeout)
 
@@ -202,9 +201,9 @@ class Batch:
             self._over = self._position == len(self._entries)
         if count := self._position - began:
             self._set_stuck(False)
-            if self._function in self._worker.warm:
+            if self._worker.warm:
                 self._times.add(count, now - self._began)
-            self._worker.warm.add(self._function)
+            self._worker.warm = True
             self._on_scored(count, now - self._began)
             self._began = now
 

@@ -15,12 +15,10 @@ from fourfold.config import Config, RewardConfig
 from fourfold.errors import ConfigError
 from fourfold.plan.preflight import ExampleRow, Preflight
 from fourfold.service.lifecycle import ServeOptions
-from fourfold_reward.backends import make_scoring
+from fourfold_reward.backends import make_backend
 from fourfold_reward.code.verifier import CODE_TESTS
 from fourfold_reward.columns import parse_metadata, take_answer
 from fourfold_reward.job import Job
-from fourfold_reward.loader import Verifier
-from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.text_rules import FORMAT
 
@@ -104,22 +102,21 @@ async def _try(config: Config, table: RewardConfig, rows: Sequence[ExampleRow]) 
     failures: list[str] = []
     one = table.model_copy(update={"processes": 1})
     options = ServeOptions(role="reward", recipe=Path(), config=config, member_id="check", listen="127.0.0.1:0")
-    scoring = make_scoring(options, one, on_failure=failures.append)
+    backend = make_backend(options, one, on_failure=failures.append)
     try:
-        await scoring.backend.start()
-        verifier = scoring.backend.verifier if isinstance(scoring.backend, WorkerPool) else None
-        jobs = [] if scoring.backend.reads.tokens else [_job(row, verifier) for row in rows]  # answers have no tokens
+        await backend.start()
+        jobs = [] if backend.reads.tokens else [_job(row) for row in rows]  # answers have no tokens
         # One worker process scores them one after the other.
         limit = table.timeout_seconds * len(jobs) + _START_SECONDS
-        outcomes = await scoring.backend.score(jobs, timeout=limit) if jobs else []
+        outcomes = await backend.score(jobs, timeout=limit) if jobs else []
         if failures:
             raise ConfigError(f"reward.{table.kind} = {table.title!r} cannot be tried: {failures[0]}")
         return outcomes
     finally:
-        await scoring.backend.close()
+        await backend.close()
 
 
-def _job(row: ExampleRow, verifier: Verifier | None) -> Job:
+def _job(row: ExampleRow) -> Job:
     return Job(
         sample_id=f"row {row.index}",
         prompt=row.prompt,
@@ -127,7 +124,6 @@ def _job(row: ExampleRow, verifier: Verifier | None) -> Job:
         answer=row.answer,
         metadata_json=row.metadata_json,
         messages_json=row.messages_json,
-        verifier=verifier,
         size_bytes=len(row.prompt) + len(row.answer) + len(row.metadata_json),
     )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold_reward.loader import Verifier
-
 
 @dataclass(slots=True, kw_only=True)  # a frozen one would take three times as long to make
 class Job:
@@ -20,11 +18,4 @@ class Job:
     metadata_json: str
     messages_json: str = ""
     completion_ids: Sequence[int] = ()
-    verifier: Verifier | None = None  # the function; None for a backend that is no function
     size_bytes: int
-
-    @property
-    def function(self) -> Verifier:
-        """Return the function that scores it."""
-        assert self.verifier is not None, "a pool gets no other jobs"
-        return self.verifier

@@ -9,8 +9,7 @@ slow functions still spread over the workers. At the time limit the runner kills
 only this sample gets an error; samples behind it go back to the front of the queue. Long before that, when a sample
 runs 20 times longer than usual, it counts as stuck: the pool starts another runner, so that `processes` workers always
 make progress, and the runner that is too many afterwards ends. As long as samples get stuck, spare workers are kept
-ready. Built-in verifiers and reward functions never share a worker, because their rights differ (`worker_sandbox`): a
-runner starts a second worker when it needs one.
+ready.
 
 No library is used, because each of these (November 2026) unpickles a worker's reply in the service: code in the sandbox
 could run code outside of it. Their other gaps:
@@ -24,8 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Final
@@ -76,13 +75,13 @@ class WorkerPool:
         """Create a pool; `start` starts the workers.
 
         Args:
-            verifier: the default verifier; every worker of its kind loads it at the start.
+            verifier: the function that scores; every worker loads it at the start.
             timeout_seconds: time limit of one sample.
             on_failure: called with a message if a task of the pool ends because of a bug.
         """
         self.verifier = verifier
         self.pure = False
-        self.reads = Reads()  # of the default verifier; known after `start`
+        self.reads = Reads()  # of the verifier; known after `start`
         self._options = {task: dict(values) for task, values in options.items()}
         self._processes = processes
         self._timeout = timeout_seconds
@@ -92,7 +91,7 @@ class WorkerPool:
         self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
         self._queue_filled = asyncio.Event()
-        self._times: defaultdict[str, FunctionTimes] = defaultdict(FunctionTimes)  # by function
+        self._times = FunctionTimes()
         self._tasks: set[asyncio.Task[None]] = set()
         self._runners = 0
         self._idle = 0  # runners that wait for samples
@@ -114,13 +113,12 @@ class WorkerPool:
 
         Raises ConfigError: the verifier cannot be loaded.
         """
-        builtin = self.verifier.builtin
         try:
             # One worker first: if it fails, so would the others, and it returns the version that they must have.
-            await self._start_worker(builtin)
+            await self._start_worker()
         except VerifierError as error:
             raise ConfigError(f"reward.function: {error}") from None
-        await asyncio.gather(*(self._try_start_worker(builtin) for _ in range(self._processes - 1)))
+        await asyncio.gather(*(self._try_start_worker() for _ in range(self._processes - 1)))
         workers = list(self._workers.values())
         for index in range(self._processes):
             self._add_runner(workers[index] if index < len(workers) else None)
@@ -165,7 +163,7 @@ class WorkerPool:
 
     @property
     def scorer(self) -> str:
-        """Name and version of the default verifier."""
+        """Name and version of the verifier."""
         return f"{self.verifier.name}@{self.verifier.version}"
 
     @property
@@ -191,31 +189,20 @@ class WorkerPool:
             self._queued_bytes += sum(entry.job.size_bytes for entry in again)
             self._wake_runners()
 
-    def _take_batch(self, builtin: bool) -> list[Entry]:
-        """Take samples of one function from the queue: at most about 50 ms of work, and a share of each idle worker.
-
-        The function is a built-in one or not, as `builtin` says; the result is empty if the first sample is of the
-        other kind.
-        """
+    def _take_batch(self) -> list[Entry]:
+        """Take samples from the queue: at most about 50 ms of work, and a share of each idle worker."""
         batch: list[Entry] = []
-        most, size, name = 1, 0, ""
+        most, size = 1, 0
         while self._queue and len(batch) < most and size < _BATCH_BYTES:
-            entry = self._queue[0]
-            job = entry.job
-            if entry.pending and (job.function.builtin != builtin or (batch and job.function.name != name)):
-                break
-            self._queue.popleft()
-            self._queued_bytes -= job.size_bytes
+            entry = self._queue.popleft()
+            self._queued_bytes -= entry.job.size_bytes
             if not entry.pending:
                 continue
-            if not batch:
-                name = job.function.name
-                # Without a known time a sample goes alone.
-                if mean := self._times[name].mean:
-                    share = max(-(-(len(self._queue) + 1) // (1 + self._idle)), int(_UNDIVIDED_SECONDS / mean))
-                    most = max(min(int(_BATCH_SECONDS / mean), _BATCH_SAMPLES, share), 1)
+            if not batch and (mean := self._times.mean):  # without a known time a sample goes alone
+                share = max(-(-(len(self._queue) + 1) // (1 + self._idle)), int(_UNDIVIDED_SECONDS / mean))
+                most = max(min(int(_BATCH_SECONDS / mean), _BATCH_SAMPLES, share), 1)
             batch.append(entry)
-            size += job.size_bytes
+            size += entry.job.size_bytes
         return batch
 
     def _withdraw(self, call: Call) -> None:
@@ -261,8 +248,7 @@ class WorkerPool:
             _log.error("task of the worker pool failed", exc_info=error)
             self._on_failure(f"the worker pool failed: {type(error).__name__}: {error}")
 
-    async def _run(self, first: WorkerProcess | None) -> None:
-        workers: dict[bool, WorkerProcess | None] = {first.builtin: first} if first is not None else {}
+    async def _run(self, worker: WorkerProcess | None) -> None:
         while self._active <= self._processes:
             while not self._queue:
                 self._queue_filled.clear()
@@ -271,47 +257,34 @@ class WorkerPool:
                     await self._queue_filled.wait()
                 finally:
                     self._idle -= 1
-            await self._score_next(workers)
+            worker = await self._score_next(worker)
         self._runners -= 1  # now, so that no second runner finds itself too many
-        await self._retire(workers)
+        if worker is not None and self._keeps_spares and self._wanted_spares > 0:
+            self._spares.append(worker)
+        elif worker is not None:
+            await self._discard(worker)
 
-    async def _score_next(self, workers: dict[bool, WorkerProcess | None]) -> None:
-        """Score the next batch with the worker of its kind; start or replace the worker if that is necessary."""
-        builtin = self._queue[0].job.function.builtin
+    async def _score_next(self, worker: WorkerProcess | None) -> WorkerProcess | None:
+        """Score the next batch; start or replace the worker if that is necessary. Return the worker for the next."""
         scored = False
         self.busy += 1
         try:
-            worker = await self._usable(workers.get(builtin), builtin)
-            if batch := self._take_batch(builtin):  # other runners may have taken the sample meanwhile
+            worker = await self._usable(worker)
+            if batch := self._take_batch():  # other runners may have taken the sample meanwhile
                 worker, scored = await self._score_batch(worker, batch), True
         finally:
             self.busy -= 1
         if scored and worker is None and self._active <= self._processes:
             # Now, because its start overlaps with the wait for the next sample.
-            worker = await self._usable(None, builtin)
-        workers[builtin] = worker
+            worker = await self._usable(None)
+        return worker
 
-    async def _usable(self, worker: WorkerProcess | None, builtin: bool) -> WorkerProcess | None:
+    async def _usable(self, worker: WorkerProcess | None) -> WorkerProcess | None:
         """Return the worker, or a new one if there is none, or it ended or wrote something while it had no work."""
         if worker is not None and not worker.usable:
             await self._discard(worker)
             worker = None
-        if worker is None and builtin == self.verifier.builtin:
-            worker = self._take_spare()
-        return worker or await self._try_start_worker(builtin)
-
-    async def _retire(self, workers: Mapping[bool, WorkerProcess | None]) -> None:
-        """Keep a worker of a runner that is too many as a spare one, if one is wanted, and end the others."""
-        for builtin, worker in workers.items():
-            if (
-                worker is not None
-                and builtin == self.verifier.builtin
-                and self._keeps_spares
-                and self._wanted_spares > 0
-            ):
-                self._spares.append(worker)
-            elif worker is not None:
-                await self._discard(worker)
+        return worker or self._take_spare() or await self._try_start_worker()
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -323,35 +296,29 @@ class WorkerPool:
             )
             self._requeue(entries[1:])
             return None
-        function = entries[0].job.function
         batch = Batch(
             worker,
             entries,
-            self._times[function.name],
+            self._times,
             timeout=self._timeout,
             on_scored=self._on_scored,
             on_stuck=self._on_stuck,
             on_moving=self._on_moving,
         )
         try:
-            await self._load(worker, function)
             await batch.run()
-            return worker
-        except VerifierError as error:
-            for entry in entries:
-                entry.set_outcome(Outcome.error("NOT_FOUND", str(error)))
             return worker
         except TimeoutError:
             cause = f"killed at the time limit of {self._timeout:g} s"
             outcome = Outcome.error(
                 "TIMEOUT",
-                f"{function.name} took longer than {self._timeout:g} s and was killed; "
+                f"{self.verifier.name} took longer than {self._timeout:g} s and was killed; "
                 "make it faster, or raise reward.timeout_seconds",
             )
             self._on_scored(1, self._timeout)
         except WorkerDied as error:
             cause = str(error)
-            outcome = Outcome.error("WORKER_DIED", f"{error} while {function.name} scored this sample")
+            outcome = Outcome.error("WORKER_DIED", f"{error} while {self.verifier.name} scored this sample")
         current = batch.current
         _log.warning("worker lost: sample=%s cause=%s", current.job.sample_id if current else "", cause)
         self._requeue(batch.rest)
@@ -402,7 +369,7 @@ class WorkerPool:
             await self._discard(spare)
 
     async def _start_spare(self) -> None:
-        worker = await self._try_start_worker(self.verifier.builtin)
+        worker = await self._try_start_worker()
         self._spares_starting -= 1
         if worker is not None and self._keeps_spares:
             self._spares.append(worker)
@@ -414,13 +381,11 @@ class WorkerPool:
         self._spare_taken.set()
         return self._spares.pop() if self._spares else None
 
-    async def _start_worker(self, builtin: bool) -> WorkerProcess:
-        worker = await WorkerProcess.start(self._sandbox, builtin=builtin, timeout_seconds=self._timeout)
+    async def _start_worker(self) -> WorkerProcess:
+        worker = await WorkerProcess.start(self._sandbox, builtin=self.verifier.builtin, timeout_seconds=self._timeout)
         self._workers[worker.pid] = worker
-        if builtin != self.verifier.builtin:
-            return worker
         try:
-            self.verifier = await self._load(worker, self.verifier)
+            self.verifier = await self._load(worker)
         except VerifierError:
             await self._discard(worker)
             raise
@@ -429,19 +394,17 @@ class WorkerPool:
             raise VerifierError(f"{self.verifier.name!r}: {error} while it imported the function") from None
         return worker
 
-    async def _try_start_worker(self, builtin: bool) -> WorkerProcess | None:
+    async def _try_start_worker(self) -> WorkerProcess | None:
         try:
-            return await self._start_worker(builtin)
+            return await self._start_worker()
         except (VerifierError, OSError) as error:
             self._start_error = str(error)
             _log.error("worker start failed: %s", error)
         return None
 
-    async def _load(self, worker: WorkerProcess, verifier: Verifier) -> Verifier:
-        """Load a verifier in a worker unless it is loaded; return it with its version."""
-        if verifier.name in worker.loaded:
-            return verifier
-        request = {"load": asdict(verifier), "options": self._options}
+    async def _load(self, worker: WorkerProcess) -> Verifier:
+        """Load the verifier in a worker; return it with its version."""
+        request = {"load": asdict(self.verifier), "options": self._options}
         try:
             reply = await worker.call(request, timeout=LOAD_TIMEOUT_SECONDS)
         except TimeoutError:
@@ -450,11 +413,9 @@ class WorkerPool:
             raise VerifierError(str(reply["error"]))
         if not {"version", "reads_tokens", "reads_messages", "pure"} <= reply.keys():  # the module wrote into the pipe
             raise WorkerDied("the worker sent an invalid reply")
-        worker.loaded.add(verifier.name)
-        if verifier.name == self.verifier.name:
-            self.reads = Reads(tokens=bool(reply["reads_tokens"]), messages=bool(reply["reads_messages"]))
-            self.pure = reply["pure"] is True
-        return replace(verifier, version=str(reply["version"]))
+        self.reads = Reads(tokens=bool(reply["reads_tokens"]), messages=bool(reply["reads_messages"]))
+        self.pure = reply["pure"] is True
+        return replace(self.verifier, version=str(reply["version"]))
 
     async def _discard(self, worker: WorkerProcess) -> None:
         await worker.kill()

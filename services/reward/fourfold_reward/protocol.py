@@ -1,7 +1,7 @@
 """Defines the messages between the reward service and its workers: length-prefixed JSON frames and scoring outcomes.
 
     service -> worker    {"load": verifier, "options": ...}              one reply
-                         {"verifier": name, "first": N, "sizes": ...}    a batch, then its texts; one reply per sample
+                         {"first": N, "sizes": ...}                      a batch, then its texts; one reply per sample
                          {"drop": N}                                     ends the batch that began with sample N
     worker -> service    {"n": N, "score": 1.0}                          outcome of sample N, or its other fields
                          {"n": N, "dropped": true}                       N and later samples are not scored
@@ -104,7 +104,7 @@ class SampleFields(NamedTuple):
 
 
 def pack_batch(first: int, jobs: Sequence[Job]) -> bytes:
-    """Return the request to score `jobs`, which have one function and the numbers from `first` on."""
+    """Return the request to score `jobs`, which have the numbers from `first` on."""
     sizes, texts = [], []
     for job in jobs:
         parts = [
@@ -119,7 +119,7 @@ def pack_batch(first: int, jobs: Sequence[Job]) -> bytes:
         ]
         sizes.append([len(part) for part in parts])
         texts += parts
-    return pack({"verifier": jobs[0].function.name, "first": first, "sizes": sizes}) + b"".join(texts)
+    return pack({"first": first, "sizes": sizes}) + b"".join(texts)
 
 
 def read_batch(stream: BinaryIO, sizes: Sequence[Sequence[int]]) -> Iterator[SampleFields]:

@@ -16,8 +16,7 @@ from fourfold.reward.function import RewardFunction
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
-from fourfold_reward.allowed import AllowedVerifiers as AllowedVerifiers
-from fourfold_reward.backends import make_scoring
+from fourfold_reward.backends import make_backend
 from fourfold_reward.exported import reward_source
 from fourfold_reward.servicer import RewardServicer
 
@@ -41,9 +40,8 @@ async def serve(options: ServeOptions) -> int:
     """Start the scorer, then serve. Raises ConfigError: the recipe has no such scorer, or it cannot be served."""
     reward = _table(options)
     host = ServiceHost(options, role=Role.ROLE_REWARD)
-    scoring = make_scoring(options, reward, on_failure=host.fatal)
-    backend = scoring.backend
-    servicer = RewardServicer(backend, scoring.find, name=reward.name, pure=scoring.pure)
+    backend = make_backend(options, reward, on_failure=host.fatal)
+    servicer = RewardServicer(backend, name=reward.name)
     service = pb.DESCRIPTOR.services_by_name["RewardService"]
     host.server.add(service, add_RewardServiceServicer_to_server, servicer)
     host.exporter.add(reward_source(backend, servicer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import grpc
@@ -19,7 +19,6 @@ from fourfold.rpc.codec import check_id, check_unique, pack_floats
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward.backend import Backend
 from fourfold_reward.job import Job
-from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
 
@@ -34,20 +33,10 @@ _ANSWER_MARGIN_SECONDS: Final = 0.5
 class RewardServicer(pb_grpc.RewardServiceServicer):
     """Scores requests without state: a deterministic reward function gives equal responses to equal requests."""
 
-    def __init__(
-        self, backend: Backend, find: Callable[[str], Verifier] | None = None, *, name: str = "", pure: bool = True
-    ) -> None:
-        """Serve a backend that may still be starting.
-
-        Args:
-            find: returns the functions that a caller may select besides the default one; only for a WorkerPool.
-            name: of the table [[reward]], which a caller may select in place of a function.
-            pure: false if a caller may select functions that are not known to be pure.
-        """
+    def __init__(self, backend: Backend, *, name: str = "") -> None:
+        """Serve a backend that may still be starting; `name` is that of the table [[reward]]."""
         self._backend = backend
-        self._find = find
         self._name = name
-        self._pure = pure
         self._ready = False
         self._tokenizer_sha256 = b""
         self.outcomes: Counter[str] = Counter()  # of all samples so far, by `outcome_name`
@@ -68,7 +57,7 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             contract_version=CONTRACT_VERSION,
             tokenizer_sha256=self._tokenizer_sha256,
             reads_messages=self._backend.reads.messages,
-            pure=self._backend.pure and self._pure,
+            pure=self._backend.pure,
         )
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ScoreResponse:
@@ -98,10 +87,8 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             return Outcome.error(
                 "BAD_METADATA", f"metadata_json has {size} bytes; it may have {MAX_METADATA_BYTES}: send less"
             )
-        try:
-            verifier = self._verifier(item.verifier)
-        except VerifierError as error:
-            return Outcome.error("NOT_FOUND", f"verifier {error}")
+        if error := self._refusal(item.verifier):
+            return Outcome.error("NOT_FOUND", error)
         return Job(
             sample_id=item.experience.sample_id,
             prompt=item.prompt_text,
@@ -110,22 +97,17 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             metadata_json=item.metadata_json,
             messages_json=item.prompt_messages_json,
             completion_ids=sampled_ids(item.experience),
-            verifier=verifier,
             size_bytes=item.ByteSize(),
         )
 
-    def _verifier(self, name: str) -> Verifier | None:
-        """Return the function that an item selects; None for a backend that is no function."""
-        if isinstance(self._backend, WorkerPool):
-            default = self._backend.verifier
-            if name in ("", default.name):
-                return default
-            if self._find is not None:
-                return self._find(name)
-        if name and name != self._name:
-            known = f"; the scorer here is {self._name!r}" if self._name else ""
-            raise VerifierError(f"{name!r:.200} is not known here{known}. Leave it empty")
-        return None
+    def _refusal(self, name: str) -> str:
+        """Return why an item cannot select a scorer of this name; empty if it is the one here."""
+        function = self._backend.verifier.name if isinstance(self._backend, WorkerPool) else ""
+        if name in ("", function, self._name):
+            return ""
+        known = function or self._name
+        here = f"; the scorer here is {known!r}" if known else ""
+        return f"verifier {name!r:.200} is not known here{here}. Leave it empty"
 
 
 def sampled_ids(experience: Experience) -> list[int]:

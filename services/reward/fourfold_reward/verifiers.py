@@ -254,8 +254,7 @@ def _load_gym(task: str, options: GymOptions) -> RewardFunction:
             allowed = ", ".join(sorted(options)) or "none"
             raise InvalidSample(
                 "NOT_FOUND",
-                f"source_dataset = {name!r:.100} is not allowed here; allowed: {allowed}. "
-                f'Add "reasoning_gym:TASK" to reward.allowed_verifiers',
+                f"source_dataset = {name!r:.100} is not allowed here; allowed: {allowed} (the tasks of [data])",
             )
         try:
             score = scorer(name)

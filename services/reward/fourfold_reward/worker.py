@@ -70,9 +70,9 @@ class Worker:
         """Start in the sandbox `policy` without any function. Evaluated text must not reach the descriptors `pipes`."""
         self._policy = policy
         self._pipes = pipes
-        self._functions: dict[str, RewardFunction] = {}
-        self._files: dict[str, str] = {}  # the source file of each function
-        self._evaluating: set[str] = set()
+        self._function: RewardFunction | None = None
+        self._file = ""  # the source file of the function
+        self._evaluates = False  # it runs text of a sample as code
         self._runner = asyncio.Runner()  # one loop for all samples, so that clients of async functions stay connected
         self._reported: set[str] = set()
 
@@ -85,13 +85,13 @@ class Worker:
         # Otherwise the service wanted the end of a batch that has ended by itself.
 
     def _answer_batch(self, request: Mapping[str, Any], requests: BinaryIO) -> Iterator[bytes]:
-        verifier, first, cpu_until = request["verifier"], request["first"], 0.0
+        first, cpu_until = request["first"], 0.0
         began = time.monotonic()
         for number, sample in enumerate(protocol.read_batch(requests, request["sizes"]), first):
             if began >= cpu_until:
                 self._allow_cpu()
                 cpu_until = began + _CPU_REFRESH_SECONDS
-            yield protocol.pack_outcome(number, self.score(verifier, sample))
+            yield protocol.pack_outcome(number, self.score(sample))
             ended = time.monotonic()
             last = number == first + len(request["sizes"]) - 1
             if not last and ended - began > _LONG_SECONDS and _is_told_to_drop(requests, first):
@@ -114,26 +114,24 @@ class Worker:
         except BaseException as error:  # user code may also raise SystemExit or KeyboardInterrupt
             return {"error": self._explain(error, request["load"]["file"])}
 
-    def score(self, verifier: str, sample: SampleFields) -> Outcome:
-        """Score one sample with a loaded function. Exceptions of user code end here."""
+    def score(self, sample: SampleFields) -> Outcome:
+        """Score one sample with the loaded function. Exceptions of user code end here."""
         try:
             try:
-                return (self._score_in_fork if verifier in self._evaluating else self._score)(verifier, sample)
+                return (self._score_in_fork if self._evaluates else self._score)(sample)
             except InvalidSample as error:
                 return Outcome.error(error.reason, str(error))
         except BaseException as error:
-            return Outcome.error("RAISED", self._explain(error, self._files.get(verifier, "")))
+            return Outcome.error("RAISED", self._explain(error, self._file))
 
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         function, verifier, reads = loader.load(Verifier(**request["load"]), request["options"])
-        self._functions[verifier.name] = function
-        self._files[verifier.name] = _file_of(function)
-        if verifiers.find_evaluating(verifier.name, request["options"]):
-            self._evaluating.add(verifier.name)
+        self._function, self._file = function, _file_of(function)
+        self._evaluates = bool(verifiers.find_evaluating(verifier.name, request["options"]))
         reply = {"version": verifier.version, "reads_tokens": reads.tokens, "reads_messages": reads.messages}
         return {**reply, "pure": verifiers.is_pure(verifier.name) or getattr(function, "pure", False) is True}
 
-    def _score(self, verifier: str, fields: SampleFields) -> Outcome:
+    def _score(self, fields: SampleFields) -> Outcome:
         metadata = parse_metadata(fields.metadata_json)
         sample = ScoreInput(
             sample_id=fields.sample_id,
@@ -145,12 +143,13 @@ class Worker:
             messages=parse_messages(fields.messages_json),
             completion_ids=fields.completion_ids,
         )
-        result = self._functions[verifier](sample)
+        assert self._function is not None, "the service sends batches after a function"
+        result = self._function(sample)
         if not isinstance(result, float) and inspect.isawaitable(result):
             result = self._runner.run(_wait_for(result))
         return outcome_of(result)
 
-    def _score_in_fork(self, verifier: str, sample: SampleFields) -> Outcome:
+    def _score_in_fork(self, sample: SampleFields) -> Outcome:
         """Score one sample in a forked process.
 
         The verifier runs text of the sample as code, which can change anything in its process: the verifier, the pipes,
@@ -166,7 +165,7 @@ class Worker:
             return Outcome.error("WORKER_DIED", f"no process could be started to evaluate this sample: {error}")
         if child == 0:
             os.close(reader)
-            self._run_fork(verifier, sample, writer, parent=own_pid)
+            self._run_fork(sample, writer, parent=own_pid)
         os.close(writer)
         outcome = None
         try:
@@ -179,7 +178,7 @@ class Worker:
         code = os.waitstatus_to_exitcode(status)
         return outcome or Outcome.error("WORKER_DIED", f"the process that evaluated this sample ended ({code})")
 
-    def _run_fork(self, verifier: str, sample: SampleFields, writer: int, *, parent: int) -> NoReturn:
+    def _run_fork(self, sample: SampleFields, writer: int, *, parent: int) -> NoReturn:
         """Score the sample, write its outcome and end this process."""
         try:
             die_with_parent(parent)
@@ -189,9 +188,9 @@ class Worker:
             os.dup2(2, 1)
             if self._policy is not None:
                 sandbox.enter(replace(self._policy, processes=0))
-            self._evaluating.clear()
+            self._evaluates = False
             with os.fdopen(writer, "wb") as replies:
-                replies.write(protocol.pack(self.score(verifier, sample).to_json()))
+                replies.write(protocol.pack(self.score(sample).to_json()))
         finally:
             os._exit(1)
 

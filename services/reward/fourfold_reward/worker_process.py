@@ -107,7 +107,7 @@ class ChildProcess:
 
 
 class WorkerProcess(ChildProcess):
-    """A worker process of the reward service: it loads functions, and scores one batch of samples at a time.
+    """A worker process of the reward service: it loads a function, and scores one batch of samples at a time.
 
     Its replies come through a pipe of our own. An asyncio stream would wake the service for every reply, which costs
     more than the scoring of a fast function; this one is read when the caller wants to.
@@ -127,12 +127,11 @@ class WorkerProcess(ChildProcess):
             raise
         finally:
             os.close(writer)
-        worker.loaded, worker.warm = set(), set()
+        worker.warm = False
         worker._reader, worker._unread, worker._ended = reader, bytearray(), False
         return worker
 
-    loaded: set[str]  # names of its verifiers
-    warm: set[str]  # names of those that have scored a sample
+    warm: bool  # its function has scored a sample
     _reader: int  # descriptor; -1: closed
     _unread: bytearray  # the start of a frame
     _ended: bool  # the pipe is at its end

@@ -166,7 +166,6 @@ async def score(pool: WorkerPool, *completions: str, metadata: str = "", timeout
             completion=completion,
             answer="answer",
             metadata_json=metadata,
-            verifier=pool.verifier,
             size_bytes=10,
         )
         for i, completion in enumerate(completions)
@@ -327,7 +326,7 @@ def test_invalid_result_is_an_error(completion: str, reason: str, text: str, fil
     worker = Worker()
     verifier = loader.find(f"{file}:reward", directory=Path.cwd())
     assert worker.load({"load": asdict(verifier), "options": {}})["version"] == verifier.version
-    outcome = worker.score(verifier.name, SampleFields("s", "", completion, "", "", "", ()))
+    outcome = worker.score(SampleFields("s", "", completion, "", "", "", ()))
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
     assert (outcome.score, outcome.error_reason) == (None, reason)
     assert text in outcome.message
@@ -354,15 +353,6 @@ async def test_function_sees_the_whole_sample(pool: WorkerPool) -> None:
 async def test_bad_metadata_is_an_error(pool: WorkerPool, metadata: str) -> None:
     (outcome,) = await score(pool, "1", metadata=metadata)
     assert outcome.error_reason == "BAD_METADATA"
-
-
-async def test_verifier_that_a_worker_cannot_load_is_an_error_of_its_sample(pool: WorkerPool) -> None:
-    gone = loader.Verifier(name="gone", module="no_such_module", function="reward")
-    job = Job(sample_id="a", prompt="", completion="", answer="", metadata_json="", verifier=gone, size_bytes=1)
-    (outcome,) = await pool.score([job], timeout=10)
-    assert (outcome.error_reason, outcome.error_code) == ("NOT_FOUND", "NOT_FOUND")
-    assert "no_such_module" in outcome.message
-    assert await score(pool, "5") == [Outcome(score=5.0)]
 
 
 async def test_deadline_keeps_the_finished_scores(pool: WorkerPool) -> None:
@@ -477,7 +467,7 @@ async def main():
     verifier = loader.find({str(file)!r} + ":reward", directory=Path("/"))
     pool = WorkerPool(verifier=verifier, options={{}}, processes=2, timeout_seconds=100, on_failure=print)
     await pool.start()
-    job = dict(prompt="", completion="hang in c", answer="", metadata_json="", verifier=pool.verifier, size_bytes=1)
+    job = dict(prompt="", completion="hang in c", answer="", metadata_json="", size_bytes=1)
     asyncio.create_task(pool.score([Job(sample_id="a", **job)], timeout=100))
     await asyncio.sleep(0.3)
     print(*pool.worker_pids(), flush=True)

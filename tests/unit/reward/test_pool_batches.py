@@ -9,14 +9,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fourfold_reward import batch as batch_module
 from fourfold_reward import loader, protocol
 from fourfold_reward import pool as pool_module
-from fourfold_reward.batch import STUCK_SECONDS, Batch, Call, Entry, FunctionTimes
+from fourfold_reward.batch import STUCK_SECONDS, Batch, FunctionTimes
 from fourfold_reward.job import Job
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
@@ -91,7 +90,7 @@ async def make_pool(tmp_path: Path) -> AsyncIterator[MakePool]:
         await pool.start()
         while len({o.score for o in await score(pool, *["pid", "brief"] * processes, name="warm")} - {0.0}) < processes:
             pass  # until each worker has scored its first sample, which may take longer than others
-        pool._times[pool.verifier.name].mean = 1e-4  # also on a busy machine
+        pool._times.mean = 1e-4  # also on a busy machine
         return pool
 
     yield make
@@ -112,7 +111,6 @@ def make_jobs(pool: WorkerPool, completions: Sequence[str], name: str = "s") -> 
             completion=completion,
             answer="",
             metadata_json="",
-            verifier=pool.verifier,
             size_bytes=10,
         )
         for i, completion in enumerate(completions)
@@ -300,25 +298,6 @@ def test_a_frame_of_the_largest_size_is_read_to_its_end(monkeypatch: pytest.Monk
     os.close(writer)
 
 
-def test_a_batch_has_functions_of_the_kind_of_its_worker() -> None:
-    own = loader.Verifier(name="mine.py:reward", file="mine.py", function="reward")
-    pool = WorkerPool(
-        verifier=own, options={}, processes=1, timeout_seconds=1, on_failure=lambda message: pytest.fail(message)
-    )
-    fields: dict[str, Any] = {"sample_id": "s", "prompt": "", "completion": "", "answer": "", "metadata_json": ""}
-    jobs = [Job(**fields, verifier=each, size_bytes=1) for each in (own, loader.Verifier(name="exact_match"), own)]
-
-    async def take() -> list[list[str]]:
-        calls = [Call([job]) for job in jobs]
-        pool._queue.extend(Entry(call, 0, job) for call, job in zip(calls, jobs, strict=True))
-        calls[0].close()  # the caller left just now
-        taken = [pool._take_batch(builtin) for builtin in (False, True, True, False)]
-        return [[entry.job.function.name for entry in entries] for entries in taken]
-
-    # A worker of the other kind has other rights.
-    assert asyncio.run(take()) == [[], ["exact_match"], [], ["mine.py:reward"]]
-
-
 @pytest.mark.slow
 async def test_cancelled_and_late_calls_leave_nothing_in_the_queue(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -354,13 +333,12 @@ def test_a_long_sample_hides_no_stuck_one() -> None:
 
 
 def test_samples_of_a_batch_arrive_as_they_were_sent() -> None:
-    verifier = loader.find("exact_match", directory=Path.cwd())
     texts = {"prompt": "\u00e9\n", "completion": "\ud800x", "answer": "", "metadata_json": '{"a": 1}'}
-    job = Job(sample_id="a", **texts, completion_ids=[1, 2**31 - 1], verifier=verifier, size_bytes=1)
+    job = Job(sample_id="a", **texts, completion_ids=[1, 2**31 - 1], size_bytes=1)
     stream = io.BytesIO(protocol.pack_batch(7, [job, job]) + b"rest")
     request = protocol.read(stream)
     assert request is not None
-    assert (request["verifier"], request["first"]) == ("exact_match", 7)
+    assert request["first"] == 7
     first, second = protocol.read_batch(stream, request["sizes"])
     assert first == second == ("a", "\u00e9\n", "?x", "", '{"a": 1}', "", [1, 2**31 - 1])
     assert stream.read() == b"rest"

@@ -11,7 +11,7 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold_reward import ScoreInput, loader, verifiers
-from fourfold_reward.allowed import AllowedVerifiers
+from fourfold_reward.configured import ConfiguredFunction
 from fourfold_reward.sample import InvalidSample
 from tests.fakes.toy import make_config
 
@@ -94,26 +94,24 @@ def test_a_wrong_option_is_named(name: str, options: dict[str, Any], message: st
         loader.load(loader.find(name, directory=Path.cwd()), {name: options})
 
 
-def allowed(tmp_path: Path, **reward: Any) -> AllowedVerifiers:
+def configured(tmp_path: Path, **reward: Any) -> ConfiguredFunction:
     config: Config = make_config(tmp_path, reward=reward)
-    return AllowedVerifiers.from_config(config, config.scorer(""))
+    return ConfiguredFunction.from_config(config, config.scorer(""))
 
 
 def test_options_of_the_recipe_reach_the_default_function_alone(tmp_path: Path) -> None:
-    found = allowed(tmp_path, function="format", options={"pattern": "a"}, allowed_verifiers=["exact_match"])
-    assert found.tasks == {"format": {"pattern": "a"}}
-    assert found.pure
-    found = allowed(tmp_path, function="code_tests", evaluate_text=True, timeout_seconds=20)
-    assert found.tasks == {"code_tests": {"seconds": 16.0}}  # hanging tests fail before the sample has an error
+    found = configured(tmp_path, function="format", options={"pattern": "a"})
+    assert found.options == {"format": {"pattern": "a"}}
+    found = configured(tmp_path, function="code_tests", evaluate_text=True, timeout_seconds=20)
+    assert found.options == {"code_tests": {"seconds": 16.0}}  # hanging tests fail before the sample has an error
     assert found.evaluating == "code_tests"
-    found = allowed(tmp_path, function="reasoning_gym:products", options={"seed": 3})
-    assert found.tasks == {"products": {"seed": 3}}
-    assert not allowed(tmp_path, function="format", options={"pattern": "a"}, allowed_verifiers=["a.b:c"]).pure
+    found = configured(tmp_path, function="reasoning_gym:products", options={"seed": 3})
+    assert found.options == {"products": {"seed": 3}}
 
 
 def test_options_without_a_reader_are_refused(tmp_path: Path) -> None:
     for name in ("exact_match", "reasoning_gym", "package.module:function"):
         with pytest.raises(ConfigError, match="remove the options"):
-            allowed(tmp_path, function=name, options={"pattern": "a"})
+            configured(tmp_path, function=name, options={"pattern": "a"})
     with pytest.raises(ConfigError, match="evaluate_text = true"):
-        allowed(tmp_path, function="code_tests")
+        configured(tmp_path, function="code_tests")

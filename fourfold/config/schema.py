@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
@@ -53,16 +53,18 @@ class HoldoutConfig(Table):
     """Groups to hold out, drawn with the run's seed."""
 
 
+CURRICULUM_GROUPS: Final = 2
+"""Latest groups of a prompt from which its success rate is computed: older ones are those of another policy."""
+CURRICULUM_LEAST: Final = 0.1
+"""Probability that a prompt is drawn when its turn comes, although its success rate is 0 or 1: with 0, a run would not
+notice that a prompt teaches again. It is 1 at a rate of 0.5, and for a prompt without a score."""
+
+
 class CurriculumConfig(Table):
     """Fewer prompts that the policy lately solved always, or never. Without this table, no prompt is skipped."""
 
-    window: int = Field(default=2, ge=1)
-    """Latest groups of a prompt from which its success rate is computed."""
     success: float = 1.0
     """An attempt with this score or a higher one is a success; the rewards of turns do not count."""
-    min_weight: float = Field(default=0.1, ge=0.01, le=1)
-    """Probability that a prompt is drawn when its turn comes, although its success rate is 0 or 1. It is 1 at a rate of
-    0.5, and for a prompt without a score."""
 
 
 class DataConfig(Table):

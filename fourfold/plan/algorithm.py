@@ -13,6 +13,7 @@ from fourfold.algorithm.advantages import factor
 from fourfold.algorithm.registry import Definition, foreign_code
 from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig, KlConfig
+from fourfold.config.schema import CURRICULUM_GROUPS, CURRICULUM_LEAST
 
 # Largest |p - o| of a token at the same weights in micro-batches of other samples, in nats: benchmarks/results,
 # logprob_noise-tiny-*-cpu and logprob_noise-trained-float32-cuda, rounded up. In bfloat16 the one GPU measured there
@@ -185,10 +186,10 @@ def _curriculum(config: Config) -> str:
     rule = config.data.curriculum
     if rule is None:
         return ""
-    weight = f"{rule.min_weight:g} + {1 - rule.min_weight:g} * 4 r (1 - r)"
+    weight = f"{CURRICULUM_LEAST:g} + {1 - CURRICULUM_LEAST:g} * 4 r (1 - r)"
     return (
         f"curriculum: a prompt is drawn with the probability {weight} when its turn comes, r the share of scores from "
-        f"{rule.success:g} on in its latest {rule.window} groups."
+        f"{rule.success:g} on in its latest {CURRICULUM_GROUPS} groups."
     )
 
 

@@ -13,9 +13,9 @@ from fourfold_coordinator.data.curriculum import Curriculum, ScoredAttempt
 PROMPTS = 5
 
 
-def make(*, seed: int = 3, window: int = 2, success: float = 1.0, min_weight: float = 0.2) -> Curriculum:
+def make(*, seed: int = 3, success: float = 1.0) -> Curriculum:
     """A data set of 5 prompts whose order is always 0, 1, 2, 3, 4."""
-    config = CurriculumConfig(window=window, success=success, min_weight=min_weight)
+    config = CurriculumConfig(success=success)
     return Curriculum(config, seed=seed, prompt_at=lambda position: position % PROMPTS)
 
 
@@ -26,10 +26,10 @@ def group(position: int, *scores: float | None, try_: int = 0, dropped: str = ""
 @pytest.mark.parametrize(
     ("scores", "weight"),
     [
-        ((1.0, 1.0, 1.0, 1.0), 0.2),
-        ((0.0, 0.0, 0.0, 0.0), 0.2),
+        ((1.0, 1.0, 1.0, 1.0), 0.1),
+        ((0.0, 0.0, 0.0, 0.0), 0.1),
         ((1.0, 0.0, 2.0, 0.5), 1.0),
-        ((0.0, 0.0, 0.0, 1.0), 0.2 + 0.8 * 4 * 0.25 * 0.75),
+        ((0.0, 0.0, 0.0, 1.0), 0.1 + 0.9 * 4 * 0.25 * 0.75),
     ],
 )
 def test_a_prompt_is_drawn_less_the_surer_its_outcome_is(scores: tuple[float, ...], weight: float) -> None:
@@ -40,18 +40,18 @@ def test_a_prompt_is_drawn_less_the_surer_its_outcome_is(scores: tuple[float, ..
 
 
 def test_only_the_latest_groups_count_over_all_passes() -> None:
-    curriculum = make(window=2)
+    curriculum = make()
     for number, scores in enumerate([(1.0, 1.0), (0.0, 0.0), (0.0, 0.0, 0.0)]):
         curriculum.add_step(group(1 + number * PROMPTS, *scores))
-    assert curriculum.weight(1) == 0.2
+    assert curriculum.weight(1) == 0.1
     curriculum.add_step(group(16, 1.0, 0.0))
-    assert curriculum.weight(1) == pytest.approx(0.2 + 0.8 * 4 * 0.2 * 0.8), "1 success in 5 attempts"
+    assert curriculum.weight(1) == pytest.approx(0.1 + 0.9 * 4 * 0.2 * 0.8), "1 success in 5 attempts"
 
 
 def test_filtered_attempts_count_and_those_without_an_outcome_do_not() -> None:
     curriculum = make()
     curriculum.add_step(group(0, 1.0, 1.0, dropped="FILTERED"))
-    assert curriculum.weight(0) == 0.2
+    assert curriculum.weight(0) == 0.1
     for reason in ("STALE", "BASELINE", "WORKER_DIED"):
         curriculum.add_step(group(1, 1.0, 1.0, dropped=reason))
     curriculum.add_step(group(1, None, None))
@@ -62,10 +62,10 @@ def test_filtered_attempts_count_and_those_without_an_outcome_do_not() -> None:
 
 def test_the_order_of_attempts_within_a_step_changes_nothing() -> None:
     attempts = [*group(0, 1.0, 1.0), *group(5, 0.0, 1.0), *group(10, 0.0, 0.0)]
-    one, other = make(window=2), make(window=2)
+    one, other = make(), make()
     one.add_step(attempts)
     other.add_step(attempts[::-1])
-    assert one.weight(0) == other.weight(0) == pytest.approx(0.2 + 0.8 * 4 * 0.25 * 0.75)
+    assert one.weight(0) == other.weight(0) == pytest.approx(0.1 + 0.9 * 4 * 0.25 * 0.75)
 
 
 def test_draws_follow_the_weights_and_are_the_same_in_every_process() -> None:
@@ -75,14 +75,14 @@ def test_draws_follow_the_weights_and_are_the_same_in_every_process() -> None:
     drawn = [position for position in range(20_000) if curriculum.accepts(position)]
     assert drawn == [position for position in range(20_000) if again.accepts(position)]
     shares = [sum(p % PROMPTS == prompt for p in drawn) / 4000 for prompt in range(PROMPTS)]
-    assert shares[0] == pytest.approx(0.2, abs=0.02) and shares[1:] == [1.0] * 4
+    assert shares[0] == pytest.approx(0.1, abs=0.02) and shares[1:] == [1.0] * 4
     other = make(seed=4)
     other.add_step(group(0, 1.0, 1.0))
     assert [p for p in range(0, 500, 5) if other.accepts(p)] != [p for p in range(0, 500, 5) if curriculum.accepts(p)]
 
 
 def test_scores_are_read_again_from_the_samples_of_the_run(tmp_path: Path) -> None:
-    path, live = tmp_path / "samples.jsonl", make(window=3)
+    path, live = tmp_path / "samples.jsonl", make()
     steps = [
         [*group(0, 1.0, 0.0), *group(1, 0.0, 0.0, dropped="FILTERED")],
         [*group(5, 1.0, 1.0), *group(2, 0.5, None), *group(7, 3.0)],
@@ -92,7 +92,7 @@ def test_scores_are_read_again_from_the_samples_of_the_run(tmp_path: Path) -> No
             live.add_step(attempts)
             for attempt in attempts:
                 lines.write(json.dumps({"step": number, "completion": 'a "score"', **attempt._asdict()}) + "\n")
-    restored = make(window=3)
+    restored = make()
     restored.add_step(group(3, 1.0))  # of a step that was lost
     restored.restore(path)
     assert [restored.weight(i) for i in range(PROMPTS)] == [live.weight(i) for i in range(PROMPTS)]

@@ -260,7 +260,7 @@ def test_one_table_and_a_list_of_tables_are_read_set_and_written(tmp_path: Path)
 def test_the_curriculum_knows_the_prompts_of_all_sources(tmp_path: Path) -> None:
     prompts = [a_prompt(i, "a" if i < 3 else "b") for i in range(6)]
     mixed = PromptSet(train=prompts, held_out=[], seed=1, weights={"a": 1.0, "b": 1.0})
-    config = configuration.CurriculumConfig(min_weight=0.01)
+    config = configuration.CurriculumConfig()
     curriculum = Curriculum(config, seed=1, prompt_at=lambda position: mixed.at(position).index)
     solved = next(p for p in range(20) if mixed.at(p).source == "b")
     curriculum.add_step([ScoredAttempt(f"p{solved:07d}-0", 1.0, "")] * 4)

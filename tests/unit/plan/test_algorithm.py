@@ -163,8 +163,8 @@ def test_a_key_that_a_recipe_changes_is_read_in_its_text(algorithm: dict[str, An
 
 
 def test_a_curriculum_is_told() -> None:
-    data = {"train": {"path": "x.jsonl"}, "curriculum": {"min_weight": 0.25}}
-    assert "curriculum: a prompt is drawn with the probability 0.25 + 0.75 * 4 r (1 - r) when" in said(data=data)
+    data = {"train": {"path": "x.jsonl"}, "curriculum": {}}
+    assert "curriculum: a prompt is drawn with the probability 0.1 + 0.9 * 4 r (1 - r) when" in said(data=data)
     assert "curriculum" not in said()
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from fourfold.config import CurriculumConfig
+from fourfold.config.schema import CURRICULUM_GROUPS, CURRICULUM_LEAST
 from fourfold.seeds import derive_seed
 
 # `dropped` of attempts that count: without a score, or scored too late, others do not.
@@ -40,7 +41,7 @@ class Curriculum:
         """Start without scores: then no prompt is skipped. `prompt_at` gives the index of the prompt at a position."""
         self._config, self._seed, self._prompt_at = config, seed, prompt_at
         # Of each prompt: successes and attempts of its latest groups.
-        self._groups: defaultdict[int, deque[tuple[int, int]]] = defaultdict(lambda: deque(maxlen=config.window))
+        self._groups: defaultdict[int, deque[tuple[int, int]]] = defaultdict(lambda: deque(maxlen=CURRICULUM_GROUPS))
 
     def accepts(self, position: int) -> bool:
         """Return whether the prompt at a position is drawn now."""
@@ -51,11 +52,11 @@ class Curriculum:
 
         It is 1 for a prompt without scores, and otherwise
 
-            min_weight + (1 - min_weight) * 4 r (1 - r)
+            CURRICULUM_LEAST + (1 - CURRICULUM_LEAST) * 4 r (1 - r)
 
         with the success rate r: r (1 - r) is the variance of a success, on which the advantages of a group depend.
         """
-        groups, least = self._groups.get(prompt), self._config.min_weight
+        groups, least = self._groups.get(prompt), CURRICULUM_LEAST
         if not groups:
             return 1.0
         rate = sum(successes for successes, _ in groups) / sum(attempts for _, attempts in groups)

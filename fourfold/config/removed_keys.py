@@ -34,6 +34,7 @@ _TOKEN_LIMITS: Final = "an agent gets limits of its own from its token (`fourfol
 REMOVED_KEYS: Final = {
     "data.curriculum.min_weight": RemovedKey(0.1, "a prompt that is always or never solved is drawn in 1 of 10 turns"),
     "data.curriculum.window": RemovedKey(2, "the success rate of a prompt is that of its latest 2 groups"),
+    "data.min_prompt_tokens": RemovedKey(0, "leave short rows out of the file, or by data.train.skip"),
     "logging.mlflow_uri": RemovedKey("", "set the variable MLFLOW_TRACKING_URI"),
     "logging.wandb_mode": RemovedKey("auto", 'set the variable WANDB_MODE, such as "offline"'),
     "reward.allowed_verifiers": RemovedKey(

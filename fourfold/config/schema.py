@@ -105,8 +105,6 @@ class DataConfig(Table):
     date: str = ""
     """Date that chat templates write (`strftime_now`), as `2026-11-28` or `2026-11-28T06:30:00`. Empty: the local time
     at which the run begins; the run's config.toml then has it."""
-    min_prompt_tokens: int = Field(default=0, ge=0)
-    """Fewest tokens of a training prompt; rows with shorter ones are left out."""
     max_prompt_tokens: int = Field(default=0, ge=0)
     """Most tokens of a training prompt; rows with longer ones are left out. 0: what leaves room in
     `model.max_context_tokens`."""
@@ -138,15 +136,6 @@ class DataConfig(Table):
     def _different_sources(cls, value: tuple[TrainSourceConfig, ...]) -> tuple[TrainSourceConfig, ...]:
         check_sources(value)
         return value
-
-    @model_validator(mode="after")
-    def _prompt_tokens(self) -> Self:
-        if self.max_prompt_tokens and self.min_prompt_tokens > self.max_prompt_tokens:
-            raise ValueError(
-                f"min_prompt_tokens = {self.min_prompt_tokens} is above max_prompt_tokens = {self.max_prompt_tokens}, "
-                f"so that no prompt is left; lower the first, or raise the second"
-            )
-        return self
 
     @field_validator("eval", mode="before")
     @classmethod

@@ -166,20 +166,17 @@ def test_the_holdout_is_drawn_from_all_sources_and_must_leave_some_of_each(
             load_prompts(make_config(tmp_path, data=table, seed=seed), Letters())
 
 
-def test_lengths_outside_the_limits_are_left_out_and_counted(
+def test_prompts_above_the_limit_are_left_out_and_counted(
     load: Callable[..., PromptSet], files: Sequence[dict[str, Any]], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     rows = write_jsonl(tmp_path / "lengths.jsonl", [{"question": "x" * n} for n in (3, 4, 5, 6, 7, 80)])
     with caplog.at_level(logging.WARNING):
-        prompts = load({"path": str(rows)}, min_prompt_tokens=5, max_prompt_tokens=7)  # one token begins a text
-    assert [p.index for p in prompts.train] == [1, 2, 3] and prompts.left_out == 2
-    assert (
-        "dropped 2 of 6 prompts that are outside of data.min_prompt_tokens = 5, data.max_prompt_tokens = 7; rows 0, 4"
-        in caplog.text
-    )
+        prompts = load({"path": str(rows)}, max_prompt_tokens=7)  # one token begins a text
+    assert [p.index for p in prompts.train] == [0, 1, 2, 3] and prompts.left_out == 1
+    assert "dropped 1 of 6 prompts that have more than data.max_prompt_tokens = 7 tokens; rows 4" in caplog.text
     assert "dropped 1 of 6 prompts that leave no room" in caplog.text
-    with pytest.raises(ConfigError, match=r"5 of 6 are outside of data.min_prompt_tokens = 9"):
-        load({"path": str(rows)}, min_prompt_tokens=9, max_prompt_tokens=20)
+    with pytest.raises(ConfigError, match=r"5 of 6 have more than data.max_prompt_tokens = 2 tokens"):
+        load({"path": str(rows)}, max_prompt_tokens=2)
     held_out = load(files[0], eval={"path": str(rows)}, max_prompt_tokens=7).held_out_prompts
     assert len(held_out) == 5, "the limits are of training prompts"
 
@@ -219,11 +216,6 @@ def test_a_template_computes_nothing(tmp_path: Path, template: str) -> None:
 def test_mistakes_of_sources_are_named(tmp_path: Path, train: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_config(tmp_path, data={"train": train})
-
-
-def test_limits_of_lengths_must_leave_some(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="min_prompt_tokens = 9 is above max_prompt_tokens = 3"):
-        make_config(tmp_path, data={"train": {"path": "a"}, "min_prompt_tokens": 9, "max_prompt_tokens": 3})
 
 
 RECIPE = """

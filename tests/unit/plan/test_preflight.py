@@ -94,7 +94,7 @@ def test_the_plan_says_how_often_each_source_is_drawn(folder: Path) -> None:
     assert found.notes["data"][1:] == [
         "rows: 6 training prompts. The run draws 24 prompts: 4 passes over them.",
         "few: 1 training prompts. The run draws 8 prompts: 8 passes over them.",
-        "1 rows are outside of data.min_prompt_tokens and data.max_prompt_tokens, and are left out.",
+        "1 rows have more than data.max_prompt_tokens tokens, and are left out.",
     ]
     few = check(folder, "data.max_prompt_tokens=60", "steps=1", "data.train.1.weight=0.01")
     assert few.notes["data"][1] == "rows: 6 training prompts. The run draws 2 prompts: 33.2% of them."

@@ -172,11 +172,11 @@ def load_prompts(config: Config, tokenizer: PromptTokenizer, *, train: bool = Tr
     data = config.data
     trained: list[Prompt] = []
     left_out = 0
-    lengths = range(data.min_prompt_tokens, (data.max_prompt_tokens or config.model.max_context_tokens) + 1)
+    most = data.max_prompt_tokens or config.model.max_context_tokens
     for source in data.train if train or data.holdout is not None else ():
-        loader = _Loader(config, tokenizer, source, name=source.title if data.names_sources else "", lengths=lengths)
+        loader = _Loader(config, tokenizer, source, name=source.title if data.names_sources else "", max_tokens=most)
         trained += loader.load(first=trained[-1].index + 1 if trained else 0)
-        left_out += len(loader.dropped[loader.outside])
+        left_out += len(loader.dropped[loader.too_long])
     taken: list[Prompt] = []
     if data.holdout is not None:
         trained, taken = split_holdout(trained, data.holdout, seed=config.seed)
@@ -237,16 +237,15 @@ class _Loader:
     tokenizer: PromptTokenizer
     source: DataSourceConfig
     name: str = ""  # of the source, for the metadata of its prompts
-    lengths: range | None = None  # tokens that a prompt may have, besides the limit of the context
+    max_tokens: int | None = None  # of a prompt, besides the limit of the context
     dropped: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # row numbers, by the rule
     unused: Counter[str] = field(default_factory=Counter)  # rows from which a column was left out, by the column
-    outside: str = field(init=False)  # a key of `dropped`: rows of other lengths
+    too_long: str = field(init=False)  # a key of `dropped`: rows with more than `max_tokens`
     skipped: str = field(init=False)  # another one: rows whose prompt `skip` matches
     used_columns: frozenset[str] | None = field(init=False)  # that scorers, agents or the recipe read; None: any
 
     def __post_init__(self) -> None:
-        least, most = self.config.data.min_prompt_tokens, self.config.data.max_prompt_tokens
-        self.outside = f"are outside of data.min_prompt_tokens = {least}, data.max_prompt_tokens = {most}"
+        self.too_long = f"have more than data.max_prompt_tokens = {self.config.data.max_prompt_tokens} tokens"
         self.skipped = f"match skip = {self.source.skip!r}"
         self.used_columns = _used_columns(self.config)
 
@@ -317,8 +316,8 @@ class _Loader:
             return f"have more than {_MAX_METADATA_BYTES} bytes of metadata that is used"
         if len(ids) >= max_context:
             return f"leave no room in model.max_context_tokens = {max_context}"
-        if self.lengths is not None and len(ids) not in self.lengths:
-            return self.outside
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            return self.too_long
         return Prompt(
             index=index,
             text=text,

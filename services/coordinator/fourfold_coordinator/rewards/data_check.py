@@ -41,7 +41,7 @@ def check_data(preflight: Preflight) -> None:
         for text in _describe_sources(config, prompts.train):
             preflight.note("data", text)
         if prompts.left_out:
-            rule = "are outside of data.min_prompt_tokens and data.max_prompt_tokens, and are left out"
+            rule = "have more than data.max_prompt_tokens tokens, and are left out"
             preflight.note("data", f"{prompts.left_out:,} rows {rule}.")
         preflight.examples = _examples(config, prompts.train)
         preflight.prompt_tokens = float(np.mean(_lengths(prompts.train)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import os
 import platform
 import re
 import time
@@ -21,7 +22,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from fourfold.host.process_usage import ChildUsage, measure_children
+import psutil
+
+from fourfold.host.process_tree import descendants
 from fourfold.host.timing import BUCKETS, Histogram
 from fourfold.rpc.call_stats import OTHER, CallStats
 
@@ -217,3 +220,25 @@ def _cumulative(histogram: Histogram) -> Iterator[tuple[str, float]]:
     for limit, count in zip((*map(str, BUCKETS), "+Inf"), histogram.counts, strict=True):
         total += count
         yield limit, total
+
+
+@dataclass(frozen=True, slots=True)
+class ChildUsage:
+    """CPU time and memory of the running descendants of a process."""
+
+    count: int = 0
+    cpu_seconds: float = 0.0
+    resident_bytes: int = 0  # a page that several processes share counts in each
+
+
+def measure_children() -> ChildUsage:
+    """Return the usage of the descendants of this process. Reads /proc for every process of the machine."""
+    count, seconds, resident = 0, 0.0, 0
+    for pid in descendants({os.getpid()}):
+        try:
+            process = psutil.Process(pid)
+            times, memory = process.cpu_times(), process.memory_info()
+        except psutil.Error:  # it has ended, or belongs to another user
+            continue
+        count, seconds, resident = count + 1, seconds + times.user + times.system, resident + memory.rss
+    return ChildUsage(count, seconds, resident)

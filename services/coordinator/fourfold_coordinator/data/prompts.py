@@ -14,6 +14,7 @@ import json
 import logging
 import random
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,6 @@ from fourfold.seeds import derive_seed
 from fourfold.text import choices, clean
 
 from .order import MixtureOrder, PassOrder
-from .overlap import find_overlaps
 from .sources import Row, describe, read_rows
 
 log = logging.getLogger("fourfold.coordinator")
@@ -522,3 +522,33 @@ def _group_key(index: int, text: str, metadata: dict[str, Any], holdout: Holdout
     if not holdout.unordered_numbers:
         return value
     return " ".join(sorted(_NUMBER.findall(value), key=lambda n: (float(n), n)))
+
+
+def find_overlaps(train: Sequence[Prompt], held_out: Sequence[HeldOutSet]) -> list[str]:
+    """Return a text on each held-out set with a source of its own that has prompts of the training data.
+
+    Case, white space and forms of letters are ignored.
+    """
+    sets = [(held.name, [(_content(p), p) for p in held.prompts]) for held in held_out if held.rule.source is not None]
+    wanted = {content for _, prompts in sets for content, _ in prompts}
+    rows = dict[str, int]()  # the first training row of each content
+    for prompt in train:
+        if (content := _content(prompt)) in wanted:
+            rows.setdefault(content, prompt.index)
+    found = []
+    for name, prompts in sets:
+        if hits := [(prompt.index, rows[content]) for content, prompt in prompts if content in rows]:
+            found.append(
+                f"{len(hits):,} of {len(prompts):,} prompts of the held-out set {name} are training prompts, too "
+                f"(case and spaces are ignored), so its score would also measure memorized answers: row "
+                f"{hits[0][0]} is training row {hits[0][1]}; remove them from one of the two"
+            )
+    return found
+
+
+def _content(prompt: Prompt) -> str:
+    """Return the normalized text of a prompt, without system messages: these may differ between sets."""
+    messages = json.loads(prompt.messages_json) if prompt.messages_json else []
+    asked = [f"{message['role']}: {message['content']}" for message in messages if message["role"] != "system"]
+    text = "\n".join(asked) or prompt.text
+    return " ".join((text if text.isascii() else unicodedata.normalize("NFKC", text)).casefold().split())

@@ -44,10 +44,8 @@ from ..state.faults import FaultLog
 from ..state.files import DiskFull
 from ..state.sample_traces import SampleTraces
 from ..state.timeline import Timeline
-from .departures import Departures
-from .inspection import inspect_replica
 from .ranking import ReplicaRanking
-from .registry import ROLE_NAMES, Member, MemberChange, Registry
+from .registry import ROLE_NAMES, Departures, Member, MemberChange, Registry
 from .replica import (
     NOT_INSPECTED,
     FatalRunError,
@@ -56,6 +54,7 @@ from .replica import (
     Replica,
     ReplicaKey,
     ServiceMissing,
+    inspect_replica,
 )
 from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
 

@@ -12,12 +12,15 @@ from fourfold.config.removed_keys import REMOVED_KEYS, without_removed
 from fourfold.errors import ConfigError
 from tests.unit.config.test_config import RECIPE, write
 
+_REQUIRED = {"reward.judge": 'url = "http://127.0.0.1:8000/v1"\nmodel = "m"\n'}
+
 
 @pytest.mark.parametrize("name", sorted(REMOVED_KEYS))
 def test_a_removed_key_loads_with_its_value_and_is_refused_with_another_one(tmp_path: Path, name: str) -> None:
     table, _, key = name.rpartition(".")
     text = RECIPE if f"[{table}]\n" in RECIPE else f"{RECIPE}[{table}]\n"
     before, after = text.split(f"[{table}]\n")
+    after = _REQUIRED.get(table, "") + after
     line = text.count("\n", 0, len(before)) + 2
 
     def load(assignment: str) -> config.Config:

@@ -14,7 +14,6 @@ With B bytes at R bytes per second over the slowest link, chunks of C bytes that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,23 +52,6 @@ def copies_seconds(byte_count: int, engines: int, link: Link) -> float:
     """Return the time in which the trainer sends a copy to each engine, one after another or through one link."""
     size = min(chunk_bytes(byte_count), byte_count)
     return engines * math.ceil(byte_count / size) * link.seconds(size)
-
-
-def simulate_chain(byte_count: int, links: Sequence[Link]) -> list[float]:
-    """Return when each engine of a chain has everything; `links`: from the trainer to the first, and so on.
-
-    A link carries one chunk at a time, in order; a chunk departs when it has arrived whole.
-    """
-    size = min(chunk_bytes(byte_count), byte_count)
-    arrivals = [0.0] * math.ceil(byte_count / size)
-    done: list[float] = []
-    for link in links:
-        seconds, free = link.seconds(size), 0.0
-        for number, arrived in enumerate(arrivals):
-            free = max(free, arrived) + seconds
-            arrivals[number] = free
-        done.append(free)
-    return done
 
 
 def update_cost(config: Config, shape: ModelShape) -> str:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 
 from fourfold.bounds import chunk_bytes
-from fourfold.plan.weight_update import Link, chain_seconds, copies_seconds, simulate_chain
+from fourfold.plan.weight_update import Link, chain_seconds, copies_seconds
 from fourfold.weights.manifest import ALIGNMENT
 
 _GB = 1 << 30
+
+
+def simulate_chain(byte_count: int, links: Sequence[Link]) -> list[float]:
+    """Return when each engine of a chain has everything; `links`: from the trainer to the first, and so on.
+
+    A link carries one chunk at a time, in order; a chunk departs when it has arrived whole.
+    """
+    size = min(chunk_bytes(byte_count), byte_count)
+    arrivals = [0.0] * math.ceil(byte_count / size)
+    done: list[float] = []
+    for link in links:
+        seconds, free = link.seconds(size), 0.0
+        for number, arrived in enumerate(arrivals):
+            free = max(free, arrived) + seconds
+            arrivals[number] = free
+        done.append(free)
+    return done
 
 
 @pytest.mark.parametrize("engines", [1, 2, 64, 1024])

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import pydantic
 
-from fourfold.config.flat_keys import translate
 from fourfold.config.layers import Layers, read_layers
-from fourfold.config.removed_keys import RefusedKey, drop_removed
+from fourfold.config.older_recipes import RefusedKey, drop_removed, translate
 from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.table import Table

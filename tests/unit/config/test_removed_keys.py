@@ -8,7 +8,7 @@ import pytest
 
 from fourfold import config
 from fourfold.config import recipe
-from fourfold.config.removed_keys import REMOVED_KEYS, without_removed
+from fourfold.config.older_recipes import REMOVED_KEYS, without_removed
 from fourfold.errors import ConfigError
 from tests.unit.config.test_config import RECIPE, write
 

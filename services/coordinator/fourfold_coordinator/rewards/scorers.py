@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from fourfold.config import Config, RewardConfig
-from fourfold.config.removed_keys import without_removed
+from fourfold.config.older_recipes import without_removed
 from fourfold.config.reward import MAX_SCORERS
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, InvalidInput, NotFound, Unavailable, WrongState

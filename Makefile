@@ -15,13 +15,15 @@ quickstart:  ## set up the environment, then train the recipe of the README
 setup:  ## set up the environment for development
 	@scripts/setup dev
 
-test: setup  ## run all tests that are not slow; in two processes; under ten minutes on two cores
-	$(bin)/python -m pytest -m "not slow" -n 2 --dist loadfile tests
+# Many tests wait, for processes that start and for limits that pass: three processes of tests keep two cores busy.
+pytest := $(bin)/python -m pytest -n 3 --dist loadfile -p tests.support.durations
+
+test: setup  ## run all tests that are not slow; under seven minutes on two cores
+	$(pytest) -m "not slow" tests
 
 test-slow: setup  ## run the slow tests, with real engines and trainers
-	@# In the order of the folders, the short files of tests/unit come last, and both processes end at the same time.
-	$(bin)/python -m pytest -m "slow and not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations 40 \
-	  $$(grep -rl --include="test_*.py" "mark\.slow" tests | sort)
+	@# In the order of the folders, the short files of tests/unit come last, and all processes end at the same time.
+	$(pytest) -m "slow and not soak" --no-loadscope-reorder $$(grep -rl --include="test_*.py" "mark\.slow" tests | sort)
 
 soak: setup  ## run the tests that repeat for an hour or two, not in CI; SOAK_MINUTES: of the rollout service
 	FOURFOLD_FUZZ_CALLS=100000 $(bin)/python -m pytest -s tests/security/test_fuzz.py

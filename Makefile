@@ -1,5 +1,5 @@
 # Commands for users and developers. `make install` needs only Python 3.11 or 3.12 and g++.
-.PHONY: install quickstart setup test test-slow soak mutants check docs reference proto fmt help constraints clean
+.PHONY: install quickstart setup test test-slow lock lock-record soak mutants check docs reference proto fmt help constraints clean
 bin := .venv/bin
 # Many containers set it. Every process would then compile our modules again, which takes 0.7 s.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,7 +23,14 @@ test: setup  ## run all tests that are not slow; under seven minutes on two core
 
 test-slow: setup  ## run the slow tests, with real engines and trainers
 	@# In the order of the folders, the short files of tests/unit come last, and all processes end at the same time.
-	$(pytest) -m "slow and not soak" --no-loadscope-reorder $$(grep -rl --include="test_*.py" "mark\.slow" tests | sort)
+	$(pytest) -m "slow and not soak and not lock" --no-loadscope-reorder $$(grep -rl --include="test_*.py" "mark\.slow" tests | sort)
+
+lock: setup  ## compare behaviour with the committed records: values, contracts, files, faults and speeds; at most 12 minutes
+	$(pytest) -m lock --no-loadscope-reorder \
+	  $$(grep -rl --include="test_*.py" "mark\.lock" tests | sort -r)
+
+lock-record: setup  ## write the record of the seeded run again, after a change of values on purpose
+	$(bin)/python -m tests.lock.seeded_run
 
 soak: setup  ## run the tests that repeat for an hour or two, not in CI; SOAK_MINUTES: of the rollout service
 	FOURFOLD_FUZZ_CALLS=100000 $(bin)/python -m pytest -s tests/security/test_fuzz.py

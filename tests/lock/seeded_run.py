@@ -40,8 +40,9 @@ STEPS: Final = 4
 STEPS_OF_RELEASE: Final = 2
 SAMPLES: Final = 16  # of a step
 RUN_SECONDS: Final = 240
-# On a CPU of another type.
-METRIC_TOLERANCE: Final = 0.05  # of the value, or 1e-3 where that is more
+# On a CPU of another type. With AVX2 in place of AVX-512 in torch, metrics differed by at most 2e-6, no log-probability
+# differed, and weights differed by at most 3e-5: those whose gradient is almost 0, because Adam divides by it.
+METRIC_TOLERANCE: Final = 1e-3  # of the value, or 1e-4 where that is more
 LOGPROB_TOLERANCE: Final = 0.02  # nats
 WEIGHT_TOLERANCE: Final = 1e-4  # of 99 % of the weights
 _FILES: Final = ("metrics.jsonl", "tokens.jsonl", "samples.jsonl")
@@ -162,7 +163,7 @@ def differences(found: Record, wanted: Record) -> list[str]:
         f"step {row['step']}: {name} = {row.get(name)}, was {value}"
         for row, old in zip(found.metrics, wanted.metrics, strict=True)
         for name, value in old.items()
-        if not np.isclose(row.get(name, np.nan), value, rtol=METRIC_TOLERANCE, atol=1e-3)
+        if not _is_close(row.get(name), value)
     ]
     wrong += [
         f"weight {name} differs by up to {np.abs(found.weights[name] - old).max()}"
@@ -170,6 +171,12 @@ def differences(found: Record, wanted: Record) -> list[str]:
         if np.mean(np.abs(found.weights[name] - old) > WEIGHT_TOLERANCE) > 0.01
     ]
     return wrong
+
+
+def _is_close(value: Any, old: Any) -> bool:
+    if not isinstance(value, float) or not isinstance(old, float):
+        return bool(value == old) or isinstance(old, str)  # a sentence may have a rounded value
+    return bool(np.isclose(value, old, rtol=METRIC_TOLERANCE, atol=1e-4))
 
 
 def _bits(found: Record, wanted: Record) -> list[str]:

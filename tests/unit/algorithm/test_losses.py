@@ -37,7 +37,7 @@ def compute(
     inputs = LossInputs(
         logprobs=p,
         old_logprobs=o,
-        behavior_logprobs=o,
+        behavior_logprobs=o if isinstance(loss, DppoLoss | VespoLoss) else o - 1,  # others do not read it
         advantages=advantages,
         segments=torch.zeros(len(p), dtype=torch.int64) if segments is None else segments,
         segment_count=count,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
+from fourfold import metrics as m
+from fourfold.arrays import Sample
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.reward.v1 import reward_service_pb2 as reward
@@ -18,9 +21,38 @@ from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.data.prompts import PromptSet
 from fourfold_coordinator.rewards.scoring import Scoring
 from fourfold_coordinator.training.standstill import StandstillMonitor
+from tests.contract.test_loop_filter import constant_at
 from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
-from tests.fakes.toy_scorers import FakeReference, FakeReward
+
+# Digests of everything that the trainer received in a run of the release before `[asynchrony]` (commit 8b8ff61).
+BEFORE: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "plain": (
+        {},
+        "48c8c393d973915045d569d070be02c37010e1701f4542997731b3e1b82a772e",
+    ),
+    "filter": (
+        {"algorithm": {"filter": {"keep": "varied", "max_rounds": 4}}},
+        "4726f1da6a6b7d493db632ab320fd00d518e9b9fc90aa1f57faceb4290c566b6",
+    ),
+    "remax": (
+        {"algorithm": {"advantage": {"kind": "remax"}}},
+        "6858e55b7cb9bfcfca2e9ced94f3b2abf41c630ba61a1e1b306791baa6a6aed7",
+    ),
+}
+
+
+def digest(batches: list[list[Sample]]) -> str:
+    """Return a SHA-256 (hex) of the batches, in order, with every field that training depends on."""
+    result = hashlib.sha256()
+    for step, samples in enumerate(batches):
+        for s in samples:
+            facts = (step, s.sample_id, s.group_id, s.score, s.baseline_score, s.temperature, s.truncated)
+            spans = [(span.policy_version, span.token_count) for span in s.version_spans]
+            result.update(repr((facts, spans)).encode())
+            for array in (s.token_ids, s.behavior_logprobs, s.action_mask, s.loss_mask):
+                result.update(array.tobytes())
+    return result.hexdigest()
 
 
 async def test_a_run_goes_to_its_end_and_leaves_everything_behind(
@@ -64,6 +96,7 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(
     metrics = stage.lines("metrics.jsonl")[0]
     assert metrics["weights/probe_diff_mean"] == pytest.approx(0.01, abs=1e-4)
     assert metrics["train/policy_lag_max"] == 0
+    assert stage.rollouts[0].sleeps == [] and m.TIME_SLEEP not in metrics, "the recipe asks for no sleep"
 
 
 async def test_a_fault_of_a_display_is_logged_and_the_run_goes_on(
@@ -100,110 +133,31 @@ async def test_what_looks_at_all_prompts_leaves_the_event_loop_free(
     assert len(threads) == 2 and threading.get_ident() not in threads
 
 
-async def test_every_line_has_the_time_at_which_its_step_ended(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=3)
+async def test_checkpoints_have_scores_and_every_model_is_exported(make_stage: Callable[..., Stage]) -> None:
+    """The critic and the average are exported beside the policy, and the policy also during the run."""
+    stage = make_stage(
+        steps=5,
+        checkpoint={"every_steps": 1, "export_every_steps": 2},
+        trainer={"ema_decay": 0.9},
+        algorithm={"preset": "ppo", "kl": {"coef": 0.0}},
+        data={"holdout": {"field": "expression", "unordered_numbers": True, "groups": 1}},
+    )
     began = datetime.now(UTC)
     await stage.start()
     watching = asyncio.create_task(watch_for(stage, lambda s: s.phase == run_pb.RUN_PHASE_DONE))
     assert await stage.finish() == 0
-    ends = [datetime.fromisoformat(row["end_time"]) for row in stage.lines("metrics.jsonl")]
+    report, rows = stage.report(), stage.lines("metrics.jsonl")
+    scores = {row["step"]: row["score"] for row in report["evals"]}
+    assert stage.trainer.scores == {1: None, 2: scores[2], 3: None, 4: scores[4], 5: scores[5]}
+    during, models = stage.trainer.exports[:2], stage.trainer.exports[2:]
+    assert during == [("model-step-2", "policy"), ("model-step-4", "policy")]
+    assert models == [("model", "policy"), ("model-ema", "ema"), ("critic", "critic")]
+    assert (report["model_ema"], report["critic"]) == ("/somewhere/model-ema", "/somewhere/critic")
+    assert rows[1]["eval/half_width"] is None and rows[1]["eval/score"] >= 0, "one task group has no spread"
+    ends = [datetime.fromisoformat(row["end_time"]) for row in rows]
     # The text is cut to milliseconds.
     assert began - timedelta(milliseconds=1) <= ends[0] < ends[1] < ends[2] <= datetime.now(UTC)
     assert not any("end_time" in record.metrics for record in (await watching).steps), "it is not a metric"
-
-
-async def test_a_metric_that_is_not_a_number_is_null_in_the_file(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, data={"holdout": {"field": "expression", "unordered_numbers": True, "groups": 1}})
-    await stage.start()
-    assert await stage.finish() == 0
-    (row,) = stage.lines("metrics.jsonl")
-    assert row["eval/half_width"] is None and row["eval/score"] >= 0, "one task group has no spread"
-
-
-async def test_a_checkpoint_is_told_the_score_of_its_step(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=4, checkpoint={"every_steps": 1})
-    await stage.start()
-    assert await stage.finish() == 0
-    scores = {row["step"]: row["score"] for row in stage.report()["evals"]}
-    assert stage.trainer.scores == {1: None, 2: scores[2], 3: None, 4: scores[4]}
-    assert stage.trainer.exports == [("model", "policy")]
-
-
-async def test_the_model_is_exported_during_the_run(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=5, checkpoint={"every_steps": 3, "export_every_steps": 2})
-    await stage.start()
-    assert await stage.finish() == 0
-    assert stage.trainer.exports == [("model-step-2", "policy"), ("model-step-4", "policy"), ("model", "policy")]
-
-
-async def test_the_average_is_exported_beside_the_model(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, trainer={"ema_decay": 0.9})
-    await stage.start()
-    assert await stage.finish() == 0
-    assert stage.trainer.exports == [("model", "policy"), ("model-ema", "ema")]
-    assert stage.report()["model_ema"] == "/somewhere/model-ema"
-
-
-async def test_the_critic_is_exported_beside_the_model(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, algorithm={"preset": "ppo", "kl": {"coef": 0.0}})
-    await stage.start()
-    assert await stage.finish() == 0
-    assert stage.trainer.exports == [("model", "policy"), ("critic", "critic")]
-    assert stage.report()["critic"] == "/somewhere/critic"
-
-
-async def test_the_reference_is_asked_when_the_algorithm_needs_it(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, algorithm={"kl": {"coef": 0.1}})
-    stage.others.append(FakeReference("reference-0", stage.config))
-    seen: list[bool] = []
-    stage.trainer.on_batch = lambda samples: seen.extend(len(s.reference_logprobs) > 0 for s in samples)
-    await stage.start()
-    assert await stage.finish() == 0
-    assert seen and all(seen)
-    check_books(stage)
-
-
-async def test_a_dying_rollout_service_loses_nothing(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(rollout={"replicas": 2})
-    dying = stage.rollouts[0]
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
-
-    async def die() -> None:
-        if len(stage.trainer.batches) == 1:
-            asyncio.get_running_loop().create_task(dying.kill())
-            await asyncio.sleep(30)
-
-    dying.on_generate = die
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert dying.requests, "it had work when it died"
-    assert [len(ids) for ids in stage.trainer.batches.values()] == [12, 12, 12, 12], "every step kept its size"
-    assert stage.report()["dropped"] == {}
-
-
-async def test_samples_of_an_engine_that_hangs_and_is_replaced_are_sampled_again(
-    make_stage: Callable[..., Stage],
-) -> None:
-    stage = make_stage(steps=2)
-    old, fresh = stage.rollouts[0], FakeRollout("rollout-0", stage.config)
-    hanging = asyncio.Event()
-
-    async def hang() -> None:
-        if len(stage.trainer.batches) == 1:
-            hanging.set()
-            await asyncio.sleep(30)
-
-    old.on_generate = hang
-    await stage.start()
-    await until(hanging.is_set)
-    stage.rollouts.append(fresh)
-    await old.stop_answering()
-    await fresh.join(stage.address)  # ends the lease of `old`, whose calls are in flight
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert [len(ids) for ids in stage.trainer.batches.values()] == [12, 12]
-    assert stage.report()["dropped"] == {}
 
 
 async def test_a_run_waits_for_a_rollout_service_and_fills_it_before_it_serves(
@@ -232,45 +186,6 @@ async def test_a_run_waits_for_a_rollout_service_and_fills_it_before_it_serves(
     assert await stage.finish() == 0
     check_books(stage)
     assert late.commits[0] == 2 and min(served) == 2, "it came with version 0 and was filled before it served"
-
-
-async def test_a_run_without_a_rollout_service_fails_and_names_the_role(
-    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage = make_stage(retry={"service_wait_seconds": 0.3})
-    stage.rollouts.clear()
-    await stage.start(start_seconds=0.3)
-    assert await stage.finish() == 1
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "no usable rollout service" in last and "none has registered" in last
-
-
-async def test_a_trainer_that_is_at_another_step_is_refused(
-    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage = make_stage()
-    stage.trainer.step = 5
-    await stage.start()
-    assert await stage.finish() == 1
-    assert "the trainer is at step 5" in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-async def test_a_dying_reward_service_loses_nothing(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=2, reward={"replicas": 2})
-    other = FakeReward("reward-1", stage.config)
-    stage.others.append(other)
-
-    async def die() -> None:
-        if len(stage.trainer.batches) == 1:
-            asyncio.get_running_loop().create_task(stage.reward.kill())
-            await asyncio.sleep(30)
-
-    stage.reward.on_score = die
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert stage.reward.calls and other.calls
-    assert stage.report()["dropped"] == {}
 
 
 async def test_a_score_that_is_missing_is_no_zero(make_stage: Callable[..., Stage]) -> None:
@@ -333,25 +248,6 @@ async def test_a_sample_that_hangs_the_reward_function_is_dropped_after_one_more
     assert min(n for name, n in tries.items() if name.endswith("-2") and not name.startswith("eval")) == 4
 
 
-async def test_a_lost_group_is_replaced_by_the_next_prompt(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1)
-
-    def outcome(item: reward.ScoreItem) -> reward.SampleScore | None:
-        if item.experience.sample_id.startswith("p0000001-"):
-            return reward.SampleScore(abstain_reason="NO_IDEA")
-        return None
-
-    stage.reward.outcome = outcome
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    groups = {name.rsplit("-", 1)[0] for name in stage.trainer.batches[1]}
-    assert groups == {"p0000000-0", "p0000002-0", "p0000003-0"}
-    ledger = stage.ledger()
-    assert ledger.steps()[0].data_position == 4
-    ledger.close()
-
-
 async def test_a_lost_answer_of_a_step_is_asked_for_again(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2)
     stage.trainer.lost_answers = 2
@@ -374,19 +270,14 @@ async def test_a_step_with_nothing_to_learn_is_skipped_and_the_run_goes_on(make_
     assert "every sample scored 0" in metrics["diagnosis"] and "NO_ADVANTAGE" in metrics["diagnosis"]
 
 
-async def test_one_seed_gives_one_first_step(make_stage: Callable[..., Stage]) -> None:
-    one, other = make_stage(steps=1), make_stage(steps=1, seed=4)
-    again = make_stage(steps=1)
-    for stage in (one, again, other):
-        await stage.start()
-        assert await stage.finish() == 0
-    assert one.report()["first_step"] == again.report()["first_step"]
-    assert not set(one.report()["first_step"].values()) & set(other.report()["first_step"].values())
-    first, second = (
-        [(r.request_id, list(r.prompt_token_ids), r.sampling_params.seed) for r in s.rollouts[0].requests]
-        for s in (one, again)
-    )
-    assert sorted(first) == sorted(second), "the same calls"
-    # Evaluations ask for more than an engine takes at once: when each call goes out depends on the answers before it.
-    trained, again_trained = ([call for call in calls if not call[0].startswith("eval")] for calls in (first, second))
-    assert trained and trained == again_trained, "those of the step in the same order"
+@pytest.mark.parametrize("kind", BEFORE)
+async def test_a_run_without_a_lag_is_the_run_that_it_was(make_stage: Callable[..., Stage], kind: str) -> None:
+    """At policy lag 0 a run trains on the very samples of the loop before asynchronous training."""
+    changes, before = BEFORE[kind]
+    stage, batches = make_stage(steps=6, **changes), list[list[Sample]]()
+    if kind == "filter":
+        stage.reward.outcome = constant_at(every=3)
+    stage.trainer.on_batch = batches.append
+    await stage.start()
+    assert await stage.finish() == 0
+    assert digest(batches) == before

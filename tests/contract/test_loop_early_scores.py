@@ -12,9 +12,8 @@ from fourfold.arrays import Sample
 from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED
 from fourfold_coordinator.training import groups
-from tests.contract.test_loop_alternating import BEFORE, digest
+from tests.contract.test_loop import BEFORE, digest
 from tests.contract.test_loop_filter import constant_at
 from tests.fakes.stage import Stage, check_books, until
 from tests.fakes.toy_scorers import FakeReference
@@ -265,23 +264,3 @@ async def test_a_call_that_fails_repeats_only_what_is_not_finished(make_stage: C
     assert sorted(tail.scored) == sorted(trained), "each sample is scored once"
     again = [r for r in stage.rollouts[0].requests if r.request_id.endswith("-1")]
     assert [r.sample_count for r in again] == [1] * 6
-
-
-async def test_a_new_coordinator_continues_when_groups_were_scored_in_part(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=3, batch={"prompts_per_step": 2}, **NEVER)
-    hang: list[str] = []
-
-    async def on_last(group: str) -> None:
-        await tail.until_scored(group)
-        hang.append(group)
-        await asyncio.sleep(30)
-
-    tail = Tail(stage, on_last)
-    await stage.start()
-    await until(lambda: len(hang) == 2)
-    await stage.kill()
-    tail.on_last = None
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert stage.report()["dropped"] == {COORDINATOR_RESTARTED: 8}

@@ -9,9 +9,7 @@ import pytest
 
 from fourfold.arrays import Sample
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold.rpc.codec import decode
-from tests.fakes.stage import Stage, check_books, fresh_processes, until
-from tests.fakes.toy import VOCABULARY
+from tests.fakes.stage import Stage, check_books
 from tests.fakes.toy_scorers import FakeReference
 
 REMAX = {"advantage": {"kind": "remax"}}
@@ -71,23 +69,6 @@ async def test_the_greedy_answer_is_sampled_and_scored_beside_its_group(make_sta
     check_books(stage)
 
 
-async def test_a_scorer_that_reads_tokens_takes_the_greedy_answer_as_any_other(
-    make_stage: Callable[..., Stage],
-) -> None:
-    stage = make_stage(steps=1, algorithm=REMAX, sampling={"temperature": 0.5})
-    stage.reward.tokenizer_sha256 = stage.trainer.tokenizer_sha256
-    temperatures: dict[bool, set[float]] = {False: set(), True: set()}
-
-    def look(item: reward.ScoreItem) -> None:
-        sample = decode(item.experience, vocabulary_size=VOCABULARY, max_tokens=64)
-        temperatures[is_baseline(sample.sample_id)].add(sample.temperature)
-
-    stage.reward.outcome = look
-    await stage.start()
-    assert await stage.finish() == 0
-    assert temperatures == {False: {0.5}, True: {1.0}}, "the log-probabilities of a greedy completion are those at 1"
-
-
 @pytest.mark.parametrize("trouble", ["score", "sampling"])
 async def test_without_its_greedy_answer_a_group_is_lost_and_replaced(
     make_stage: Callable[..., Stage], trouble: str
@@ -118,53 +99,6 @@ async def test_without_its_greedy_answer_a_group_is_lost_and_replaced(
         assert dropped == {"NO_BASELINE": 4, "NO_IDEA": 1}
     else:
         assert sum(dropped.values()) == 5 and len(dropped) == 1, "the whole group, for one reason"
-
-
-async def test_remax_and_the_filter_together_survive_a_kill(make_stage: Callable[..., Stage]) -> None:
-    algorithm = REMAX | {"filter": {"keep": "varied"}}
-    stage = make_stage(steps=4, algorithm=algorithm)
-
-    def outcome(item: reward.ScoreItem) -> reward.SampleScore | None:
-        name = item.experience.sample_id
-        if name.startswith("eval"):
-            return None
-        return reward.SampleScore(score=float(int(name[-1]) % 2 == 0 and int(name[1:8]) % 2 == 0))
-
-    stage.reward.outcome = outcome
-    await stage.start()
-    await until(lambda: len(stage.trainer.batches) == 3)
-    await stage.kill()
-    await fresh_processes(stage)
-    stage.reward.outcome = outcome
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    rows = stage.lines("metrics.jsonl")
-    assert [row["groups/prompts_consumed"] for row in rows] == [5, 6, 6, 6]
-    dropped = [row["samples/dropped"] for row in rows]
-    assert dropped[:2] == [5 + 8, 6 + 12] and dropped[3] == 6 + 12
-    assert 12 <= dropped[2] <= 6 + 12, "what was dropped before the kill is in the ledger, and in no row"
-
-
-async def test_an_estimator_that_compares_samples_needs_no_greedy_answer(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, algorithm={"advantage": {"kind": "rloo"}})
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    asked = [r for r in stage.rollouts[0].requests if not r.request_id.startswith("eval")]
-    assert all(r.sampling_params.temperature > 0 for r in asked)
-    assert stage.report()["dropped"] == {}
-
-
-async def test_estimators_that_compare_nothing_take_groups_of_one(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, algorithm={"preset": "reinforce++", "kl": {"coef": 0}}, batch={"group_size": 1})
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert [len(ids) for ids in stage.trainer.batches.values()] == [3]
-    metrics = stage.lines("metrics.jsonl")[0]
-    assert "groups/useful" not in metrics, "one sample cannot differ"
-    assert "nothing to learn" not in metrics["diagnosis"]
 
 
 async def test_a_group_that_shrinks_to_one_is_enough_for_them(make_stage: Callable[..., Stage]) -> None:

@@ -67,7 +67,7 @@ async def test_a_group_that_is_filtered_out_is_replaced_and_counted(make_stage: 
 
 async def test_the_batch_is_the_same_whichever_answers_come_first(make_stage: Callable[..., Stage]) -> None:
     batches = []
-    for seed in range(3):
+    for seed in range(2):
         stage = make_stage(steps=2, algorithm=VARIED)
         delays = random.Random(seed)
         stage.rollouts[0].on_generate = lambda delays=delays: asyncio.sleep(delays.random() / 20)
@@ -76,7 +76,7 @@ async def test_the_batch_is_the_same_whichever_answers_come_first(make_stage: Ca
         assert await stage.finish() == 0
         check_books(stage)
         batches.append(stage.trainer.batches)
-    assert batches[0] == batches[1] == batches[2]
+    assert batches[0] == batches[1]
 
 
 async def test_a_step_goes_on_with_what_it_has_when_too_many_prompts_were_drawn(
@@ -122,9 +122,8 @@ async def test_a_step_without_any_group_is_skipped_and_the_run_goes_on(
         assert stage.trainer.version == stage.rollouts[0].version == 0 and stage.report()["skipped_steps"] == 2
 
 
-@pytest.mark.parametrize("moment", ["generate", "train"])
 async def test_a_run_that_is_killed_while_it_filters_goes_on_as_if_it_was_not(
-    make_stage: Callable[..., Stage], moment: str
+    make_stage: Callable[..., Stage],
 ) -> None:
     whole = make_stage(steps=6, algorithm=VARIED)
     whole.reward.outcome = constant_at(every=3)
@@ -134,18 +133,15 @@ async def test_a_run_that_is_killed_while_it_filters_goes_on_as_if_it_was_not(
     stage.reward.outcome = constant_at(every=3)
     reached, calls = asyncio.Event(), 0
 
-    async def stop(step: int = 4) -> None:
+    async def stop() -> None:
         nonlocal calls
         if len(stage.trainer.batches) == 3:
             calls += 1
-            if calls == (1 if moment == "train" else 4):  # the first replacement of a filtered group
+            if calls == 4:  # the first replacement of a filtered group
                 reached.set()
                 await asyncio.sleep(30)
 
-    if moment == "generate":
-        stage.rollouts[0].on_generate = stop
-    else:
-        stage.trainer.on_train = stop
+    stage.rollouts[0].on_generate = stop
     await stage.start()
     async with asyncio.timeout(10):
         await reached.wait()

@@ -12,7 +12,7 @@ from fourfold import config as configuration
 from fourfold.arrays import Sample
 from fourfold.errors import Internal
 from fourfold_coordinator.state.ledger import Ledger, SampleState
-from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until
+from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, until
 from tests.fakes.toy import make_config
 
 EVERY_STEP = {"checkpoint": {"every_steps": 1}}
@@ -100,26 +100,6 @@ def ready_count(stage: Stage) -> int:
         return ledger.counts().get(SampleState.READY, 0)
     finally:
         ledger.close()
-
-
-async def test_a_trainer_that_dies_in_its_step_gets_the_same_batch_again(make_stage: Callable[..., Stage]) -> None:
-    expected, weights = await undisturbed(make_stage, steps=3, **EVERY_STEP)
-    stage = make_stage(steps=3, **EVERY_STEP)
-    trained: list[Sample] = []
-    stage.trainer.on_batch = trained.extend
-    died = hang_in_step(stage, 2)
-    await stage.start()
-    async with asyncio.timeout(10):
-        await died.wait()
-    old = stage.trainer
-    await old.kill()
-    stage.trainer = successor(old)
-    stage.trainer.on_batch = trained.extend
-    await stage.trainer.join(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert generated(stage).count("p0000003") == 1
-    assert (facts(trained), stage.trainer.weights) == (expected, weights)
 
 
 @pytest.mark.parametrize("damage", ["recipe", "record"])

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from fourfold import metrics as m
 from fourfold.config import RewardConfig, from_tables
 from fourfold.errors import Unavailable
 from fourfold.host.process_tree import PARENT_PID_VARIABLE
@@ -19,7 +18,6 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc import circuit_breaker
 from fourfold_coordinator.launch.fleet import serve_arguments
 from fourfold_coordinator.launch.launcher import ServiceSpec
-from fourfold_coordinator.launch.run_folder import read_stop_reason
 from fourfold_coordinator.rewards import deployment_calls
 from fourfold_coordinator.rewards.scorers import Deployment
 from fourfold_coordinator.routing import router
@@ -106,15 +104,6 @@ async def test_the_first_error_of_a_call_is_its_fault(make_stage: Callable[..., 
     assert "FIRST" in condition.text and "OTHER" not in condition.text
     mended = True
     assert await stage.finish() == 0
-
-
-async def test_a_sample_with_an_error_did_not_abstain(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1)
-    stage.reward.outcome = lambda item: broken(item) if item.experience.sample_id.endswith("-0") else None
-    await stage.start()
-    assert await stage.finish() == 0
-    assert stage.report()["dropped"] == {"RAISED": 3}
-    assert stage.lines("metrics.jsonl")[0][m.ABSTAIN_COUNT] == 0
 
 
 async def test_the_wait_for_a_scorer_ends_with_its_name_and_the_first_error(
@@ -293,26 +282,6 @@ async def test_bad_samples_are_told_from_a_bad_scorer_by_one_that_had_a_score(ma
     assert await stage.finish() == 0
     check_books(stage)
     assert stage.report()["dropped"] == {"RAISED": 4}
-
-
-async def test_faults_are_counted_over_the_lives_of_a_run(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=4)
-    kinds = iter(("FIRST", "SECOND"))
-
-    def outcome(item: reward.ScoreItem) -> reward.SampleScore | None:
-        if item.experience.sample_id != "p0000000-0-1":
-            return None
-        return reward.SampleScore(error=reward.SampleError(code=2, reason=next(kinds), message=TEXT))
-
-    stage.reward.outcome = outcome
-    await stage.start()
-    await until(lambda: len(stage.trainer.batches) == 3)
-    await stage.kill()
-    assert read_stop_reason(stage.folder)
-    stage.reward.outcome = lambda item: None
-    await stage.start()
-    assert await stage.finish() == 0
-    assert [(row["kind"], row["count"]) for row in stage.report()["faults"]] == [("FIRST", 1), ("SECOND", 1)]
 
 
 def test_a_program_of_the_user_names_the_process_to_end_after_a_correction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.errors import (
     ARCHITECTURE_NOT_VERIFIED,
     MODEL_MISMATCH,
-    PEER_LOST,
     DeadlinePassed,
     Unavailable,
     WrongState,
@@ -24,18 +24,9 @@ from fourfold.errors import (
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.weights import broker
+from fourfold_coordinator.weights.update import WeightUpdater
 from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
-
-
-async def test_weights_that_arrive_damaged_are_not_served_and_sent_again(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=2)
-    stage.rollouts[0].wrong_digests = 1
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert stage.rollouts[0].aborts == 1
-    assert stage.rollouts[0].version == stage.trainer.version
 
 
 async def test_an_engine_whose_weights_are_always_damaged_is_named(
@@ -49,17 +40,6 @@ async def test_an_engine_whose_weights_are_always_damaged_is_named(
     assert "rollout-0" in last and "arrived with digest 0000000000000000" in last
     assert stage.rollouts[0].commits == [], "a damaged version was never served"
     assert stage.rollouts[0].aborts >= 2, "it was given another chance"
-
-
-async def test_an_engine_that_computes_with_old_weights_is_reported_as_stale(
-    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage = make_stage(retry={"service_wait_seconds": 1.5})
-    stage.rollouts[0].ignores_updates = True
-    await stage.start()
-    assert await stage.finish() == 1
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "rollout-0: stale" in last and "bit for bit those of version 0" in last
 
 
 async def test_an_engine_whose_probe_differs_again_and_again_costs_a_group_one_try(
@@ -95,17 +75,6 @@ async def test_an_engine_that_hangs_does_not_keep_the_others_of_its_group_out(ma
     check_books(stage)
     assert well.version == stage.trainer.version > 0
     assert hung.version == 0
-
-
-async def test_an_engine_that_dies_while_it_receives_is_left_behind(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(rollout={"replicas": 2}, steps=2)
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
-    stage.rollouts[0].dies_in = "ReceiveWeights"
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert stage.rollouts[1].version == stage.trainer.version > 0
-    assert stage.rollouts[0].version == 0
 
 
 @pytest.mark.parametrize("reason", [MODEL_MISMATCH, ARCHITECTURE_NOT_VERIFIED])
@@ -179,48 +148,6 @@ async def test_the_trainer_feeds_a_late_engine_that_no_peer_can_feed(
     assert all(offer.startswith(b"offer of group") for offer, _, _ in late.places[-1:])
 
 
-async def test_members_that_lost_another_one_are_not_fenced_for_it(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=2, rollout={"replicas": 3})
-    stage.rollouts += [FakeRollout(f"rollout-{i}", stage.config) for i in (1, 2)]
-    well, dead, behind = stage.rollouts
-    dead.dies_in = "BeginWeights"
-
-    async def lose() -> None:
-        if well.places[-1][1] == 3:
-            raise Unavailable("receiver 1 is gone from the chain of receivers", reason=PEER_LOST)
-
-    well.on_begin = behind.on_begin = lose
-    await stage.start()
-    assert await stage.finish() == 0
-    assert [engine.places[1][1] for engine in (well, behind)] == [2, 2], "the next update has all others at once"
-
-
-async def test_engines_on_another_host_get_their_weights_by_gloo(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, rollout={"replicas": 2})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config, host_id="there"))
-    await stage.start()
-    assert await stage.finish() == 0
-    assert [engine.backend for engine in stage.rollouts] == ["shm", "gloo"]
-    assert stage.trainer.groups == [("shm", 1), ("gloo", 1)]
-    assert [engine.places[-1] for engine in stage.rollouts] == [
-        (b"offer of group 0", 1, 0),
-        (b"offer of group 1", 1, 0),
-    ]
-
-
-async def test_engines_of_one_group_have_places_one_after_the_other(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, rollout={"replicas": 2})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
-    for engine, number in zip(stage.rollouts, (1, 3), strict=True):
-        engine.device_uuids = [bytes([number + i]) * 16 for i in range(2)]  # a tensor-parallel engine has two workers
-    await stage.start()
-    assert await stage.finish() == 0
-    assert [engine.places[-1] for engine in stage.rollouts] == [
-        (b"offer of group 0", 4, 0),
-        (b"offer of group 0", 4, 2),
-    ]
-
-
 @pytest.mark.parametrize("pause", ["keep", "recompute", "wait", "abort"])
 async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable[..., Stage], pause: str) -> None:
     stage = make_stage(steps=1, rollout={"replicas": 2}, weights={"pause": pause, "timeout_seconds": 5.0})
@@ -277,6 +204,8 @@ async def test_the_tensor_that_differs_is_named(
     stage.rollouts[0].wrong_digests = 1
     await stage.start()
     assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.rollouts[0].aborts == 1 and stage.rollouts[0].version == stage.trainer.version
     assert "the trainer sent" in caplog.text and ": one differs; the engine does not serve them" in caplog.text
     assert "trainer-0 abort" in stage.trainer.journal and "rollout-0 abort" in stage.rollouts[0].journal
 
@@ -382,7 +311,7 @@ async def test_a_lost_answer_of_the_trainers_probe_is_asked_for_again(make_stage
     assert stage.rollouts[0].commits == [1] and stage.rollouts[0].aborts == 0 and not lost
 
 
-@pytest.mark.parametrize("call", ["BeginWeights", "CommitWeights", "ReleaseWeights"])
+@pytest.mark.parametrize("call", ["BeginWeights", "ReceiveWeights", "CommitWeights", "ReleaseWeights"])
 async def test_an_engine_that_dies_holds_nobody_up(make_stage: Callable[..., Stage], call: str) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=2, weights={"timeout_seconds": 100.0})
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))
@@ -474,23 +403,6 @@ async def test_people_are_told_who_waits_for_whom(
     assert await stage.finish() == 0
 
 
-async def test_a_transfer_to_one_engine_is_a_phase_of_its_own(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1)
-    phases: list[str] = []
-
-    async def look() -> None:
-        await until(lambda: "rollout-0 receive" in stage.rollouts[0].journal)
-        plane = await AsyncCoordinatorClient(open_channel(stage.address, None), peer="coordinator").get_weight_plane(
-            timeout=5
-        )
-        phases.append(plane.phase)
-
-    stage.trainer.on_send = look
-    await stage.start()
-    assert await stage.finish() == 0
-    assert phases == ["transfer"] * len(phases) and phases
-
-
 async def test_an_engine_of_another_run_is_filled_under_a_higher_version(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=1)
     stage.rollouts[0].version, stage.rollouts[0].weights = 7, 99
@@ -533,3 +445,71 @@ async def print_weights(stage: Stage) -> str:
     output, _ = await process.communicate()
     assert process.returncode == 0
     return output.decode()
+
+
+ENGINE_CALLS = ("OpenWeights", "BeginWeights", "ReceiveWeights", "CommitWeights", "ProbeLogprobs", "ReleaseWeights")
+TRAINER_CALLS = ("MakeOffer", "OpenWeights", "SendWeights")
+
+
+def note_deadlines(member: Any, calls: tuple[str, ...]) -> dict[str, list[float]]:
+    """Note the seconds that each of a member's calls has left when it arrives, at every call from now on."""
+    seen: dict[str, list[float]] = {}
+
+    def wrap(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(request: Any, context: Any) -> Any:
+            seen.setdefault(name, []).append(context.time_remaining())
+            return await method(request, context)
+
+        return call
+
+    for name in calls:
+        setattr(member, name, wrap(name, getattr(member, name)))
+    return seen
+
+
+async def test_every_call_of_an_update_has_what_is_left_of_its_deadline(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1, weights={"timeout_seconds": 321.0})
+    stage.rollouts[0].wrong_digests = 1  # so that there are aborts, too
+    engine = note_deadlines(stage.rollouts[0], (*ENGINE_CALLS, "AbortWeights", "GetWeightSums"))
+    trainer = note_deadlines(stage.trainer, (*TRAINER_CALLS, "AbortWeights", "GetManifest"))
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    for seen, calls in ((engine, ENGINE_CALLS), (trainer, TRAINER_CALLS)):
+        for call in calls:
+            # Of an update's one deadline; the probe of an engine that is new has a shorter one of its own.
+            assert 300.0 < max(seen[call]) < 323.0, call
+    for seen in (engine, trainer):
+        assert all(0.0 < left < 17.0 for left in seen["AbortWeights"]), "an abort has its own"
+    assert all(0.0 < left < 12.0 for left in (*engine["GetWeightSums"], *trainer["GetManifest"]))
+
+
+async def test_a_fault_of_ours_in_an_abort_is_not_lost(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: WeightUpdater, engine: Any) -> None:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(WeightUpdater, "_abort_engine", broken)
+    stage = make_stage(steps=1)
+    stage.rollouts[0].wrong_digests = 1
+    await stage.start()
+    assert await stage.finish() == 1
+    assert "ZeroDivisionError: a fault of ours" in caplog.text
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_trainer_that_could_not_abort_is_told_and_no_other(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: bool
+) -> None:
+    async def refuse(request: Any, context: Any) -> Any:
+        raise WrongState("the trainer does not know that epoch")
+
+    stage = make_stage(steps=1)
+    stage.rollouts[0].wrong_digests = 1
+    if refuses:
+        monkeypatch.setattr(stage.trainer, "AbortWeights", refuse)
+    await stage.start()
+    assert await stage.finish() == 0
+    assert stage.rollouts[0].aborts == 1
+    assert ("trainer did not abort the update" in caplog.text) == refuses

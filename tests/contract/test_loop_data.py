@@ -1,4 +1,4 @@
-"""A run with a curriculum: prompts that are always or never solved become rare, also after a restart."""
+"""Prompts of a run that is killed: a curriculum and a mixture of two files continue as in a run that was not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from fourfold.model import folder
+from fourfold.model.tokenizer import Tokenizer
 from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold_coordinator.data.prompts import load_prompts
 from tests.fakes.stage import Stage, check_books, fresh_processes
 from tests.fakes.toy import write_data
 
@@ -48,32 +49,9 @@ def positions(stage: Stage) -> dict[int, list[int]]:
     return {step: sorted({int(name[1:8]) for name in ids}) for step, ids in stage.trainer.batches.items()}
 
 
-async def test_prompts_without_a_signal_become_rare(make_stage: Callable[..., Stage], tmp_path: Path) -> None:
+async def test_a_resumed_run_skips_the_same_prompts(make_stage: Callable[..., Stage], tmp_path: Path) -> None:
+    """Prompts without a signal become rare."""
     stage = make(make_stage, tmp_path / "data.jsonl", data={"curriculum": {}})
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    found = drawn(stage)
-    assert found["mixed"] > 2 * (found["solved"] + found["failed"]), "a quarter of the prompts"
-    rows = stage.lines("metrics.jsonl")
-    assert rows[0]["groups/prompts_skipped"] == 0 and sum(row["groups/prompts_skipped"] for row in rows) > STEPS
-
-
-async def test_without_a_curriculum_every_prompt_is_drawn(make_stage: Callable[..., Stage], tmp_path: Path) -> None:
-    stage = make(make_stage, tmp_path / "data.jsonl")
-    await stage.start()
-    assert await stage.finish() == 0
-    assert [p for step in positions(stage).values() for p in step] == list(range(3 * STEPS))
-    assert "groups/prompts_skipped" not in stage.lines("metrics.jsonl")[0]
-
-
-@pytest.mark.parametrize("limit", [0, 1])
-async def test_a_resumed_run_skips_the_same_prompts(
-    make_stage: Callable[..., Stage], tmp_path: Path, limit: int
-) -> None:
-    """With a lag, draws depend on the time: then the run only has to go on, with fewer prompts of those kinds."""
-    lag = {"asynchrony": {"max_policy_lag": limit}}
-    stage = make(make_stage, tmp_path / "data.jsonl", data={"curriculum": {}}, **lag)
     reached = asyncio.Event()
 
     async def stop(step: int) -> None:
@@ -95,10 +73,54 @@ async def test_a_resumed_run_skips_the_same_prompts(
     check_books(stage)
     assert stage.trainer.loaded == [12]
     found = drawn(stage)
-    assert found["mixed"] > found["solved"] + found["failed"]
-    if limit:
-        return
+    assert found["mixed"] > 2 * (found["solved"] + found["failed"]), "a quarter of the prompts"
     whole = make(make_stage, tmp_path / "data.jsonl", data={"curriculum": {}})
     await whole.start()
     assert await whole.finish() == 0
     assert before | positions(stage) == positions(whole)
+    rows = whole.lines("metrics.jsonl")
+    assert rows[0]["groups/prompts_skipped"] == 0 and sum(row["groups/prompts_skipped"] for row in rows) > STEPS
+
+
+MIXED_STEPS = 8
+
+
+def attempts(stage: Stage) -> dict[int, tuple[str, str]]:
+    """Return source and text of the prompt at each position that was trained on."""
+    return {int(line["group_id"][1:8]): (line["source"], line["prompt"]) for line in stage.lines("samples.jsonl")}
+
+
+async def test_a_mixture_goes_on_in_its_order_after_a_kill(make_stage: Callable[..., Stage], tmp_path: Path) -> None:
+    train: list[dict[str, Any]] = [
+        {"path": str(write_data(tmp_path / "large.jsonl")), "weight": 2.0},
+        {"path": str(write_data(tmp_path / "tiny.jsonl", digits=1)), "weight": 1.0},
+    ]
+    stage = make_stage(steps=MIXED_STEPS, data={"train": train, "holdout": None}, evaluation={"every_steps": 100})
+    reached = asyncio.Event()
+
+    async def stop(step: int) -> None:
+        if step == 5:
+            reached.set()
+            await asyncio.sleep(30)
+
+    stage.trainer.on_train = stop
+    await stage.start()
+    async with asyncio.timeout(20):
+        await reached.wait()
+    await stage.kill()
+    before = attempts(stage)
+    stage.trainer.on_train = None
+    await fresh_processes(stage)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.loaded == [4]
+    prompts = load_prompts(stage.config, Tokenizer.load(folder.resolve(stage.config.model.source)))
+    pure = {position: (prompts.at(position).source, prompts.at(position).text) for position in range(3 * MIXED_STEPS)}
+    after = attempts(stage)
+    assert before.items() <= after.items() and after == pure
+    for row in stage.lines("metrics.jsonl"):
+        sources = [source for position, (source, _) in pure.items() if position // 3 == row["step"] - 1]
+        shares = {name: row.get(f"data/{name}/share", 0) for name in ("large", "tiny")}
+        assert shares == {name: sources.count(name) / 3 for name in shares}
+        assert all(0 <= row[f"data/{name}/reward"] <= 1 for name in set(sources))

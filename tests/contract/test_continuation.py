@@ -5,36 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 
-from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout import load
-from fourfold.rollout.client import Completion, CompletionDraft, RolloutControlClient
+from fourfold.rollout.client import Completion, CompletionDraft
 from fourfold.rollout.group_requests import GroupRequest
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
-from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
-from fourfold.rpc.channel import open_channel
-from fourfold.rpc.server import Server
-from fourfold_coordinator.routing.registry import Member, Registry
-from fourfold_coordinator.routing.replica import Replica, RetryBudget
-from fourfold_coordinator.routing.router import Router
+from fourfold_coordinator.routing.replica import RetryBudget
 from fourfold_coordinator.training import group_sampling
 from fourfold_coordinator.training.group_sampling import GroupSampler
 from fourfold_rollout.engine import EngineSample, SampleOutput, SampleRequest
 from fourfold_rollout.generate import servicer as servicer_module
-from fourfold_rollout.generate.admission import GenerateLimits
-from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.update.controller import WeightController
-from fourfold_rollout.update.servicer import RolloutControlServicer
-from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY, FakeEngine, FakeSample
-from tests.fakes.rollout import NO_QUOTAS, OPEN, SHA256, until
+from tests.fakes.engine import STOP_TOKEN, FakeEngine, FakeSample
+from tests.fakes.fleet import Engine, Fleet
+from tests.fakes.rollout import until
 
 PROMPT = np.array([1, 2, 3], np.int32)
 TOKENS = 12
@@ -66,86 +53,15 @@ class PositionEngine(FakeEngine):
         return new
 
 
-@dataclass(slots=True)
-class Engine:
-    """One rollout service."""
-
-    name: str
-    engine: PositionEngine
-    servicer: RolloutServicer
-    weights: WeightController
-    server: Server
-    control: RolloutControlClient
-    token: bytes
-
-    async def update(self, version: int, mode: Any) -> None:
-        """Replace the weights."""
-        await self.control.open(epoch=version, timeout=5, **OPEN)
-        await self.control.begin(epoch=version, policy_version=version, pause_mode=mode, timeout=5)
-        await self.control.receive(epoch=version, policy_version=version, timeout=5)
-        await self.control.commit(epoch=version, policy_version=version, timeout=5)
-
-    def sampled(self) -> int:
-        """Return the tokens of its shortest running sample."""
-        return min((sample.given for sample in self.engine.running), default=0)
-
-
-class Fleet:
-    """A router, its rollout services, and a sampler of groups."""
+class Groups(Fleet):
+    """A fleet with a sampler of groups."""
 
     def __init__(self) -> None:
-        self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=SHA256, ttl=60)
-        self.router = Router(
-            self.registry, open_channel=lambda member: open_channel(member.target, None), wait_seconds=5
-        )
-        self.newest = 5
-        self.sampler = GroupSampler(
-            self.router, timeout=20, newest_version=lambda: self.newest, stop_token_ids=[STOP_TOKEN]
-        )
-        self.engines: list[Engine] = []
-        self.ticking: set[str] = set()
-        self._tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self._tick())]
+        super().__init__(tick_seconds=TICK_SECONDS)
+        self.sampler = GroupSampler(self.router, timeout=20, newest_version=lambda: 5, stop_token_ids=[STOP_TOKEN])
 
     async def start(self, name: str, *, ticks: bool = True) -> Engine:
-        """Start a service; without `ticks`, it samples only when the test says so."""
-        engine = PositionEngine()
-        limits = GenerateLimits(
-            max_context_tokens=CONTEXT,
-            vocabulary_size=VOCABULARY,
-            max_concurrent_samples=100,
-            kv_cache_tokens=0,
-            stop_token_ids=(STOP_TOKEN,),
-        )
-        weights = WeightController(engine, update_timeout=5)
-        model = ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits)
-        servicer = RolloutServicer(model, engine, weights, NO_QUOTAS)
-        control = RolloutControlServicer(engine, weights, model_sha256=SHA256, host_id="here", update_timeout=5)
-        server = Server(listen="127.0.0.1:0", security=None)
-        server.add(pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, servicer)
-        server.add(
-            control_pb.DESCRIPTOR.services_by_name["RolloutControlService"],
-            add_RolloutControlServiceServicer_to_server,
-            control,
-        )
-        target = await server.start()
-        server.set_ready(True)
-        token = self.registry.register(
-            Member(
-                member_id=name, incarnation=name * 32, role=Role.ROLE_ROLLOUT, target=target, tokenizer_sha256=SHA256
-            )
-        )
-        replica = self.replica(name)
-        await until(lambda: replica.present)
-        replica.version = 0
-        self.router.set_unusable_reason(replica, "")
-        client = RolloutControlClient(replica.channel, peer=name)
-        self.engines.append(Engine(name, engine, servicer, weights, server, client, token))
-        if ticks:
-            self.ticking.add(name)
-        return self.engines[-1]
-
-    def replica(self, name: str) -> Replica:
-        return next(r for r in self.router.replicas(Role.ROLE_ROLLOUT) if r.member.member_id == name)
+        return await self.add(name, PositionEngine(), ticks=ticks)
 
     def begin(self, name: str = "g") -> asyncio.Task[list[Completion]]:
         """Begin a group of three samples."""
@@ -162,27 +78,17 @@ class Fleet:
 
         return asyncio.create_task(sample())
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            for engine in self.engines:
-                if engine.name in self.ticking:
-                    engine.engine.tick()
 
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for engine in self.engines:
-            await engine.weights.close()
-            await engine.server.stop(0)
+def sampled(engine: Engine) -> int:
+    """Return the tokens of the shortest running sample of an engine."""
+    return min((sample.given for sample in engine.engine.running), default=0)
 
 
 @pytest.fixture
-async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Groups]:
     monkeypatch.setattr(group_sampling, "FLUSH_SECONDS", (0.02, 0.02))
     monkeypatch.setattr(servicer_module, "_DRAIN_SECONDS", 0.05)
-    fleet = Fleet()
+    fleet = Groups()
     yield fleet
     await fleet.close()
 
@@ -198,7 +104,7 @@ def check(samples: list[Completion]) -> list[list[tuple[int, int]]]:
     return [[(span.policy_version, span.token_count) for span in sample.version_spans] for sample in samples]
 
 
-async def _partly(fleet: Fleet, engine: Engine) -> asyncio.Task[list[Completion]]:
+async def _partly(fleet: Groups, engine: Engine) -> asyncio.Task[list[Completion]]:
     """Begin a group on an engine that does not tick; return when the coordinator has four tokens of each sample."""
     task = fleet.begin()
     await until(lambda: engine.engine.running_count == 3)
@@ -216,7 +122,7 @@ async def _partly(fleet: Fleet, engine: Engine) -> asyncio.Task[list[Completion]
     return task
 
 
-async def test_a_group_whose_engine_dies_continues_with_newer_weights(fleet: Fleet) -> None:
+async def test_a_group_whose_engine_dies_continues_with_newer_weights(fleet: Groups) -> None:
     first = await fleet.start("a", ticks=False)
     task = await _partly(fleet, first)
     other = await fleet.start("b")
@@ -227,46 +133,25 @@ async def test_a_group_whose_engine_dies_continues_with_newer_weights(fleet: Fle
     assert fleet.router.engine_metrics()["rollout/continued_tokens"] == 12
 
 
-async def test_finished_samples_of_a_dead_engine_are_kept(fleet: Fleet) -> None:
-    first = await fleet.start("a", ticks=False)
-    task = await _partly(fleet, first)
-    other = await fleet.start("b")
-    first.engine.stop(first.engine.samples[1])
-    await asyncio.sleep(0.1)  # nothing else tells that the chunk has arrived
-    await first.server.stop(0)
-    samples = await task
-    assert samples[1].token_ids.tolist() == [10, 11, 12, 13] and samples[1].finish_reason == pb.FINISH_REASON_STOP
-    assert len(other.engine.samples) == 2
-    assert [len(sample.token_ids) for sample in samples] == [TOKENS, 4, TOKENS]
-
-
-async def test_a_group_whose_engine_drains_continues_at_once(fleet: Fleet) -> None:
+async def test_a_group_whose_engine_drains_continues_at_once(fleet: Groups) -> None:
     first = await fleet.start("a", ticks=False)
     task = await _partly(fleet, first)
     other = await fleet.start("b")
     fleet.registry.deregister(first.token)  # as a service does before it drains
-    await first.servicer.drain()
+    await first.servicers.rollout.drain()
     assert check(await task) == [[(0, TOKENS)]] * 3
     assert [sample.tokens for sample in other.engine.samples] == [TOKENS - 4] * 3
 
 
-async def test_a_draining_engine_that_is_still_a_member_costs_one_try_at_most(fleet: Fleet) -> None:
-    first = await fleet.start("a", ticks=False)
-    task = await _partly(fleet, first)
-    await fleet.start("b")
-    await first.servicer.drain()
-    assert check(await task) == [[(0, TOKENS)]] * 3
-
-
-@pytest.mark.parametrize("updates", [1, 3])
-async def test_a_group_that_updates_abort_continues_on_the_same_engine(fleet: Fleet, updates: int) -> None:
+async def test_a_group_that_updates_abort_continues_on_the_same_engine(fleet: Groups) -> None:
+    updates = 3
     only = await fleet.start("a", ticks=False)
     task = await _partly(fleet, only)
     for version in range(1, updates + 1):
         await only.update(version, control_pb.PAUSE_MODE_ABORT)
         await until(lambda: only.engine.running_count == 3)
         only.engine.tick(2)
-        await until(lambda: only.sampled() == 2)
+        await until(lambda: sampled(only) == 2)
     fleet.ticking.add("a")
     newest = [(version, 2) for version in range(1, updates)] + [(updates, TOKENS - 4 - 2 * (updates - 1))]
     assert check(await task) == [[(0, 4), *newest]] * 3, "more updates than tries"
@@ -277,7 +162,7 @@ async def test_a_group_that_updates_abort_continues_on_the_same_engine(fleet: Fl
 
 
 async def test_samples_of_an_engine_that_stalls_continue_on_another(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: Groups, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its front end answers and reports samples."""
     monkeypatch.setattr(load, "PERIOD_SECONDS", 0.1)

@@ -133,13 +133,6 @@ class TestPausedSamples:
             assert sample.finish_reason == pb.FINISH_REASON_ABORTED
         assert not service.engine.paused
 
-    async def test_without_samples_it_costs_what_the_others_cost(self, service: Service, mode: Any) -> None:
-        await service.pause(mode=mode)
-        await service.control.receive(epoch=1, policy_version=1, timeout=2)
-        assert len(await service.control.probe([1, 2], timeout=2)) == 2
-        await service.control.commit(epoch=1, policy_version=1, timeout=2)
-        assert service.engine.log == ["open 1", "settle", "receive 1", "probe", "commit 1"]
-
     async def test_no_probe_while_samples_stand_still(self, service: Service) -> None:
         answer = start(service, "a")
         await service.running(2)
@@ -235,15 +228,6 @@ class TestHold:
         for call in ("old", "dropped", "again"):
             assert salts[f"local/{call}-0"] == salts[f"local/{call}-1"]
         assert len(set(salts.values())) == 3
-
-    async def test_running_samples_end_when_the_update_is_dropped(self, service: Service) -> None:
-        answer = start(service, "a")
-        await service.running(2)
-        await pause(service)
-        await service.control.commit(epoch=1, policy_version=1, hold=True, timeout=2)
-        service.engine.tick()
-        await service.control.abort(epoch=1, timeout=2)
-        assert [(spans(s), s.finish_reason) for s in await answer] == [([(0, 2)], pb.FINISH_REASON_ABORTED)] * 2
 
     async def test_no_second_update_before_the_release(self, service: Service) -> None:
         await pause(service)

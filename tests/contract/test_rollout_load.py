@@ -8,11 +8,9 @@ from contextlib import suppress
 
 import pytest
 
-from fourfold.errors import Overloaded, Unavailable
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold_rollout.generate import servicer as servicer_module
 from tests.conftest import Serve
 from tests.fakes.engine import FakeSample
 from tests.fakes.rollout import Service, request, rollout_service
@@ -116,54 +114,3 @@ async def test_whoever_leaves_during_the_update_takes_nobody_along(service: Serv
     assert sorted(line for line in service.engine.log if line.startswith("abandon")) == sorted(
         f"abandon local/{name}-0" for name in leaving
     )
-
-
-async def test_the_limit_holds_during_the_update_and_room_comes_back(service: Service) -> None:
-    calls = await start(service)
-    await sample(service, 2)
-    await update(service, hold_ticks=2)
-    for _ in range(3):
-        with pytest.raises(Overloaded) as refused:
-            await one(service, "more", 0.0)
-        assert refused.value.reason == "TOO_MANY_SAMPLES" and refused.value.retry_after
-    assert service.engine.running_count == STREAMS
-    calls["s7"].cancel()
-    await service.running(STREAMS - 1)
-    late = asyncio.create_task(one(service, "late", None))
-    await service.running(STREAMS)
-    with pytest.raises(Overloaded):
-        await one(service, "more", 0.0)
-    await release(service)
-    await sample(service, TOKENS)
-    truth = drawn(service)
-    check(await late, truth["late"], tokens=TOKENS)
-    assert {span.policy_version for span in (await late).version_spans} == {1}
-    for name, call in calls.items():
-        if name != "s7":
-            check(await call, truth[name], tokens=TOKENS)
-    again = await start(service)  # as many as at first: nothing is counted any more
-    await sample(service, TOKENS)
-    assert len(await asyncio.gather(*again.values())) == STREAMS
-
-
-@pytest.mark.parametrize("held", [False, True])
-async def test_a_drain_ends_all_with_what_they_may_have(
-    service: Service, held: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servicer_module, "_DRAIN_SECONDS", 0.1)
-    calls = await start(service)
-    await sample(service, 6)
-    await update(service, hold_ticks=3)
-    if not held:
-        await release(service)
-    drain = asyncio.create_task(service.servicer.drain())
-    await asyncio.sleep(0.02)
-    with pytest.raises(Unavailable, match="draining"):
-        await one(service, "late", 0.0)
-    truth = drawn(service)
-    for name, call in calls.items():
-        completion = await call
-        check(completion, truth[name], tokens=6 if held else 9)
-        assert completion.finish_reason == pb.FINISH_REASON_ABORTED
-    await asyncio.wait_for(drain, 5)
-    assert service.engine.running_count == 0

@@ -112,14 +112,6 @@ class TestScoreTokens:
         await service.control.release(epoch=1, policy_version=1, timeout=2)
         assert (await call)[1] == 1
 
-    async def test_another_error_of_the_engine_is_the_callers(self, service: Service) -> None:
-        async def dead() -> None:
-            raise Unavailable("the engine died", reason="ENGINE_DEAD")
-
-        service.engine.on_score = dead
-        with pytest.raises(Unavailable, match="the engine died"):
-            await service.client.score_tokens([1, 2], timeout=5)
-
 
 class TestParseCompletion:
     async def test_texts_arrive_unchanged(self, service: Service) -> None:

@@ -22,7 +22,7 @@ from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.update.controller import WeightController
 from fourfold_rollout.update.servicer import RolloutControlServicer
-from tests.conftest import Serve
+from tests.conftest import Serve, Servicer
 from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY, FakeEngine
 
 SHA256 = bytes(range(32))
@@ -56,45 +56,66 @@ class Service:
         await self.control.commit(epoch=version, policy_version=version, timeout=2)
 
 
-@asynccontextmanager
-async def rollout_service(
-    serve: Serve,
+@dataclass(slots=True, kw_only=True)
+class RealServicers:
+    """Both servicers of a rollout service, and the weights that they share."""
+
+    rollout: RolloutServicer
+    control: RolloutControlServicer
+    weights: WeightController
+
+    def services(self) -> list[Servicer]:
+        """Return descriptor, registration and servicer of each service."""
+        return [
+            (pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, self.rollout),
+            (
+                control_pb.DESCRIPTOR.services_by_name["RolloutControlService"],
+                add_RolloutControlServiceServicer_to_server,
+                self.control,
+            ),
+        ]
+
+
+def real_servicers(
+    engine: FakeEngine,
     *,
-    kv_cache_tokens: int = 100,
     max_concurrent_samples: int = 8,
     quotas: Quotas = NO_QUOTAS,
     text: TextWork | None = None,
-) -> AsyncIterator[Service]:
-    """Run both servicers on a loopback server."""
-    engine = FakeEngine(kv_cache_tokens=kv_cache_tokens)
-    limits = GenerateLimits(
-        max_context_tokens=CONTEXT,
-        vocabulary_size=VOCABULARY,
-        max_concurrent_samples=max_concurrent_samples,
-        kv_cache_tokens=engine.description.kv_cache_tokens,
-        stop_token_ids=(STOP_TOKEN,),
-    )
+    rollout: Callable[..., RolloutServicer] = RolloutServicer,
+    **limits: Any,
+) -> RealServicers:
+    """Make the servicers of an engine; `limits` are further fields of `GenerateLimits`."""
+    fields: dict[str, Any] = {
+        "max_context_tokens": CONTEXT,
+        "vocabulary_size": VOCABULARY,
+        "max_concurrent_samples": max_concurrent_samples,
+        "kv_cache_tokens": engine.description.kv_cache_tokens,
+        "stop_token_ids": (STOP_TOKEN,),
+    }
     weights = WeightController(engine, update_timeout=5)
-    servicer = RolloutServicer(
-        ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights, quotas, text
+    model = ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=GenerateLimits(**fields | limits))
+    return RealServicers(
+        rollout=rollout(model, engine, weights, quotas, text),
+        control=RolloutControlServicer(engine, weights, model_sha256=SHA256, host_id="here", update_timeout=5),
+        weights=weights,
     )
-    control = RolloutControlServicer(engine, weights, model_sha256=SHA256, host_id="here", update_timeout=5)
-    channel = await serve(
-        (pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, servicer),
-        (
-            control_pb.DESCRIPTOR.services_by_name["RolloutControlService"],
-            add_RolloutControlServiceServicer_to_server,
-            control,
-        ),
-    )
+
+
+@asynccontextmanager
+async def rollout_service(serve: Serve, *, kv_cache_tokens: int = 100, **options: Any) -> AsyncIterator[Service]:
+    """Run both servicers on a loopback server; `options` are those of `real_servicers`."""
+    engine = FakeEngine(kv_cache_tokens=kv_cache_tokens)
+    servicers = real_servicers(engine, **options)
+    channel = await serve(*servicers.services())
     yield Service(
         engine,
-        servicer,
+        servicers.rollout,
         channel,
         AsyncRolloutClient(channel, peer="rollout-0"),
         RolloutControlClient(channel, peer="rollout-0"),
     )
-    await weights.close()
+    await servicers.weights.close()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 5) -> None:

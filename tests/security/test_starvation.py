@@ -26,7 +26,6 @@ from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc import connection_limit, interceptors
 from fourfold.rpc import server as server_module
 from fourfold.rpc.channel import PUBLIC_SERVER_OPTIONS, open_channel
@@ -39,11 +38,8 @@ from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.routing.membership import MembershipServicer
 from fourfold_coordinator.routing.registry import Registry
 from fourfold_coordinator.state.run_board import RunBoard
-from fourfold_rollout.generate.admission import GenerateLimits
-from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.update.controller import WeightController
-from tests.fakes.engine import CONTEXT, VOCABULARY, FakeEngine
-from tests.fakes.rollout import SHA256, request, until
+from tests.fakes.engine import FakeEngine
+from tests.fakes.rollout import SHA256, real_servicers, request, until
 from tests.fakes.servicers import Rollout
 from tests.security.pki import Pki
 from tests.security.raw_http2 import RawConnection, leave_unfinished
@@ -52,7 +48,6 @@ MIB = 1 << 20
 ROLLOUT_0 = Principal("rollout", "rollout-0")
 FOUR_TOKENS = rollout.SamplingParams(max_tokens=4)
 GENERATE = "/fourfold.rollout.v1.RolloutService/Generate"
-ROLLOUT = rollout.DESCRIPTOR.services_by_name["RolloutService"]
 # Our status, and those of gRPC for streams above a connection's limit and for more than 1,000 calls at once.
 REFUSED = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
@@ -62,23 +57,14 @@ class Ports:
 
     def __init__(self, *, samples: int, kv_cache_tokens: int, quotas: Quotas) -> None:
         self.engine = FakeEngine(kv_cache_tokens=kv_cache_tokens)
-        limits = GenerateLimits(
-            max_context_tokens=CONTEXT,
-            vocabulary_size=VOCABULARY,
-            max_concurrent_samples=samples,
-            kv_cache_tokens=kv_cache_tokens,
-            stop_token_ids=(),
-            agent_samples=samples // 4,
-            agent_token_share=0.25,
-        )
-        self.weights = WeightController(self.engine, update_timeout=5)
-        model = ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits)
-        servicer = RolloutServicer(model, self.engine, self.weights, quotas)
+        shares: dict[str, Any] = {"agent_samples": samples // 4, "agent_token_share": 0.25}
+        made = real_servicers(self.engine, max_concurrent_samples=samples, quotas=quotas, stop_token_ids=(), **shares)
+        self.weights = made.weights
         self.servers = [
             Server(listen="127.0.0.1:0", security=None, public=public, quotas=quotas) for public in (False, True)
         ]
         for server in self.servers:
-            server.add(ROLLOUT, rollout_grpc.add_RolloutServiceServicer_to_server, servicer)
+            server.add(*made.services()[0])
 
 
 @asynccontextmanager

@@ -256,8 +256,8 @@ def _join(chunks: Sequence[pb.SampleChunk]) -> pb.SampleChunk:
 
 
 @contextlib.asynccontextmanager
-async def serving(service: ToyRollout) -> AsyncIterator[grpc.aio.Channel]:
-    """Run a service, and yield a channel to it."""
+async def served(service: ToyRollout) -> AsyncIterator[str]:
+    """Run a service, and yield its address."""
     server = grpc.aio.server()
     pb_grpc.add_RolloutServiceServicer_to_server(service, server)
     checks = health.aio.HealthServicer()
@@ -267,9 +267,16 @@ async def serving(service: ToyRollout) -> AsyncIterator[grpc.aio.Channel]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_retries", 0)]) as channel:
-            yield channel
+        yield f"127.0.0.1:{port}"
     finally:
         for task in service.tasks:
             task.cancel()
         await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def serving(service: ToyRollout) -> AsyncIterator[grpc.aio.Channel]:
+    """Run a service, and yield a channel to it."""
+    options = [("grpc.enable_retries", 0)]
+    async with served(service) as target, grpc.aio.insecure_channel(target, options=options) as channel:
+        yield channel

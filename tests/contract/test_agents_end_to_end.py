@@ -4,79 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fourfold.agent.client import AsyncAgentClient
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.agent.v1.agent_service_pb2_grpc import add_AgentServiceServicer_to_server
 from fourfold.arrays import Sample
-from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import FourfoldError
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.limits import Quotas
-from fourfold.rpc.server import Server
-from fourfold.security.principal import UNLIMITED
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_coordinator.state.ledger import SampleState
 from fourfold_gateway import serve as gateway_serve
-from fourfold_gateway.coordinator_link import CoordinatorLink
-from fourfold_gateway.core import GatewayCore
-from fourfold_gateway.engines import EnginePool
-from fourfold_gateway.http.server import serve_http
-from fourfold_gateway.servicer import AgentServicer
-from fourfold_gateway.store import SessionStore
+from tests.fakes.real_gateway import real_gateway
 from tests.fakes.stage import Stage, check_books, until
-from tests.fakes.toy import VOCABULARY
 from tests.fakes.toy_gateway import FakeGateway
 
 ROOT = Path(__file__).parents[2]
 AGENTS = {"source": "tasks", "lease_seconds": 20.0, "group_seconds": 30.0}
-
-
-@asynccontextmanager
-async def serve_gateway(stage: Stage, folder: Path) -> AsyncIterator[tuple[str, str]]:
-    """Yield the address of AgentService of a gateway of the run, and the URL of its HTTP API."""
-    tokenizer = Tokenizer.load(stage.config.model.source)
-    store = SessionStore(folder)
-    engines = EnginePool(tokenizer_sha256=tokenizer.sha256, vocabulary_size=VOCABULARY, security=None)
-    core = GatewayCore(
-        config=stage.config,
-        tokenizer=tokenizer,
-        engines=engines,
-        store=store,
-        quotas=Quotas(lambda _: UNLIMITED),
-        security=None,
-    )
-    channel = open_channel(stage.address, None)
-    core.link = CoordinatorLink(
-        channel, store, peer="coordinator", on_delivered=core.on_delivered, on_gone=core.on_gone
-    )
-    await core.start()
-    work = [core.link.run(), engines.follow(AsyncCoordinatorClient(channel, peer="coordinator")), core.run()]
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    server = Server(listen="127.0.0.1:0", security=None)
-    service = pb.DESCRIPTOR.services_by_name["AgentService"]
-    server.add(service, add_AgentServiceServicer_to_server, AgentServicer(core))
-    target = await server.start()
-    server.set_ready(True)
-    http = await serve_http(core, stage.config.gateway, None)
-    try:
-        yield target, http.url
-    finally:
-        await http.stop(0.1)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await server.stop(0)
-        await engines.close()
-        await channel.close()
-        await store.stop()
 
 
 async def attempt_tasks(target: str) -> int:
@@ -101,16 +49,13 @@ async def attempt_tasks(target: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("limit", [0, 2])
-async def test_a_run_trains_on_sessions_of_a_gateway(
-    make_stage: Callable[..., Stage], tmp_path: Path, limit: int
-) -> None:
-    stage, batches = make_stage(steps=3, agents=AGENTS, asynchrony={"max_policy_lag": limit}), list[list[Sample]]()
+async def test_a_run_trains_on_sessions_of_a_gateway(make_stage: Callable[..., Stage], tmp_path: Path) -> None:
+    stage, batches = make_stage(steps=3, agents=AGENTS), list[list[Sample]]()
     stage.trainer.on_batch = batches.append
     stage.others.append(FakeGateway("gateway-0", stage.config))  # a member; the gateway below has no registration
     await stage.start()
-    async with serve_gateway(stage, tmp_path / "gateway") as (target, _):
-        agents = [asyncio.create_task(attempt_tasks(target)) for _ in range(8)]
+    async with real_gateway(stage.config, tmp_path / "gateway", run=stage.address) as gateway:
+        agents = [asyncio.create_task(attempt_tasks(gateway.target)) for _ in range(8)]
         assert await stage.finish() == 0
         async with asyncio.timeout(20):
             counts = await asyncio.gather(*agents)
@@ -132,8 +77,8 @@ async def test_an_unchanged_openai_client_trains_a_run_to_its_end(
     stage.trainer.on_batch = batches.append
     stage.others.append(FakeGateway("gateway-0", stage.config))
     await stage.start()
-    async with serve_gateway(stage, tmp_path / "gateway") as (_, url):
-        command = [sys.executable, "examples/agent_openai.py", f"{url}/v1"]
+    async with real_gateway(stage.config, tmp_path / "gateway", run=stage.address, http=True) as gateway:
+        command = [sys.executable, "examples/agent_openai.py", f"{gateway.url}/v1"]
         agent = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=-1, stderr=-1)
         try:
             assert await stage.finish() == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,8 @@ import pytest
 
 from fourfold.agent.client import AsyncAgentClient
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.agent.v1.agent_service_pb2_grpc import AgentServiceStub, add_AgentServiceServicer_to_server
+from fourfold.agent.v1.agent_service_pb2_grpc import AgentServiceStub
 from fourfold.contract import CONTRACT_VERSION
-from fourfold.coordinator.v1 import experience_service_pb2 as experience
-from fourfold.coordinator.v1 import experience_service_pb2_grpc as experience_grpc
 from fourfold.errors import (
     AlreadyExists,
     FourfoldError,
@@ -31,101 +29,17 @@ from fourfold.errors import (
     Unavailable,
     WrongState,
 )
-from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc import channel as rpc
 from fourfold.rpc.codec import decode, read_ints
-from fourfold.rpc.limits import Quotas
-from fourfold.rpc.server import Server
-from fourfold.security.principal import UNLIMITED
 from fourfold.tracing import spans
 from fourfold_gateway import coordinator_link
-from fourfold_gateway.coordinator_link import CoordinatorLink
-from fourfold_gateway.core import GatewayCore
-from fourfold_gateway.engines import EnginePool
-from fourfold_gateway.servicer import AgentServicer
-from fourfold_gateway.store import SessionStore, StoredTurn, StoreFull
+from fourfold_gateway.store import StoredTurn, StoreFull
+from tests.fakes.real_gateway import FakeRun, real_gateway, serve_run
 from tests.fakes.stage import until
 from tests.fakes.toy import START, VOCABULARY, make_config
 from tests.fakes.toy_rollout import FakeRollout
 
 OPEN, CLOSED, STORED, ABANDONED, EXPIRED, REFUSED = range(1, 7)
-
-
-class FakeRun(experience_grpc.ExperienceServiceServicer):
-    """The coordinator's side: a list of tasks, and a dictionary of trajectories."""
-
-    def __init__(self) -> None:
-        self.tasks = [f"t{i}" for i in range(5)]
-        self.stored: dict[str, experience.Trajectory] = {}
-        self.released: list[tuple[str, str, bool]] = []
-        self.released_leases: list[str] = []
-        self.leases: dict[str, str] = {}  # the newest of each task
-        self.gone: set[str] = set()
-        self.refusal = ""
-        self.renewed: list[experience.RenewTasksRequest] = []
-        self.agents: list[str] = []  # incarnation in each call for tasks
-        self.refuses_all = False  # takes no trajectory for now
-        self.joined: list[experience.JoinGroupRequest] = []
-        self.on_lease: Callable[[float], Any] | None = None  # awaited with the wait before each lease
-
-    async def GetRunInfo(self, request: Any, context: Any) -> experience.GetRunInfoResponse:
-        return experience.GetRunInfoResponse(
-            run_name="toy",
-            run_id="0" * 32,
-            has_tasks=True,
-            has_own_groups=True,
-            group_size=2,
-            temperature=0.5,
-            stop_token_ids=[7],
-            max_new_tokens=6,
-            max_segment_count=8,
-        )
-
-    def _task(self, task_id: str) -> experience.LeasedTask:
-        task = experience.LeasedTask(task_id=task_id, group_id="g", group_size=2, text="3 * 4 =", seed=1)
-        task.messages_json, task.lease = '[{"role": "user", "content": "3 * 4 ="}]', self.leases.get(task_id, "")
-        task.ttl.FromSeconds(30)
-        task.time_left.FromSeconds(60)
-        return task
-
-    async def LeaseTasks(self, request: experience.LeaseTasksRequest, context: Any) -> experience.LeaseTasksResponse:
-        assert self.renewed, "a task that is leased before would be returned as one that the gateway has lost"
-        self.agents.append(request.agent_incarnation)
-        if self.on_lease is not None and not await self.on_lease(request.wait.ToNanoseconds() / 1e9):
-            return experience.LeaseTasksResponse()
-        return experience.LeaseTasksResponse(tasks=[self._task(self.tasks.pop(0))] if self.tasks else [])
-
-    async def JoinGroup(self, request: experience.JoinGroupRequest, context: Any) -> experience.JoinGroupResponse:
-        self.joined.append(request)
-        return experience.JoinGroupResponse(task=self._task(f"own-{request.attempt_id}"))
-
-    async def RenewTasks(self, request: experience.RenewTasksRequest, context: Any) -> experience.RenewTasksResponse:
-        self.renewed.append(request)
-        leases = zip(request.task_ids, request.leases, strict=True)
-        gone = [task for task, lease in leases if task in self.gone or lease != self.leases.get(task, "")]
-        response = experience.RenewTasksResponse(gone_task_ids=gone)
-        response.ttl.FromSeconds(1)
-        return response
-
-    async def ListTasks(self, request: experience.ListTasksRequest, context: Any) -> experience.ListTasksResponse:
-        raise AssertionError("a gateway never calls this")
-
-    async def ReleaseTasks(self, request: experience.ReleaseTasksRequest, context: Any) -> Any:
-        self.released += [(t.task_id, t.reason, t.again) for t in request.tasks]
-        self.released_leases += [t.lease for t in request.tasks]
-        return experience.ReleaseTasksResponse()
-
-    async def PutTrajectories(self, request: experience.PutTrajectoriesRequest, context: Any) -> Any:
-        if self.refuses_all:
-            raise Unavailable("not now")
-        response = experience.PutTrajectoriesResponse()
-        for trajectory in request.trajectories:
-            if self.refusal:
-                response.results.add(task_id=trajectory.task_id, code=5, reason=self.refusal)
-                continue
-            self.stored[trajectory.task_id] = trajectory
-            response.results.add(task_id=trajectory.task_id)
-        return response
 
 
 class Gateway:
@@ -137,57 +51,21 @@ class Gateway:
         self.engine = FakeRollout("rollout-0", self.config)
         self.engine.weights = 10**6
         self.run_target = ""
+        self._running = AsyncExitStack()
 
     async def start_run(self, listen: str = "127.0.0.1:0") -> None:
-        self.run_server = Server(listen=listen, security=None)
-        service = experience.DESCRIPTOR.services_by_name["ExperienceService"]
-        self.run_server.add(service, experience_grpc.add_ExperienceServiceServicer_to_server, self.run)
-        self.run_target = await self.run_server.start()
-        self.run_server.set_ready(True)
+        self.run_server, self.run_target = await serve_run(self.run, listen)
 
     async def start(self) -> None:
-        tokenizer = Tokenizer.load(self.config.model.source)
-        self.store = SessionStore(self.root / "gateway")
-        self.engines = EnginePool(tokenizer_sha256=tokenizer.sha256, vocabulary_size=VOCABULARY, security=None)
-        quotas = Quotas(lambda _: UNLIMITED)
-        self.core = GatewayCore(
-            config=self.config,
-            tokenizer=tokenizer,
-            engines=self.engines,
-            store=self.store,
-            quotas=quotas,
-            security=None,
+        folder, members = self.root / "gateway", {"rollout-0": self.engine.target}
+        made = await self._running.enter_async_context(
+            real_gateway(self.config, folder, run=self.run_target, members=members)
         )
-        self.channels = [rpc.open_channel(self.run_target, None)]
-        self.core.link = CoordinatorLink(
-            self.channels[0],
-            self.store,
-            peer="coordinator",
-            on_delivered=self.core.on_delivered,
-            on_gone=self.core.on_gone,
-            gateway="gateway-0",
-            sessions=self.core.task_sessions,
-        )
-        await self.core.start()
-        self.engines.set_members({"rollout-0": self.engine.target})
-        self.tasks = [asyncio.create_task(self.core.link.run()), asyncio.create_task(self.core.run())]
-        self.server = Server(listen="127.0.0.1:0", security=None)
-        service = pb.DESCRIPTOR.services_by_name["AgentService"]
-        self.server.add(service, add_AgentServiceServicer_to_server, AgentServicer(self.core))
-        self.channels.append(rpc.open_channel(await self.server.start(), None))
-        self.server.set_ready(True)
-        self.stub: Any = AgentServiceStub(self.channels[1])
-        await until(lambda: self.engines.usable and self.core.link and self.core.link.info)
+        self.core, self.store, self.engines, self.channel = made.core, made.store, made.engines, made.channel
+        self.stub: Any = AgentServiceStub(self.channel)
 
     async def stop(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        for channel in self.channels:
-            await channel.close()
-        await self.server.stop(0)
-        await self.engines.close()
-        await self.store.stop()
+        await self._running.aclose()
 
     async def call(self, name: str, request: Any) -> Any:
         return await rpc.call(getattr(self.stub, name), request, timeout=10, peer="gateway")
@@ -222,9 +100,9 @@ USER = pb.Message(role="user", content="3 * 4 =")
 
 
 @asynccontextmanager
-async def running_gateway(folder: Path) -> AsyncIterator[Gateway]:
-    """Run a gateway with its run and one engine within the block."""
-    gateway = Gateway(folder)
+async def running_gateway(folder: Path, **changes: Any) -> AsyncIterator[Gateway]:
+    """Run a gateway with its run and one engine within the block; `changes` are those of the recipe."""
+    gateway = Gateway(folder, **changes)
     await gateway.start_run()
     await gateway.engine.start()
     await gateway.start()
@@ -284,7 +162,7 @@ async def test_a_turn_in_the_trace_of_an_agent_goes_on_to_the_engine(gateway: Ga
 
 
 async def test_the_client_attempts_a_task(gateway: Gateway) -> None:
-    client = AsyncAgentClient(gateway.channels[1])
+    client = AsyncAgentClient(gateway.channel)
     task = await client.next_task()
     assert task is not None and (await client.get_quota()).open_session_count == 0
     await client.open_session("c", task_id=task.task_id)
@@ -297,19 +175,6 @@ async def test_the_client_attempts_a_task(gateway: Gateway) -> None:
     assert exported.turns[0].message == reply
     await client.open_session("d", own_group=pb.OwnGroup(key="k"))
     assert (await client.abandon_session("d", "NO_IDEA")).state == ABANDONED
-
-
-async def test_a_slow_watcher_sees_the_settled_session(gateway: Gateway) -> None:
-    await gateway.open()
-    await gateway.turn([USER])
-    session = gateway.core.sessions.live[0]
-    states = []
-    async for message in gateway.core.sessions.watch(session):
-        states.append(message.state)
-        if message.state == OPEN:
-            await gateway.close(reward=1.0)
-            await until(lambda: session.stored.settled_at is not None)
-    assert states == [OPEN, STORED]
 
 
 async def test_turns_by_ids_continue_a_segment(gateway: Gateway) -> None:
@@ -368,9 +233,10 @@ async def test_a_session_key_is_stored_as_digest_and_allows_its_session_alone(ga
 
 @pytest.mark.parametrize(("reason", "again"), [("TOOL_BROKE", False), ("ENVIRONMENT_DIED", True)])
 async def test_an_abandoned_session_releases_its_task(gateway: Gateway, reason: str, again: bool) -> None:
+    gateway.run.leases["t0"] = "mine"
     await gateway.open()
     assert (await gateway.close(abandon_reason=reason)).state == ABANDONED
-    assert gateway.run.released == [("t0", reason, again)]
+    assert gateway.run.released == [("t0", reason, again)] and gateway.run.released_leases == ["mine"]
     assert gateway.run.stored == {}
 
 
@@ -402,15 +268,6 @@ async def test_an_idle_session_expires_and_its_task_is_leased_again(gateway: Gat
     await until(lambda: gateway.run.released == [("t0", "SESSION_EXPIRED", True)])
     with pytest.raises(WrongState, match="EXPIRED"):
         await gateway.close(reward=1.0)
-
-
-@pytest.mark.slow
-async def test_a_task_that_the_run_gave_up_ends_its_session(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    await gateway.open()
-    gateway.run.gone.add("t0")
-    await until(lambda: gateway.core.sessions.ended["EXPIRED_TASK_GONE"] == 1, 15)
-    await gateway.call("NextTask", pb.NextTaskRequest())
-    assert gateway.run.released == []  # another agent may have the task by now
 
 
 @pytest.mark.parametrize("messages", ["[", "3", "[3]"])
@@ -541,6 +398,7 @@ async def test_trajectories_wait_for_a_coordinator_that_restarts(
 
 
 async def test_sessions_survive_a_restart_of_the_gateway(gateway: Gateway) -> None:
+    gateway.run.leases["t0"] = "mine"
     key = (await gateway.open()).session_key
     (first,) = await gateway.turn([USER], request_id="r")
     await gateway.stop()
@@ -551,7 +409,8 @@ async def test_sessions_survive_a_restart_of_the_gateway(gateway: Gateway) -> No
     assert second.text == "12"
     await gateway.close(reward=1.0)
     await until(lambda: "t0" in gateway.run.stored)
-    assert len(gateway.run.stored["t0"].segments) == 1
+    stored = gateway.run.stored["t0"]
+    assert len(stored.segments) == 1 and stored.lease == "mine"
 
 
 async def test_a_session_without_a_task_can_be_exported_and_is_not_sent(gateway: Gateway) -> None:
@@ -565,11 +424,7 @@ async def test_a_session_without_a_task_can_be_exported_and_is_not_sent(gateway:
 
 
 async def test_open_sessions_are_limited_and_the_quota_tells(tmp_path: Path) -> None:
-    gateway = Gateway(tmp_path, gateway={"max_open_sessions_per_agent": 1})
-    await gateway.start_run()
-    await gateway.engine.start()
-    await gateway.start()
-    try:
+    async with running_gateway(tmp_path, gateway={"max_open_sessions_per_agent": 1}) as gateway:
         await gateway.open()
         with pytest.raises(Overloaded) as caught:
             await gateway.open("other", own_group=pb.OwnGroup(key="k"))
@@ -579,18 +434,11 @@ async def test_open_sessions_are_limited_and_the_quota_tells(tmp_path: Path) -> 
         await gateway.close(abandon_reason="DONE")
         await gateway.open("other", own_group=pb.OwnGroup(key="k"))
         assert gateway.run.joined[0].key == "k"
-    finally:
-        await gateway.stop()
-        await gateway.run_server.stop(0)
-        await gateway.engine.kill()
 
 
 async def test_sessions_without_a_task_take_no_room_of_the_run(tmp_path: Path) -> None:
-    gateway = Gateway(tmp_path, gateway={"max_open_sessions": 2, "max_open_sessions_per_agent": 2})
-    await gateway.start_run()
-    await gateway.engine.start()
-    await gateway.start()
-    try:
+    limits = {"max_open_sessions": 2, "max_open_sessions_per_agent": 2}
+    async with running_gateway(tmp_path, gateway=limits) as gateway:
         for name in ("a", "b"):
             await gateway.call("OpenSession", pb.OpenSessionRequest(session_id=name))
         with pytest.raises(Overloaded, match="2 sessions without a task"):
@@ -601,10 +449,6 @@ async def test_sessions_without_a_task_take_no_room_of_the_run(tmp_path: Path) -
             await gateway.call("NextTask", pb.NextTaskRequest())
         quota = await gateway.call("GetQuota", pb.GetQuotaRequest())
         assert quota.open_session_count == 2
-    finally:
-        await gateway.stop()
-        await gateway.run_server.stop(0)
-        await gateway.engine.kill()
 
 
 async def test_text_and_templates_need_no_session(gateway: Gateway) -> None:

@@ -42,6 +42,8 @@ async def test_a_rollout_service_with_tls(public: bool, tmp_path: Path, capsys: 
     assert code == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.lock
 async def test_a_public_gateway_with_https(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = tmp_path / "certs", tmp_path / "findings.json"
     pki = Pki(folder)

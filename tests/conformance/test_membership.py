@@ -166,31 +166,22 @@ async def test_a_service_that_never_registers_is_one_failure() -> None:
     assert finding.status == "broken" and "no service registered" in finding.text
 
 
-@pytest.mark.parametrize("tls", [pytest.param(False, id="plain"), pytest.param(True, id="tls", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.lock
 def test_serve_reward_keeps_its_membership(
-    tls: bool, tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = MEMBERSHIP.names if tls else ("lost_lease", "drain")  # the others take long
     folder = tmp_path / "certs"
-    if tls:
-        certs.make(folder)
+    certs.make(folder)
     (tmp_path / "function.py").write_text(FUNCTION)
-    (tmp_path / "service.py").write_text(SERVICE.format(port=unused_port, certs=folder if tls else ""))
+    (tmp_path / "service.py").write_text(SERVICE.format(port=unused_port, certs=folder))
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
-    words = [
-        "conformance",
-        "reward",
-        "--coordinator-listen",
-        f"127.0.0.1:{unused_port}",
-        "--ttl",
-        "3" if tls else "1.5",
-    ]
-    words += ["--start", f"{sys.executable} {tmp_path / 'service.py'}", "--only", "single"]
-    words += [word for name in names for word in ("--only", name)]
-    words += ["--certs", str(folder)] if tls else []
+    words = ["conformance", "reward", "--coordinator-listen", f"127.0.0.1:{unused_port}", "--ttl", "3"]
+    words += ["--start", f"{sys.executable} {tmp_path / 'service.py'}", "--only", "single", "--certs", str(folder)]
+    words += [word for name in MEMBERSHIP.names for word in ("--only", name)]
     assert cli_main.main(words) == 0, capsys.readouterr().out
     lines = capsys.readouterr().out
-    assert all(f"ok       {name} " in lines for name in ("register", "info", "single", *names))
+    assert all(f"ok       {name} " in lines for name in ("register", "info", "single", *MEMBERSHIP.names))
 
 
 async def test_a_command_that_ends_at_once_is_one_failure() -> None:

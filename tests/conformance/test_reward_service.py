@@ -11,6 +11,8 @@ import pytest
 from fourfold.cli import main as cli_main
 
 
+@pytest.mark.slow
+@pytest.mark.lock
 def test_the_services_of_this_repository_keep_the_contract(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ A run that failed is repeated with FOURFOLD_FAULT_SEED: the same faults in the s
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ import pytest
 from fourfold_bench import record
 from fourfold_coordinator.reporting import report
 from tests.support.fault_mutants import MUTANTS, mutated, run_mutant
-from tests.support.fault_run import KINDS, FaultRun, Tally, build_clock
+from tests.support.fault_run import KINDS, PHASES, FaultRun, Tally, build_clock
 from tests.support.fault_soak import FAULTS, STEPS
 from tests.support.memory_folder import memory_folder
 
@@ -33,14 +34,20 @@ _COUNTERS: Final = ("dropped", "coordinators", "errors", "violations", "samples_
 
 
 @pytest.mark.slow
-async def test_samples_survive_faults_of_all_kinds(
+@pytest.mark.lock
+@pytest.mark.timeout(400)
+async def test_samples_survive_kills_in_every_phase_and_faults_of_all_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     monkeypatch.setattr(report, "draw_curve", lambda path, *_, **__: path.write_bytes(b""))
-    tally, clock = Tally(), build_clock(tmp_path)
+    kills = itertools.cycle(kind for kind in KINDS if kind.startswith("kill"))
+    faults = [*((next(kills), phase) for phase in PHASES), *((kind, "training") for kind in KINDS)]
+    tally, clock, steps = Tally(), build_clock(tmp_path), 6 * len(faults)
     with memory_folder() as folder:
-        await FaultRun(folder, clock, seed=SEED, steps=40, tally=tally).run(12)
-    assert tally.trained >= 40 * 4 * 14 and tally.checks > 0
+        await FaultRun(folder, clock, seed=SEED, steps=steps, tally=tally, given=faults).run(len(faults))
+    assert tally.trained >= steps * 4 * 14 and tally.checks > 0
+    struck = {phase for kind, phase in tally.faults if kind.startswith("kill")}
+    assert struck >= set(PHASES)
     record_property("tally", tally.as_dict())
 
 

@@ -1,10 +1,15 @@
-"""`fourfold run` with vLLM and DeepSpeed at a policy lag of 2, in which engine, trainer and coordinator are killed."""
+"""`fourfold run` with vLLM and DeepSpeed at a policy lag of 2, in which engine, trainer and coordinator are killed.
+
+The coordinator tells `tests/fault_injection` which call it is about to make; see there. What happens between the calls,
+and in every other phase, is in `test_weight_faults.py` and in `tests/contract/test_async_faults.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sqlite3
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +19,8 @@ import psutil
 import pytest
 
 from fourfold.host.process_tree import descendants
-from tests.fakes.command_line import until
-from tests.integration.test_run_local import alive
-from tests.integration.test_weight_run_faults import Doomed, service
+from tests.fakes.command_line import listening, until
+from tests.integration.test_run_local import Folder, alive
 from tests.support.trainer_driver import REPOSITORY
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,6 +28,30 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 _STEPS: Final = 8
 _LAG: Final = 2
 _SECONDS: Final = 240
+
+
+class Doomed(Folder):
+    """A run whose coordinator ends somebody at a call."""
+
+    @property
+    def file(self) -> Path:
+        return self.root / "fault_injection"
+
+    def doom(self, call: str, pid: int) -> None:
+        """Let a process, or with 0 the coordinator, die before the coordinator makes its next such call."""
+        fresh = self.file.with_suffix(".new")
+        fresh.write_text(f"{call} 1 {pid}")
+        fresh.replace(self.file)
+
+    def begin(self) -> subprocess.Popen[str]:
+        """Start the run and wait for the end of its first step."""
+        process = self.start("recipe.toml")
+        until(lambda: bool(self.rows("metrics.jsonl")) or process.poll() is not None, _SECONDS)
+        assert process.poll() is None, self.logs()
+        sockets = listening(dict.fromkeys(descendants({process.pid}), ""))
+        assert len(sockets) >= 4
+        assert {address.partition(":")[0] for address in sockets} <= {"0100007F", "0000000000000000FFFF00000100007F"}
+        return process
 
 
 @pytest.fixture
@@ -39,6 +67,12 @@ def run(tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.Mon
     for process in made.processes:
         process.kill()
         process.communicate(timeout=10)
+
+
+def service(run: subprocess.Popen[str], role: str) -> psutil.Process:
+    """Return the process of a role."""
+    children = psutil.Process(run.pid).children(recursive=True)
+    return next(child for child in children if ["serve", role] == child.cmdline()[3:5])
 
 
 def test_an_asynchronous_run_survives_the_death_of_each_component(run: Doomed) -> None:

@@ -1,4 +1,7 @@
-"""Every preset raises the reward of a tiny model, and so does LoRA; see `tests/support/learning_driver.py`."""
+"""Every preset raises the reward of a tiny model, and so does LoRA; see `tests/support/learning_driver.py`.
+
+Presets with the name of another program have losses and advantages of the others, with its constants.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from fourfold.config import PRESETS
 from tests.support.learning_driver import LORA, has_learned
 from tests.support.trainer_driver import REPOSITORY, trainer_environment
 
-RUNS = [*PRESETS, f"grpo{LORA}"]
+OTHER_PROGRAMS = ("openrlhf-", "verl-", "trl-", "prime-")
+RUNS = [*(name for name in PRESETS if not name.startswith(OTHER_PROGRAMS)), f"grpo{LORA}"]
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,7 +11,7 @@ import pytest
 from fourfold.cli import main as cli_main
 from tests.support.rollout_process import start
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.lock, pytest.mark.timeout(700)]
 
 
 def test_a_service_with_vllm_keeps_the_contract(

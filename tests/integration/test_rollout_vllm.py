@@ -17,14 +17,11 @@ import psutil
 import pytest
 
 from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
-from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
 from tests.support.rollout_process import (
-    CONTEXT,
-    SAMPLES,
     Publisher,
     Service,
     gone,
@@ -72,12 +69,6 @@ async def publisher(client: AsyncRolloutClient, control: RolloutControlClient) -
 
 
 class TestSampling:
-    async def test_info_is_that_of_the_folder(self, service: Service, client: AsyncRolloutClient) -> None:
-        info = await client.get_info(timeout=5)
-        assert info.tokenizer_sha256 == tokenizer_sha256(service.model)
-        assert (info.max_context_tokens, info.vocabulary_size) == (CONTEXT, VOCABULARY_SIZE)
-        assert info.max_concurrent_samples == SAMPLES
-
     async def test_logprobs_are_those_of_the_sampled_tokens(
         self, client: AsyncRolloutClient, control: RolloutControlClient
     ) -> None:
@@ -99,20 +90,6 @@ class TestSampling:
             (await client.complete(request(samples=16, params={"temperature": t}), timeout=60)) for t in (1.0, 0.25)
         ]
         assert np.mean([s.logprobs.mean() for s in cold]) > np.mean([s.logprobs.mean() for s in hot]) + 1
-
-    async def test_a_stop_token_ends_a_sample_and_belongs_to_it(self, client: AsyncRolloutClient) -> None:
-        (greedy,) = await client.complete(request(params={"temperature": 0.0}), timeout=60)
-        stop = int(greedy.token_ids[3])
-        first = greedy.token_ids.tolist().index(stop)
-        (sample,) = await client.complete(request(params={"temperature": 0.0, "stop_token_ids": [stop]}), timeout=60)
-        assert sample.token_ids.tolist() == greedy.token_ids.tolist()[: first + 1]
-        assert sample.finish_reason == pb.FINISH_REASON_STOP
-
-    async def test_a_sample_ends_where_the_context_does(self, client: AsyncRolloutClient) -> None:
-        message = request(samples=8, max_tokens=100_000)
-        message.prompt_token_ids[:] = [7] * (CONTEXT - 3)
-        samples = await client.complete(message, timeout=60)
-        assert {len(s.token_ids) for s in samples if s.finish_reason == pb.FINISH_REASON_LENGTH} == {3}
 
     @pytest.mark.parametrize(("every", "least"), [(0, 9), (10, 8), (9000, 8)], ids=["at once", "soon", "late"])
     async def test_flushed_tokens_are_the_packed_ones(self, client: AsyncRolloutClient, every: int, least: int) -> None:
@@ -143,14 +120,6 @@ class TestSampling:
 
 
 class TestLeaving:
-    async def test_cancelling_the_call_aborts_the_engines_requests(self, client: AsyncRolloutClient) -> None:
-        answer = asyncio.create_task(client.complete(request(samples=SAMPLES, max_tokens=480), timeout=60))
-        await until_running(client, True)
-        answer.cancel()
-        await until_running(client, False, seconds=3)
-        (sample,) = await client.complete(request(max_tokens=2), timeout=60)  # and the engine goes on
-        assert len(sample.token_ids) == 2
-
     async def test_losing_the_client_aborts_the_engines_requests(
         self, service: Service, client: AsyncRolloutClient
     ) -> None:

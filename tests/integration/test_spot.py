@@ -26,7 +26,7 @@ from fourfold_bench import record
 from tests.fakes.command_line import ROOT, Stage, staged
 from tests.fakes.toy_services import CALLS_VARIABLE, DELAY_VARIABLE
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.soak]
 
 RESULT: Final = os.environ.get("FOURFOLD_SPOT_RESULT", "")
 _CALL_SECONDS: Final = 1.0
@@ -188,14 +188,6 @@ def run_for(make_stage: Callable[..., Stage], seconds: float, every: float) -> d
     return {**result, "samples_by_state": check_nothing_is_lost(stage.run_dir, steps, _PROMPTS * _GROUP)}
 
 
-@pytest.mark.timeout(300)
-def test_engines_come_and_go_and_nothing_is_lost(make_stage: Callable[..., Stage]) -> None:
-    result = run_for(make_stage, seconds=40, every=5)
-    assert result["left"].keys() == {"notice", "killed"}
-    sys.stdout.write(f"{json.dumps(result)}\n")
-
-
-@pytest.mark.soak
 @pytest.mark.timeout(6000)
 def test_engines_come_and_go_for_half_an_hour(make_stage: Callable[..., Stage]) -> None:
     seconds, every = 1800.0, 20.0

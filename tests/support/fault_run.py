@@ -6,6 +6,7 @@ A fault strikes inside a call of its phase. Then the run must train two more ste
 from __future__ import annotations
 
 import asyncio
+import itertools
 import mmap
 import os
 import random
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,11 +111,11 @@ class FaultRun:
     """One run, its services, and the faults that strike it."""
 
     def __init__(
-        self, root: Path, clock: Path, *, seed: int, steps: int, tally: Tally, fault: tuple[str, str] | None = None
+        self, root: Path, clock: Path, *, seed: int, steps: int, tally: Tally, given: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Prepare a run; `fault`, a kind and a phase, is the only one that strikes, if it is given."""
+        """Prepare a run; `given`, kinds and phases, are the faults that strike in turn, if there are any."""
         self.chance, self.seed, self.tally, self.root = random.Random(seed), seed, tally, root
-        self.fault = fault
+        self._given = itertools.cycle(given) if given else None
         self.filtered = self.chance.random() < 0.4
         self.steps, self.clock = steps, clock
         self.largest_lag = 0  # of the recipes so far
@@ -256,7 +257,8 @@ class FaultRun:
         kinds = [kind for kind in KINDS if self.process is not None or kind not in PROCESS_ONLY]
         kind = self.chance.choices(kinds, [KINDS[k] for k in kinds])[0]
         phase = self.chance.choices(list(PHASES), [_WEIGHTS.get(name, 1) for name in PHASES])[0]
-        kind, phase = self.fault or (kind, phase)
+        if self._given is not None:
+            kind, phase = next(self._given)
         victims = self._victims(kind)
         act = self._action(kind, victims)
         if phase == "restoring":  # there is none without the death of a trainer before

@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,10 +23,10 @@ STEPS: Final = 80
 FAULTS: Final = 16
 
 
-async def soak(seed: int, samples: int, *, most_runs: int, fault: tuple[str, str] | None) -> dict[str, Any]:
+async def soak(seed: int, samples: int, *, most_runs: int, given: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return what happened in runs with the seeds `seed`, `seed` + 1, ... until there were so many samples.
 
-    `fault`, a kind and a phase, is the only one that strikes, if it is given.
+    `given`, kinds and phases, are the faults that strike in turn, if there are any.
     """
     tally, began, runs = Tally(), time.monotonic(), 0
     failures: list[str] = []
@@ -34,7 +35,7 @@ async def soak(seed: int, samples: int, *, most_runs: int, fault: tuple[str, str
         while tally.samples < samples and runs < most_runs and not failures:
             with memory_folder() as folder:
                 try:
-                    run = FaultRun(folder, clock, seed=seed + runs, steps=STEPS, tally=tally, fault=fault)
+                    run = FaultRun(folder, clock, seed=seed + runs, steps=STEPS, tally=tally, given=given)
                     await run.run(FAULTS)
                 except (AssertionError, TimeoutError) as error:
                     failures.append(f"seed {seed + runs}: {error}")
@@ -55,8 +56,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     vars(report)["draw_curve"] = lambda path, *_, **__: path.write_bytes(b"")  # takes half a second
-    fault = tuple(options.fault) if options.fault else None
-    result = asyncio.run(soak(options.seed, options.samples, most_runs=options.runs, fault=fault))
+    given = [(options.fault[0], options.fault[1])] if options.fault else []
+    result = asyncio.run(soak(options.seed, options.samples, most_runs=options.runs, given=given))
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

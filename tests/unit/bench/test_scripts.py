@@ -24,22 +24,6 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.slow
-def test_the_experience_path_moves_the_samples_of_a_step(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    sizes = ("--samples", "16", "--tokens", "160", "--runs", "2", "--warmup", "1")
-    done = _run("fourfold_bench.experience_path", *sizes, "--json", str(out))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "collect    median" in done.stdout and "CPU per run: rollout" in done.stdout
-    document = json.loads(out.read_text())
-    assert document["benchmark"] == "experience_path"
-    assert document["command"].startswith("python -m fourfold_bench.experience_path --samples 16")
-    assert document["parameters"] == {
-        "samples": 16, "tokens": 160, "group_size": 8, "runs": 2, "warmup": 1, "prompt_tokens": 128, "flushes": 0,
-    }  # fmt: skip
-    assert len(document["results"]["phases"]["total"]["runs_ms"]) == 2
-
-
 def test_wrong_sizes_are_one_line() -> None:
     done = _run("fourfold_bench.experience_path", "--samples", "9")
     assert done.returncode == 1

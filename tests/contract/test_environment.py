@@ -40,7 +40,7 @@ RECIPE: dict[str, Any] = {
 # The answer of the task selects the behaviour of the environment.
 ENVIRONMENTS = """
 import asyncio, ctypes, os, time
-from fourfold_reward.environment import Action, Done, Message, Observation, RawText
+from fourfold_reward.environment import Action, Done, Message, Observation
 
 class Echo:
     def __init__(self, turns=2):
@@ -50,7 +50,6 @@ class Echo:
         self.task = task
         match task.answer:
             case "raise": raise KeyError("no such thing")
-            case "wrong type": return "text"
             case "huge": return Observation("x" * (1 << 30))
         return Observation(task.prompt)
 
@@ -61,10 +60,7 @@ class Echo:
             case "hang": await asyncio.sleep(1000)
             case "block": time.sleep(1000)
             case "die": os._exit(7)
-            case "pipe": os.write(int(os.environ.get("REPLIES", "4")), b"rubbish" * 100)
             case "nan": return Done(float("nan"))
-            case "mixed": return Observation(RawText("x"))
-            case "far turn": return Done(1.0, {5: 1.0})
             case "score": return Done(None)
             case "odd": return Observation([Message("tool", "\\x1b[31m\\ud800")])
         if len(self.texts) >= self.turns:
@@ -105,7 +101,9 @@ def flood(count: int) -> str:
 
 @dataclass
 class Stage:
-    gateway: FakeGateway
+    """An environment service of a test, with the gateway that it calls."""
+
+    gateway: Any
     pool: EnvironmentPool
     runner: Runner
     serving: asyncio.Task[None]
@@ -114,7 +112,8 @@ class Stage:
         """Run one episode and return how its session was closed."""
         before = len(self.gateway.closed)
         self.gateway.add(**{"text": "problem", **task})
-        return (await self.gateway.wait(before + 1))[-1]
+        outcomes: list[pb.CloseSessionRequest] = await self.gateway.wait(before + 1)
+        return outcomes[-1]
 
 
 Make = Callable[..., Awaitable[Stage]]
@@ -130,13 +129,14 @@ async def stage(serve: Serve, tmp_path: Path) -> AsyncIterator[Make]:
             *,
             context: int = 4096,
             http_url: str = "",
+            gateway: FakeGateway | None = None,
             scores: bool = False,
             **environment: Any,
         ) -> Stage:
             values = {"source": f"{tmp_path}/envs.py:Echo", "step_seconds": 20, "concurrent_episodes": 4, **environment}
             recipe = Config.model_validate({**RECIPE, "environment": values, "rollout": {"tool_parser": "hermes"}})
             config = recipe.environment
-            gateway = FakeGateway(policy, context=context, http_url=http_url)
+            gateway = gateway or FakeGateway(policy, context=context, http_url=http_url)
             channel = await serve(gateway.servicer())
             pool = EnvironmentPool(
                 EnvironmentSpec.from_config(recipe, directory=tmp_path),
@@ -236,11 +236,8 @@ async def test_an_episode_whose_time_is_over_before_its_first_turn_is_abandoned(
     ("answer", "reason"),
     [
         ("raise", "ENVIRONMENT_ERROR"),
-        ("wrong type", "ENVIRONMENT_ERROR"),
         ("huge", "ENVIRONMENT_ERROR"),
         ("nan", "ENVIRONMENT_ERROR"),
-        ("mixed", "ENVIRONMENT_ERROR"),
-        ("far turn", "ENVIRONMENT_ERROR"),
         ("score", "NO_REWARD"),
         ("die", "ENVIRONMENT_DIED"),
     ],
@@ -475,9 +472,7 @@ async def test_an_openrlhf_executor_calls_the_model_itself(stage: Make) -> None:
     assert text_of(s.gateway.turns[1]) == "7abc"
 
 
-@pytest.mark.parametrize(
-    ("replies", "reward"), [(["It is 41, no, 42."], 1), (["41"], 0), (["?", "42"], 1), (["?", "?"], 0)]
-)
+@pytest.mark.parametrize(("replies", "reward"), [(["It is 41, no, 42."], 1), (["?", "41"], 0)])
 async def test_the_openrlhf_example_asks_once_more_for_a_number(stage: Make, replies: list[str], reward: float) -> None:
     pytest.importorskip("torch")
     turns = iter(replies)

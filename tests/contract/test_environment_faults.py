@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,14 @@ from google.protobuf.duration_pb2 import Duration
 
 from fourfold import errors
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.config import Config
 from fourfold.rpc.server import Server
-from fourfold_reward.environment.gateways import Gateway
 from fourfold_reward.environment.members import RunGateways
-from fourfold_reward.environment.pool import EnvironmentPool
-from fourfold_reward.environment.runner import EpisodeLimits, Play, Runner
-from fourfold_reward.environment.spec import EnvironmentSpec
-from fourfold_reward.worker_sandbox import WorkerSandbox
-from tests.conftest import Serve
+from fourfold_reward.environment.runner import Play
+from tests.contract import test_environment as environment
+from tests.contract.test_environment import Make, Stage
 from tests.fakes.agent import FakeGateway
 
 Context = grpc.aio.ServicerContext[Any, Any]
-RECIPE: dict[str, Any] = {
-    "name": "x",
-    "steps": 1,
-    "model": {"source": "none", "max_context_tokens": 4096},
-    "data": {"train": {"path": "none.jsonl"}},
-    "sampling": {"max_new_tokens": 64},
-    "batch": {"prompts_per_step": 1, "group_size": 2},
-}
 # The answer of the task selects the behaviour of the environment.
 ENVIRONMENTS = """
 import time
@@ -121,62 +108,24 @@ class Strict(FakeGateway):
         return error
 
 
-class Stage:
-    def __init__(self, gateway: Strict, pool: EnvironmentPool, runner: Runner) -> None:
-        self.gateway, self.pool, self.runner = gateway, pool, runner
-
-    async def outcome(self, **task: Any) -> pb.CloseSessionRequest:
-        before = len(self.gateway.closed)
-        self.gateway.add(**{"text": "problem", **task})
-        return (await self.gateway.wait(before + 1))[-1]
-
-    async def reached(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():
-                await asyncio.sleep(0.01)
+async def reached(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
-Make = Callable[..., Awaitable[Stage]]
+plain_stage = environment.stage
 
 
 @pytest.fixture
-async def stage(serve: Serve, tmp_path: Path) -> AsyncIterator[Make]:
+def stage(plain_stage: Make, tmp_path: Path) -> Make:
+    """Return a function that starts a class of ENVIRONMENTS with a strict gateway."""
     (tmp_path / "odd.py").write_text(ENVIRONMENTS)
-    async with AsyncExitStack() as stack:
 
-        async def make(name: str = "Odd", **environment: Any) -> Stage:
-            values = {
-                "source": f"{tmp_path}/odd.py:{name}",
-                "step_seconds": 20,
-                "concurrent_episodes": 4,
-                **environment,
-            }
-            recipe = Config.model_validate({**RECIPE, "environment": values})
-            config, gateway = recipe.environment, Strict()
-            channel = await serve(gateway.servicer())
-            pool = EnvironmentPool(
-                EnvironmentSpec.from_config(recipe, directory=tmp_path),
-                processes=config.processes,
-                step_seconds=config.step_seconds,
-                sandbox=WorkerSandbox(network=False, memory_gib=config.memory_gib),
-                on_failure=pytest.fail,
-            )
-            stack.push_async_callback(pool.close)
-            await pool.start()
-            limits = EpisodeLimits(
-                max_turns=config.max_turns, max_new_tokens=64, episode_seconds=config.episode_seconds, scores=False
-            )
-            runner = Runner(pool, limits, concurrent=config.concurrent_episodes)
-            serving = asyncio.create_task(runner.serve(Gateway(channel, "gateway-0")))
+    def make(name: str = "Odd", **environment: Any) -> Awaitable[Stage]:
+        return plain_stage(gateway=Strict(), source=f"{tmp_path}/odd.py:{name}", **environment)
 
-            async def stop() -> None:
-                serving.cancel()
-                await runner.drain()
-
-            stack.push_async_callback(stop)
-            return Stage(gateway, pool, runner)
-
-        yield make
+    return make
 
 
 async def test_an_episode_without_a_turn_is_abandoned_at_once(stage: Make) -> None:
@@ -185,10 +134,10 @@ async def test_an_episode_without_a_turn_is_abandoned_at_once(stage: Make) -> No
     assert outcome.abandon_reason == "ENVIRONMENT_ERROR" and not s.gateway.refused
 
 
-@pytest.mark.parametrize("answer", ["huge", "huge turn"])
-async def test_a_reward_beyond_float32_is_an_error_of_the_environment(stage: Make, answer: str) -> None:
+async def test_a_reward_beyond_float32_is_an_error_of_the_environment(stage: Make) -> None:
     s = await stage()
-    assert (await s.outcome(answer=answer)).abandon_reason == "ENVIRONMENT_ERROR"
+    for answer in ("huge", "huge turn"):
+        assert (await s.outcome(answer=answer)).abandon_reason == "ENVIRONMENT_ERROR"
 
 
 async def test_deep_metadata_reaches_the_environment(stage: Make) -> None:
@@ -206,7 +155,7 @@ async def test_a_session_that_the_gateway_does_not_close_is_abandoned(stage: Mak
     """The service does not see the turns of an agent that calls the model itself."""
     s = await stage("Caller", network=True)
     assert (await s.outcome()).abandon_reason == "ENVIRONMENT_ERROR" and len(s.gateway.refused) == 1
-    await s.reached(lambda: not s.runner.running)
+    await reached(lambda: not s.runner.running)
     assert s.runner.outcomes == {"ENVIRONMENT_ERROR": 1}
 
 
@@ -217,7 +166,7 @@ async def test_an_episode_that_ends_with_a_bug_is_counted_once(stage: Make, monk
     s = await stage()
     monkeypatch.setattr(Play, "outcome", fail)
     s.gateway.add(text="problem")
-    await s.reached(lambda: bool(s.runner.outcomes) and not s.runner.running)
+    await reached(lambda: bool(s.runner.outcomes) and not s.runner.running)
     assert s.runner.outcomes == {"INTERNAL": 1}
 
 
@@ -239,7 +188,7 @@ async def test_a_slow_end_of_an_environment_costs_no_other_episode(stage: Make) 
     s = await stage()
     pids = s.pool.pids()
     s.gateway.add(text="x", answer="wait")
-    await s.reached(lambda: len(s.gateway.turns) == 1)
+    await reached(lambda: len(s.gateway.turns) == 1)
     assert (await s.outcome(answer="slow close")).reward == 2
     outcomes = await s.gateway.wait(2)
     assert [o.abandon_reason for o in outcomes] == ["", ""] and s.pool.pids() == pids and not s.pool.deaths
@@ -253,7 +202,7 @@ async def test_an_environment_whose_end_never_comes_loses_its_process_when_it_is
     s.gateway.add(text="x", answer="wait")
     outcomes = await s.gateway.wait(2)
     assert [o.abandon_reason for o in outcomes] == ["", ""]
-    await s.reached(lambda: s.pool.pids() not in ([], pids))
+    await reached(lambda: s.pool.pids() not in ([], pids))
     assert (await s.outcome()).reward == 2
 
 
@@ -267,7 +216,7 @@ async def test_a_drain_abandons_a_session_that_is_being_opened(stage: Make) -> N
     s = await stage()
     s.gateway.open_seconds = 1000
     s.gateway.add(text="x")
-    await s.reached(lambda: bool(s.gateway.opened))
+    await reached(lambda: bool(s.gateway.opened))
     await s.runner.drain()
     (outcome,) = await s.gateway.wait()
     assert outcome.abandon_reason == "ENVIRONMENT_DRAINED"
@@ -277,7 +226,7 @@ async def test_a_drain_begins_no_episode(stage: Make) -> None:
     s = await stage()
     s.gateway.task_seconds = 0.5
     s.gateway.add(text="x")
-    await s.reached(lambda: not s.gateway.tasks)
+    await reached(lambda: not s.gateway.tasks)
     await s.runner.drain()
     await asyncio.sleep(1)
     assert not s.gateway.opened and not s.runner.running
@@ -301,7 +250,7 @@ async def test_an_episode_goes_on_with_a_gateway_that_was_started_again_at_anoth
     server, target = await listen(gateway)
     gateways.update({"gateway-0": target})
     gateway.add(2, text="x")
-    await s.reached(lambda: len(gateway.turns) == 1)
+    await reached(lambda: len(gateway.turns) == 1)
     await server.stop(0)
     gateway.sample_seconds = 0.0
     if gap:
@@ -325,7 +274,7 @@ async def test_an_episode_of_a_gateway_that_left_gives_its_place_to_the_tasks_of
     (first, one), (second, two) = await listen(gone), await listen(other)
     gateways.update({"gateway-0": one})
     gone.add(text="x")
-    await s.reached(lambda: len(gone.turns) == 1)
+    await reached(lambda: len(gone.turns) == 1)
     try:
         gateways.update({"gateway-1": two})
         other.add(text="x")

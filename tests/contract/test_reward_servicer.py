@@ -127,15 +127,6 @@ async def test_a_function_of_trl_gets_messages_tokens_and_columns(connect: Conne
     assert [score.error.reason for score in scores[2:]] == ["BAD_METADATA", "BAD_METADATA"]
 
 
-@pytest.mark.slow
-async def test_a_function_of_openrlhf_returns_tensors(connect: Connect) -> None:
-    client = await connect(function="of_openrlhf", timeout=60)
-    assert not (await client.get_info(timeout=5)).reads_messages
-    right, wrong = await client.score([item("a", "4", answer="4"), item("b", "5", answer="4")], timeout=60)
-    assert (right.score, wrong.score) == (1.0, 0.0)
-    assert dict(right.components) == {"scores": 1.0, "mean": 1.0}
-
-
 async def test_every_outcome_reaches_the_caller_in_order(connect: Connect) -> None:
     client = await connect()
     texts = ["abc", "raise", "hang", "nan", "none", "text", "parts", "ab"]
@@ -156,13 +147,7 @@ async def test_every_outcome_reaches_the_caller_in_order(connect: Connect) -> No
     assert dict(scores[6].components) == {"format": 0.5}
 
 
-async def test_same_request_gives_the_same_answer(connect: Connect) -> None:
-    client = await connect()
-    items = [item("a", "abc"), item("b", "raise"), item("c", "none")]
-    assert await client.score(items, timeout=5) == await client.score(items, timeout=5)
-
-
-@pytest.mark.parametrize("name", ["os:system", "/etc/passwd.py:x", "no_such", "math_verify", "reasoning_gym:products"])
+@pytest.mark.parametrize("name", ["os:system", "math_verify"])
 async def test_another_verifier_is_an_error_of_its_sample(connect: Connect, name: str) -> None:
     client = await connect()
     items = [item("a", "12", verifier=name), item("b", "12", verifier="mine.py:reward")]
@@ -225,12 +210,6 @@ async def test_deadline_returns_the_finished_scores(connect: Connect, monkeypatc
     scores = await client.score([item("a", "x"), item("b", "hang"), item("c", "y")], timeout=6)
     assert (scores[0].score, scores[2].score) == (1.0, 1.0)
     assert (Code.Name(scores[1].error.code), scores[1].error.reason) == ("UNAVAILABLE", "TIMEOUT")
-
-
-async def test_call_without_a_deadline_is_refused(connect: Connect) -> None:
-    client = await connect()
-    with pytest.raises(grpc.aio.AioRpcError, match="deadline"):
-        await client._stub.Score(pb.ScoreRequest(items=[item("a")]))
 
 
 # The tests below start the whole service as a process.

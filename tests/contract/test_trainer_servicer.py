@@ -118,23 +118,6 @@ async def test_a_checkpoint_restores_weights_step_version_and_the_last_answer(st
     assert (await other.train(2, group_of([0, 1], version=1))).policy_version == 2
 
 
-async def test_a_checkpoint_that_exists_is_not_written_again(trainer: Trainer) -> None:
-    await trainer.train(1, USEFUL)
-    for _ in range(2):
-        await trainer.client.save_checkpoint(timeout=SECONDS)
-    assert trainer.engine.order.count("save") == 1
-
-
-async def test_a_checkpoint_from_a_lost_future_is_replaced(trainer: Trainer) -> None:
-    await trainer.client.save_checkpoint(timeout=SECONDS)
-    await trainer.train(1, USEFUL)
-    await trainer.client.save_checkpoint(timeout=SECONDS)
-    await trainer.client.load_checkpoint(0, timeout=SECONDS)
-    await trainer.train(1, group_of([1, 0]))  # another batch than the first time
-    await trainer.client.save_checkpoint(timeout=SECONDS)
-    assert trainer.engine.order.count("save") == 3
-
-
 async def test_a_missing_checkpoint_is_not_found_and_changes_nothing(trainer: Trainer) -> None:
     await trainer.train(1, USEFUL)
     await trainer.client.save_checkpoint(timeout=SECONDS)
@@ -158,21 +141,6 @@ async def test_a_checkpoint_is_loaded_by_another_number_of_ranks_and_another_sta
     await trainer.client.save_checkpoint(timeout=SECONDS)
     other = await start_trainer(FakeEngine(rank_count=2), trainer={"ranks": 2, "zero_stage": 1})
     assert (await other.client.load_checkpoint(1, timeout=SECONDS)).step == 1
-
-
-async def test_a_damaged_checkpoint_is_refused(trainer: Trainer) -> None:
-    await trainer.client.save_checkpoint(timeout=SECONDS)
-    (trainer.run_dir / "checkpoints/step-000000/policy-000.safetensors").write_text("torn")
-    with pytest.raises(WrongState, match="damaged"):
-        await trainer.client.load_checkpoint(0, timeout=SECONDS)
-
-
-async def test_only_the_newest_checkpoints_stay(start_trainer: Start) -> None:
-    trainer = await start_trainer(checkpoint={"keep": 2})
-    for step in range(1, 5):
-        await trainer.train(step, group_of([0, 1], version=step - 1))
-        await trainer.client.save_checkpoint(timeout=SECONDS)
-    assert sorted(p.name for p in (trainer.run_dir / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
 
 
 async def test_before_a_machine_leaves_every_step_is_saved_besides_the_runs_checkpoints(start_trainer: Start) -> None:
@@ -229,18 +197,6 @@ async def test_the_critic_is_exported_where_there_is_one(start_trainer: Start) -
     with pytest.raises(WrongState, match="the algorithm of the recipe trains no critic"):
         await other.client.export_model("other", critic=True, timeout=SECONDS)
     assert not (other.run_dir / "other").exists()
-
-
-async def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(trainer: Trainer) -> None:
-    await trainer.client.save_checkpoint(timeout=SECONDS)
-    await trainer.train(1, USEFUL)
-    trainer.engine.error = Unavailable("the disk is full")
-    with pytest.raises(Unavailable, match="the disk is full"):
-        await trainer.client.save_checkpoint(timeout=SECONDS)
-    assert [p.name for p in (trainer.run_dir / "checkpoints").iterdir()] == ["step-000000"]
-    assert (await trainer.status()).checkpoint_step == 0
-    record = json.loads((trainer.run_dir / "checkpoints/step-000000/trainer.json").read_text())
-    assert record["state"]["step"] == 0
 
 
 async def test_an_export_replaces_the_folder_whole_or_not_at_all(trainer: Trainer) -> None:

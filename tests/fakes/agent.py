@@ -119,25 +119,11 @@ class FakeGateway(pb_grpc.AgentServiceServicer):
         text = "".join(f"<{m.role}>{m.content}" for m in request.chat.messages) + "<assistant>"
         return pb.ApplyChatTemplateResponse(text=text, token_ids=map(ord, text))
 
-    # The environment service never calls these.
-
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+    async def _never(self, request: Any, context: Context) -> Any:
         raise AssertionError("the environment service never calls this")
 
-    async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
-        raise AssertionError("the environment service never calls this")
-
-    async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Context) -> pb.ScoreTokensResponse:
-        raise AssertionError("the environment service never calls this")
-
-    async def ExportSession(self, request: pb.ExportSessionRequest, context: Context) -> pb.ExportSessionResponse:
-        raise AssertionError("the environment service never calls this")
-
-    async def WatchSession(
-        self, request: pb.WatchSessionRequest, context: Context
-    ) -> AsyncIterator[pb.WatchSessionResponse]:
-        raise AssertionError("the environment service never calls this")
-        yield
+    Detokenize = GetQuota = ScoreTokens = ExportSession = _never
+    WatchSession: Any = _never
 
     def servicer(self) -> Servicer:
         return pb.DESCRIPTOR.services_by_name["AgentService"], pb_grpc.add_AgentServiceServicer_to_server, self

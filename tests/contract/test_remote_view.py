@@ -20,7 +20,6 @@ from fourfold.coordinator.run_files import AsyncRunFileClient, RunFileClient
 from fourfold.coordinator.v1 import run_file_service_pb2 as files
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1.run_file_service_pb2_grpc import (
-    RunFileServiceServicer,
     add_RunFileServiceServicer_to_server,
 )
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
@@ -270,22 +269,6 @@ def test_malformed_requests_are_refused(start: Start, folder: Path) -> None:
         assert parts[0][0] == 0 and b"".join(data for _, data in parts) == (folder / SAMPLES_FILE).read_bytes()
         (folder / "report.json").unlink()
         assert list(client.read_file(files.RUN_FILE_REPORT)) == [(0, b"")], "a missing file is empty"
-
-
-class _Hostile(RunFileServiceServicer):
-    """Sends parts that do not follow each other."""
-
-    async def ReadFile(self, request: files.ReadFileRequest, context: object) -> AsyncIterator[files.ReadFileResponse]:
-        yield files.ReadFileResponse(offset=0, data=b"{}")
-        yield files.ReadFileResponse(offset=1 << 50, data=b"{}")
-
-
-async def test_a_hostile_coordinator_is_named(start: Start, folder: Path) -> None:
-    client = AsyncRunFileClient(start(folder, servicer=_Hostile()).target)
-    with pytest.raises(errors.PeerFault, match=r"ReadFile: offset is 1125899906842624; the next byte is at 2"):
-        async for _ in client.read_file(files.RUN_FILE_METRICS):
-            pass
-    await client.aclose()
 
 
 class _Mixed(RunFileServicer):

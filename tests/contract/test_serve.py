@@ -153,17 +153,6 @@ async def test_an_error_at_the_start_is_one_line(start: Start) -> None:
     assert "Traceback" not in err
 
 
-async def test_a_port_in_use_is_one_line(start: Start) -> None:
-    server = Server(listen="127.0.0.1:0", security=None)
-    target = await server.start()
-    code, _, err = await end(await start("--listen", target))
-    assert code == 1
-    assert err == f"reward-0: listen = '{target}': port {target.rpartition(':')[2]} is in use by another process; " + (
-        "choose another one, or port 0 for any free one\n"
-    )
-    await server.stop(0)
-
-
 async def test_a_malformed_address_is_refused_before_anything_is_loaded(start: Start) -> None:
     for target, text in (
         ("localhost", "'localhost' is not an address; give HOST:PORT, for example 127.0.0.1:50051"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import numpy as np
 import pytest
 
+from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, FourfoldError, PeerFault
 from fourfold.reference.v1 import reference_service_pb2 as reference
 from fourfold.rollout import load
@@ -36,21 +38,6 @@ def kinds(stage: Stage, peer: str) -> set[str]:
     return {row["kind"] for row in stage.report()["faults"] if row["peer"] == peer}
 
 
-class LyingRollout(FakeRollout):
-    """A rollout service whose every second response is valid."""
-
-    spoil: Callable[[rollout.SampleChunk], None]
-
-    async def Generate(
-        self, request: rollout.GenerateRequest, context: Context
-    ) -> AsyncIterator[rollout.GenerateResponse]:
-        bad = len(self.requests) % 2 == 0
-        async for response in super().Generate(request, context):
-            if bad:
-                type(self).spoil(response.chunks[0])
-            yield response
-
-
 def future(chunk: rollout.SampleChunk) -> None:
     chunk.policy_version += 1000
 
@@ -71,27 +58,41 @@ def repeated(chunk: rollout.SampleChunk) -> None:
     chunk.sample_index = 0
 
 
-@pytest.mark.parametrize(
-    ("spoil", "kind"),
-    [
-        (future, "BAD_VERSION"),
-        (outside, "BAD_SAMPLE"),
-        (not_finite, "NOT_FINITE"),
-        (endless, "TOO_MANY_TOKENS"),
-        (repeated, "WRONG_SAMPLE"),
-    ],
-)
-async def test_impossible_samples_are_sampled_again(
-    make_stage: Callable[..., Stage], spoil: Callable[[rollout.SampleChunk], None], kind: str
-) -> None:
-    stage = make_stage(steps=1, retry={"infrastructure": 50}, evaluation={"samples_per_prompt": 1})
+IMPOSSIBLE: Final[dict[str, Callable[[rollout.SampleChunk], None]]] = {
+    "BAD_VERSION": future,
+    "BAD_SAMPLE": outside,
+    "NOT_FINITE": not_finite,
+    "TOO_MANY_TOKENS": endless,
+    "WRONG_SAMPLE": repeated,
+}
+
+
+class LyingRollout(FakeRollout):
+    """A rollout service that breaks the contract in every second call of a group, each time in another way."""
+
+    def __init__(self, member_id: str, config: Config) -> None:
+        super().__init__(member_id, config)
+        self.left = [*IMPOSSIBLE.values()]
+
+    async def Generate(
+        self, request: rollout.GenerateRequest, context: Context
+    ) -> AsyncIterator[rollout.GenerateResponse]:
+        bad = self.left and request.request_id.startswith("p") and len(self.requests) % 2 == 0
+        spoil = self.left.pop() if bad else None
+        async for response in super().Generate(request, context):
+            if spoil is not None:
+                spoil(response.chunks[0])
+            yield response
+
+
+async def test_impossible_samples_are_sampled_again(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=4, retry={"infrastructure": 50}, evaluation={"every_steps": 100})
     lying = LyingRollout("rollout-0", stage.config)
-    LyingRollout.spoil = staticmethod(spoil)
     stage.rollouts = [lying]
     await stage.start()
     assert await stage.finish() == 0
     check_books(stage)
-    assert kinds(stage, "rollout-0") == {kind} and stage.report()["dropped"] == {}
+    assert kinds(stage, "rollout-0") == set(IMPOSSIBLE) and not lying.left and stage.report()["dropped"] == {}
 
 
 async def test_an_engine_that_claims_a_huge_version_is_left_out_and_moves_no_version(
@@ -113,39 +114,38 @@ async def test_an_engine_that_claims_a_huge_version_is_left_out_and_moves_no_ver
     assert stage.trainer.version < 10 and "BAD_VERSION" in kinds(stage, "rollout-1")
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
-        ({"step": 7}, "WRONG_STEP"),
-        ({"policy_version": 2**63 - 1}, "BAD_VERSION"),
-        ({"policy_version": 12}, "BAD_VERSION"),
-        ({"policy_version": 0}, "BAD_VERSION"),
-        ({"skipped_reason": "no \x1b[31mreason"}, "BAD_RESPONSE"),
-        ({"metrics": {"\x1b[2J": 1.0}}, "BAD_RESPONSE"),
-    ],
-)
-async def test_an_impossible_answer_to_a_step_is_retried(
-    make_stage: Callable[..., Stage], changes: dict[str, Any], kind: str
-) -> None:
-    class Lying(FakeTrainer):
-        lies = 1
+# Answers to the steps from the second on, and their faults.
+WRONG_ANSWERS: Final[list[tuple[dict[str, Any], str]]] = [
+    ({"step": 1}, "WRONG_STEP"),
+    ({"policy_version": 2**63 - 1}, "BAD_VERSION"),
+    ({"policy_version": 12}, "BAD_VERSION"),
+    ({"policy_version": 0}, "BAD_VERSION"),
+    ({"skipped_reason": "no \x1b[31mreason"}, "BAD_RESPONSE"),
+    ({"metrics": {"\x1b[2J": 1.0}}, "BAD_RESPONSE"),
+]
 
+
+async def test_an_impossible_answer_to_a_step_is_retried(make_stage: Callable[..., Stage]) -> None:
+    lied: set[int] = set()
+
+    class Lying(FakeTrainer):
         async def TrainStep(
             self, request_iterator: AsyncIterator[trainer.TrainStepRequest], context: Context
         ) -> trainer.TrainStepResponse:
             answer = await super().TrainStep(request_iterator, context)
-            if not self.lies or answer.step < 2:
+            if answer.step < 2 or answer.step in lied:
                 return answer
-            self.lies -= 1
-            fields = {"step": answer.step, "policy_version": answer.policy_version, **changes}
-            return trainer.TrainStepResponse(**fields)
+            lied.add(answer.step)
+            fields: dict[str, Any] = {"step": answer.step, "policy_version": answer.policy_version}
+            return trainer.TrainStepResponse(**fields | WRONG_ANSWERS[answer.step - 2][0])
 
-    stage = make_stage(steps=2)
+    stage = make_stage(steps=1 + len(WRONG_ANSWERS))
     stage.trainer = Lying("trainer-0", stage.config)
     await stage.start()
     assert await stage.finish() == 0
     check_books(stage)
-    assert kinds(stage, "trainer-0") == {kind}
+    counts = {row["kind"]: row["count"] for row in stage.report()["faults"] if row["peer"] == "trainer-0"}
+    assert counts == Counter(kind for _, kind in WRONG_ANSWERS)
 
 
 async def test_an_impossible_answer_of_a_reference_is_retried(make_stage: Callable[..., Stage]) -> None:

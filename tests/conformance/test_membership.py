@@ -65,18 +65,21 @@ VARIANTS: dict[str, tuple[type[ToyMember], str]] = {
 }
 
 
-async def examine(
-    member: ToyMember, *only: str, seconds: float = 5.0, host: str = "127.0.0.1", early: Sequence[str] = ()
-) -> list[Finding]:
-    probe = MembershipProbe(
+def probe_of(launcher: ToyMember | Started | None, *, seconds: float = 5.0, host: str = "127.0.0.1") -> MembershipProbe:
+    return MembershipProbe(
         listen=f"{host}:0",
         security=None,
         seconds=seconds,
         ttl=TTL,
-        launcher=member,
+        launcher=launcher,
         open_target=lambda target: grpc.aio.insecure_channel(target),
     )
-    async with probe:
+
+
+async def examine(
+    member: ToyMember, *only: str, seconds: float = 5.0, host: str = "127.0.0.1", early: Sequence[str] = ()
+) -> list[Finding]:
+    async with probe_of(member, seconds=seconds, host=host) as probe:
         member.coordinator = probe.listen.replace("localhost", "127.0.0.1")
         findings = [*await REGISTRATION.run(probe)]
         probe.dialled.update(early)
@@ -133,15 +136,7 @@ async def test_a_variant_is_named(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_a_lease_that_was_lost_while_samples_were_scored_is_named() -> None:
     member = ToyMember()
-    probe = MembershipProbe(
-        listen="127.0.0.1:0",
-        security=None,
-        seconds=5.0,
-        ttl=TTL,
-        launcher=member,
-        open_target=lambda target: grpc.aio.insecure_channel(target),
-    )
-    async with probe:
+    async with probe_of(member) as probe:
         member.coordinator = probe.listen
         await REGISTRATION.run(probe)
         member.factor = 6.0  # of the pause after the next renewal: two times to live
@@ -152,18 +147,20 @@ async def test_a_lease_that_was_lost_while_samples_were_scored_is_named() -> Non
     assert finding.status == "broken" and "passed without a KeepAlive" in finding.text
 
 
-async def test_a_service_that_never_registers_is_one_failure() -> None:
-    probe = MembershipProbe(
-        listen="127.0.0.1:0",
-        security=None,
-        seconds=0.2,
-        ttl=TTL,
-        launcher=None,
-        open_target=lambda target: grpc.aio.insecure_channel(target),
-    )
-    async with probe:
+@pytest.mark.parametrize(
+    ("launcher", "seconds", "text"),
+    [
+        (None, 0.2, "no service registered"),
+        (Started([sys.executable, "-c", "raise SystemExit(3)"]), 20.0, "ended before it registered"),
+    ],
+    ids=["never registers", "ends at once"],
+)
+async def test_a_service_that_does_not_register_is_one_failure(
+    launcher: Started | None, seconds: float, text: str
+) -> None:
+    async with probe_of(launcher, seconds=seconds) as probe:
         (finding,) = await REGISTRATION.run(probe)
-    assert finding.status == "broken" and "no service registered" in finding.text
+    assert finding.status == "broken" and text in finding.text
 
 
 @pytest.mark.slow
@@ -182,20 +179,6 @@ def test_serve_reward_keeps_its_membership(
     assert cli_main.main(words) == 0, capsys.readouterr().out
     lines = capsys.readouterr().out
     assert all(f"ok       {name} " in lines for name in ("register", "info", "single", *MEMBERSHIP.names))
-
-
-async def test_a_command_that_ends_at_once_is_one_failure() -> None:
-    probe = MembershipProbe(
-        listen="127.0.0.1:0",
-        security=None,
-        seconds=20.0,
-        ttl=TTL,
-        launcher=Started([sys.executable, "-c", "raise SystemExit(3)"]),
-        open_target=lambda target: grpc.aio.insecure_channel(target),
-    )
-    async with probe:
-        (finding,) = await REGISTRATION.run(probe)
-    assert finding.status == "broken" and "ended before it registered" in finding.text
 
 
 async def test_a_command_that_cannot_be_started_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -29,16 +28,3 @@ def test_a_target_that_is_not_there_is_one_failure(unused_tcp_port: int, capsys:
     assert lines[0].startswith("broken   info") and "UNAVAILABLE" in lines[1]
     assert lines[-2].split() == ["rules", "ok", "broken", "skipped", "not", "run"]
     assert lines[-1].split()[:3] == ["0", "1", "0"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("{", "line 1: not JSON"), ('{"prompts": "x"}', "line 1: it must be an object of prompt, completion")],
-)
-def test_malformed_samples_are_refused_before_any_call(
-    tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "bad.jsonl").write_text(text + os.linesep)
-    words = ["conformance", "reward", "127.0.0.1:1", "--unscorable", str(tmp_path / "bad.jsonl")]
-    assert cli_main.main(words) == 2
-    assert said in capsys.readouterr().err

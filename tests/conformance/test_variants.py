@@ -14,11 +14,13 @@ from typing import Any
 import grpc
 import pytest
 
+from fourfold.errors import Overloaded
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from fourfold.rpc.codec import pack_floats
 from fourfold_tools.conformance.checks import Finding
 from fourfold_tools.conformance.reward import CHECKS, RewardProbe
+from tests.conformance.toy_rollout import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
 LIMIT = 64
@@ -272,7 +274,12 @@ VARIANTS: dict[str, tuple[type[Correct], str]] = {
 
 
 async def examine(
-    service: Correct, *, seconds: float = 5.0, sha256: bytes = SHA256, unscorable: Sequence[pb.ScoreItem] = ()
+    service: Correct,
+    *,
+    seconds: float = 5.0,
+    sha256: bytes = SHA256,
+    unscorable: Sequence[pb.ScoreItem] = (),
+    tolerance: float = 0.0,
 ) -> list[Finding]:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", service.receive_bytes)])
     pb_grpc.add_RewardServiceServicer_to_server(service, server)
@@ -282,7 +289,9 @@ async def examine(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             stub: Any = pb_grpc.RewardServiceStub(channel)
-            probe = RewardProbe(stub, "service", seconds, tokenizer_sha256=sha256, unscorable=unscorable)
+            probe = RewardProbe(
+                stub, "service", seconds, tokenizer_sha256=sha256, unscorable=unscorable, tolerance=tolerance
+            )
             return list(await CHECKS.run(probe))
     finally:
         await server.stop(0)
@@ -339,17 +348,9 @@ async def test_the_owner_of_a_service_may_name_samples_that_it_cannot_judge() ->
         def score(self, item: pb.ScoreItem) -> float:
             return 0.0 if item.completion_text == "unreadable" else 1.0
 
-    items = [pb.ScoreItem(completion_text="unreadable")]
-    items[0].experience.sample_id = "unscorable-1"
-    probe_fields: dict[str, Any] = {"unscorable": items}
-    server = grpc.aio.server()
-    pb_grpc.add_RewardServiceServicer_to_server(Judges(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub: Any = pb_grpc.RewardServiceStub(channel)
-        findings = list(await CHECKS.run(RewardProbe(stub, "service", 5.0, **probe_fields)))
-    await server.stop(0)
+    item = pb.ScoreItem(completion_text="unreadable")
+    item.experience.sample_id = "unscorable-1"
+    findings = await examine(Judges(), unscorable=[item])
     found = next(finding for finding in findings if finding.name == "error_is_not_zero")
     assert found.status == "broken" and "unscorable-1 of --unscorable has the score 0" in found.text
 
@@ -363,12 +364,58 @@ async def test_rounding_is_a_difference_unless_it_is_allowed() -> None:
             return super().score(item) + 0.001 * (self.calls % 2)
 
     for tolerance, wanted in ((0.0, True), (0.01, False)):
-        server = grpc.aio.server()
-        pb_grpc.add_RewardServiceServicer_to_server(Rounds(), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            probe = RewardProbe(pb_grpc.RewardServiceStub(channel), "service", 5.0, tolerance=tolerance)
-            findings = list(await CHECKS.run(probe))
-        await server.stop(0)
+        findings = await examine(Rounds(), tolerance=tolerance)
         assert ("drift" in broken(findings)) is wanted, [(f.name, f.status, f.text) for f in findings]
+
+
+# -- scorers that say `pure = true`, and refusals of concurrent calls --------------------------------------------------
+
+
+def pure(score: object = Correct.score, **fields: object) -> Correct:
+    service = informed(pure=True, **fields)
+    service.score = score  # type: ignore[method-assign, assignment]
+    return service()
+
+
+async def test_a_pure_scorer_passes_with_and_without_tokens() -> None:
+    for fields in ({}, {"tokenizer_sha256": SHA256}):
+        findings = await examine(pure(**fields))
+        assert broken(findings) == set(), findings
+        assert next(f.status for f in findings if f.name == "pure") == "ok"
+
+
+async def test_a_scorer_that_is_not_pure_is_not_held_to_it() -> None:
+    assert next(f.status for f in await examine(Correct()) if f.name == "pure") == "skipped"
+
+
+async def test_a_pure_scorer_that_depends_on_ids_is_named() -> None:
+    def of_the_trajectory(self: Correct, item: pb.ScoreItem) -> float:
+        return float(item.experience.trajectory_id.endswith("7"))
+
+    found = broken(await examine(pure(of_the_trajectory)))
+    assert found == {"pure"}, found
+
+
+async def test_a_pure_scorer_that_depends_on_other_items_is_named() -> None:
+    def of_the_calls(self: Correct, item: pb.ScoreItem) -> float:
+        return float(self.calls % 2)
+
+    assert "pure" in broken(await examine(pure(of_the_calls)))
+
+
+@pytest.mark.parametrize("delay", [0.1, None])
+async def test_concurrent_calls_may_be_refused_with_a_retry_delay(delay: float | None) -> None:
+    class Busy(Correct):
+        running = 0
+
+        async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+            if self.running > 3:
+                await abort(context, Overloaded("busy", retry_after=delay))
+            self.running += 1
+            try:
+                await asyncio.sleep(0.01)
+                return await super().Score(request, context)
+            finally:
+                self.running -= 1
+
+    assert ("concurrent_calls" in broken(await examine(Busy()))) is (delay is None)

@@ -219,27 +219,7 @@ def _rewrite(stage: Stage, change: Callable[[dict[str, Any]], dict[str, Any]]) -
     Path(stage.config.data.train[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-async def test_a_swap_counts_for_every_sample_that_no_step_has(make_stage: Callable[..., Stage], scorer: Any) -> None:
-    stage: Stage = make_stage(steps=4, asynchrony={"max_policy_lag": 1})
-    hold = Hold(stage, 2)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
-    other = await scorer(stage, "new@2", constant(7.0))
-    async with client_of(stage) as client:
-        await until(lambda: len(_ready(stage)) > 0)
-        changed = await client.swap("reward", [other.target])
-        assert list(changed.live.scorers) == ["new@2"] and list(changed.previous.scorers) == ["toy@1"]
-    hold.go.set()
-    assert await stage.finish() == 0
-    check_books(stage)
-    by_step = scorers_by_step(stage)
-    assert by_step[1] == by_step[2] == {"reward": {"toy@1"}}
-    assert by_step[3] == by_step[4] == {"reward": {"new@2"}}, "the groups that waited were scored again"
-    (change,) = stage.report()["scorers"]["changes"]
-    assert (change["scorer"], change["change"], change["services"]) == ("reward", "swap", f"new@2 at {other.target}")
-
-
-async def test_a_sample_that_the_new_scorer_cannot_score_is_dropped_with_its_reason(
+async def test_a_swap_counts_for_every_sample_that_no_step_has_and_lost_ones_have_a_reason(
     make_stage: Callable[..., Stage], scorer: Any
 ) -> None:
     def most(item: reward.ScoreItem) -> reward.SampleScore:
@@ -254,10 +234,16 @@ async def test_a_sample_that_the_new_scorer_cannot_score_is_dropped_with_its_rea
     other = await scorer(stage, "most@2", most)
     async with client_of(stage) as client:
         await until(lambda: len(_ready(stage)) > 0)
-        await client.swap("reward", [other.target])
+        changed = await client.swap("reward", [other.target])
+        assert list(changed.live.scorers) == ["most@2"] and list(changed.previous.scorers) == ["toy@1"]
     hold.go.set()
     assert await stage.finish() == 0
     check_books(stage)
+    by_step = scorers_by_step(stage)
+    assert by_step[1] == by_step[2] == {"reward": {"toy@1"}}
+    assert by_step[3] == by_step[4] == {"reward": {"most@2"}}, "the groups that waited were scored again"
+    (change,) = stage.report()["scorers"]["changes"]
+    assert (change["scorer"], change["change"], change["services"]) == ("reward", "swap", f"most@2 at {other.target}")
     assert stage.report()["dropped"] == {"TOO_HARD": 6}, "one of each group of steps 3 and 4"
     dropped = {line["sample_id"] for line in stage.lines("samples.jsonl") if line["dropped"] == "TOO_HARD"}
     assert len(dropped) == 6 and all(name.endswith("-2") for name in dropped)

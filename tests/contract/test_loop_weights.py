@@ -29,19 +29,6 @@ from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 
 
-async def test_an_engine_whose_weights_are_always_damaged_is_named(
-    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage = make_stage(retry={"service_wait_seconds": 1.5})
-    stage.rollouts[0].wrong_digests = 99
-    await stage.start()
-    assert await stage.finish() == 1
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "rollout-0" in last and "arrived with digest 0000000000000000" in last
-    assert stage.rollouts[0].commits == [], "a damaged version was never served"
-    assert stage.rollouts[0].aborts >= 2, "it was given another chance"
-
-
 async def test_an_engine_whose_probe_differs_again_and_again_costs_a_group_one_try(
     make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,12 +64,11 @@ async def test_an_engine_that_hangs_does_not_keep_the_others_of_its_group_out(ma
     assert hung.version == 0
 
 
-@pytest.mark.parametrize("reason", [MODEL_MISMATCH, ARCHITECTURE_NOT_VERIFIED])
 async def test_a_model_that_can_never_take_the_weights_ends_the_run_at_once(
-    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str], reason: str
+    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage = make_stage(retry={"service_wait_seconds": 600.0})
-    stage.rollouts[0].refuses = reason
+    stage.rollouts[0].refuses = ARCHITECTURE_NOT_VERIFIED
     await stage.start()
     assert await stage.finish(10.0) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
@@ -250,33 +236,6 @@ async def test_the_next_step_is_sampled_while_the_trainer_computes_the_probe(mak
     assert {first for first, _, held in seen if held} == {1, 2}
     for row in stage.lines("metrics.jsonl"):
         assert 0 < row["weights/sampling_seconds"] < row["weights/publish_seconds"]
-
-
-async def test_an_engine_gets_requests_while_it_holds_tokens_back(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=3, batch={"prompts_per_step": 6, "group_size": 4})
-    first, late = stage.rollouts[0], FakeRollout("rollout-1", stage.config)
-    held: list[bool] = []  # at the arrival of each request at the late engine
-
-    async def join() -> None:
-        if stage.trainer.version == 1 and late not in stage.rollouts:
-            stage.rollouts.append(late)
-            await late.join(stage.address)
-        if late in stage.rollouts:
-            await until(lambda: late.commits)  # it is full, so that the other groups wait for the late engine
-
-    async def probe() -> None:
-        if late.begun and not late.commits:
-            await until(lambda: late.requests)
-
-    async def note() -> None:
-        held.append(late.held)
-
-    first.on_generate, late.on_generate, late.on_held = join, note, probe
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert held[0] and late.aborts == 0
-    assert all(request.min_policy_version >= 1 for request in late.requests)
 
 
 async def test_a_trainer_that_does_not_compute_the_probe_leaves_no_engine_serving(

@@ -15,7 +15,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.errors import FourfoldError
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.service.lifecycle import ServeOptions
-from tests.fakes.stage import Stage, check_books, watch_for
+from tests.fakes.stage import Stage, watch_for
 from tests.fakes.toy import toy_answer, toy_logprobs
 from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_scorers import FakeReward
@@ -63,8 +63,7 @@ async def test_a_run_evaluates_several_sets_each_with_its_own_sampling(
     stage = make_stage(steps=2, data={"eval": [hard, greedy | {"samples_per_prompt": 1, "max_new_tokens": 5}]})
     await stage.start()
     done = await watch_for(stage, lambda s: s.phase == run_pb.RUN_PHASE_DONE)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
 
     sets = stage.report()["eval_after"]["sets"]
     assert [(s["name"], s["answer_count"]) for s in sets] == [("holdout", 16), ("hard", 12), ("greedy", 4)]

@@ -16,8 +16,7 @@ from fourfold.rpc.channel import open_channel
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold_coordinator.routing.registry import Member, MemberChange
 from fourfold_coordinator.routing.replica import Replica
-from tests.fakes.stage import Stage, check_books, successor, until
-from tests.fakes.toy_rollout import FakeRollout
+from tests.fakes.stage import Stage, successor, until
 from tests.fakes.toy_trainer import FakeTrainer
 
 SLEEP = {"gpus_per_replica": 1, "sleep_mode": True, "replicas": 2}
@@ -52,23 +51,15 @@ async def test_who_is_gone_is_not_called(make_stage: Callable[..., Stage], call:
     assert refused.value.reason == "LEASE_ENDED"
 
 
-def with_another(stage: Stage) -> FakeRollout:
-    """Return the engine that will leave; another one stays."""
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
-    return stage.rollouts[0]
-
-
 async def check_goes_on(stage: Stage) -> None:
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     leaving, staying = stage.rollouts
     assert leaving.commits == [] and staying.version == stage.trainer.version > 0
 
 
 async def test_an_engine_that_leaves_between_two_tries_to_put_it_to_sleep(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2, rollout=SLEEP)
-    leaving = with_another(stage)
+    leaving = stage.rollouts[0]
 
     async def leave() -> None:
         await leaving.leave()
@@ -80,7 +71,7 @@ async def test_an_engine_that_leaves_between_two_tries_to_put_it_to_sleep(make_s
 
 async def test_an_engine_that_leaves_before_it_is_woken(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2, rollout=SLEEP)
-    leaving = with_another(stage)
+    leaving = stage.rollouts[0]
     leaving.asleep, leaving.state = {"weights", "kv_cache"}, control.WEIGHT_STATE_DIRTY  # by another coordinator
     leaving.on_describe = leaving.leave
     stage.rollouts[1].on_describe = lambda: asyncio.sleep(CLOSED_SECONDS)
@@ -89,7 +80,7 @@ async def test_an_engine_that_leaves_before_it_is_woken(make_stage: Callable[...
 
 async def test_an_engine_that_leaves_while_the_trainer_looks_at_the_probe(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2, rollout={"replicas": 2})
-    leaving = with_another(stage)
+    leaving = stage.rollouts[0]
 
     async def leave() -> None:
         stage.trainer.on_probe = None
@@ -138,6 +129,5 @@ async def test_a_trainer_that_leaves_while_it_publishes_is_waited_for(
     await trainer.kill()
     stage.trainer = successor(trainer)
     await stage.trainer.join(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert stage.report()["restarts"] == {"trainer-0": 1}

@@ -107,8 +107,7 @@ async def test_a_fault_of_a_display_is_logged_and_the_run_goes_on(
 
     monkeypatch.setattr(StandstillMonitor, "tick", fail)
     stage = make_stage()
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     (fault,) = [record for record in caplog.records if "display failed" in record.getMessage()]
     assert fault.exc_info is not None and "rollout-9" in str(fault.exc_info[1])
 
@@ -128,8 +127,7 @@ async def test_what_looks_at_all_prompts_leaves_the_event_loop_free(
     monkeypatch.setattr(PromptSet, "digest", noted(PromptSet.digest))
     monkeypatch.setattr(Scoring, "check_prompts", noted(Scoring.check_prompts))
     stage = make_stage(steps=1)
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     assert len(threads) == 2 and threading.get_ident() not in threads
 
 
@@ -183,8 +181,7 @@ async def test_a_run_waits_for_a_rollout_service_and_fills_it_before_it_serves(
     assert "rollout-0" in status.waiting_for
     stage.rollouts.append(late)
     await late.join(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert late.commits[0] == 2 and min(served) == 2, "it came with version 0 and was filled before it served"
 
 
@@ -207,9 +204,7 @@ async def test_a_score_that_is_missing_is_no_zero(make_stage: Callable[..., Stag
         return None
 
     stage.reward.outcome = outcome
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert [len(ids) for ids in stage.trainer.batches.values()] == [6, 6]
     assert not any(name.endswith(("-0", "-1")) for ids in stage.trainer.batches.values() for name in ids)
     assert stage.report()["dropped"] == {"NO_IDEA": 6, "RAISED": 6}
@@ -238,9 +233,7 @@ async def test_a_sample_that_hangs_the_reward_function_is_dropped_after_one_more
         return None
 
     stage.reward.outcome = outcome
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.report()["dropped"] == {"TIMEOUT": 6}
     assert [len(ids) for ids in stage.trainer.batches.values()] == [9, 9]
     assert {n for name, n in tries.items() if name.endswith("-1") and not name.startswith("eval")} == {2}
@@ -251,18 +244,14 @@ async def test_a_sample_that_hangs_the_reward_function_is_dropped_after_one_more
 async def test_a_lost_answer_of_a_step_is_asked_for_again(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2)
     stage.trainer.lost_answers = 2
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.trainer.step == 2 and len(stage.trainer.trained) == 24, "trained once"
 
 
 async def test_a_step_with_nothing_to_learn_is_skipped_and_the_run_goes_on(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2)
     stage.reward.outcome = lambda item: reward.SampleScore(score=0.0)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.trainer.version == stage.rollouts[0].version == 0
     assert stage.report()["skipped_steps"] == 2
     metrics = stage.lines("metrics.jsonl")[1]
@@ -278,6 +267,5 @@ async def test_a_run_without_a_lag_is_the_run_that_it_was(make_stage: Callable[.
     if kind == "filter":
         stage.reward.outcome = constant_at(every=3)
     stage.trainer.on_batch = batches.append
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     assert digest(batches) == before

@@ -16,7 +16,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.reward.v1.reward_service_pb2 import ScoreItem
 from fourfold.rpc.codec import pack_floats
 from fourfold_coordinator.state.ledger import Ledger, SampleState
-from tests.fakes.stage import Stage, check_books, hang_in_step, successor, until
+from tests.fakes.stage import Stage, hang_in_step, successor, until
 from tests.fakes.toy import Member, Services
 from tests.fakes.toy_gateway import FakeGateway, new_attempt_id, trajectory
 from tests.fakes.toy_rollout import FakeRollout
@@ -135,21 +135,7 @@ async def test_tasks_return_at_once_when_their_environment_or_their_gateway_has_
         await gateway.leave()
         again = await lease(stub, 12, gateway="gateway-1")
     assert await put(stub, *map(trajectory, again)) == [OK] * 12
-    assert await stage.finish() == 0
-    check_books(stage)
-
-
-async def test_the_only_gateway_has_its_tasks_when_it_comes_back(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, agents=AGENTS, data={"holdout": None})
-    gateway = await begin(stage, work=False)
-    tasks = await lease(gateway.stub(stage.address), 12)
-    await gateway.leave()
-    await gateway.join(stage.address)
-    stub = gateway.stub(stage.address)
-    request = pb.RenewTasksRequest(task_ids=[t.task_id for t in tasks], leases=[t.lease for t in tasks])
-    assert not (await stub.RenewTasks(request, timeout=5)).gone_task_ids
-    assert await put(stub, *map(trajectory, tasks)) == [OK] * 12
-    assert await stage.finish() == 0
+    await stage.check_end()
 
 
 async def test_a_put_is_idempotent_and_a_bad_trajectory_costs_one_attempt(make_stage: Callable[..., Stage]) -> None:
@@ -202,8 +188,7 @@ async def test_a_trajectory_whose_gateway_dies_while_it_is_stored_is_taken_once(
         await asyncio.sleep(0.1)  # the cancellation arrives
     go_on.set()
     assert await put(stub, first, *others) == [OK] * 12
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
 
 
 async def test_tasks_of_an_earlier_coordinator_are_unknown(make_stage: Callable[..., Stage]) -> None:
@@ -220,8 +205,7 @@ async def test_tasks_of_an_earlier_coordinator_are_unknown(make_stage: Callable[
     assert await put(stub, trajectory(tasks[1])) == [NOT_FOUND]
     assert await put(stub, *map(trajectory, fresh)) == [OK] * 12
     gateway.start_work(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
 
 
 async def test_agents_bring_groups_of_their_own(make_stage: Callable[..., Stage]) -> None:
@@ -256,8 +240,7 @@ async def test_agents_bring_groups_of_their_own(make_stage: Callable[..., Stage]
     with pytest.raises(grpc.aio.AioRpcError, match="takes no further group now"):
         await join("c", new_attempt_id())
     assert await put(stub, *map(trajectory, tasks)) == [OK] * 8
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert {line["prompt"] for line in stage.lines("samples.jsonl")} == {"3 * 4"}
 
 

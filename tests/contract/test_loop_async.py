@@ -72,9 +72,7 @@ async def test_groups_are_trained_in_order_of_admission_and_none_is_too_old(
     stage = make_stage(steps=8, **lag(limit))
     slow_and_uneven(stage)
     log = Log(stage)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert log.positions == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(8)]
     assert 1 <= log.largest <= limit
     rows = stage.lines("metrics.jsonl")
@@ -115,8 +113,7 @@ async def test_places_ahead_wait_for_room_in_an_engine(make_stage: Callable[...,
     assert sum(ledger.counts().values()) == 3 * 4, "the next batch is issued, no group beyond it"
     ledger.close()
     release.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
 
 
 async def test_filtered_groups_give_their_places_back(make_stage: Callable[..., Stage]) -> None:
@@ -131,9 +128,7 @@ async def test_filtered_groups_give_their_places_back(make_stage: Callable[..., 
 
     stage.reward.outcome = outcome
     log = Log(stage)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert all(len(positions) == 3 and not any(p % 3 == 0 for p in positions) for positions in log.positions)
     assert log.largest <= 2
     report = stage.report()
@@ -152,9 +147,7 @@ async def test_everything_is_killed_and_ready_groups_are_trained_with_the_age_th
     await stage.kill()
     await fresh_processes(stage)
     log.follow()
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert log.positions == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(7)]
     assert set(drawn(stage)) == {18, 19, 20}, "what was READY or leased is not sampled again"
     assert log.largest <= 2 and stage.report()["dropped"] == {}
@@ -183,8 +176,7 @@ async def test_groups_of_weights_that_died_with_the_trainer_are_sampled_again(
     stage.trainer = successor(old)
     log.follow()
     await stage.trainer.join(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert stage.trainer.loaded == [2]
     assert log.positions[-5:] == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(2, 7)]
     assert log.largest <= 2
@@ -205,9 +197,7 @@ async def test_a_resume_with_a_smaller_lag_drops_what_is_too_old_unless_told_to_
     (stage.folder / "config.toml").write_text(configuration.dump(stage.config))
     await fresh_processes(stage)
     log = Log(stage)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert (stage.report()["dropped"].get("STALE", 0) > 0) == (stale == "drop")
     assert (log.largest > 1) == (stale == "train")
     assert any(row["async/stale_token_fraction"] > 0 for row in stage.lines("metrics.jsonl")) == (stale == "drop")
@@ -262,8 +252,7 @@ async def test_an_evaluation_beside_the_steps_delays_the_update_of_the_only_engi
     assert stage.rollouts[0].version == 2 and 4 not in stage.trainer.batches, "step 3 is trained and not published"
     assert len(stage.lines("metrics.jsonl")) == 1, "the line of step 2 waits for its score"
     release.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     rows = stage.lines("metrics.jsonl")
     assert [row["step"] for row in rows if "eval/score" in row] == [2, 4, 6]
     assert rows[2]["time/evaluate"] > 0.1
@@ -291,8 +280,7 @@ async def test_an_evaluation_waits_for_no_engine_that_waits_for_the_update(
     await asyncio.sleep(0.1)
     stage.rollouts = [FakeRollout("rollout-0", stage.config)]
     await stage.rollouts[0].join(stage.address)
-    assert await stage.finish(10) == 0
-    check_books(stage)
+    await stage.check_end(10)
     assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
     rows = {row["step"]: row for row in stage.lines("metrics.jsonl")}
     # What really answered: the new engine had joined by the update of step 3 or 4.
@@ -307,7 +295,6 @@ async def test_one_of_two_engines_is_held_for_an_evaluation_and_the_other_goes_o
     make_stage: Callable[..., Stage], dies: bool
 ) -> None:
     stage = make_stage(steps=6, rollout={"replicas": 2}, **lag(2))
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     events = [hold_evaluation(engine, 2) for engine in stage.rollouts]
     await stage.start()
     await until(lambda: any(begun.is_set() for begun, _ in events))
@@ -322,8 +309,7 @@ async def test_one_of_two_engines_is_held_for_an_evaluation_and_the_other_goes_o
         await held.kill()
     for _, release in events:
         release.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert [row["step"] for row in stage.report()["evals"]] == [0, 2, 4, 6]
     row = stage.lines("metrics.jsonl")[1]
     used = 4 if dies else 2
@@ -336,7 +322,6 @@ async def test_a_trainer_that_dies_during_an_evaluation_updates_the_engine_that_
     make_stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture
 ) -> None:
     stage = make_stage(steps=6, rollout={"replicas": 2}, **lag(2))
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     events = [hold_evaluation(engine, 2) for engine in stage.rollouts]
     dies = hang_in_step(stage, 4)
     caplog.set_level("INFO")
@@ -351,8 +336,7 @@ async def test_a_trainer_that_dies_during_an_evaluation_updates_the_engine_that_
     assert "weights published version=4 engines=2" in caplog.text, "all engines in the first update"
     for _, release in events:
         release.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
 
 
 def write_recipe(stage: Stage, **changes: Any) -> None:
@@ -416,8 +400,7 @@ async def test_a_change_of_another_key_keeps_the_lowered_lag(make_stage: Callabl
         await asyncio.sleep(0.1)
 
     stage.trainer.on_train = change
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     rows = stage.lines("metrics.jsonl")
     both = r"policy lag limit 4 -> \d: .*; the recipe changed: asynchrony\.stale drop -> train"
     assert re.fullmatch(both, rows[7]["lag_change"])
@@ -437,8 +420,7 @@ async def test_ready_groups_survive_two_restores_to_one_checkpoint(make_stage: C
         stage.trainer = successor(old)
         log.follow()
         await stage.trainer.join(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert stage.trainer.loaded == [2] and stage.report()["dropped"] == {}
     assert log.positions == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(6)]
     assert log.largest <= 2

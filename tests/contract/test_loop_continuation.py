@@ -28,7 +28,6 @@ def two_engines(make_stage: Callable[..., Stage], **changes: Any) -> tuple[Stage
     rollouts = {"replicas": 2, **changes.pop("rollout", {})}
     # On a busy machine an engine may get no sample in the second step.
     stage = make_stage(**{"rollout": rollouts, "steps": 5, **changes})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     return stage, stage.rollouts[0], stage.rollouts[1]
 
 
@@ -72,8 +71,7 @@ async def test_samples_of_an_engine_that_is_killed_continue_on_another(make_stag
         return False
 
     dying.on_partial = die
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     check(stage, trained)
     assert continued(other) and all(len(ids) == 1 for ids in continued(other))
     assert total(stage, "rollout/continued_tokens") == len(continued(other))
@@ -94,8 +92,7 @@ async def test_samples_that_an_update_aborts_continue_with_the_new_weights(make_
         return False
 
     only.on_partial = until_begin
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     check(stage, trained)
     assert set(only.pause_modes) == {control.PAUSE_MODE_ABORT}
     versions = [

@@ -13,7 +13,7 @@ from fourfold.model import folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold_coordinator.data.prompts import load_prompts
-from tests.fakes.stage import Stage, check_books, fresh_processes
+from tests.fakes.stage import Stage, fresh_processes
 from tests.fakes.toy import write_data
 
 STEPS = 24
@@ -68,9 +68,7 @@ async def test_a_resumed_run_skips_the_same_prompts(make_stage: Callable[..., St
     stage.trainer.on_train = None
     await fresh_processes(stage)
     stage.reward.outcome = outcome
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.trainer.loaded == [12]
     found = drawn(stage)
     assert found["mixed"] > 2 * (found["solved"] + found["failed"]), "a quarter of the prompts"
@@ -111,9 +109,7 @@ async def test_a_mixture_goes_on_in_its_order_after_a_kill(make_stage: Callable[
     before = attempts(stage)
     stage.trainer.on_train = None
     await fresh_processes(stage)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.trainer.loaded == [4]
     prompts = load_prompts(stage.config, Tokenizer.load(folder.resolve(stage.config.model.source)))
     pure = {position: (prompts.at(position).source, prompts.at(position).text) for position in range(3 * MIXED_STEPS)}

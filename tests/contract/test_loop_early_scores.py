@@ -15,7 +15,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold_coordinator.training import groups
 from tests.contract.test_loop import BEFORE, digest
 from tests.contract.test_loop_filter import constant_at
-from tests.fakes.stage import Stage, check_books, until
+from tests.fakes.stage import Stage, until
 from tests.fakes.toy_scorers import FakeReference
 
 NEVER: dict[str, Any] = {"evaluation": {"every_steps": 100}}
@@ -82,9 +82,7 @@ async def test_scores_and_reference_come_while_the_slowest_sample_runs(make_stag
         waited.append(group)
 
     tail = Tail(stage, on_last)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert len(waited) == 6, "all groups but those of the first step, whose scorer is not known yet"
     for group in waited:
         calls = [names for names in tail.calls if names[0].startswith(group)]
@@ -103,9 +101,7 @@ async def test_the_reference_waits_for_a_filter(make_stage: Callable[..., Stage]
         early.extend(name for name in reference.asked if name.startswith(group))
 
     tail = Tail(stage, on_last)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert early == []
     trained = {name for names in stage.trainer.batches.values() for name in names}
     assert set(reference.asked) == trained, "none of a group that was filtered out"
@@ -119,8 +115,7 @@ async def test_samples_that_finish_together_are_scored_in_one_call(
     tail, (engine,) = Tail(stage), stage.rollouts
     in_order = engine._answers
     monkeypatch.setattr(engine, "_answers", lambda request: in_order(request)[::-1])
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     assert len(tail.calls) == 9 and all(len(names) == 3 for names in tail.calls)
     assert all(names == sorted(names) for names in tail.calls), "in order of their index"
 
@@ -136,8 +131,7 @@ async def test_a_fast_scorer_gets_one_call_for_each_group(
         assert not tail.others(group) & set(tail.scored)
 
     tail = Tail(stage, on_last)
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     assert stage.report()["faults"] == []
 
 
@@ -157,9 +151,7 @@ async def test_the_last_call_does_not_wait_for_an_early_one(make_stage: Callable
 
     tail = Tail(stage, on_last)
     stage.reward.on_score = on_score
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
 
 
 @pytest.mark.parametrize("kind", BEFORE)
@@ -173,8 +165,7 @@ async def test_early_scores_change_nothing_that_the_trainer_receives(
     stage.trainer.on_batch = batches.append
     tail = Tail(stage)
     tail.on_last = tail.until_scored
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     assert digest(batches) == before
 
 
@@ -192,9 +183,7 @@ async def test_samples_with_an_error_are_dropped_while_others_of_their_group_run
     tail.on_last = tail.until_scored
     # A call of its own for this one, after the retry of those before it.
     tail.on_next_to_last = lambda group: until(lambda: tail.scored.count(f"{group}-0") >= 1 + (group == bad))
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.report()["dropped"] == {"RAISED": 3, "GROUP_TOO_SMALL": 1}
     assert all(tail.scored.count(name) == 2 for name in tail.others(bad)), "each has its own retry"
 
@@ -234,9 +223,7 @@ async def test_an_early_call_that_is_given_up_ends_the_sampling_of_its_group(
     tail = Tail(stage, on_last)
     tail.on_next_to_last = on_next_to_last
     stage.reward.on_score = on_score
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert ended == [bad], "the engine's call was cancelled"
     lines = {line["sample_id"]: line["dropped"] for line in stage.lines("samples.jsonl")}
     assert {lines[name] for name in tail.others(bad)} == {"UNAVAILABLE"}, (
@@ -256,9 +243,7 @@ async def test_a_call_that_fails_repeats_only_what_is_not_finished(make_stage: C
             raise Unavailable("the engine lost its samples")
 
     tail = Tail(stage, on_last)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert len(failed) == 6 and stage.report()["dropped"] == {}
     trained = [name for names in stage.trainer.batches.values() for name in names]
     assert sorted(tail.scored) == sorted(trained), "each sample is scored once"

@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.arrays import Sample
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from tests.fakes.stage import Stage, check_books
+from tests.fakes.stage import Stage
 from tests.fakes.toy_scorers import FakeReference
 
 REMAX = {"advantage": {"kind": "remax"}}
@@ -31,9 +31,7 @@ async def test_remax_compares_every_sample_with_the_greedy_answer(make_stage: Ca
         if is_baseline(item.experience.sample_id)
         else None
     )
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert len(samples) == 24 and not any(is_baseline(s.sample_id) for s in samples), "it is not trained on"
     assert all(s.baseline_score == float(s.sample_id[1:8]) + 0.25 for s in samples), "that of its own prompt"
     assert stage.report()["dropped"] == {"BASELINE": 6}
@@ -64,9 +62,7 @@ async def test_the_greedy_answer_is_sampled_and_scored_beside_its_group(make_sta
             scored.set()
 
     engine.on_generate, stage.reward.outcome = wait, note
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
 
 
 @pytest.mark.parametrize("trouble", ["score", "sampling"])
@@ -89,9 +85,7 @@ async def test_without_its_greedy_answer_a_group_is_lost_and_replaced(
         stage.reward.outcome = outcome
     else:
         engine.on_generate = fail
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert {name.rsplit("-", 1)[0] for name in stage.trainer.batches[1]} == {"p0000000-0", "p0000002-0", "p0000003-0"}
     dropped = stage.report()["dropped"]
     assert dropped.pop("BASELINE") == 3

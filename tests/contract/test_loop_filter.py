@@ -47,9 +47,7 @@ async def test_a_group_that_is_filtered_out_is_replaced_and_counted(make_stage: 
     reference = FakeReference("reference-0", stage.config)
     stage.others.append(reference)
     stage.reward.outcome = constant_at(0, 2, 3)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert trained_positions(stage) == {1: [1, 4, 5]}, "the batch keeps its size"
     assert stage.report()["dropped"] == {"FILTERED": 12}
     filtered = [line for line in stage.lines("samples.jsonl") if line["dropped"] == "FILTERED"]
@@ -72,9 +70,7 @@ async def test_the_batch_is_the_same_whichever_answers_come_first(make_stage: Ca
         delays = random.Random(seed)
         stage.rollouts[0].on_generate = lambda delays=delays: asyncio.sleep(delays.random() / 20)
         stage.reward.outcome = constant_at(every=2)
-        await stage.start()
-        assert await stage.finish() == 0
-        check_books(stage)
+        await stage.complete()
         batches.append(stage.trainer.batches)
     assert batches[0] == batches[1]
 
@@ -148,9 +144,7 @@ async def test_a_run_that_is_killed_while_it_filters_goes_on_as_if_it_was_not(
     await stage.kill()
     await fresh_processes(stage)
     stage.reward.outcome = constant_at(every=3)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.trainer.loaded == [2]
     assert trained_positions(stage) == trained_positions(whole)
     assert books(stage) == books(whole), "data positions and counts"

@@ -12,7 +12,7 @@ from fourfold import config as configuration
 from fourfold.arrays import Sample
 from fourfold.errors import Internal
 from fourfold_coordinator.state.ledger import Ledger, SampleState
-from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, until
+from tests.fakes.stage import Stage, fresh_processes, hang_in_step, until
 from tests.fakes.toy import make_config
 
 EVERY_STEP = {"checkpoint": {"every_steps": 1}}
@@ -30,8 +30,7 @@ async def undisturbed(make_stage: Callable[..., Stage], **changes: Any) -> tuple
     """Return what a run trains on, and its last weights."""
     stage, trained = make_stage(**changes), list[Sample]()
     stage.trainer.on_batch = trained.extend
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     return facts(trained), stage.trainer.weights
 
 
@@ -48,8 +47,7 @@ async def test_a_batch_that_was_leased_is_trained_on_after_a_kill_of_everything(
     stage.trainer.on_batch = trained.extend
     hangs = hang_in_step(stage, 3)
     await stage.start()
-    async with asyncio.timeout(10):
-        await hangs.wait()
+    await until(hangs.is_set)
     await stage.kill()
     before = stage.ledger()
     leased = {row.sample_id for row in before.recorded()}
@@ -57,9 +55,7 @@ async def test_a_batch_that_was_leased_is_trained_on_after_a_kill_of_everything(
     before.close()
     await fresh_processes(stage)
     stage.trainer.on_batch = trained.extend
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert set(stage.trainer.batches[3]) == leased, "the very samples"
     assert generated(stage) == ["p0000009", "p0000010", "p0000011"], "only those of step 4 are sampled again"
     assert (facts(trained), stage.trainer.weights) == (expected, weights), "as if nothing had been"
@@ -86,9 +82,7 @@ async def test_groups_that_were_ready_are_kept_and_the_others_sampled_again(make
     await stage.kill()
     await fresh_processes(stage)
     stage.trainer.on_batch = trained.extend
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert generated(stage)[0] == "p0000004" and "p0000003" not in generated(stage)
     assert (facts(trained), stage.trainer.weights) == (expected, weights)
     assert stage.report()["dropped"] == {"TRAINER_RESTORED": 4}
@@ -109,8 +103,7 @@ async def test_samples_of_another_recipe_or_with_a_damaged_record_are_sampled_ag
     stage = make_stage(steps=2, **EVERY_STEP)
     hangs = hang_in_step(stage, 2)
     await stage.start()
-    async with asyncio.timeout(10):
-        await hangs.wait()
+    await until(hangs.is_set)
     await stage.kill()
     if damage == "recipe":
         stage.config = make_config(stage.folder.parent, steps=2, sampling={"temperature": 0.7}, **EVERY_STEP)
@@ -119,9 +112,7 @@ async def test_samples_of_another_recipe_or_with_a_damaged_record_are_sampled_ag
         (path,) = (stage.folder / "experiences").iterdir()
         path.write_bytes(path.read_bytes()[:-20])
     await fresh_processes(stage)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     lost = 12 if damage == "recipe" else 4
     assert stage.report()["dropped"] == {"TRAINER_RESTORED": lost}
     assert len(generated(stage)) == lost // 4
@@ -148,9 +139,7 @@ async def test_samples_of_another_recipe_are_not_trained_on_if_their_recovery_is
         await stage.start()
         assert await stage.finish() == 1
     await fresh_processes(stage)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.report()["dropped"] == {"TRAINER_RESTORED": 12} and len(generated(stage)) == 3
 
 
@@ -178,7 +167,5 @@ async def test_a_recovered_group_that_the_filter_leaves_no_room_for_is_dropped_a
     await stage.kill()
     await fresh_processes(stage)
     stage.reward.outcome = outcome(set())
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.report()["dropped"]["STALE"] == 8

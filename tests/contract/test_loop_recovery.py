@@ -13,7 +13,7 @@ import pytest
 
 from fourfold_coordinator.launch.run_folder import is_finished
 from fourfold_coordinator.serve import main
-from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until, watch_for
+from tests.fakes.stage import Stage, fresh_processes, hang_in_step, successor, until, watch_for
 from tests.fakes.toy import write_data
 from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_trainer import FakeTrainer
@@ -36,8 +36,7 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[...
     else:
         stage.trainer.on_saved = stop  # the trainer has its checkpoint of step 4, the ledger has not
     await stage.start()
-    async with asyncio.timeout(10):
-        await reached.wait()
+    await until(reached.is_set)
     await stage.kill()
     before = stage.ledger()
     done = [row.step for row in before.steps()]
@@ -49,9 +48,7 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[...
     published, evals = before.highest_version(), before.evals()
     before.close()
     await fresh_processes(stage)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     went_on = 4 if moment == "checkpoint" else 2
     assert stage.trainer.loaded == [went_on]
     after = stage.ledger()
@@ -72,15 +69,13 @@ async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(make_stage
     stage = make_stage(steps=6, retry={"infrastructure": 0})
     died = hang_in_step(stage, 4)
     await stage.start()
-    async with asyncio.timeout(10):
-        await died.wait()
+    await until(died.is_set)
     old = stage.trainer
     await old.kill()
     await asyncio.sleep(1.0)  # engines take long to load
     stage.trainer = successor(old)
     await stage.trainer.join(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert stage.trainer.loaded == [2]
     assert stage.report()["dropped"]["TRAINER_RESTORED"] >= 12
     assert (stage.report()["restarts"], stage.report()["resumes"]) == ({"trainer-0": 1}, 0)
@@ -99,8 +94,7 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for_and_its_version_
 
     stage.trainer.on_send = die
     await stage.start()
-    async with asyncio.timeout(10):
-        await died.wait()
+    await until(died.is_set)
     old, lost = stage.trainer, stage.trainer.version
     await until(lambda: lost in stage.rollouts[0].begun)  # BeginWeights and SendWeights run concurrently
     begun = stage.rollouts[0].begun.count(lost)
@@ -109,8 +103,7 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for_and_its_version_
     await asyncio.sleep(1.0)
     stage.trainer = successor(old)
     await stage.trainer.join(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert stage.rollouts[0].weights == stage.trainer.weights
     assert stage.rollouts[0].begun.count(lost) == begun, "a version that died with its trainer is not tried again"
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -142,8 +135,7 @@ async def test_an_engine_that_comes_during_a_recovery_waits_for_the_restored_wei
     stage = make_stage(steps=6)
     died = hang_in_step(stage, 4)
     await stage.start()
-    async with asyncio.timeout(10):
-        await died.wait()
+    await until(died.is_set)
     old, lost = stage.trainer, stage.trainer.version
     await old.kill()
     late = FakeRollout("rollout-1", stage.config)
@@ -158,8 +150,7 @@ async def test_an_engine_that_comes_during_a_recovery_waits_for_the_restored_wei
     stage.rollouts.append(late)
     await late.join(stage.address)
     await trainer.join(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert min(late.begun) > lost, "the version of the dead trainer is not published from the one that is restored"
 
 
@@ -176,20 +167,16 @@ async def test_a_trainer_that_dies_before_the_last_service_is_there_is_waited_fo
     await asyncio.sleep(1.5)  # longer than gRPC tries by itself
     stage.trainer = successor(stage.trainer)
     await stage.trainer.join(stage.address)
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
 
 
 async def test_a_finished_run_that_is_started_again_only_writes_its_report(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2)
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     trained = dict(stage.trainer.batches)
     (stage.folder / "report.json").unlink()
     await fresh_processes(stage)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.trainer.batches == trained
 
 
@@ -197,8 +184,7 @@ async def test_a_finished_run_waits_for_no_service_unless_its_steps_were_raised(
     make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage = make_stage(steps=2)
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     for member in stage.members:
         await member.kill()
     async with asyncio.timeout(5):
@@ -209,9 +195,7 @@ async def test_a_finished_run_waits_for_no_service_unless_its_steps_were_raised(
     stage.config = stage.config.model_copy(update={"steps": 4})
     await fresh_processes(stage)
     assert not is_finished(stage.folder, stage.config)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.trainer.loaded == [2] and stage.report()["steps"] == 4
 
 
@@ -219,8 +203,7 @@ async def test_a_run_does_not_go_on_with_other_data(
     make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage = make_stage(steps=2)
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     (train,) = stage.config.data.train
     write_data(Path(train.path), digits=9)
     await fresh_processes(stage)

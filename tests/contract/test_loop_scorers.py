@@ -15,7 +15,7 @@ from fourfold.errors import InvalidInput, NotFound, Unavailable, WrongState
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold_coordinator.rewards import scorers
 from fourfold_coordinator.routing import router
-from tests.fakes.stage import Stage, check_books, until
+from tests.fakes.stage import Stage, until
 from tests.fakes.toy_scorers import FakeReward
 
 Outcome = Callable[[reward.ScoreItem], reward.SampleScore | None]
@@ -80,13 +80,19 @@ class Hold:
         stage.trainer.on_train = wait
 
 
+async def start_and_hold(stage: Stage, step: int) -> Hold:
+    """Start the run, and return when the trainer is about to begin a step."""
+    hold = Hold(stage, step)
+    await stage.start()
+    await asyncio.wait_for(hold.reached.wait(), 10)
+    return hold
+
+
 async def test_scores_of_several_scorers_are_added_by_weight(make_stage: Callable[..., Stage], scorer: Any) -> None:
     stage: Stage = make_stage(steps=2)
     other = await scorer(stage, "length@3", by_length)
     stage = make_stage(steps=2, reward=[{"name": "right"}, {"name": "long", "target": other.target, "weight": 0.25}])
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     for line in stage.lines("samples.jsonl"):
         right, long = line["terms"]["right"], line["terms"]["long"]
         assert right == [float(line["completion"] == line["answer"]), 1.0, "toy@1"]
@@ -113,8 +119,7 @@ async def test_a_gate_that_fails_keeps_the_other_scorers_out(make_stage: Callabl
         return judge(item)
 
     other.outcome = note
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     assert asked and all(asked), "the judge saw only what passed the gate"
     scores = {line["completion"] == line["answer"]: line["score"] for line in stage.lines("samples.jsonl")}
     assert scores == {True: 5.5, False: 0.0}
@@ -133,8 +138,7 @@ async def test_a_scorer_that_abstains_drops_the_sample_or_is_left_out(
     for abstain, dropped in (("drop", {"ODD_NO_IDEA": 3}), ("omit", {})):
         tables = [{"name": "right"}, {"name": "odd", "target": other.target, "abstain": abstain}]
         stage = make_stage(steps=1, reward=tables)
-        await stage.start()
-        assert await stage.finish() == 0
+        await stage.complete()
         assert stage.report()["dropped"] == dropped
         lines = {line["sample_id"][-1]: line for line in stage.lines("samples.jsonl") if not line["dropped"]}
         assert ("1" in lines) is (abstain == "omit")
@@ -174,9 +178,7 @@ async def test_rows_choose_their_scorers(make_stage: Callable[..., Stage], score
         {"name": "two", "target": other.target, "where": {field: sorted(numbers - set(low))}},
     ]
     stage = make_stage(steps=3, reward=tables, data=stage.config.data.model_dump(exclude_none=True))
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     used = {
         (tuple(line["terms"]), line["prompt"].split("* ")[0].split()[-1] in low)
         for line in stage.lines("samples.jsonl")
@@ -193,8 +195,7 @@ async def test_rows_may_name_their_scorers_and_a_row_without_one_is_refused(
     data = stage.config.data.model_dump(exclude_none=True) | {"scorers_field": "by"}
     tables = [{"name": "one"}, {"name": "two", "target": other.target}]
     stage = make_stage(steps=2, reward=tables, data=data)
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     used = {(tuple(line["terms"]), "3 * " in line["prompt"]) for line in stage.lines("samples.jsonl")}
     assert used <= {(("two",), True), (("one", "two"), False), (("one", "two"), True)} and len(used) >= 2
     _rewrite(stage, lambda row: row | {"by": "three"})
@@ -228,17 +229,14 @@ async def test_a_swap_counts_for_every_sample_that_no_step_has_and_lost_ones_hav
         return reward.SampleScore(score=1.0)
 
     stage: Stage = make_stage(steps=4, asynchrony={"max_policy_lag": 1})
-    hold = Hold(stage, 2)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 2)
     other = await scorer(stage, "most@2", most)
     async with client_of(stage) as client:
         await until(lambda: len(_ready(stage)) > 0)
         changed = await client.swap("reward", [other.target])
         assert list(changed.live.scorers) == ["most@2"] and list(changed.previous.scorers) == ["toy@1"]
     hold.go.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     by_step = scorers_by_step(stage)
     assert by_step[1] == by_step[2] == {"reward": {"toy@1"}}
     assert by_step[3] == by_step[4] == {"reward": {"most@2"}}, "the groups that waited were scored again"
@@ -254,9 +252,7 @@ async def test_groups_that_the_new_scorer_cannot_score_at_all_are_lost_and_repla
     make_stage: Callable[..., Stage], scorer: Any
 ) -> None:
     stage: Stage = make_stage(steps=4, asynchrony={"max_policy_lag": 1})
-    hold = Hold(stage, 2)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 2)
     taken: set[str] = set()
 
     def later(item: reward.ScoreItem) -> reward.SampleScore:
@@ -270,24 +266,20 @@ async def test_groups_that_the_new_scorer_cannot_score_at_all_are_lost_and_repla
         taken |= {row.group_id for row in _ready(stage)}
         await client.swap("reward", [other.target])
     hold.go.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert set(stage.report()["dropped"]) == {"GROUP_TOO_SMALL"}
     assert all(names == {"reward": {"later@2"}} for step, names in scorers_by_step(stage).items() if step > 2)
 
 
 async def test_groups_are_scored_again_on_request(make_stage: Callable[..., Stage]) -> None:
     stage: Stage = make_stage(steps=4, asynchrony={"max_policy_lag": 1})
-    hold = Hold(stage, 2)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 2)
     async with client_of(stage) as client:
         await until(lambda: len(_ready(stage)) > 0)
         stage.reward.outcome = constant(9.0)  # mended, under the same name
         await client.rescore("reward")
     hold.go.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     scores = {line["step"]: line["score"] for line in stage.lines("samples.jsonl")}
     assert scores[1] != 9 and scores[2] != 9 and scores[3] == scores[4] == 9
 
@@ -315,17 +307,14 @@ async def test_a_hanging_scorer_is_swapped_without_a_lost_sample(make_stage: Cal
     other = await scorer(stage, "mended@2")
     async with client_of(stage) as client:
         await client.swap("reward", [other.target])
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert stage.report()["dropped"] == {}
     assert all(len(names["reward"]) == 1 for names in scorers_by_step(stage).values())
 
 
 async def test_a_canary_gets_whole_groups_and_is_promoted(make_stage: Callable[..., Stage], scorer: Any) -> None:
     stage: Stage = make_stage(steps=4, batch={"prompts_per_step": 16})
-    hold = Hold(stage, 1)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 1)
     other = await scorer(stage, "new@2")
     async with client_of(stage) as client:
         changed = await client.canary("reward", [other.target], share=0.25)
@@ -337,8 +326,7 @@ async def test_a_canary_gets_whole_groups_and_is_promoted(make_stage: Callable[.
         await asyncio.wait_for(third.reached.wait(), 10)
         await client.promote("reward")
         third.go.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     by_group: dict[tuple[int, str], set[str]] = defaultdict(set)
     for line in stage.lines("samples.jsonl"):
         by_group[line["step"], line["group_id"]].add(line["scorer"])
@@ -353,9 +341,7 @@ async def test_a_canary_gets_whole_groups_and_is_promoted(make_stage: Callable[.
 
 async def test_a_shadow_is_compared_and_never_counts(make_stage: Callable[..., Stage], scorer: Any) -> None:
     stage: Stage = make_stage(steps=4)
-    hold = Hold(stage, 1)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 1)
     other = await scorer(
         stage, "wrong@1", lambda item: reward.SampleScore(score=-float(item.completion_text == item.answer))
     )
@@ -374,17 +360,14 @@ async def test_a_shadow_is_compared_and_never_counts(make_stage: Callable[..., S
             await client.promote("reward", min_samples=1_000_000)
         await client.rollback("reward")
         last.go.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert all(names == {"reward": {"toy@1"}} for names in scorers_by_step(stage).values())
     assert stage.lines("metrics.jsonl")[2]["shadows/reward/rank_correlation"] == pytest.approx(-1.0)
 
 
 async def test_a_new_scorer_that_does_not_score_changes_nothing(make_stage: Callable[..., Stage], scorer: Any) -> None:
     stage: Stage = make_stage(steps=2)
-    hold = Hold(stage, 1)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 1)
     broken = await scorer(stage, "broken@1", lambda item: reward.SampleScore(score=float("nan")))
     alien = await scorer(stage, "alien@1")
     alien.tokenizer_sha256 = b"x" * 32
@@ -420,9 +403,7 @@ async def test_a_new_scorer_that_does_not_score_changes_nothing(make_stage: Call
 
 async def test_terms_are_added_and_removed(make_stage: Callable[..., Stage], scorer: Any) -> None:
     stage: Stage = make_stage(steps=3)
-    hold = Hold(stage, 1)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 1)
     other = await scorer(stage, "more@1", constant(3.0))
     async with client_of(stage) as client:
         await client.add("more", [other.target], weight=2.0)
@@ -435,8 +416,7 @@ async def test_terms_are_added_and_removed(make_stage: Callable[..., Stage], sco
         await asyncio.wait_for(third.reached.wait(), 10)
         await client.remove("reward")
         third.go.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     assert scorers_by_step(stage) == {
         1: {"reward": {"toy@1"}},
         2: {"reward": {"toy@1"}, "more": {"more@1"}},
@@ -447,17 +427,13 @@ async def test_terms_are_added_and_removed(make_stage: Callable[..., Stage], sco
 
 async def test_changes_survive_the_coordinator(make_stage: Callable[..., Stage], scorer: Any) -> None:
     stage: Stage = make_stage(steps=4)
-    hold = Hold(stage, 2)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 2)
     other = await scorer(stage, "new@2", constant(1.0))
     async with client_of(stage) as client:
         await client.swap("reward", [other.target])
     await stage.kill()
     hold.go.set()
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     by_step = scorers_by_step(stage)
     assert by_step[3] == by_step[4] == {"reward": {"new@2"}}
     assert [entry["change"] for entry in stage.report()["scorers"]["changes"]] == ["swap"]
@@ -468,9 +444,7 @@ async def test_a_rollback_goes_back_and_a_service_with_a_new_version_is_no_mixtu
 ) -> None:
     monkeypatch.setattr(router, "_REFRESH_SECONDS", 0.05)
     stage: Stage = make_stage(steps=5)
-    hold = Hold(stage, 1)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 1)
     other = await scorer(stage, "new@2", constant(1.0))
     async with client_of(stage) as client:
         await client.swap("reward", [other.target])
@@ -486,8 +460,7 @@ async def test_a_rollback_goes_back_and_a_service_with_a_new_version_is_no_mixtu
         changed = await client.rollback("reward")
         assert list(changed.live.scorers) == ["toy@1"]
         third.go.set()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.check_end()
     by_step = {step: names["reward"] for step, names in scorers_by_step(stage).items()}
     assert by_step == {1: {"toy@1"}, 2: {"new@2"}, 3: {"new@3"}, 4: {"toy@1"}, 5: {"toy@1"}}
 
@@ -501,9 +474,7 @@ async def test_scores_of_a_pure_scorer_are_kept(make_stage: Callable[..., Stage]
         seen.append((item.prompt_text, item.completion_text))
 
     stage.reward.outcome = note
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     scored = len(stage.lines("samples.jsonl")) + sum(row["n"] for row in stage.report()["evals"])
     assert len(set(seen)) <= len(seen) < scored - 10, "equal answers come from the cache"
 
@@ -516,9 +487,7 @@ async def test_what_a_scorer_may_cost_is_limited_over_all_coordinators_and_servi
 
     stage: Stage = make_stage(steps=50, reward={"max_cost_usd": 1.0})
     stage.reward.outcome = priced
-    hold = Hold(stage, 3)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 3)
     other = await scorer(stage, "priced@2", priced)
     async with client_of(stage) as client:
         await client.swap("reward", [other.target])
@@ -535,9 +504,7 @@ async def test_a_new_scorer_may_read_what_the_present_one_does_not(
     make_stage: Callable[..., Stage], scorer: Any
 ) -> None:
     stage: Stage = make_stage(steps=2)
-    hold = Hold(stage, 1)
-    await stage.start()
-    await asyncio.wait_for(hold.reached.wait(), 10)
+    hold = await start_and_hold(stage, 1)
 
     def needs_arrays(item: reward.ScoreItem) -> reward.SampleScore:
         if not item.experience.token_ids:

@@ -11,7 +11,7 @@ import pytest
 from fourfold import metrics as m
 from fourfold.errors import CANNOT_SLEEP, WrongState
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from tests.fakes.stage import Stage, check_books, fresh_processes, until, watch_for
+from tests.fakes.stage import Stage, fresh_processes, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 
 SLEEP: dict[str, Any] = {"gpus_per_replica": 1, "sleep_mode": True}
@@ -27,7 +27,6 @@ def journal_of(stage: Stage) -> list[str]:
 
 async def test_engines_sleep_while_the_trainer_trains_and_wake_for_the_update(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=3, rollout=SLEEP | {"replicas": 2})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     journal = journal_of(stage)
     asleep: list[bool] = []
     awake: list[bool] = []
@@ -40,9 +39,7 @@ async def test_engines_sleep_while_the_trainer_trains_and_wake_for_the_update(ma
         awake.extend(not engine.asleep for engine in stage.rollouts)
 
     stage.trainer.on_train, stage.trainer.on_saved = on_train, on_saved
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert asleep == [True] * 6 and all(awake) and len(awake) == 4
     for engine in stage.rollouts:
         assert engine.sleeps == [2, 2, 2], "nothing is kept: it will be replaced"
@@ -58,8 +55,7 @@ async def test_the_parts_of_a_step_add_up_to_it(make_stage: Callable[..., Stage]
     engine = stage.rollouts[0]
     engine.on_sleep = lambda: asyncio.sleep(0.05)
     engine.on_wake = lambda: asyncio.sleep(0.1)
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     for row in stage.lines("metrics.jsonl"):
         assert row[m.TIME_SLEEP] >= 0.05 and row[m.TIME_WAKE] >= 0.2, "weights, then KV cache"
         parts = [row.get(name, 0.0) for name in m.TIMES_OF_A_STEP]
@@ -72,9 +68,7 @@ async def test_after_a_step_without_a_new_version_the_old_one_is_published_again
 ) -> None:
     stage = make_stage(steps=2, rollout=SLEEP)
     stage.reward.outcome = lambda item: reward.SampleScore(score=0.0)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.report()["skipped_steps"] == 2
     assert stage.rollouts[0].commits == [0, 0] and not stage.rollouts[0].asleep
     assert all(m.TIME_WAKE in row for row in stage.lines("metrics.jsonl")), "it was part of the step"
@@ -123,41 +117,18 @@ async def test_people_are_told_of_an_engine_that_does_not_fall_asleep(make_stage
 @pytest.mark.parametrize("call", ["SleepEngine", "WakeEngine kv_cache"])
 async def test_an_engine_that_dies_on_its_way_is_left_behind(make_stage: Callable[..., Stage], call: str) -> None:
     stage = make_stage(steps=2, rollout=SLEEP | {"replicas": 2})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     stage.rollouts[0].dies_in = call
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.rollouts[1].version == stage.trainer.version > 0
     assert stage.rollouts[1].sleeps == [2, 2]
 
 
 async def test_an_engine_that_hangs_is_left_out(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2, rollout=SLEEP | {"replicas": 2}, weights={"timeout_seconds": 2.0})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     stage.rollouts[0].on_wake = lambda: asyncio.sleep(30)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.rollouts[1].version == stage.trainer.version > 0
     assert stage.rollouts[1].sleeps == [2, 2]
-
-
-async def test_an_engine_that_joins_while_the_trainer_trains_sleeps_too(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=2, rollout=SLEEP)
-    late = FakeRollout("rollout-1", stage.config)
-
-    async def on_train(step: int) -> None:
-        if step == 1:
-            stage.rollouts.append(late)
-            await late.join(stage.address)
-            await until(lambda: late.asleep)
-
-    stage.trainer.on_train = on_train
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
-    assert late.sleeps == [2, 2] and late.version == stage.trainer.version and not late.asleep
 
 
 def joins_while_training(stage: Stage, late: FakeRollout) -> None:
@@ -179,9 +150,7 @@ async def test_an_engine_that_falls_asleep_as_training_ends_gets_its_weights_at_
     late = FakeRollout("rollout-1", stage.config)
     late.on_sleep = lambda: asyncio.sleep(0.5)
     joins_while_training(stage, late)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert late.commits == [1, 2] and late.aborts == 0, "the update found it asleep, and woke it"
     assert late.sleeps == [2, 2] and not late.asleep
 
@@ -202,8 +171,7 @@ async def test_an_engine_that_refuses_to_sleep_is_not_asked_again_when_training_
 
     stage.trainer.on_train = on_train
     await stage.start()
-    assert await stage.finish(15.0) == 0
-    check_books(stage)
+    await stage.check_end(15.0)
     assert later.sleeps == [2], "it did not wait for the one that refuses"
     assert late.commits == later.commits == [1] and late.sleeps == []
 
@@ -218,16 +186,13 @@ async def test_engines_that_a_killed_coordinator_left_asleep_are_woken(make_stag
 
     stage.trainer.on_train = stop
     await stage.start()
-    async with asyncio.timeout(10):
-        await reached.wait()
+    await until(reached.is_set)
     await stage.kill()
     engine = stage.rollouts[0]
     assert engine.asleep
     await fresh_processes(stage)
     stage.rollouts[0].asleep, stage.rollouts[0].state = set(engine.asleep), engine.state
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert not stage.rollouts[0].asleep
 
 
@@ -244,7 +209,5 @@ async def test_a_restarted_trainer_finds_the_engines_awake_again(make_stage: Cal
             asyncio.get_running_loop().create_task(old.kill())
             await asyncio.sleep(30)
 
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.trainer.loaded == [2] and not stage.rollouts[0].asleep

@@ -25,7 +25,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.weights import broker
 from fourfold_coordinator.weights.update import WeightUpdater
-from tests.fakes.stage import Stage, check_books, until, watch_for
+from tests.fakes.stage import Stage, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 
 
@@ -46,7 +46,6 @@ async def test_an_engine_whose_probe_differs_again_and_again_costs_a_group_one_t
 
 async def test_an_engine_that_hangs_does_not_keep_the_others_of_its_group_out(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=2)
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     hung, well = stage.rollouts
 
     async def hang() -> None:
@@ -57,9 +56,7 @@ async def test_an_engine_that_hangs_does_not_keep_the_others_of_its_group_out(ma
             raise DeadlinePassed("a member of the group is stuck")
 
     hung.on_begin, well.on_begin = hang, wait_for_the_other
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert well.version == stage.trainer.version > 0
     assert hung.version == 0
 
@@ -79,12 +76,9 @@ async def test_a_model_that_can_never_take_the_weights_ends_the_run_at_once(
 @pytest.mark.slow
 async def test_one_engine_with_another_model_is_left_out_for_good(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=4)
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     stage.rollouts[1].refuses = MODEL_MISMATCH
     stage.rollouts[0].on_generate = lambda: asyncio.sleep(0.4)  # long enough for a second chance, if it had one
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.rollouts[0].version == stage.trainer.version > 0
     assert stage.rollouts[1].version == 0 and stage.rollouts[1].opened <= 2
 
@@ -107,9 +101,7 @@ async def test_a_late_engine_is_fed_by_a_peer_while_the_trainer_trains(make_stag
     first, late = stage.rollouts[0], FakeRollout("rollout-1", stage.config, host_id="there")
     stage.trainer.journal = []
     _join_while_it_trains(stage, late)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert first.fed == [1]
     assert late.places[0] == (b"offer of a peer", 1, 0)
     assert late.commits[0] == first.commits[0], "the version of the first step"
@@ -127,9 +119,7 @@ async def test_the_trainer_feeds_a_late_engine_that_no_peer_can_feed(
     first.feeds_nothing, late.wrong_digests = fault == "refuses", int(fault == "damages")
     first.dies_in = "FeedWeights" if fault == "dies" else ""
     _join_while_it_trains(stage, late)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert late.version == stage.trainer.version
     assert all(offer.startswith(b"offer of group") for offer, _, _ in late.places[-1:])
 
@@ -137,7 +127,6 @@ async def test_the_trainer_feeds_a_late_engine_that_no_peer_can_feed(
 @pytest.mark.parametrize("pause", ["keep", "recompute", "wait", "abort"])
 async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable[..., Stage], pause: str) -> None:
     stage = make_stage(steps=1, rollout={"replicas": 2}, weights={"pause": pause, "timeout_seconds": 5.0})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     journal: list[str] = []
     for member in (*stage.rollouts, stage.trainer):
         member.journal = journal
@@ -146,8 +135,7 @@ async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable
         engine.on_begin = lambda: until(lambda: "trainer-0 send" in journal)
     stage.rollouts[1].pause_seconds = 0.0002
     stage.trainer.on_send = lambda: until(lambda: {"rollout-0 receive", "rollout-1 receive"} <= set(journal))
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     first = journal.index("trainer-0 send")
     assert journal[:first].count("trainer-0 probe") == 1, "of version 0 when it settled"
     received = max(journal.index(f"{engine.member_id} receive") for engine in stage.rollouts)
@@ -175,8 +163,7 @@ async def test_sums_are_taken_at_first_and_then_now_and_then(make_stage: Callabl
             await until(lambda: late.commits)
 
     stage.rollouts[0].on_generate = join
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     summed = [version for version, skipped in stage.trainer.skipped_sums.items() if not skipped]
     assert late.commits == [*range(4, stage.trainer.version + 1)] and stage.trainer.version > 6
     # 1: the first. 3, 6: every third. 4 again: the first of the newcomer's epoch. 5: the first of both together.
@@ -188,9 +175,7 @@ async def test_the_tensor_that_differs_is_named(
 ) -> None:
     stage = make_stage(steps=1)
     stage.rollouts[0].wrong_digests = 1
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.rollouts[0].aborts == 1 and stage.rollouts[0].version == stage.trainer.version
     assert "the trainer sent" in caplog.text and ": one differs; the engine does not serve them" in caplog.text
     assert "trainer-0 abort" in stage.trainer.journal and "rollout-0 abort" in stage.rollouts[0].journal
@@ -200,11 +185,8 @@ async def test_an_engine_whose_probe_differs_gives_nothing_out_and_the_others_go
     make_stage: Callable[..., Stage],
 ) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=2)
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     stage.rollouts[0].ignores_updates = True
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     bad, good = stage.rollouts
     assert bad.commits == [] and bad.state == control.WEIGHT_STATE_DIRTY and bad.aborts >= 1
     assert good.commits == [1, 2] and good.aborts == 0
@@ -214,7 +196,6 @@ async def test_an_engine_whose_probe_differs_gives_nothing_out_and_the_others_go
 
 async def test_the_next_step_is_sampled_while_the_trainer_computes_the_probe(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=3, weights={"timeout_seconds": 10.0})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     seen: list[tuple[int, int, bool]] = []  # at the arrival of each request: versions of both engines, tokens held back
     one, two = stage.rollouts
 
@@ -229,9 +210,7 @@ async def test_the_next_step_is_sampled_while_the_trainer_computes_the_probe(mak
     for engine in stage.rollouts:
         engine.on_generate = note
     stage.trainer.on_probe = probe
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert all(first == second for first, second, _ in seen), "when all engines have the version"
     assert {first for first, _, held in seen if held} == {1, 2}
     for row in stage.lines("metrics.jsonl"):
@@ -242,7 +221,6 @@ async def test_a_trainer_that_does_not_compute_the_probe_leaves_no_engine_servin
     make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=2)
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
 
     async def fail() -> None:
         if stage.trainer.version:
@@ -265,26 +243,21 @@ async def test_a_lost_answer_of_the_trainers_probe_is_asked_for_again(make_stage
             raise lost.pop()
 
     stage.trainer.on_probe = lose
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     assert stage.rollouts[0].commits == [1] and stage.rollouts[0].aborts == 0 and not lost
 
 
 @pytest.mark.parametrize("call", ["BeginWeights", "ReceiveWeights", "CommitWeights", "ReleaseWeights"])
 async def test_an_engine_that_dies_holds_nobody_up(make_stage: Callable[..., Stage], call: str) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=2, weights={"timeout_seconds": 100.0})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     stage.rollouts[0].dies_in = call
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.rollouts[1].version == stage.trainer.version > 0
     assert stage.rollouts[0].commits == []
 
 
 async def test_an_engine_that_hangs_is_left_as_soon_as_it_is_no_member(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=2, weights={"timeout_seconds": 100.0})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     replacement = FakeRollout("rollout-0", stage.config)
 
     async def hang() -> None:
@@ -294,9 +267,7 @@ async def test_an_engine_that_hangs_is_left_as_soon_as_it_is_no_member(make_stag
         await asyncio.sleep(100)
 
     stage.rollouts[0].on_begin = hang
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.rollouts[1].commits == [1, 2] and stage.rollouts[0].commits == []
 
 
@@ -307,7 +278,6 @@ async def test_a_coordinator_that_is_killed_in_an_update_is_followed_by_one_that
     stage = make_stage(
         rollout={"replicas": 2}, steps=3, weights={"timeout_seconds": 100.0}, checkpoint={"every_steps": 1}
     )
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     reached, began = asyncio.Event(), time.time()
 
     async def hang() -> None:
@@ -325,9 +295,7 @@ async def test_a_coordinator_that_is_killed_in_an_update_is_followed_by_one_that
     epoch = stage.trainer.epoch
     setattr(stage.rollouts[0], where, None)
     stage.trainer.refuses_aborts = stage.rollouts[0].refuses_aborts = stage.rollouts[1].refuses_aborts = False
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.trainer.epoch > epoch
     # In milliseconds, an epoch that follows a killed one at once is above all that it can have made.
     assert 0 <= stage.trainer.epoch - began * 1000 < 60_000
@@ -341,7 +309,6 @@ async def test_people_are_told_who_waits_for_whom(
     monkeypatch.setattr(broker, "_SLOW_SECONDS", 0.05)
     monkeypatch.setattr(broker, "_SHOW_SECONDS", 0.05)
     stage = make_stage(rollout={"replicas": 2}, steps=1, weights={"timeout_seconds": 60.0})
-    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     go = asyncio.Event()
     stage.rollouts[1].on_begin = stage.trainer.on_send = go.wait
     await stage.start()
@@ -365,9 +332,7 @@ async def test_people_are_told_who_waits_for_whom(
 async def test_an_engine_of_another_run_is_filled_under_a_higher_version(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=1)
     stage.rollouts[0].version, stage.rollouts[0].weights = 7, 99
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stage.rollouts[0].commits[0] == 8
     assert stage.rollouts[0].weights == stage.trainer.weights
 
@@ -384,9 +349,7 @@ async def test_an_engine_that_happens_to_have_the_same_version_is_not_trusted(ma
             await until(lambda: stranger.commits)
 
     stage.rollouts[0].on_generate = join
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert stranger.commits[0] == 3, "the second step's weights went to it under a number that it did not have"
     assert stranger.weights == stage.rollouts[0].weights == stage.trainer.weights
 
@@ -431,9 +394,7 @@ async def test_every_call_of_an_update_has_what_is_left_of_its_deadline(make_sta
     stage.rollouts[0].wrong_digests = 1  # so that there are aborts, too
     engine = note_deadlines(stage.rollouts[0], (*ENGINE_CALLS, "AbortWeights", "GetWeightSums"))
     trainer = note_deadlines(stage.trainer, (*TRAINER_CALLS, "AbortWeights", "GetManifest"))
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     for seen, calls in ((engine, ENGINE_CALLS), (trainer, TRAINER_CALLS)):
         for call in calls:
             # Of an update's one deadline; the probe of an engine that is new has a shorter one of its own.
@@ -468,7 +429,6 @@ async def test_a_trainer_that_could_not_abort_is_told_and_no_other(
     stage.rollouts[0].wrong_digests = 1
     if refuses:
         monkeypatch.setattr(stage.trainer, "AbortWeights", refuse)
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     assert stage.rollouts[0].aborts == 1
     assert ("trainer did not abort the update" in caplog.text) == refuses

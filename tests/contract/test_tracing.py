@@ -50,8 +50,7 @@ def by_trace(found: list[FoundSpan]) -> list[list[FoundSpan]]:
 async def test_each_sample_of_a_run_has_a_whole_trace(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2, tracing={"file": True, "sample_ratio": 1.0}, algorithm={"kl": {"coef": 0.1}})
     stage.others = [FakeReference("reference-0", stage.config)]
-    await stage.start()
-    assert await stage.finish() == 0
+    await stage.complete()
     traces = by_trace(read_files(stage.folder / "traces"))
     roots = [check_trace(trace) for trace in traces]
     names = {"sample": 24, "evaluation": 32, "fourfold.trainer.v1.TrainerService/TrainStep": 2}

@@ -32,7 +32,7 @@ class Stage:
         self.folder = root / "run"
         self.folder.mkdir(exist_ok=True)
         (self.folder / "config.toml").write_text(configuration.dump(self.config))
-        self.rollouts = [FakeRollout("rollout-0", self.config)]
+        self.rollouts = [FakeRollout(f"rollout-{i}", self.config) for i in range(self.config.rollout_replicas)]
         self.trainer = FakeTrainer("trainer-0", self.config)
         self.reward = FakeReward("reward-0", self.config)
         self.others: list[Member] = []
@@ -73,6 +73,16 @@ class Stage:
         assert self.run is not None
         async with asyncio.timeout(seconds):
             return await self.run
+
+    async def check_end(self, seconds: float = 20.0) -> None:
+        """Wait for the end of the run, which must have succeeded, and check its books."""
+        assert await self.finish(seconds) == 0
+        check_books(self)
+
+    async def complete(self) -> None:
+        """Run to the end, which must be a success, and check the books."""
+        await self.start()
+        await self.check_end()
 
     async def kill(self) -> None:
         """End the coordinator without any of its own last words."""

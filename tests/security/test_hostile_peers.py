@@ -25,7 +25,7 @@ from tests.conftest import Serve
 from tests.contract import conftest
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Rollout
-from tests.fakes.stage import Stage, check_books
+from tests.fakes.stage import Stage
 from tests.fakes.toy import Context
 from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_scorers import FakeReference
@@ -89,9 +89,7 @@ async def test_impossible_samples_are_sampled_again(make_stage: Callable[..., St
     stage = make_stage(steps=4, retry={"infrastructure": 50}, evaluation={"every_steps": 100})
     lying = LyingRollout("rollout-0", stage.config)
     stage.rollouts = [lying]
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert kinds(stage, "rollout-0") == set(IMPOSSIBLE) and not lying.left and stage.report()["dropped"] == {}
 
 
@@ -107,10 +105,8 @@ async def test_an_engine_that_claims_a_huge_version_is_left_out_and_moves_no_ver
             return about
 
     stage = make_stage(steps=2, rollout={"replicas": 2})
-    stage.rollouts.append(Claiming("rollout-1", stage.config))
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    stage.rollouts[1] = Claiming("rollout-1", stage.config)
+    await stage.complete()
     assert stage.trainer.version < 10 and "BAD_VERSION" in kinds(stage, "rollout-1")
 
 
@@ -141,9 +137,7 @@ async def test_an_impossible_answer_to_a_step_is_retried(make_stage: Callable[..
 
     stage = make_stage(steps=1 + len(WRONG_ANSWERS))
     stage.trainer = Lying("trainer-0", stage.config)
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     counts = {row["kind"]: row["count"] for row in stage.report()["faults"] if row["peer"] == "trainer-0"}
     assert counts == Counter(kind for _, kind in WRONG_ANSWERS)
 
@@ -168,9 +162,7 @@ async def test_an_impossible_answer_of_a_reference_is_retried(make_stage: Callab
 
     stage = make_stage(steps=1, algorithm={"kl": {"coef": 0.1}})
     stage.others.append(Lying("reference-0", stage.config))
-    await stage.start()
-    assert await stage.finish() == 0
-    check_books(stage)
+    await stage.complete()
     assert kinds(stage, "reference-0") == {"WRONG_COUNT", "WRONG_LENGTH", "NOT_FINITE"}
 
 

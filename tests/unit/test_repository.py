@@ -259,7 +259,7 @@ def test_a_page_for_the_choice_of_a_preset_names_all(page: str) -> None:
 def test_distributions_move_together() -> None:
     loaded = [tomllib.loads(path.read_text())["project"] for path in PROJECTS]
     versions = {project["version"] for project in loaded}
-    assert len(loaded) == 7
+    assert len(loaded) == 8
     chart = (ROOT / "deploy/helm/fourfold/Chart.yaml").read_text()
     versions |= set(re.findall(r"^(?:version|appVersion): (.+)$", chart, re.MULTILINE))
     versions |= {fourfold.__version__, fourfold_reward.__version__}

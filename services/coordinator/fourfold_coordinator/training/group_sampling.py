@@ -168,6 +168,8 @@ class _Group:
     async def _try(self, replica: Replica) -> None:
         """Ask an engine for the unfinished samples; raise an error if some are unfinished afterwards."""
         unfinished, began = self._unfinished(), self._router.clock.monotonic()
+        if not unfinished:
+            return  # the call before was cut after its last sample
         flush_seconds = self._sampler.flush_seconds(self._request.params.max_tokens)
         requests = self._request.plan(unfinished, number=self._tries, flush_seconds=flush_seconds)
         self._tries += 1

@@ -95,8 +95,6 @@ REMOVED_KEYS: Final = {
     ),
     "reward.cache_samples": RemovedKey(65_536, "the coordinator keeps 65536 scores of a scorer that says it is pure"),
     "reward.hedge_seconds": RemovedKey(0.0, "lower reward.timeout_seconds, after which a call goes to another service"),
-    "reward.judge.system": RemovedKey("", "write it at the beginning of the rubric"),
-    "reward.judge.tries": RemovedKey(3, "reward.timeout_seconds limits the time of all 3 requests"),
     "rollout.agents.calls_per_second": RemovedKey(100.0, _TOKEN_LIMITS),
     "rollout.agents.concurrent_calls": RemovedKey(128, _TOKEN_LIMITS),
     "rollout.agents.coordinator_share": RemovedKey(0.75, "a run keeps three quarters of its engines for itself"),

@@ -68,6 +68,8 @@ class JudgeConfig(Table):
     rubric: str = ""
     """File with the text of the request. It may have the placeholders {prompt}, {completion}, {answer} and {FIELD} of
     the row; {{ and }} are braces. Empty: a general rubric with a scale from 0 to 10."""
+    system: str = ""
+    """System message; empty: none."""
     pattern: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
     """Regular expression; its first group in the last match is the grade. No match: the error BAD_VERDICT."""
     grade_min: float = 0.0
@@ -82,6 +84,8 @@ class JudgeConfig(Table):
     """Environment variable with the key of the endpoint; empty: none."""
     concurrency: int = Field(default=32, ge=1, le=1024)
     """Requests at the same time, per replica."""
+    tries: int = Field(default=3, ge=1, le=10)
+    """Requests for one sample: 429, 5xx, a broken connection and a verdict without a grade are tried again."""
     input_usd_per_million: float = Field(default=0.0, ge=0)
     """Price of a million tokens of requests, for the cost counters and `max_cost_usd`."""
     output_usd_per_million: float = Field(default=0.0, ge=0)

@@ -74,6 +74,7 @@ async def test_a_verdict_becomes_score_components_and_cost(server: JsonServer, m
         "api_key_env": "JUDGE_KEY",
         "input_usd_per_million": 2.0,
         "output_usd_per_million": 10.0,
+        "system": "Fair.",
     }
     async with backend(server.url + "/", temperature=0.5, max_tokens=64, **keys) as scorer:
         (outcome,) = await scorer.score([job(0)], timeout=5)
@@ -88,17 +89,17 @@ async def test_a_verdict_becomes_score_components_and_cost(server: JsonServer, m
         "temperature": 0.5,
         "max_tokens": 64,
     }
-    assert [message["role"] for message in request["messages"]] == ["user"]
+    assert [message["role"] for message in request["messages"]] == ["system", "user"]
 
 
 async def test_the_name_has_a_version_of_all_that_decides_the_grades() -> None:
     names = set()
-    for keys in ({}, {"temperature": 1.0}, {"grade_max": 5.0}, {"pattern": "(.)"}):
+    for keys in ({}, {"system": "Fair."}, {"temperature": 1.0}, {"grade_max": 5.0}, {"pattern": "(.)"}):
         async with backend("http://127.0.0.1:1/v1", **keys) as scorer:
             names.add(scorer.scorer)
-    async with backend("http://127.0.0.1:1/v1", concurrency=2) as scorer:
+    async with backend("http://127.0.0.1:1/v1", concurrency=2, tries=1) as scorer:
         names.add(scorer.scorer)
-    assert len(names) == 4 and all(name.startswith("judge-7b@") for name in names)
+    assert len(names) == 5 and all(name.startswith("judge-7b@") for name in names)
 
 
 async def test_a_sample_without_the_answer_that_the_rubric_needs_is_not_sent(server: JsonServer, tmp_path: Any) -> None:
@@ -138,7 +139,7 @@ async def test_what_may_work_later_is_tried_again(server: JsonServer, first: Any
 
 async def test_all_tries_are_paid_also_without_a_grade(server: JsonServer) -> None:
     answer_in_turn(server, reply("none", prompt_tokens=10, completion_tokens=1))
-    async with backend(server.url, input_usd_per_million=1e6) as scorer:
+    async with backend(server.url, input_usd_per_million=1e6, tries=3) as scorer:
         (outcome,) = await scorer.score([job(0)], timeout=5)
     assert (outcome.error_reason, outcome.cost_usd) == ("BAD_VERDICT", 30.0)
     assert "no match of reward.judge.pattern" in outcome.message and "'none'" in outcome.message
@@ -149,7 +150,7 @@ async def test_a_verdict_that_was_cut_off_says_so(server: JsonServer) -> None:
     cut = reply("I think that")
     cut["choices"][0]["finish_reason"] = "length"
     answer_in_turn(server, cut)
-    async with backend(server.url) as scorer:
+    async with backend(server.url, tries=1) as scorer:
         (outcome,) = await scorer.score([job(0)], timeout=5)
     assert "raise reward.judge.max_tokens" in outcome.message
 
@@ -176,7 +177,7 @@ async def test_a_key_that_the_endpoint_repeats_is_removed(
     monkeypatch.setenv("JUDGE_KEY", KEY)
     body = reply(f"your key is {KEY}") if status == 200 else web.Response(status=status, text=f"Bearer {KEY}!")
     answer_in_turn(server, body)
-    async with backend(server.url, api_key_env="JUDGE_KEY") as scorer:
+    async with backend(server.url, api_key_env="JUDGE_KEY", tries=1) as scorer:
         (outcome,) = await scorer.score([job(0)], timeout=5)
     assert outcome.error_reason and KEY not in outcome.message and "***" in outcome.message
 
@@ -186,14 +187,14 @@ async def test_no_part_of_a_key_is_left_where_a_verdict_is_cut(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     answer_in_turn(server, reply(KEY + " " * (200 - len(KEY) // 2)))
-    async with backend(server.url, api_key_env="JUDGE_KEY") as scorer:
+    async with backend(server.url, api_key_env="JUDGE_KEY", tries=1) as scorer:
         (outcome,) = await scorer.score([job(0)], timeout=5)
     assert outcome.error_reason == "BAD_VERDICT" and KEY[-5:] not in outcome.message
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_hostile_endpoint_is_a_named_error(name: str) -> None:
-    async with raw_server(HOSTILE[name]) as url, backend(url + "/v1") as scorer:
+    async with raw_server(HOSTILE[name]) as url, backend(url + "/v1", tries=2) as scorer:
         (outcome,) = await scorer.score([job(0)], timeout=10)
     assert outcome.error_reason in ("BAD_RESPONSE", "UNREACHABLE") and outcome.message.isprintable()
 

@@ -13,7 +13,7 @@ from fourfold.errors import ConfigError
 from tests.unit.config.test_config import RECIPE, write
 
 # Keys that a table must have, and the header of a table of a list.
-_REQUIRED = {"rollout.pool": 'name = "pool"\n', "reward.judge": 'url = "http://127.0.0.1:8000/v1"\nmodel = "m"\n'}
+_REQUIRED = {"rollout.pool": 'name = "pool"\n'}
 _HEADERS = {"rollout.pool": "[[rollout.pool]]"}
 
 

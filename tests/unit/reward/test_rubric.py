@@ -86,12 +86,13 @@ def test_a_row_just_below_the_depth_of_the_parser_is_an_error_of_the_row(tmp_pat
 def test_a_rubric_with_answer_needs_one_and_the_general_one_does_not(tmp_path: Path) -> None:
     (tmp_path / "rubric.md").write_text("{completion} {answer}")
     assert Rubric(judge(rubric=str(tmp_path / "rubric.md"))).messages(job(answer=" ")) is None
-    general = Rubric(judge())
+    general = Rubric(judge(system="You are fair."))
     without, with_answer = general.messages(job()), general.messages(job(answer="5"))
     assert without is not None and with_answer is not None
-    assert [m["role"] for m in without] == ["user"] and "reference" not in without[0]["content"]
-    assert "<reference_answer>\n5\n</reference_answer>" in with_answer[0]["content"]
-    assert "agrees with the reference answer, is complete, and does" in with_answer[0]["content"]
+    assert [m["role"] for m in without] == ["system", "user"] and without[0]["content"] == "You are fair."
+    assert "reference" not in without[1]["content"]
+    assert "<reference_answer>\n5\n</reference_answer>" in with_answer[1]["content"]
+    assert "agrees with the reference answer, is complete, and does" in with_answer[1]["content"]
 
 
 @pytest.mark.parametrize("text", ["{completion} {", "{completion}\n}", "{completion} {}", "{completion} { a }", "{}"])

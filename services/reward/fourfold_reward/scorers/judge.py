@@ -26,8 +26,6 @@ from fourfold_reward.signatures import Reads
 _log = logging.getLogger(__name__)
 
 _MAX_BYTES: Final = 4 << 20
-# 429, 5xx, a broken connection and a verdict without a grade are tried again, within the time limit of a sample.
-_TRIES: Final = 3
 _FIRST_WAIT_SECONDS: Final = 0.5
 _LONGEST_WAIT_SECONDS: Final = 20.0
 # Of one response. More is no plausible count, and would make the costs of the run wrong.
@@ -68,10 +66,8 @@ class Judge(QueuedScorer):
     @property
     def scorer(self) -> str:
         """Model, and a hash of all that decides its grades."""
-        judge = self._judge
-        # The empty text keeps the name that older versions gave to a judge without a system message.
-        parts: list[Any] = [self._rubric.text, judge.url, judge.model, "", judge.pattern]
-        parts += [judge.grade_min, judge.grade_max, judge.temperature, judge.max_tokens]
+        keys = ("url", "model", "system", "pattern", "grade_min", "grade_max", "temperature", "max_tokens")
+        parts = [self._rubric.text, *(getattr(self._judge, key) for key in keys)]
         return f"{self._judge.model}@{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
 
     async def start(self) -> None:
@@ -108,7 +104,7 @@ class Judge(QueuedScorer):
             "temperature": self._judge.temperature,
             "max_tokens": self._judge.max_tokens,
         }
-        for number in range(1, _TRIES + 1):
+        for number in range(1, self._judge.tries + 1):
             wait = random.uniform(0.5, 1.5) * min(_FIRST_WAIT_SECONDS * 2 ** (number - 1), _LONGEST_WAIT_SECONDS)
             try:
                 response = await self._client.post(body, timeout=max(deadline - loop.time(), 0))
@@ -121,7 +117,7 @@ class Judge(QueuedScorer):
             except ValueError as error:
                 failure = Outcome.error("BAD_VERDICT", f"the verdict of {self._judge.model} has {error}")
                 wait = 0.0  # the endpoint works
-            if number == _TRIES or loop.time() + wait >= deadline:
+            if number == self._judge.tries or loop.time() + wait >= deadline:
                 break
             await asyncio.sleep(wait)
         return failure

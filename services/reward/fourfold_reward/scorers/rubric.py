@@ -102,6 +102,7 @@ class Rubric:
             self._template = Template(text, source="the general rubric")
             self._with_answer = Template(DEFAULT_RUBRIC_WITH_ANSWER, source="the general rubric")
         self.text = text
+        self._system = judge.system
 
     def messages(self, job: Job) -> list[dict[str, str]] | None:
         """Return the messages for a sample; None if the rubric needs a reference answer and the sample has none.
@@ -113,7 +114,8 @@ class Rubric:
         template = self._with_answer if self._with_answer is not None and job.answer.strip() else self._template
         if "answer" in template.names and not job.answer.strip():
             return None
-        return [{"role": "user", "content": template.fill(values)}]
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return [*system, {"role": "user", "content": template.fill(values)}]
 
 
 class GradePattern:

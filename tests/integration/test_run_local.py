@@ -148,13 +148,3 @@ def test_interrupt_while_the_engines_load_leaves_nothing(folder: Folder) -> None
     assert time.monotonic() - began < 20
     assert process.returncode == 130 and "Stopped by SIGINT" in errors
     until(lambda: not alive(everything), 10)
-
-
-@pytest.mark.slow
-@pytest.mark.soak  # test_ray_cluster.py runs real engines and ranks on Ray in CI
-def test_tiny_recipe_runs_through_ray(folder: Folder) -> None:
-    process = folder.start("recipe.toml", "--launcher", "ray")
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors + folder.logs()
-    assert "tiny is done: 3 steps" in output
-    check_agreement(folder)

@@ -28,18 +28,6 @@ class Mutant:
 
 
 MUTANTS: Final = {
-    "stale check off by one": Mutant(
-        "training/producer.py",
-        "version - sample.oldest_version > max_lag",
-        "version - sample.oldest_version > max_lag + 1",
-        ("trained while stale",),
-    ),
-    "admission limit off by one": Mutant(
-        "training/producer.py",
-        "self.lag_limit + 1, self._steps",
-        "self.lag_limit + 2, self._steps",
-        ("groups admitted",),
-    ),
     "restore keeps groups of lost weights": Mutant(
         "training/recovery.py",
         "return [g for g in groups if all(v.policy_version <= newest for s in g.segments for v in s.version_spans)]",
@@ -59,12 +47,6 @@ MUTANTS: Final = {
         # The ledger refuses to lease or to drop them again, so that the trainer never gets them.
         ("is TRAINED; only READY samples are leased", "is TRAINED; it cannot become DROPPED"),
         ("kill coordinator", "training"),
-    ),
-    "open prompts are not drawn again": Mutant(
-        "training/recovery.py",
-        "{*(() if own else context.ledger.open_positions()), *kept}",
-        "kept",
-        ("positions without an end",),
     ),
 }
 

@@ -47,7 +47,7 @@ def visit(name):
             visit(full)
 for package in packages:
     visit(package)
-for group in ("fourfold.services", "fourfold.commands"):
+for group in ("fourfold.services", "fourfold.commands", "fourfold.tools"):
     for entry in importlib.metadata.entry_points(group=group):
         if not entry.module.startswith(skipped):
             entry.load()
@@ -161,6 +161,15 @@ def test_fourfold_alone_imports_all_that_needs_no_extra(install: Callable[..., P
     assert _run(python, "-c", program, cwd=tmp_path).startswith(
         "fourfold.serve_reward needs fourfold-reward; run `uv pip"
     )
+
+
+def test_tools_alone_make_certificates_without_torch(install: Callable[..., Path], tmp_path: Path) -> None:
+    python = install("fourfold-tools", "--constraints", ROOT / "constraints.txt")
+    found = _import_all(python, ["fourfold_tools"], skip=[], cwd=tmp_path)
+    assert {"fourfold_tools.cli.certs", "fourfold_tools.gguf.write_gguf"} <= set(found.imported)
+    assert not found.modules & (HEAVY | {"matplotlib", "fourfold_coordinator", "fourfold_reward", "fourfold_rollout"})
+    assert "Certificates for" in _run(python.with_name("fourfold"), "certs", "files", cwd=tmp_path)
+    assert (tmp_path / "files/ca.pem").exists()
 
 
 def test_only_its_own_wheel_has_the_benchmarks(wheels: Path) -> None:

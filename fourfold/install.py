@@ -1,4 +1,4 @@
-"""Finds the command that installs a package beside this program."""
+"""Finds the parts of `fourfold-tools` that other distributions call, and the command that installs what is missing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import shlex
 import shutil
 import sys
 from contextlib import suppress
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from fourfold.errors import ConfigError
 
 
 def install_command(*requirements: str, options: str = "") -> str:
@@ -29,6 +32,21 @@ def install_command(*requirements: str, options: str = "") -> str:
         program, options = "uv pip", f"--python {shlex.quote(_shown(python))} {options}".strip()
     words = [word for requirement in requirements for word in _source(requirement)]
     return " ".join(filter(None, [program, "install", options, shlex.join(words)]))
+
+
+def find_tool(name: str, purpose: str) -> EntryPoint:
+    """Return the entry point of a tool; `fourfold-tools` registers them, and no other distribution imports it.
+
+    gguf-reader    module: `python -m MODULE FILE.gguf FOLDER` converts a GGUF file into a model folder
+    gguf-writer    function that writes a model folder as a GGUF file
+    step-time      class that predicts step times for `fourfold plan` (`fourfold.plan.speed.SpeedPredictor`)
+
+    Raises:
+        ConfigError: `fourfold-tools` is not installed; the message begins with `purpose`, which needs it.
+    """
+    for entry in importlib.metadata.entry_points(group="fourfold.tools", name=name):
+        return entry
+    raise ConfigError(f"{purpose} needs fourfold-tools, which is not installed; {install_command('fourfold-tools')}")
 
 
 def version_of(package: str) -> str:

@@ -29,9 +29,8 @@ from typing import Any, Final
 
 from fourfold import hub
 from fourfold.errors import ConfigError
-from fourfold.install import install_command
+from fourfold.install import find_tool, install_command
 from fourfold.paths import expand_home
-from fourfold.tools import find_tool
 
 _KEY: Final = "model.source"  # of the recipe, in messages
 BUILTIN_PREFIX: Final = "builtin:"

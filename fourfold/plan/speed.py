@@ -10,9 +10,9 @@ from typing import Protocol
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import Gpu
+from fourfold.install import find_tool
 from fourfold.plan.models import ModelSizes
 from fourfold.plan.preflight import Preflight
-from fourfold.tools import find_tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

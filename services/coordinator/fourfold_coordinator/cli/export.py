@@ -15,9 +15,9 @@ from typing import Final
 from fourfold import hub
 from fourfold.errors import ConfigError
 from fourfold.hub import upload
+from fourfold.install import find_tool
 from fourfold.model import folder as model_folder
 from fourfold.text import choices, format_bytes
-from fourfold.tools import find_tool
 
 from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, find_run
 from ..reporting.model_card import model_card

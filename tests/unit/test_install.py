@@ -1,4 +1,4 @@
-"""The parts of fourfold-tools that other distributions call."""
+"""The parts of fourfold-tools that other distributions find."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import re
 import pytest
 
 from fourfold.errors import ConfigError
-from fourfold.install import install_command
-from fourfold.tools import find_tool
+from fourfold.install import find_tool, install_command
 
 
 def test_a_tool_is_found_without_an_import() -> None:

@@ -86,6 +86,15 @@ def test_service_that_is_not_installed_names_its_distribution(
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert cli_main.main(["serve", "trainer", str(QUICKSTART)]) == 1
     assert f"`trainer` is not installed here; {install_command('fourfold-trainer')}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["certs", "conformance", "import"])
+def test_command_that_is_not_installed_names_its_distribution(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    assert cli_main.main([name, "x"]) == 1
+    assert f"`{name}` is not installed here; {install_command('fourfold-tools')}" in capsys.readouterr().err
     for words in (["run", str(QUICKSTART)], ["reward", "list", "runs/demo"]):
         assert cli_main.main(words) == 1
         assert install_command("fourfold-coordinator") in capsys.readouterr().err

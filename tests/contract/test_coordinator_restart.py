@@ -170,12 +170,10 @@ MOMENTS: Final = {
     "acknowledged": ("after:acknowledge", False),
     "version recorded": ("after:publishing", False),
     "looking up": ("ComputeLogprobs", False),
-    "sending": ("SendWeights", False),
     "pausing": ("BeginWeights", False),
     "transfer": ("ReceiveWeights", False),
     "commit": ("CommitWeights", False),
     "probe": ("ProbeLogprobs", False),
-    "release": ("ReleaseWeights", False),
     "reporting": ("before:record_metrics", False),
     "reported": ("after:record_metrics", False),
     "evaluating": ("before:add_eval", False),
@@ -215,7 +213,7 @@ async def test_a_coordinator_that_is_killed_is_replaced_without_loss(
         assert await run.end() == -signal.SIGKILL
         seconds = await run.continue_run()
     # The first groups are issued when the engine samples, while its probe is compared.
-    raised = {"probe": (1,), "release": (1,), "collecting": (0, 1)}.get(moment, (0,))
+    raised = {"probe": (1,), "collecting": (0, 1)}.get(moment, (0,))
     await check(stage, run, expected, raised=raised)
     dropped = stage.report()["dropped"].get(COORDINATOR_RESTARTED, 0)
     sys.stdout.write(f"\n{moment}: {seconds:.1f} s, {dropped} samples dropped\n")

@@ -39,6 +39,7 @@ def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
         yield make
 
 
+@pytest.mark.slow
 def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=6, logging={"sinks": ["tensorboard"]})
     process = stage.start("toy.toml", delay=0.1)

@@ -25,7 +25,6 @@ import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import StaleEpoch, WrongState
-from fourfold.rollout.client import RolloutControlClient
 from tests.support.signals import go_on, kill, stop, terminate
 from tests.support.trainer_driver import REPOSITORY, trainer_environment
 from tests.support.weight_coordinator import Coordinator, after, ends_in, ends_well, repeat, until, write_task
@@ -68,7 +67,7 @@ def half_sent(fleet: Fleet, coordinator: Coordinator) -> int:
     return rank
 
 
-ENGINE_MOMENTS = ("before open", "in open", "after begin", "in receive", "before commit", "after commit")
+ENGINE_MOMENTS = ("in open", "after begin", "in receive", "after commit")
 ENGINE_DEATHS = [
     *((moment, ("core", "service")[number % 2], BACKENDS[0]) for number, moment in enumerate(ENGINE_MOMENTS)),
     *(("in receive", "core", backend) for backend in BACKENDS[1:]),
@@ -88,8 +87,6 @@ async def test_an_engine_is_killed(fleet: Fleet, moment: str, who: str, backend:
     async with coordinating(fleet, survivor, victim, backend=backend) as coordinator:
         tap = coordinator.tap
         match moment:
-            case "before open":
-                tap.on("before", name, "OpenWeights", after(0, death))
             case "in open":
                 tap.on("before", name, "OpenWeights", after(0, (stop, core)))
                 tap.on("during", name, "OpenWeights", after(0.3, death))
@@ -98,8 +95,6 @@ async def test_an_engine_is_killed(fleet: Fleet, moment: str, who: str, backend:
             case "in receive":
                 rank = half_sent(fleet, coordinator)
                 tap.on("during", name, "ReceiveWeights", after(0.5, death))
-            case "before commit":
-                tap.on("before", name, "CommitWeights", after(0, death))
             case _:
                 tap.on("after", name, "CommitWeights", after(0, death))
         version = await fleet.turn()
@@ -168,13 +163,9 @@ async def test_the_trainer_is_killed(fleet: Fleet, moment: str, who: str, backen
 
 
 COORDINATOR_DEATHS = {
-    "offered": ("after", "trainer-0", "MakeOffer"),
     "opening": ("during", "", "OpenWeights"),
-    "begun": ("after", "", "BeginWeights"),
     "receiving": ("during", "", "ReceiveWeights"),
-    "received": ("before", "", "CommitWeights"),
     "one committed": ("after", "", "CommitWeights"),
-    "one released": ("after", "", "ReleaseWeights"),
 }
 
 
@@ -182,8 +173,6 @@ COORDINATOR_DEATHS = {
 async def test_the_coordinator_is_killed(fleet: Fleet, tmp_path: Path, moment: str) -> None:
     engines = fleet.engines(2)
     when, who, method = COORDINATOR_DEATHS[moment]
-    if method == "ReleaseWeights" and not hasattr(RolloutControlClient, "release"):
-        pytest.skip("this release holds no tokens back")
     rank = fleet.trainer.rank
     version = await fleet.turn()
     write_task(
@@ -195,7 +184,7 @@ async def test_the_coordinator_is_killed(fleet: Fleet, tmp_path: Path, moment: s
         die=[when, who or engines[0].member_id, method],
         seconds=0.5 if moment == "receiving" else 0.0,
         stop=rank if moment == "receiving" else 0,
-        hold=engines[1].member_id if moment.startswith("one") else "",
+        hold=engines[1].member_id if moment == "one committed" else "",
     )
     argv = [sys.executable, "-m", "tests.support.weight_coordinator", str(tmp_path / "task.json")]
     done = await asyncio.to_thread(

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "ray"}
 
@@ -50,47 +48,44 @@ def test_import_contracts_hold() -> None:
     assert ", 0 broken" in done.stdout
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a copy of all packages and of their contracts."""
-    folder = tmp_path_factory.mktemp("packages")
+# A line that breaks a contract, and the module to which it is added.
+_VIOLATIONS = (
+    ("fourfold/rpc/server.py", "import torch", "fourfold needs no tensor library"),
+    ("fourfold/host/clock.py", "import fourfold.rpc.codec", "Layers of fourfold"),
+    ("fourfold/rpc/server.py", "import fourfold.plan.batch", "Calls and services need no plan"),
+    ("fourfold/host/clock.py", "import fourfold_bench", "Nothing imports the benchmarks"),
+    ("fourfold_coordinator/serve.py", "import fourfold.weights.manifest", "nn and weights are imported"),
+    ("fourfold/rpc/server.py", "def f():\n    import vllm", "vLLM is imported by its engine"),
+    ("fourfold_trainer/flops.py", "import fourfold_reward", "Services and tools stand on fourfold"),
+    ("fourfold/cli/main.py", "def f():\n    import fourfold_tools", "Services and tools stand on fourfold"),
+    ("fourfold/cli/main.py", "def f():\n    import fourfold_reward", "Services and tools stand on fourfold"),
+    ("fourfold_tools/cli/conformance.py", "import fourfold_rollout", "Services and tools stand on fourfold"),
+    ("fourfold_gateway/turns.py", "import fourfold_rollout.load", "Services and tools stand on fourfold"),
+    ("fourfold_trainer/engine.py", "import fourfold_trainer.step.train_step", "Layers of the trainer"),
+    ("fourfold_coordinator/training/loop.py", "import ray", "Ray is imported by its launcher"),
+    ("fourfold_coordinator/state/ledger.py", "import fourfold_coordinator.serve", "Layers of the coordinator"),
+    ("fourfold_trainer/step/train_step.py", "import deepspeed", "DeepSpeed is imported by its engine"),
+    ("fourfold_rollout/engine.py", "import fourfold_rollout.warm_up", "Layers of the rollout service"),
+    ("fourfold_gateway/turns.py", "import torch", "The gateway needs no tensor library"),
+)
+
+
+def test_each_violation_breaks_its_contract(tmp_path: Path) -> None:
     for package in (ROOT / "fourfold", ROOT / "tools/fourfold_tools", *ROOT.glob("services/*/fourfold_*")):
         if package.suffix != ".egg-info":
-            shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("module", "line", "contract"),
-    [
-        ("fourfold/rpc/server.py", "import torch", "fourfold needs no tensor library"),
-        ("fourfold/host/clock.py", "import fourfold.rpc.codec", "Layers of fourfold"),
-        ("fourfold/rpc/server.py", "import fourfold.plan.batch", "Calls and services need no plan"),
-        ("fourfold/host/clock.py", "import fourfold_bench", "Nothing imports the benchmarks"),
-        ("fourfold_coordinator/serve.py", "from fourfold.weights import manifest", "nn and weights are imported"),
-        ("fourfold/rpc/server.py", "def f():\n    import vllm", "vLLM is imported by its engine"),
-        ("fourfold_trainer/flops.py", "import fourfold_reward", "Services and tools stand on fourfold"),
-        ("fourfold/cli/main.py", "def f():\n    import fourfold_tools", "Services and tools stand on fourfold"),
-        ("fourfold/cli/main.py", "def f():\n    import fourfold_reward", "Services and tools stand on fourfold"),
-        ("fourfold_tools/cli/conformance.py", "import fourfold_rollout", "Services and tools stand on fourfold"),
-        ("fourfold_gateway/turns.py", "import fourfold_rollout.load", "Services and tools stand on fourfold"),
-        ("fourfold_trainer/engine.py", "import fourfold_trainer.step.train_step", "Layers of the trainer"),
-        ("fourfold_coordinator/training/loop.py", "import ray", "Ray is imported by its launcher"),
-        ("fourfold_coordinator/state/ledger.py", "import fourfold_coordinator.serve", "Layers of the coordinator"),
-        ("fourfold_trainer/step/train_step.py", "import deepspeed", "DeepSpeed is imported by its engine"),
-        ("fourfold_rollout/engine.py", "import fourfold_rollout.warm_up", "Layers of the rollout service"),
-        ("fourfold_gateway/turns.py", "import torch", "The gateway needs no tensor library"),
-    ],
-)
-def test_a_violation_breaks_its_contract(copy: Path, module: str, line: str, contract: str) -> None:
-    file = copy / module
-    source = file.read_text()
-    file.write_text(f"{source}\n\n{line}\n")
-    done = _lint(copy)
-    file.write_text(source)
-    broken = [text for text in done.stdout.splitlines() if " BROKEN" in text]
-    assert done.returncode != 0 and any(text.startswith(contract) for text in broken), done.stdout
+            shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for module, line, _ in _VIOLATIONS:
+        with (tmp_path / module).open("a") as file:
+            file.write(f"\n\n{line}\n")
+    done = _lint(tmp_path)
+    assert done.returncode != 0
+    _, *parts = re.split(r"^(.+)\n-{3,}\n", done.stdout.partition("Broken contracts")[2], flags=re.MULTILINE)
+    reports = dict(zip(parts[::2], parts[1::2], strict=True))
+    for module, line, contract in _VIOLATIONS:
+        (report,) = [text for title, text in reports.items() if title.startswith(contract)]
+        importer, imported = module.removesuffix(".py").replace("/", "."), line.split()[-1]
+        assert f"{importer} -> {imported} (l." in report
 
 
 _VLLM_PRIVATE = ("fourfold_rollout/vllm/patches/", "fourfold_rollout/vllm/engine.py", "fourfold_rollout/vllm/launch.py")

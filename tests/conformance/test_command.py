@@ -73,7 +73,7 @@ async def test_a_low_limit_of_calls_is_no_fault(tmp_path: Path, capsys: pytest.C
     pki = Pki(folder)
     certs.add(folder, [certs.parse_member("gateway-0")])
     security = pki.load("gateway-0", tokens=True)
-    async with gateway(tmp_path, security=security, limits=CallerLimits(calls_per_second=10)) as running:
+    async with gateway(tmp_path, security=security, limits=CallerLimits(calls_per_second=20)) as running:
         words = [running.target, "--certs", str(folder / "ca.pem"), "--token", pki.token, "--http", running.url]
         rules = ("open", "concurrent_sessions", "cancelled_turn", "watch", "http_session", "http_models")
         code = await run("gateway", *words, *(word for rule in rules for word in ("--only", rule)))

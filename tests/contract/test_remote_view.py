@@ -34,6 +34,7 @@ from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.state.samples import SAMPLES_FILE
+from fourfold_coordinator.view import reader as view_reader
 from fourfold_coordinator.view import remote
 from fourfold_coordinator.view.app import make_app
 from fourfold_coordinator.view.reader import FolderReader, RunFolders
@@ -79,6 +80,13 @@ class _Coordinator:
 
 
 Start = Callable[..., _Coordinator]
+
+
+@pytest.fixture(autouse=True)
+def frequent_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_UPDATE_SECONDS", 0.05)
+    monkeypatch.setattr(view_reader, "_UPDATE_SECONDS", 0.05)
+    monkeypatch.setattr(view_reader, "_STATE_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -172,8 +180,9 @@ def test_new_lines_arrive_and_a_restart_from_a_checkpoint_replaces_old_ones(
 
 
 def test_a_coordinator_that_is_gone_leaves_its_copy(
-    start: Start, open_remote: Open, folder: Path, tmp_path: Path
+    start: Start, open_remote: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(view_reader, "_STATE_SECONDS", 2.0)  # each question to a lost coordinator takes a second
     ledger = Ledger(folder / LEDGER_FILE)
     answers = [{"prompt": "p", "completion": "c", "answer": "a", "score": 1.0}]
     row = EvalRow(step=0, score=0.5, half_width=None, answer_count=8, missing_count=0, answers=answers)

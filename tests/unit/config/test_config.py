@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from fourfold.config.reward import JudgeConfig, RewardConfig
 from fourfold.errors import ConfigError
 from fourfold.table import Table
 
-REPOSITORY = Path(__file__).parents[3]
 RECIPE = """\
 name = "tiny"
 steps = 3
@@ -50,12 +48,6 @@ def refused(tmp_path: Path, text: str) -> str:
     with pytest.raises(ConfigError) as caught:
         config.load(write(tmp_path, text))
     return caught.value.message.replace(str(tmp_path), "DIR")
-
-
-@pytest.mark.parametrize("recipe", sorted((REPOSITORY / "recipes").glob("**/*.toml")), ids=lambda p: p.name)
-def test_every_recipe_of_the_repository_is_valid(recipe: Path) -> None:
-    settings = config.load(recipe)
-    assert settings.batch.samples_per_step == settings.batch.prompts_per_step * settings.batch.group_size
 
 
 def test_the_date_of_chat_templates_is_a_date(tmp_path: Path) -> None:
@@ -114,21 +106,6 @@ def test_a_sample_that_no_message_of_a_step_can_carry_is_refused(
         config.Config.model_validate(settings)
 
 
-def test_a_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
-    settings = config.load(write(tmp_path, RECIPE))
-    assert settings.sampling.temperature == 1.0
-    assert settings.trainer.zero_stage == 3
-    assert settings.security.directory == ""
-    assert not settings.needs_reference
-    assert config.load(write(tmp_path, RECIPE + "[algorithm]\nkl.coef = 0.1\n")).needs_reference
-
-
-def test_values_never_change(tmp_path: Path) -> None:
-    settings = config.load(write(tmp_path, RECIPE))
-    with pytest.raises(pydantic.ValidationError):
-        settings.batch.group_size = 3
-
-
 @pytest.mark.parametrize(
     ("change", "to", "message"),
     [
@@ -136,11 +113,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("steps = 3", "", "DIR/recipe.toml:1  steps: missing, and it has no default; add it."),
         ("group_size = 4", "groupsize = 4", ":13  batch.groupsize: no such key. Did you mean `group_size`?"),
         ("group_size = 4", "learning_rate = 1", ":13  batch.learning_rate: no such key. Did you mean `trainer.learn"),
-        (
-            "group_size = 4",
-            "num_generations = 4",
-            ":13  batch.num_generations: no such key. Did you mean `group_size",
-        ),
+        ("group_size = 4", "num_generations = 4", ":13  batch.num_generations: no such key. Did you mean `group_size"),
         ("group_size = 4", "lr = 1e-6", ":13  batch.lr: no such key. Did you mean `trainer.learning_rate`?"),
         ("group_size = 4", "kl_coef = 0.1", ":13  batch.kl_coef: no such key. Did you mean `algorithm.kl.coef`?"),
         ("steps = 3", "max_steps = 3", ":2  max_steps: no such key. Did you mean `steps`?"),
@@ -158,12 +131,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("max_new_tokens = 16", "max_new_tokens = 64", "sampling.max_new_tokens = 64 leaves no room for a prompt"),
         ("max_new_tokens = 16", "max_new_tokens = 8\ntop_p = 0.9", ":17  sampling: `top_p` is refused for training"),
         ("max_new_tokens = 16", "max_new_tokens = 8\ntop_k = 5", "`top_k` is refused for training rollouts"),
-        (
-            "max_new_tokens = 16",
-            "max_new_tokens = 8\ntemperature = 0.005",
-            ":17  sampling.temperature: 0.005 is below 0.01: the engine would sample at 0.01, and every importance "
-            "ratio would be wrong; raise it to 0.01 or more",
-        ),
+        ("max_new_tokens = 16", "max_new_tokens = 8\ntemperature = 0.005", ":17  sampling.temperature: 0.005 is below"),
         ("max_new_tokens = 16", "max_new_tokens = 8\ntemperature = 0.0", ":17  sampling.temperature = 0.0: input sh"),
         (
             "max_new_tokens = 16",
@@ -172,26 +140,14 @@ def test_values_never_change(tmp_path: Path) -> None:
         ),
         ("max_new_tokens = 16", "max_new_tokens = 8\nstop_token_ids = [-1]", "should be greater than or equal to 0"),
         ('path = "train.jsonl"', "", ":8  data.train: path and reasoning_gym are empty, and rows need a source; set p"),
-        (
-            'path = "train.jsonl"',
-            'reasoning_gym = "x"',
-            "reasoning_gym = 'x' generates any number of rows; set size, such",
-        ),
-        (
-            'path = "train.jsonl"',
-            'path = "x"\noptions = {a = 1}',
-            "options = {'a': 1} are for a reasoning-gym task, and path = 'x' is none",
-        ),
+        ('path = "train.jsonl"', 'reasoning_gym = "x"', "reasoning_gym = 'x' generates any number of rows; set size,"),
+        ('path = "train.jsonl"', 'path = "x"\noptions = {a = 1}', "options = {'a': 1} are for a reasoning-gym task,"),
         (
             "group_size = 4",
             "group_size = 4\ntokens_per_micro_batch = 32",
             "cannot hold one sample of model.max_context",
         ),
-        (
-            "[batch]",
-            "[trainer]\nranks = 9\n[batch]",
-            "= 8 samples cannot feed 9 trainer ranks in 1 mini-batches; raise batch.prompts",
-        ),
+        ("[batch]", "[trainer]\nranks = 9\n[batch]", "= 8 samples cannot feed 9 trainer ranks in 1 mini-batches;"),
         (
             "[batch]",
             '[algorithm]\npreset = "ppo"\n[critic]\nranks = 9\n[batch]',
@@ -205,224 +161,15 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("steps = 3", "steps = 3\nreward = [1]", ":3  [[reward]] number 1 = 1: must be a table, [[reward]]"),
         ("steps = 3", "steps = 3\nreward = 1", ":3  reward = 1: must be a list"),
         (
-            "[sampling]",
-            "[trainer]\nadam_betas = [0.9, 0.9, 0.9]\n[sampling]",
-            ":16  trainer.adam_betas = [0.9, 0.9, 0.9]: tu",
-        ),
-        ("[sampling]", "[weights]\ntimeout_seconds = 0\n[sampling]", "weights.timeout_seconds = 0: input should be"),
-        (
-            "[sampling]",
-            "[weights]\ntimeout_seconds = nan\n[sampling]",
-            "weights.timeout_seconds = nan: input should be",
-        ),
-        (
-            "[sampling]",
-            '[trainer]\nzero_stage = 0\noffload = "optimizer"\n[sampling]',
-            ':17  trainer: offload = "optimizer" needs zero_stage 1, 2 or 3, not 0; set zero_stage = 1, or '
-            'offload = "none"',
-        ),
-        (
-            "[sampling]",
-            '[trainer]\nzero_stage = 2\noffload = "optimizer+parameters"\n[sampling]',
-            ':17  trainer: offload = "optimizer+parameters" needs zero_stage 3, not 2; set zero_stage = 3, or '
-            'offload = "optimizer"',
-        ),
-        (
-            "[sampling]",
-            "[trainer]\nzero_hpz_partition_size = 2\nranks = 3\n[sampling]",
-            "trainer: zero_hpz_partition_size = 2 and ranks = 3 exclude each other: it must divide them",
-        ),
-        (
-            "[sampling]",
-            "[trainer]\nzero_hpz_partition_size = 2\nranks = 2\nzero_stage = 2\n[sampling]",
-            "trainer: zero_hpz_partition_size = 2 and zero_stage = 2 exclude each other: it needs stage 3",
-        ),
-        (
-            "[sampling]",
-            '[trainer]\nzero_hpz_partition_size = 2\nranks = 2\noffload = "optimizer+parameters"\n[sampling]',
-            "trainer: zero_hpz_partition_size = 2 and offload = optimizer+parameters exclude each other",
-        ),
-        (
-            "[sampling]",
-            "[trainer]\nzero_hpz_partition_size = 2\nranks = 2\nlora = { rank = 4 }\n[sampling]",
-            "trainer: zero_hpz_partition_size = 2 and lora.rank = 4 exclude each other",
-        ),
-        (
-            "[sampling]",
-            '[weights]\nbackend = "nccl"\n[sampling]',
-            'weights.backend = "nccl" moves weights between GPUs, and trainer.device = "cpu"; set weights.backend =',
-        ),
-        (
-            "[sampling]",
-            '[trainer]\ndevice = "cuda"\n[weights]\nbackend = "cuda_ipc"\n[sampling]',
-            'weights.backend = "cuda_ipc" moves weights between GPUs, and rollout.gpus_per_replica = 0; set weights.b',
-        ),
-        (
-            "[sampling]",
-            '[weights]\npause = "stop"\n[sampling]',
-            "weights.pause = 'stop': input should be 'auto', 'keep'",
-        ),
-        (
-            "[sampling]",
-            '[trainer]\ndevice = "cuda"\noffload = "optimizer+parameters"\n[rollout]\ngpus_per_replica = 1\n'
-            '[weights]\nbackend = "nccl"\n[sampling]',
-            'trainer.offload = "optimizer+parameters"; set weights.backend = "auto", or keep both on GPUs',
-        ),
-        ("[sampling]", "[weights]\nverify_every = 0\n[sampling]", "weights.verify_every = 0: input should be greater"),
-        (
-            "[sampling]",
-            '[rollout]\nquantization = "fp8"\n[sampling]',
-            'rollout: quantization = "fp8" needs a GPU; set gpus_per_replica to at least 1, or remove it',
-        ),
-        (
-            "[sampling]",
-            "[rollout]\nsleep_mode = true\n[sampling]",
-            "rollout: sleep_mode = true needs a GPU; set gpus_per_re",
-        ),
-        ("[sampling]", '[trainer]\noffload = "disk"\n[sampling]', ":16  trainer.offload = 'disk': input should be"),
-        ("[sampling]", "[trainer]\nmuon_momentum = 1\n[sampling]", "trainer.muon_momentum = 1: input should be less"),
-        ("[sampling]", "[trainer]\nema_decay = 1\n[sampling]", "trainer.ema_decay = 1: input should be less than 1"),
-        (
-            "[sampling]",
-            "[checkpoint]\nkeep_best = 2\n[sampling]",
-            "checkpoint.keep_best = 2 needs held-out scores, and there is no held-out data; add [data.holdout] or",
-        ),
-        ("[sampling]", "[algorithm.kl]\ncoef = inf\n[sampling]", "algorithm.kl.coef = inf: input should be"),
-        ("[sampling]", '[trainer]\ndevice = "gpu"\n[sampling]', ":16  trainer.device = 'gpu': input should be"),
-        (
-            "[sampling]",
-            '[trainer]\nschedule = "Cosin"\n[sampling]',
-            "trainer.schedule = 'Cosin': input should be 'constant', 'linear' or 'cosine'; did you mean `cosine`?",
-        ),
-        ("[sampling]", "[trainer]\nlearning_rate = nan\n[sampling]", "trainer.learning_rate = nan: input should be"),
-        (
-            "[sampling]",
-            '[algorithm]\npreset = "grop"\n[sampling]',
-            ":16  algorithm: preset = 'grop' is unknown; did you mean `grpo`? Known are",
-        ),
-        (
-            "[sampling]",
-            '[algorithm.kl]\ncoef = 0.1\nestimator = "k1"\n[sampling]',
-            ":15  algorithm.kl: estimator k1 has no gradient",
-        ),
-        (
-            "[sampling]",
-            "[algorithm.kl]\ntarget = 0.1\n[sampling]",
-            "algorithm.kl: target = 0.1 needs coef > 0: an adaptive coefficient of 0 never changes; set coef above 0",
-        ),
-        (
             'path = "train.jsonl"',
             'path = "train.jsonl"\nreasoning_gym = "products"',
             "data.train: path = 'train.jsonl' and reasoning_gym = 'products' are two sources; remove one",
         ),
-        (
-            "[sampling]",
-            "[algorithm]\nentropy_coeff = 0.1\n[sampling]",
-            ":16  algorithm.entropy_coeff: no such key.",
-        ),
-        ("[sampling]", "[algorithm.correction]\nlow = 3\n[sampling]", "algorithm.correction: low = 3"),
-        (
-            "[sampling]",
-            '[algorithm]\nadvantage.kind = "remax"\nshaping.normalize = true\n[sampling]',
-            "score of the greedy completion that advantage.kind = `remax` compares it with; remove",
-        ),
-        (
-            "[sampling]",
-            '[algorithm]\nadvantage.kind = "gdpo"\nshaping.truncated = 0.5\n[sampling]',
-            "change a sample's score, but advantage.kind = `gdpo` compares the terms of the score; remove them and",
-        ),
-        (
-            "[sampling]",
-            "[algorithm.loss]\ndual_clip = 0.5\n[sampling]",
-            "algorithm.loss: dual_clip = 0.5 must be above 1",
-        ),
-        (
-            "[sampling]",
-            "[algorithm.loss]\nclip_hihg = 0.1\n[sampling]",
-            ":15  algorithm.loss: clip_hihg: no such key for kind = 'ppo'. Its keys: clip_low, clip_high, dual_clip.",
-        ),
-        (
-            "[sampling]",
-            '[algorithm.loss]\nkind = "gsop"\n[sampling]',
-            "kind = 'gsop' is unknown; did you mean `gspo`? Known are cispo",
-        ),
-        (
-            "[sampling]",
-            "[algorithm]\nloss = 3\n[sampling]",
-            "algorithm.loss: 3 names no kind; write a table",
-        ),
-        (
-            "[sampling]",
-            "[algorithm.loss]\nclip_low = 2\n[sampling]",
-            ":16  algorithm.loss.clip_low = 2: input should be less than or equal to 1",
-        ),
-        (
-            "[sampling]",
-            '[algorithm.loss]\nkind = "cispo"\nratio_min = 2\nratio_max = 1\n[sampling]',
-            "ratio_min = 2.0 must be below ratio_max = 1.0",
-        ),
-        (
-            "[sampling]",
-            "[algorithm.advantage]\ngamma = 0.9\n[sampling]",
-            "algorithm.advantage: gamma: no such key for kind = 'grpo'. Its keys: epsilon.",
-        ),
         ("group_size = 4", "group_size = 1", "`grpo` compares the samples of a prompt; raise it to at least 2"),
-        (
-            "[sampling]",
-            '[algorithm.filter]\nkeep = "mean-inside"\nlow = 1\n[sampling]',
-            "algorithm.filter: low = 1.0 must be below high = 1.0",
-        ),
         (
             "group_size = 4",
             'group_size = 1\n[algorithm]\npreset = "reinforce++"\nfilter.keep = "varied"',
             "algorithm.filter.keep = `varied` keeps groups whose scores differ; raise it to at least 2",
-        ),
-        (
-            "[sampling]",
-            "[algorithm.kl]\ncoef = 0.1\ntarget = 0.1\nhorizon = 1\n[sampling]",
-            "algorithm.kl.horizon = 1 is too short for 8 samples a step",
-        ),
-        (
-            "[sampling]",
-            "[reward]\ncommand = []\n[sampling]",
-            ":16  reward: command = [] is empty, so that nothing scores",
-        ),
-        (
-            "[sampling]",
-            "[trainer]\nzero_stage = 0\n[sampling]",
-            "trainer.zero_stage = 0 adds the gradients of micro-batches in model.dtype = `bfloat16`; set zero_stage",
-        ),
-        (
-            "[sampling]",
-            '[algorithm.kl]\ncoef = 0.1\nestimator = "k2"\nimportance_weighted = true\n[sampling]',
-            "importance_weighted = true weighs k3 in the loss, not estimator = `k2`",
-        ),
-        (
-            "[sampling]",
-            '[algorithm]\npreset = "grpo-paper"\nkl = { estimator = "k2" }\n[sampling]',
-            "k3_max = 0 has no effect on estimator = `k2`; remove it, or, if the preset has it, set it to 10",
-        ),
-        (
-            "[sampling]",
-            "[algorithm.shaping]\ncount_masked = true\n[sampling]",
-            "count_masked = true counts what mask_truncated leaves out; set mask_truncated",
-        ),
-        (
-            "[sampling]",
-            "[algorithm.shaping]\nclip_low = -2.0\n[sampling]",
-            "clip_low = -2.0 is the lower bound of clip = 0, which is no limit; set clip",
-        ),
-        ("[sampling]", "[reward]\ntarget = []\n[sampling]", "reward: target = [] is empty"),
-        (
-            "[sampling]",
-            '[reward]\nfunction = ""\ntargt = "h:1"\n[sampling]',
-            "reward.targt: no such key. Did you mean `target`?",
-        ),
-        ("[sampling]", '[reward]\nhttp = ""\n[sampling]', "reward: http = '' is empty"),
-        (
-            "[sampling]",
-            '[reward]\nhttp = "htp://u:password@host/x"\n[sampling]',
-            ":16  reward.http: the address does not begin with http:// or https://",
         ),
     ],
 )
@@ -431,16 +178,102 @@ def test_a_mistake_is_named_with_line_rule_and_fix(tmp_path: Path, change: str, 
     assert message in refused(tmp_path, RECIPE.replace(change, to))
 
 
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ("[trainer]\nadam_betas = [0.9, 0.9, 0.9]", ":18  trainer.adam_betas = [0.9, 0.9, 0.9]: tu"),
+        ("[weights]\ntimeout_seconds = 0", "weights.timeout_seconds = 0: input should be"),
+        ("[weights]\ntimeout_seconds = nan", "weights.timeout_seconds = nan: input should be"),
+        ('[trainer]\nzero_stage = 0\noffload = "optimizer"', ':19  trainer: offload = "optimizer" needs zero_stage 1,'),
+        (
+            '[trainer]\nzero_stage = 2\noffload = "optimizer+parameters"',
+            ':19  trainer: offload = "optimizer+parameters" needs zero_stage 3, not 2; set zero_stage = 3, or',
+        ),
+        ("[trainer]\nzero_hpz_partition_size = 2\nranks = 3", "trainer: zero_hpz_partition_size = 2 and ranks = 3"),
+        (
+            "[trainer]\nzero_hpz_partition_size = 2\nranks = 2\nzero_stage = 2",
+            "trainer: zero_hpz_partition_size = 2 and zero_stage = 2 exclude each other: it needs stage 3",
+        ),
+        (
+            '[trainer]\nzero_hpz_partition_size = 2\nranks = 2\noffload = "optimizer+parameters"',
+            "trainer: zero_hpz_partition_size = 2 and offload = optimizer+parameters exclude each other",
+        ),
+        (
+            "[trainer]\nzero_hpz_partition_size = 2\nranks = 2\nlora = { rank = 4 }",
+            "trainer: zero_hpz_partition_size = 2 and lora.rank = 4 exclude each other",
+        ),
+        ('[weights]\nbackend = "nccl"', 'weights.backend = "nccl" moves weights between GPUs, and trainer.device ='),
+        ('[trainer]\ndevice = "cuda"\n[weights]\nbackend = "cuda_ipc"', 'weights.backend = "cuda_ipc" moves weights'),
+        ('[weights]\npause = "stop"', "weights.pause = 'stop': input should be 'auto', 'keep'"),
+        (
+            '[trainer]\ndevice = "cuda"\noffload = "optimizer+parameters"\n[rollout]\ngpus_per_replica = 1\n'
+            '[weights]\nbackend = "nccl"',
+            'trainer.offload = "optimizer+parameters"; set weights.backend = "auto", or keep both on GPUs',
+        ),
+        ("[weights]\nverify_every = 0", "weights.verify_every = 0: input should be greater"),
+        ('[rollout]\nquantization = "fp8"', 'rollout: quantization = "fp8" needs a GPU; set gpus_per_replica to at'),
+        ("[rollout]\nhedge_after = 1.2", "hedge_after = 1.2 would sample most groups twice; set it to at least 1.5,"),
+        ("[rollout]\nsleep_mode = true", "rollout: sleep_mode = true needs a GPU; set gpus_per_re"),
+        ('[trainer]\noffload = "disk"', ":18  trainer.offload = 'disk': input should be"),
+        ("[trainer]\nmuon_momentum = 1", "trainer.muon_momentum = 1: input should be less"),
+        ("[trainer]\nema_decay = 1", "trainer.ema_decay = 1: input should be less than 1"),
+        ("[checkpoint]\nkeep_best = 2", "checkpoint.keep_best = 2 needs held-out scores, and there is no held-out"),
+        ("[algorithm.kl]\ncoef = inf", "algorithm.kl.coef = inf: input should be"),
+        ('[trainer]\ndevice = "gpu"', ":18  trainer.device = 'gpu': input should be"),
+        (
+            '[trainer]\nschedule = "Cosin"',
+            "trainer.schedule = 'Cosin': input should be 'constant', 'linear' or 'cosine'; did you mean `cosine`?",
+        ),
+        ("[trainer]\nlearning_rate = nan", "trainer.learning_rate = nan: input should be"),
+        ('[algorithm]\npreset = "grop"', ":18  algorithm: preset = 'grop' is unknown; did you mean `grpo`? Known are"),
+        ('[algorithm.kl]\ncoef = 0.1\nestimator = "k1"', ":17  algorithm.kl: estimator k1 has no gradient"),
+        ("[algorithm.kl]\ntarget = 0.1", "algorithm.kl: target = 0.1 needs coef > 0: an adaptive coefficient of 0"),
+        ("[algorithm]\nentropy_coeff = 0.1", ":18  algorithm.entropy_coeff: no such key."),
+        ("[algorithm.correction]\nlow = 3", "algorithm.correction: low = 3"),
+        (
+            '[algorithm]\nadvantage.kind = "remax"\nshaping.normalize = true',
+            "score of the greedy completion that advantage.kind = `remax` compares it with; remove",
+        ),
+        (
+            '[algorithm]\nadvantage.kind = "gdpo"\nshaping.truncated = 0.5',
+            "change a sample's score, but advantage.kind = `gdpo` compares the terms of the score; remove them and",
+        ),
+        ("[algorithm.loss]\ndual_clip = 0.5", "algorithm.loss: dual_clip = 0.5 must be above 1"),
+        ("[algorithm.loss]\nclip_hihg = 0.1", ":17  algorithm.loss: clip_hihg: no such key for kind = 'ppo'. Its"),
+        ('[algorithm.loss]\nkind = "gsop"', "kind = 'gsop' is unknown; did you mean `gspo`? Known are cispo"),
+        ("[algorithm]\nloss = 3", "algorithm.loss: 3 names no kind; write a table"),
+        ("[algorithm.loss]\nclip_low = 2", ":18  algorithm.loss.clip_low = 2: input should be less than or equal to 1"),
+        ('[algorithm.loss]\nkind = "cispo"\nratio_min = 2\nratio_max = 1', "ratio_min = 2.0 must be below ratio_max ="),
+        ("[algorithm.advantage]\ngamma = 0.9", "algorithm.advantage: gamma: no such key for kind = 'grpo'. Its keys:"),
+        ('[algorithm.filter]\nkeep = "mean-inside"\nlow = 1', "algorithm.filter: low = 1.0 must be below high = 1.0"),
+        ("[algorithm.kl]\ncoef = 0.1\ntarget = 0.1\nhorizon = 1", "algorithm.kl.horizon = 1 is too short for 8"),
+        ("[reward]\ncommand = []", ":18  reward: command = [] is empty, so that nothing scores"),
+        ("[trainer]\nzero_stage = 0", "trainer.zero_stage = 0 adds the gradients of micro-batches in model.dtype ="),
+        (
+            '[algorithm.kl]\ncoef = 0.1\nestimator = "k2"\nimportance_weighted = true',
+            "importance_weighted = true weighs k3 in the loss, not estimator = `k2`",
+        ),
+        (
+            '[algorithm]\npreset = "grpo-paper"\nkl = { estimator = "k2" }',
+            "k3_max = 0 has no effect on estimator = `k2`; remove it, or, if the preset has it, set it to 10",
+        ),
+        ("[algorithm.shaping]\ncount_masked = true", "count_masked = true counts what mask_truncated leaves out; set"),
+        ("[algorithm.shaping]\nclip_low = -2.0", "clip_low = -2.0 is the lower bound of clip = 0, which is no limit;"),
+        ("[reward]\ntarget = []", "reward: target = [] is empty"),
+        ('[reward]\nfunction = ""\ntargt = "h:1"', "reward.targt: no such key. Did you mean `target`?"),
+        ('[reward]\nhttp = ""', "reward: http = '' is empty"),
+        ('[reward]\nhttp = "htp://u:password@host/x"', ":18  reward.http: the address does not begin with http:// or"),
+    ],
+)
+def test_a_mistake_in_a_table_is_named_with_its_rule(tmp_path: Path, tables: str, message: str) -> None:
+    assert message in refused(tmp_path, f"{RECIPE}{tables}\n")
+
+
 def test_the_title_of_a_scorer_has_no_keys() -> None:
     address = "https://user:password@host:8000/v1?key=secret"
     assert RewardConfig(http=address).title == "https://host:8000/v1"
     judge = JudgeConfig(url=address, model="judge-7b")
     assert RewardConfig(judge=judge).title == "judge-7b at https://host:8000/v1"
-
-
-def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
-    text = RECIPE.replace("steps = 3", "steps = 0").replace("group_size = 4", "group_size = 0")
-    assert len(refused(tmp_path, text).splitlines()) == 2
 
 
 def test_a_file_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
@@ -496,11 +329,6 @@ def test_a_preset_gives_every_key_its_value_and_the_recipe_may_change_one(tmp_pa
     changed = config.load(write(tmp_path, text)).algorithm
     assert changed.kl.coef == 0.5
     assert changed.model_dump(exclude={"kl": {"coef"}}) == plain.model_dump(exclude={"kl": {"coef"}})
-
-
-def test_a_group_of_one_is_for_estimators_that_compare_nothing(tmp_path: Path) -> None:
-    text = RECIPE.replace("group_size = 4", "group_size = 1") + '[algorithm]\npreset = "ppo"\n'
-    assert config.load(write(tmp_path, text)).algorithm.needs_critic
 
 
 def test_a_kind_of_correction_brings_its_bounds(tmp_path: Path) -> None:

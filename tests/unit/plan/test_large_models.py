@@ -133,13 +133,6 @@ def test_a_rank_takes_its_part(
     assert rows["trainer, host"].weights == 0 and not rows["trainer, host"].on_gpu
 
 
-def test_a_measured_run_took_what_the_plan_says(folders: dict[tuple[int, ...], Path]) -> None:
-    """Qwen2.5-7B on two H200, engines asleep: 117 GB at the peak, with what the allocator of torch had cached."""
-    config = recipe(folders[QWEN_7B], 2)
-    trainer = memory_plan(config, model_sizes(config))[0]
-    assert 117e9 * 0.75 < trainer.total < 117e9
-
-
 def test_the_host_of_adapters_moves_the_base_and_restores_little(folders: dict[tuple[int, ...], Path]) -> None:
     config = recipe(folders[LLAMA_70B], 64, lora={"rank": 16})
     host = next(row for row in memory_plan(config, model_sizes(config)) if row.role == "trainer, host")

@@ -1,4 +1,4 @@
-"""The docs: every snippet runs and type-checks, and the monitoring page and the contract are those of the code."""
+"""The docs: every snippet runs and type-checks, and what the pages quote is in the code."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ from fourfold.rpc.server import Server
 from fourfold.rpc.status import MAX_RETRY_SECONDS
 from fourfold.security.access import POLICY, PUBLIC_SERVICES
 from fourfold.security.tokens import SCOPES
+from fourfold.service import membership
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold_coordinator.reporting.run_service import RunServicer
+from fourfold_coordinator.routing import registry
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_gateway.store import StoreFull
 from fourfold_reward.reference.servicer import MAX_REQUEST_BYTES as REFERENCE_BYTES
@@ -310,3 +312,58 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}
     assert {page for page in pages if page not in navigation} == set()
+
+
+REGISTRATION = ROOT / "docs/registration.md"
+
+
+def test_the_page_about_registration_has_the_numbers_and_the_reasons_of_the_registry() -> None:
+    page, source = REGISTRATION.read_text(), Path(registry.__file__).read_text()
+    for number in (
+        f"ttl = {registry.TTL_SECONDS:g} s",
+        f"now {registry.TTL_SECONDS:g} s",
+        f"has {registry.MAX_MEMBERS} members, or this member {MEMBER_LIMITS.concurrent_calls} calls",
+        f"After {registry._OVERDUE_SHARE:.0%} of the `ttl`".replace("%", " %"),
+        f"begin with {membership._FIRST_BACKOFF_SECONDS:g} s and double up to {membership._MAX_BACKOFF_SECONDS:g} s",
+    ):
+        assert number in page, number
+    reasons = set(re.findall(r'reason="([A-Z_]+)"', source)) - {"SECOND_TRAINER"}
+    assert reasons and {reason for reason in reasons if f" {reason} |" not in page} == set()
+    # Errors after which the service ends, in the page and in our own membership.
+    rows = [
+        row.strip("| ").split(" | ") for row in page.splitlines() if re.match(r"\| (both|Register|KeepAlive) \|", row)
+    ]
+    assert {row[1] for row in rows if row[-1].startswith("end")} | {"ALREADY_EXISTS"} == {
+        error.code for error in membership._PERMANENT
+    }
+
+
+TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
+FOLDERS = ("fourfold", "services")
+# Texts of other programs, in tables whose other texts are Fourfold's.
+FOREIGN = {"gpu_memory_utilization"}
+
+
+def _quoted() -> list[str]:
+    cells = [line.split("|")[1] for line in TROUBLESHOOTING.read_text().splitlines() if line.startswith("| ")]
+    texts = [text for cell in cells for text in re.findall("`([^`]+)`", cell)]
+    return [text for text in texts if text not in FOREIGN and not text.endswith(".json") and not text.endswith("/")]
+
+
+@pytest.fixture(scope="module")
+def all_code() -> str:
+    """Return all code, with the parts of texts that are split over lines put together."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if "_pb2" not in path.name]
+    text = "\n".join(path.read_text() for path in paths if "build" not in path.relative_to(ROOT).parts)
+    return re.sub(r"""(["'])\n\s*f?\1""", "", text)
+
+
+@pytest.mark.parametrize("message", _quoted())
+def test_a_quoted_message_is_in_the_code(message: str, all_code: str) -> None:
+    parts = [re.escape(part) for part in message.split("...") if part.strip()]
+    value = r"[^\n]{0,400}?"  # in the code, a value is an expression in braces
+    assert re.search(value.join(parts), all_code), f"no code writes {message!r}: correct the page"
+
+
+def test_the_page_quotes_messages() -> None:
+    assert len(_quoted()) > 55

@@ -1,4 +1,4 @@
-"""The reference in docs/reference is up to date, and has every recipe key, metric, RPC and command of the code."""
+"""The reference in docs/reference is up to date, and has every recipe key and command of the code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
 from pydantic import BaseModel
 
-from fourfold.algorithm.advantages import ADVANTAGES
-from fourfold.algorithm.losses import LOSSES
+from fourfold import metrics
 from fourfold.cli import main as cli_main
 from fourfold.config import Config
-from fourfold.contract import DESCRIPTOR_SET, PROTO_DIR
 from fourfold.metrics import METRICS
 from scripts.reference import FOLDER, PAGES
 from scripts.reference.page import error_texts, field_docs
@@ -72,19 +69,6 @@ def test_the_recipe_page_describes_every_key(pages: dict[str, str]) -> None:
         assert len(text) > 5, f"[{table}] {key} has no docstring"
 
 
-def test_the_recipe_page_has_every_kind_with_its_formula_and_keys(pages: dict[str, str]) -> None:
-    for table, registry in (("algorithm.advantage", ADVANTAGES), ("algorithm.loss", LOSSES)):
-        part = _part(pages["recipe.md"], f"[{table}]")
-        for kind in registry.kinds():
-            definition: Any = registry.find(kind)
-            if definition.__module__.startswith("fourfold."):
-                own = part.partition(f'### `kind = "{kind}"`\n')[2].partition("\n### ")[0]
-                assert definition.model_validate({"kind": kind}).formula() in own
-                names = definition.model_fields.keys() - {"kind"}
-                assert all(f"| `{name}` |" in own for name in names), kind
-                assert names <= field_docs(definition).keys(), kind
-
-
 def test_the_rules_of_a_table_are_its_errors() -> None:
     source = """
     def check(a, b):
@@ -92,37 +76,6 @@ def test_the_rules_of_a_table_are_its_errors() -> None:
         if a: raise ValueError(f"{text} excludes b = {b!r}; remove one")
     """
     assert error_texts(source) == ["a = ... excludes b = ...; remove one"]
-
-
-def test_the_metrics_page_has_every_metric_with_its_meaning(pages: dict[str, str]) -> None:
-    for name, meaning in METRICS.items():
-        assert f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |\n" in pages["metrics.md"]
-
-
-def test_the_rpc_page_has_every_rpc_message_and_field(pages: dict[str, str]) -> None:
-    page = pages["rpcs.md"]
-    files = FileDescriptorSet.FromString((PROTO_DIR / DESCRIPTOR_SET).read_bytes()).file
-    count = 0
-    for file in (file for file in files if file.package.startswith("fourfold.")):
-        short = file.package.split(".")[1]
-        for service in file.service:
-            part = _part(page, f"{short}.{service.name}")
-            for method in service.method:
-                count += 1
-                assert re.search(rf"\| `{method.name}` \| .+ \| .+ \| .{{10,}} \|", part), method.name
-        for message in file.message_type:
-            _check_message(page, f"{short}.{message.name}", message)
-    assert count > 50
-
-
-def _check_message(page: str, name: str, message: DescriptorProto) -> None:
-    own = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
-    assert own, name
-    for field in message.field:
-        assert re.search(rf"\| {field.number} \| `{field.name}` \| .+ \| .{{3,}} \|", own), f"{name}.{field.name}"
-    for inner in message.nested_type:
-        if not inner.options.map_entry:
-            _check_message(page, f"{name}.{inner.name}", inner)
 
 
 def test_the_page_of_commands_has_every_command_and_argument(pages: dict[str, str]) -> None:
@@ -152,3 +105,25 @@ def _check_command(page: str, name: str, parser: argparse.ArgumentParser) -> Non
             assert f"`{action.metavar or action.dest.upper()}`".replace("|", "\\|") + " | *required*" not in own
         for option in action.option_strings:
             assert f"{option}" in own or option in ("-h", "--help"), f"{name} {option}"
+
+
+def test_every_name_has_a_unit_and_a_meaning() -> None:
+    constants = [v for k, v in vars(metrics).items() if k.isupper() and isinstance(v, str)]
+    assert sorted(constants) == sorted(METRICS)
+    for name, meaning in METRICS.items():
+        assert name.count("/") == 1, name
+        assert name == name.lower()
+        assert len(meaning) > 10
+        unit = meaning.partition(":")[0]
+        if unit != meaning:
+            assert len(unit) < 25, f"{name}: the unit comes before the colon"
+
+
+def test_pages_name_metrics_that_exist() -> None:
+    groups = "|".join({name.partition("/")[0] for name in METRICS})
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    named = [
+        (page.name, name) for page in pages for name in re.findall(f"`((?:{groups})/[a-z0-9_]+)`", page.read_text())
+    ]
+    assert len(named) > 100
+    assert [(page, name) for page, name in named if name not in METRICS] == []

@@ -95,17 +95,6 @@ def test_several_held_out_sets_are_told_one_by_one() -> None:
     assert ("held-out sets", "math 0.20, code 0.02") in panel_rows(status)
 
 
-def test_a_score_says_how_many_answers_have_none() -> None:
-    output, status = io.StringIO(), snapshot(0)
-    held_out = {"mean_score": 1.0, "half_width": math.nan, "answer_count": 1, "missing_count": 239}
-    status.evals[0].MergeFrom(pb.EvalRecord(**held_out))  # type: ignore[arg-type]
-    with dashboard(output, live=False) as display:
-        display.update(status)
-        display.refresh()
-    assert "step 0: held-out score 1.00 (1 of 240 answers; 239 without a score)\n" in output.getvalue()
-    assert ("held-out score", "1.00 (step 0; 1 of 240 answers; 239 without a score)") in panel_rows(status)
-
-
 def test_evaluation_after_a_step_comes_after_it() -> None:
     output = io.StringIO()
     early = snapshot(9)
@@ -182,20 +171,6 @@ def test_nothing_is_cut_off_on_a_small_terminal(width: int, height: int) -> None
         assert "! step 30: the entropy fell" in text
         for label in ("length", "KL"):
             assert f" {label} " in text, label
-
-
-def test_live_panel_before_anything_is_known_says_starting() -> None:
-    output = io.StringIO()
-    with dashboard(output, live=True):
-        pass
-    assert "starting" in output.getvalue()
-
-
-def test_what_the_run_waits_for_and_why_it_failed_are_shown() -> None:
-    waiting = pb.RunStatus(phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for="1 rollout service")
-    assert panel_rows(waiting) == [("now", "waiting for services: 1 rollout service")]
-    failed = pb.RunStatus(phase=pb.RUN_PHASE_FAILED, failure="no reward service for 120 s")
-    assert panel_rows(failed) == [("now", "failed"), ("failure", "no reward service for 120 s")]
 
 
 def test_display_that_breaks_is_switched_off_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,13 +306,6 @@ def test_phases_that_overlap_are_both_shown(phase: pb.RunPhase.ValueType, runnin
     status.ClearField("queue")
     status.ClearField("evaluation_progress")
     assert dict(panel_rows(status))["now"] == words.split(",")[0]
-
-
-def test_a_run_without_a_lag_shows_none_of_it() -> None:
-    status = overlapping(1)
-    status.ClearField("queue")
-    assert {"queue", "trainer waits", "stale", "weights"}.isdisjoint(dict(panel_rows(status)))
-    assert dict(panel_rows(status))["lag"] == "0 steps at most, weights version 1"
 
 
 @pytest.mark.parametrize("live", [True, False])

@@ -80,14 +80,6 @@ def test_why_a_step_was_skipped_and_what_to_do_is_said_in_words(
     assert text.count("nothing") == 1 and text.count("rejected") <= 1, "said once"
 
 
-def test_nothing_is_said_of_a_healthy_step() -> None:
-    assert diagnose(numbers_of((1, 0), (0, 1))) == ""
-    diagnosis = TrainingDiagnosis()
-    for step in range(1, 100):
-        steady = {"policy/entropy": 1.0 + step % 2 / 10, "mismatch/logprob_diff_mean": 0.01, "mismatch/ess": 0.98}
-        assert diagnosis.examine(step, HEALTHY | steady, skipped_reason="", dropped={"FILTERED": 4}) == ([], [])
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_no_metrics_end_a_run(seed: int) -> None:
     """A run of which no group had differing scores for 50 steps, so that nothing was trained, ended by an error."""

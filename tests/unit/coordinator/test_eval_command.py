@@ -45,12 +45,6 @@ def test_a_narrow_terminal_gets_a_table_for_each_set() -> None:
     assert "tokens per answer" in lines[8] and lines[-3].split() == ["score", "0.500"]
 
 
-def test_an_evaluation_leaves_the_public_port_of_the_run_free() -> None:
-    keys = ["view.public_listen=127.0.0.1:8441", "security.directory=certs", "security.tokens_file=certs/tokens.txt"]
-    args = argparse.Namespace(run=None, recipe=Path("recipes/quickstart.toml"), set=keys, data=[], lm_eval="")
-    assert evaluate._evaluation_config(args, "model").view.public_listen == ""
-
-
 def test_the_command_for_a_run_by_hand_has_a_held_out_set_and_starts_services() -> None:
     (line,) = re.findall(r"^fourfold eval runs/by-hand (.*)", Path("docs/by_hand.md").read_text(), re.MULTILINE)
     parser = argparse.ArgumentParser()

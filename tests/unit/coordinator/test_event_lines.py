@@ -46,19 +46,6 @@ def steps_of(lines: Sequence[str]) -> list[str]:
     return [line.split("  ")[0].partition(":")[0] for line in lines]
 
 
-def test_a_long_wait_is_told_when_it_begins_and_when_it_ends() -> None:
-    console = Console()
-    console.status.waiting_for = "rollout 0 of 1 (none has registered)"
-    assert console.after(3) == []
-    assert console.after(1) == ["waiting for rollout 0 of 1 (none has registered)"]
-    console.status.waiting_for = "a rollout service (rollout-0: weights not checked yet)"
-    again = "still waiting for a rollout service (rollout-0: weights not checked yet), for 33 s"
-    assert console.after(36) == [again]
-    console.status.waiting_for = ""
-    assert console.after(1) == [], "another wait may follow at once"
-    assert console.after(5) == ["waited 40 s for rollout"]
-
-
 def test_short_waits_and_those_that_follow_each_other_are_no_lines_of_their_own() -> None:
     console, lines = Console(), []
     console.status.waiting_for = "a reward service (none has registered)"

@@ -200,14 +200,6 @@ def test_keys_of_the_command_line_reach_the_services_until_the_recipe_of_the_run
     assert fleet.assignments == (), "the file has these values already"
 
 
-def test_states_follow_the_processes(tmp_path: Path, clock: FakeClock) -> None:
-    fleet, launcher, _ = started(tmp_path, recipe(), clock)
-    launcher.ready = {"rollout-0"}
-    assert fleet.states() == [
-        (COORDINATOR, "ready"), ("rollout-0", "ready"), ("trainer-0", "starting"), ("reward-0", "starting"),
-    ]  # fmt: skip
-
-
 def test_coordinator_decides_how_the_run_ended(tmp_path: Path, clock: FakeClock) -> None:
     fleet, launcher, _ = started(tmp_path, recipe(), clock)
     launcher.dying = [death(COORDINATOR, code=0)]
@@ -256,15 +248,6 @@ def test_a_coordinator_that_dies_at_each_start_ends_the_run_with_its_cause(tmp_p
     assert waits == [1.0], "the first restart is at once, and the second waits"
     assert not ending.done and "coordinator-0 died before it was ready" in ending.text
     assert "coordinator-0 says why" in ending.text and "restarted 2 times already (retry.restarts = 2)" in ending.text
-
-
-def test_a_coordinator_that_ends_by_itself_is_not_restarted(tmp_path: Path, clock: FakeClock) -> None:
-    fleet, launcher, _ = started(tmp_path, recipe(), clock)
-    launcher.dying = [death(COORDINATOR, code=0, number=signal.SIGSEGV)]
-    assert fleet.tick() is None
-    launcher.dying = [death(COORDINATOR, code=1)]
-    ending = fleet.tick()
-    assert ending is not None and not ending.done and launcher.names().count(COORDINATOR) == 2
 
 
 def test_a_restarted_coordinator_that_never_listens_is_told(tmp_path: Path, clock: FakeClock) -> None:
@@ -451,21 +434,12 @@ def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
     check_cluster_fits(services, [{"CPU": 64, "GPU": 4}, {"CPU": 64, "GPU": 4}])
     with pytest.raises(ConfigError) as error:  # 8 GPUs in all, but none has 4 left for the trainer
         check_cluster_fits(services, [{"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 2}])
-    assert error.value.message.splitlines() == [
-        "trainer-0 fits on no node of the cluster.",
-        "                           CPU   GPU",
-        "asked  rollout-0             2     2",
-        "asked  rollout-1             2     2",
-        "asked  trainer-0             4     4",
-        "asked  reward-0              1     0",
-        "asked  together              9     8",
-        "have   node 0               64     3",
-        "have   node 1               64     3",
-        "have   node 2               64     2",
-        "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let services share GPUs "
-        "(placement.colocated), raise placement.trainer_nodes, choose another placement.strategy, or add nodes to the "
-        "cluster.",
-    ]
+    first, *table, advice = error.value.message.splitlines()
+    assert first == "trainer-0 fits on no node of the cluster." and len(table) == 9
+    assert "asked  together              9     8" in table
+    assert advice.startswith(
+        "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let serv"
+    )
     with pytest.raises(ConfigError, match="reward-0 fits on no node"):  # CPUs run out
         check_cluster_fits(services, [{"CPU": 8, "GPU": 8}])
 

@@ -18,7 +18,7 @@ from fourfold.config import block_counts
 from fourfold.config.sources import MIXTURE_BLOCK
 from fourfold.errors import ConfigError
 from fourfold_coordinator.data.curriculum import Curriculum, ScoredAttempt
-from fourfold_coordinator.data.order import MixtureOrder, PassOrder
+from fourfold_coordinator.data.order import MixtureOrder
 from fourfold_coordinator.data.prompts import PromptSet, load_prompts
 from fourfold_coordinator.rewards.scoring import scorer_names
 from tests.fakes.toy import make_config
@@ -94,14 +94,6 @@ def test_blocks_and_seeds_are_shuffled_differently() -> None:
         return tuple(order.at(block * MIXTURE_BLOCK + offset) for offset in range(64))
 
     assert len({kinds(seed, block) for seed in (0, 1) for block in (0, 1, 2)}) == 6
-
-
-def test_a_pass_is_shuffled_once_while_positions_go_on() -> None:
-    order = PassOrder(50, seed=1)
-    for position in range(200):
-        order.at(position)
-        order.at(max(position - 40, 0))  # groups in flight and the curriculum look back
-    assert order._pass.cache_info().misses == 4
 
 
 def test_rows_of_several_files_form_one_pool(load: Callable[..., PromptSet], files: Sequence[dict[str, Any]]) -> None:

@@ -112,14 +112,6 @@ def test_tables_of_text_have_a_header(
     assert second.text == "two\nlines"
 
 
-def test_prompts_themselves_are_held_out_without_a_field(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
-    rows = [{"question": f"q{n % 6}"} for n in range(12)]
-    prompts = load(write_jsonl(tmp_path / "a.jsonl", rows), holdout={"field": "", "groups": 2}, chat=False)
-    held_out = {prompt.text for prompt in prompts.held_out_prompts}
-    assert len(held_out) == 2 and len(prompts.train) == 8
-    assert not held_out & {prompt.text for prompt in prompts.train}
-
-
 def test_chat_messages_and_a_system_prompt(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     messages = [
         {"role": "user", "content": "hi"},
@@ -505,14 +497,6 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(
         load(write_jsonl(tmp_path / "b.jsonl", [{"question": "b" * 80}]))
 
 
-def test_separate_evaluation_data(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
-    train = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    held_out = write_jsonl(tmp_path / "b.jsonl", [{"question": "x"}, {"question": "x"}])
-    prompts = load(train, eval={"path": str(held_out)})
-    assert len(prompts.train) == 9
-    assert [p.group_key for p in prompts.held_out_prompts] == ["row 0", "row 1"]
-
-
 @pytest.mark.parametrize(
     ("asked", "overlaps"),
     [
@@ -593,15 +577,6 @@ def test_no_held_out_pair_is_in_training_in_either_order(quickstart: tuple[Confi
     assert trained | held_out == both, "every pair of factors from 2 to 9 is in one of the two, and no other"
 
 
-def test_the_quickstart_evaluates_18_ordered_pairs_of_9_groups(quickstart: tuple[Config, PromptSet]) -> None:
-    config, prompts = quickstart
-    pairs = [operands(p) for p in prompts.held_out_prompts]
-    assert len(pairs) == len(set(pairs)) == 18
-    assert len({frozenset(pair) for pair in pairs}) == len({p.group_key for p in prompts.held_out_prompts}) == 9
-    assert all((b, a) in pairs for a, b in pairs)
-    assert len(pairs) * config.evaluation.samples_per_prompt == 144
-
-
 def test_rows_whose_prompt_matches_skip_are_left_out(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     messages = [{"role": "user", "content": "what is 1?"}]
     file = write_jsonl(tmp_path / "a.jsonl", [{"question": text} for text in ("1 * 4", "11 * 4", messages, "2 * 4")])
@@ -645,11 +620,6 @@ def test_the_order_is_endless_fair_and_can_be_taken_up_anywhere(count: int, seed
     one_pass = [prompts.at(start + offset).index for offset in range(count)]
     assert sorted(one_pass) == list(range(count)), "every pass has each prompt once"
     assert numbered(count, seed).at(position).index == one_pass[position - start]
-
-
-def test_passes_and_seeds_are_shuffled_differently() -> None:
-    orders = [[numbered(20, seed).at(20 * i + j).index for j in range(20)] for seed in (0, 1) for i in (0, 1)]
-    assert len({tuple(order) for order in orders}) == 4
 
 
 def test_the_order_of_one_source_never_changes() -> None:

@@ -16,6 +16,7 @@ from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from fourfold_coordinator.state.recipe_history import CHANGES_FILE, RecipeHistory, describe_changes
 from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_coordinator.training.live_recipe import LiveRecipe
 from tests.fakes.toy import make_config
 
 
@@ -115,3 +116,29 @@ async def test_the_date_of_a_run_of_an_earlier_release_does_not_follow_the_edits
     assert configuration.fix_date(configuration.load(run.file), run.file.parent) == resumed
     await RecipeHistory(ledger, run.disk, run.file, run.file).record(resumed)
     assert run.file.read_text().startswith("# edited\n")
+
+
+SLEEPS: dict[str, Any] = {"rollout": {"gpus_per_replica": 1, "sleep_mode": True}}
+
+
+async def test_a_key_of_the_command_line_stays(tmp_path: Path) -> None:
+    path, before = tmp_path / "config.toml", make_config(tmp_path, asynchrony={"stale": "train"})
+    path.write_text(configuration.dump(make_config(tmp_path)))
+    recipe = LiveRecipe(path, before, ["asynchrony.stale=train"])
+    path.write_text(path.read_text() + "# another text\n")
+    assert not await recipe.update() and recipe.config.asynchrony.stale == "train"
+
+
+async def test_a_lag_that_the_running_engines_cannot_have_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is without a mistake: it also ends the sleep of the engines, which cannot change during a run."""
+    path, before = tmp_path / "config.toml", make_config(tmp_path, **SLEEPS)
+    path.write_text(configuration.dump(before))
+    recipe = LiveRecipe(path, before)
+    path.write_text(configuration.dump(make_config(tmp_path, asynchrony={"max_policy_lag": 2})))
+    assert not await recipe.update() and recipe.config == before
+    assert "recipe changed and is ignored: asynchrony.max_policy_lag = 2" in caplog.text
+    path.write_text(configuration.dump(make_config(tmp_path, asynchrony={"stale": "train"})))
+    assert await recipe.update() and recipe.config.asynchrony.stale == "train"
+    assert recipe.config.rollout == before.rollout and "only [asynchrony] can change" in caplog.text

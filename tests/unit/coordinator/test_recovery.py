@@ -128,11 +128,6 @@ def test_the_trainer_may_save_a_step_by_itself_before_its_numbers_are_known(ledg
     assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=5)) == (5, 15)
 
 
-def test_without_a_checkpoint_the_run_begins_anew(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=7))[0] == 0
-
-
 def test_lines_of_later_steps_and_torn_lines_are_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     whole = [json.dumps({"step": step, "text": "\u00e4"}, ensure_ascii=False) for step in (1, 1, 2, 3)]
@@ -330,15 +325,6 @@ async def test_a_restore_goes_back_to_the_checkpoint_and_gives_every_call_a_dead
     assert checkpoint is not None and (checkpoint.step, checkpoint.data_position) == (2, 6)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [1, 2]
-
-
-async def test_a_checkpoint_that_the_ledger_never_committed_is_committed_by_the_restore(
-    tmp_path: Path, ledger: Ledger
-) -> None:
-    await restored(tmp_path, ledger, Session(TrainerStatus(step=4, checkpoint_step=4)))
-    checkpoint = ledger.last_checkpoint()
-    assert checkpoint is not None
-    assert (checkpoint.step, checkpoint.data_position, checkpoint.policy_version) == (4, 12, 4)
 
 
 async def test_a_trainer_that_trained_and_has_no_checkpoint_is_refused(tmp_path: Path) -> None:

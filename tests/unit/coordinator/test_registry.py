@@ -111,13 +111,6 @@ async def test_an_expired_lease_is_never_revived(registry: Registry, clock: Fake
     assert len(registry.members()) == 1
 
 
-def test_registering_again_with_the_same_incarnation_is_the_same_lease(
-    registry: Registry, changes: list[tuple[str, MemberChange]]
-) -> None:
-    assert registry.register(member()) == registry.register(member())
-    assert changes == [("a", MemberChange.JOINED)]
-
-
 def test_a_new_incarnation_replaces_the_old_one_for_good(
     registry: Registry, changes: list[tuple[str, MemberChange]]
 ) -> None:
@@ -164,14 +157,6 @@ def test_deregistering_twice_is_harmless(registry: Registry, changes: list[tuple
     assert changes == [("a", MemberChange.JOINED), ("a", MemberChange.LEFT)]
 
 
-def test_members_are_listed_by_role(registry: Registry) -> None:
-    registry.register(member("b"))
-    registry.register(member("a"))
-    registry.register(member("c", role=Role.ROLE_REWARD))
-    assert [m.member_id for m in registry.members(Role.ROLE_ROLLOUT)] == ["a", "b"]
-    assert [m.peer for m in registry.members(Role.ROLE_REWARD)] == ["c at 127.0.0.1:5000"]
-
-
 @pytest.mark.parametrize("role", [Role.ROLE_ROLLOUT, Role.ROLE_TRAINER, Role.ROLE_REFERENCE])
 @pytest.mark.parametrize("tokenizer", [b"", b"u" * 32])
 def test_another_tokenizer_is_refused(registry: Registry, role: int, tokenizer: bytes) -> None:
@@ -179,12 +164,6 @@ def test_another_tokenizer_is_refused(registry: Registry, role: int, tokenizer: 
         registry.register(member(role=role, tokenizer_sha256=tokenizer))
     assert error.value.reason == "WRONG_TOKENIZER"
     assert registry.members() == []
-
-
-@pytest.mark.parametrize(("tokenizer", "named"), [(b"", "none"), (b"\xab" * 32, "abababababab")])
-def test_a_refused_tokenizer_is_named_beside_that_of_the_run(registry: Registry, tokenizer: bytes, named: str) -> None:
-    with pytest.raises(WrongState, match=f"has tokenizer {named}, this run has {TOKENIZER.hex()[:12]};"):
-        registry.register(member(tokenizer_sha256=tokenizer))
 
 
 def test_a_reward_service_needs_no_tokenizer_but_no_other_one_either(registry: Registry) -> None:

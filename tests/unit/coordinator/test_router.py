@@ -19,7 +19,6 @@ from fourfold_coordinator.routing import router
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import (
     NOT_INSPECTED,
-    FatalRunError,
     Flight,
     GivenUp,
     Interrupted,
@@ -150,18 +149,6 @@ async def test_a_dead_replica_costs_one_try_and_another_one_does_the_work(bench:
     assert tried == ["a", "b", "b"]
 
 
-async def test_the_infrastructure_budget_ends(bench: Bench) -> None:
-    for member in ("a", "b", "c"):
-        bench.join(member)
-
-    async def work(replica: Replica) -> None:
-        raise Unavailable(f"{replica.member.member_id} is draining", reason="DRAINING")
-
-    with pytest.raises(GivenUp, match="given up after its last try: c is draining") as error:
-        await bench.call(work, infrastructure=2)
-    assert error.value.reason == "DRAINING"
-
-
 async def test_an_interruption_is_no_failure_and_the_rest_goes_elsewhere_with_its_own_demand(bench: Bench) -> None:
     for member in ("a", "b"):
         bench.join(member)
@@ -241,19 +228,6 @@ async def test_one_replica_that_refuses_us_says_nothing_of_the_others(bench: Ben
         return "done"
 
     assert await bench.call(work, infrastructure=1) == "done"
-
-
-async def test_an_error_that_ends_the_run_is_not_tried_again(bench: Bench) -> None:
-    bench.join("a")
-    tries: list[int] = []
-
-    async def work(_: Replica) -> None:
-        tries.append(1)
-        raise FatalRunError("the recipe says stop")
-
-    with pytest.raises(FatalRunError):
-        await bench.call(work)
-    assert tries == [1]
 
 
 async def test_failures_are_counted_and_shown_until_a_call_works(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tests that the router watches the load of engines and releases the calls of a departed member."""
+"""Tests that the router watches the load of engines, and releases the calls of a departed member."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rollout.load import EngineLoad
 from fourfold_coordinator.routing import replica as replica_module
 from fourfold_coordinator.routing import router
+from fourfold_coordinator.routing.cancellation import CancelScopes
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import Replica
 from fourfold_coordinator.routing.router import Router
@@ -204,3 +205,26 @@ async def test_a_run_waits_for_all_the_services_that_it_wants_although_one_is_th
     scene.join("b", Role.ROLE_REWARD, 2)
     await asyncio.wait_for(waiting, 5)
     assert waits[-1] == ""
+
+
+async def test_an_await_that_unwinds_is_not_cancelled_again() -> None:
+    scopes, unwinds, release = CancelScopes(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            unwinds.set()
+            await release.wait()
+
+    first = asyncio.create_task(scopes.run(work()))
+    await asyncio.sleep(0)
+    scopes.cancel()
+    scopes.cancel()
+    await unwinds.wait()
+    second = asyncio.create_task(scopes.run(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    scopes.cancel()
+    assert await second is None and not first.done()
+    release.set()
+    assert await first is None and not scopes

@@ -1,11 +1,15 @@
-"""Names of run folders, and the link to the latest."""
+"""Names of run folders, the link to the latest, the page of their files, and the room that a run needs."""
 
 from __future__ import annotations
 
 import datetime
 import os
+import re
+import shutil
 import stat
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +17,14 @@ from fourfold import config as configuration
 from fourfold.cli import main as cli_main
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.host import program
 from fourfold.host.disk import make_private_folder
-from fourfold_coordinator.cli import run
+from fourfold.tracing import export
+from fourfold_coordinator.cli import run, runs
+from fourfold_coordinator.launch import run_folder
 from fourfold_coordinator.launch.run_folder import METRICS_FILE, find_run, free_name, link_latest, make_run_dir
+from fourfold_coordinator.sinks import sink
+from fourfold_coordinator.state import experiences, recipe_history, sample_tokens, samples, timeline, trajectory_index
 from tests.fakes.toy import make_config
 
 ROOT = Path(__file__).parents[3]
@@ -156,3 +165,45 @@ def test_a_key_of_a_resumed_run_is_checked_before_anything_starts(
     assert cli_main.main(["run", "--resume", "runs/r", "--set", key]) == 1
     assert error in capsys.readouterr().err
     assert (tmp_path / "runs/r/config.toml").read_text() == before
+
+
+FILES, _, KEYS = (Path(__file__).parents[3] / "docs/run_folder.md").read_text().partition("\n## samples.jsonl\n")
+STATE = (experiences, recipe_history, sample_tokens, samples, timeline, trajectory_index)
+NAME = re.compile(r"_?([A-Z]\w*_)?(FILE|FOLDER|LOCK|SUFFIX|LATEST)")
+
+
+def test_the_page_has_every_file() -> None:
+    modules = (export, program, run_folder, runs, sink, *STATE)
+    names = [str(value) for module in modules for key, value in vars(module).items() if NAME.fullmatch(key)]
+    assert len(names) > 20
+    rows = " ".join(re.findall(r"^\| (`.*)", FILES, re.MULTILINE))
+    known = {part for text in re.findall(r"`([^`]+)`", rows) for part in text.split("/")}
+    elsewhere = {
+        "latest": "`runs/latest`",
+        ".failed": ".failed`",
+        ".deleted": ".deleted`",
+        "model-step-": "`model-step-N/`",
+    }
+    assert [name for name in names if name not in known and elsewhere.get(name, name) not in FILES] == []
+
+
+def test_the_page_has_every_key_of_a_sample() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", KEYS, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == [field.name for field in fields(samples.SampleLine)]
+
+
+@pytest.mark.parametrize(
+    "words", [["run", "r.toml"], ["run", "--resume", "runs/r"], ["serve", "coordinator", "r.toml"]]
+)
+def test_a_run_that_cannot_begin_for_want_of_room_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=100 << 20))
+    recipe = (ROOT / "recipes" / "quickstart.toml").read_text()
+    (tmp_path / "r.toml").write_text(recipe)
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "config.toml").write_text(recipe)
+    assert cli_main.main(words) == 1
+    assert "100 MiB of disk free, a run needs at least 256 MiB to start; free some space" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "r" / "ledger.sqlite").exists()

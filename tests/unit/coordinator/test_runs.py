@@ -93,11 +93,6 @@ def test_old_runs_are_deleted_by_their_age(root: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["latest", "new", "start.failed"]
 
 
-def test_only_a_part_of_a_run_is_deleted(root: Path) -> None:
-    assert call("delete", "runs/new", "--only", "checkpoints", "--only", "logs", "--yes") == 0
-    assert not (root / "new" / "checkpoints").exists() and (root / "new" / "config.toml").exists()
-
-
 def test_all_exports_of_a_run_are_deleted_together(root: Path) -> None:
     exports = ("model", "model-ema", "model-step-4", "critic")
     for name in (*exports, "models-of-mine"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from pathlib import Path
 
@@ -138,14 +137,3 @@ def test_segments_that_are_not_needed_are_deleted_and_numbers_are_not_used_again
     files.keep_only(())
     (place,) = append(files, b"new")
     assert place[0] == 4 and files.read(*place) == b"new"
-
-
-def test_the_segment_that_is_open_is_deleted_when_nothing_in_it_is_needed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    files = SegmentFiles(tmp_path)
-    append(files, *BODIES)
-    files.keep_only(())
-    assert not paths(tmp_path)
-    assert files.read(*append(files, b"next")[0]) == b"next"

@@ -1,12 +1,15 @@
-"""The report of a run, as people read it."""
+"""The report of a run, as people read it, and the question that it takes from a prompt."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fourfold.host.program import program
 from fourfold_coordinator.cli.summary import answer_table, summary_lines
+from fourfold_coordinator.data.question import last_message
 
 PROMPT = "<|im_start|>system\nReply.<|im_end|>\n<|im_start|>user\nWhat is {}?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -94,13 +97,6 @@ def test_answers_are_paired_by_prompt() -> None:
     assert answer_table([], []) == []
 
 
-def test_prompts_of_a_template_are_told_apart() -> None:
-    asked = [f"Name the department.\nTicket: {text}\nDepartment:" for text in ("the app crashes", "a wrong bill")]
-    table = "\n".join(answer_table([answer(q, "x", 0.0) for q in asked], [answer(q, "y", 1.0) for q in asked]))
-    assert "the app crashes" in table and "a wrong bill" in table
-    assert "Name the department. Ticket: ... Department:" in " ".join(table.split())
-
-
 def test_what_prompts_share_is_said_once_and_what_differs_in_every_row() -> None:
     asked = [f"Solve this multiplication: {a} * {a + 1}. Give only the result." for a in (3, 12)]
     table = answer_table([answer(q, "x", 0.0) for q in asked], [answer(q, "y", 1.0) for q in asked])
@@ -128,3 +124,33 @@ def test_long_prompts_and_answers_stay_readable_in_80_columns() -> None:
 def test_answers_cannot_steer_the_terminal() -> None:
     table = answer_table([answer("1 * 2", "\x1b[2J9", 0.0)], [answer("1 * 2", "\x9b7\u202e", 0.0)])
     assert "?[2J9" in table[4] and "?7?" in table[4] and table[4].isprintable()
+
+
+QUESTION = "Where is it?\n\nassistant\nmodel: <b>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "<|im_start|>system\nReply briefly.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi!<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n",
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<bos><start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",
+        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n{} [/INST]",
+        "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]{}[/INST]",
+        "<|system|>\nBe brief.<|end|>\n<|user|>\n{}<|end|>\n<|assistant|>\n",
+        "<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>{}<\uff5cAssistant\uff5c><think>\n",
+        "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>{}<|end|><|start|>assistant",
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        "{}\n",
+    ],
+)
+def test_the_last_message_has_no_marks_of_the_template(template: str) -> None:
+    assert last_message(template.format(QUESTION)) == QUESTION
+
+
+@pytest.mark.parametrize("prompt", ["", "<|im_start|>", "<|im_start|>assistant\n", "<" * 100_000 + "<<SYS>>" * 10_000])
+def test_a_prompt_without_a_message_is_returned_as_a_whole(prompt: str) -> None:
+    assert last_message(prompt) in (prompt.strip(), "<" * 100_000)

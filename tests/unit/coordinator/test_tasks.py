@@ -372,12 +372,6 @@ def test_reasons_are_checked(reason: str) -> None:
         check_reason(reason)
 
 
-def test_a_trajectory_that_fits_passes_with_all_segments() -> None:
-    segments = check_trajectory(trajectory(TASK, version=3, segments=2), group_id="t", rules=RULES)
-    assert [s.sample_id for s in segments] == ["t-0", "t-0-seg1"]
-    assert np.array_equal(segments[0].token_ids, segments[1].token_ids)
-
-
 def test_a_trajectory_that_no_micro_batch_holds_is_refused_where_the_loss_needs_it_whole(tmp_path: Path) -> None:
     """The trainer would refuse the whole batch, and a resumed run would send it again."""
     message = trajectory(TASK, version=3, segments=2)

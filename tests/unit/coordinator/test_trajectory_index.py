@@ -18,7 +18,7 @@ from fourfold_coordinator.state.sample_tokens import TOKENS_FILE, TokenSegment, 
 from fourfold_coordinator.state.samples import SAMPLES_FILE
 from fourfold_coordinator.state.trajectory_index import ORDERS, SamplePage, SampleQuery, TrajectoryIndex
 from fourfold_coordinator.training.recovery import truncate_after
-from tests.support.view_run import HOSTILE, append_step, trajectory, write_run
+from tests.support.view_run import append_step, trajectory, write_run
 
 
 def names(page: SamplePage) -> list[str]:
@@ -151,14 +151,6 @@ def _committed(index: TrajectoryIndex) -> int:
     with contextlib.closing(sqlite3.connect(index.path)) as db:
         (count,) = db.execute("SELECT COUNT(*) FROM samples").fetchone()
     return int(count)
-
-
-def test_hostile_text_is_indexed_like_any_other(run: Path) -> None:
-    index = TrajectoryIndex(run)
-    index.update()
-    assert index.search(SampleQuery(text="hacked")).count == 3
-    row = index.find("p1-0-0")
-    assert row is not None and row.line.completion == f"{HOSTILE} in step 1"
 
 
 def test_tokens_survive_the_way_through_a_file_and_damage_is_an_error() -> None:

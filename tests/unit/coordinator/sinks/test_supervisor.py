@@ -68,16 +68,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_sink_finishes_at_the_end_of_the_run(run: RunFolder, start: StartSinks) -> None:
-    sinks, board = start("wandb")
-    task = asyncio.create_task(sinks.run())
-    await until(lambda: bool(pids(run, "wandb")))
-    await sinks.finish()
-    assert (run.folder / "wandb.finished").exists()
-    assert not board.status.conditions
-    await task
-
-
 async def test_a_sink_that_fails_is_a_condition_and_started_again(run: RunFolder, start: StartSinks) -> None:
     sinks, board = start("mlflow", "wandb")
     task = asyncio.create_task(sinks.run())

@@ -22,6 +22,8 @@ __version__: Final = "0.1.0"
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
+    from pathlib import Path
+
     from fourfold.agent.client import AgentClient as AgentClient
     from fourfold.agent.client import AsyncAgentClient as AsyncAgentClient
     from fourfold.agent.v1.agent_service_pb2 import Message as Message
@@ -88,7 +90,23 @@ if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
     from fourfold.weights.sender import WeightSender as WeightSender
     from fourfold.weights.source.dense import DenseSource as DenseSource
 
-    def serve_reward(function: RewardFunction, **options: Any) -> int: ...
+    def serve_reward(  # as fourfold_reward.serve has it
+        function: RewardFunction,
+        *,
+        listen: str = ...,
+        coordinator: str = ...,
+        member: str = ...,
+        scorer: str = ...,
+        certs: str | Path = ...,
+        advertise: str = ...,
+        processes: int = ...,
+        timeout_seconds: float = ...,
+        network: bool = ...,
+        environment: tuple[str, ...] = ...,
+        memory_gib: int = ...,
+        metrics_listen: str = ...,
+        tracing_endpoint: str = ...,
+    ) -> int: ...
 
 
 _MODULES: Final[dict[str, tuple[str, ...]]] = {

@@ -155,6 +155,16 @@ except ImportError as error:
     assert f"fourfold.DenseSource needs torch; run `{command}`" in _run(text)
 
 
+def test_type_checkers_see_the_options_of_serve_reward() -> None:
+    """`fourfold` imports no service, and so has the signature a second time."""
+    tree = ast.parse(Path(fourfold.__file__).read_text())
+    (seen,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "serve_reward"]
+    real = inspect.signature(fourfold.serve_reward).parameters.values()
+    assert [(a.arg, ast.unparse(a.annotation)) for a in (*seen.args.args, *seen.args.kwonlyargs) if a.annotation] == [
+        (parameter.name, parameter.annotation) for parameter in real
+    ]
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_use_the_public_api_alone(path: Path) -> None:
     imported: set[str] = set()

@@ -18,6 +18,7 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc import circuit_breaker
 from fourfold_coordinator.launch.fleet import serve_arguments
 from fourfold_coordinator.launch.launcher import ServiceSpec
+from fourfold_coordinator.launch.run_folder import read_stop_reason
 from fourfold_coordinator.rewards import deployment_calls
 from fourfold_coordinator.rewards.scorers import Deployment
 from fourfold_coordinator.routing import router
@@ -273,6 +274,26 @@ async def test_bad_samples_are_told_from_a_bad_scorer_by_one_that_had_a_score(ma
     stage.reward.outcome = lambda item: broken(item) if item.experience.sample_id.startswith("p0000000-") else None
     await stage.complete()
     assert stage.report()["dropped"] == {"RAISED": 4}
+
+
+async def test_faults_are_counted_over_the_lives_of_a_run(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=4)
+    kinds = iter(("FIRST", "SECOND"))
+
+    def outcome(item: reward.ScoreItem) -> reward.SampleScore | None:
+        if item.experience.sample_id != "p0000000-0-1":
+            return None
+        return reward.SampleScore(error=reward.SampleError(code=2, reason=next(kinds), message=TEXT))
+
+    stage.reward.outcome = outcome
+    await stage.start()
+    await until(lambda: len(stage.trainer.batches) == 3)
+    await stage.kill()
+    assert read_stop_reason(stage.folder)
+    stage.reward.outcome = lambda item: None
+    await stage.start()
+    assert await stage.finish() == 0
+    assert [(row["kind"], row["count"]) for row in stage.report()["faults"]] == [("FIRST", 1), ("SECOND", 1)]
 
 
 def test_a_program_of_the_user_names_the_process_to_end_after_a_correction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,6 @@ class RefusedKey:
 
 
 _TOKEN_LIMITS: Final = "an agent gets limits of its own from its token (`fourfold certs token add`)"
-_ONE_STAGE: Final = "every layer is split over all GPUs of an engine (gpus_per_replica)"
 
 REMOVED_KEYS: Final = {
     "data.curriculum.min_weight": RemovedKey(0.1, "a prompt that is always or never solved is drawn in 1 of 10 turns"),
@@ -102,8 +101,6 @@ REMOVED_KEYS: Final = {
     "rollout.hedge_after": RemovedKey(
         0.0, "calls of an engine that stalls or whose lease ends continue on another one without it"
     ),
-    "rollout.pipeline_parallel_size": RemovedKey(1, _ONE_STAGE),
-    "rollout.pool.pipeline_parallel_size": RemovedKey(1, _ONE_STAGE),
     "trainer.gradient_reduction": RemovedKey("float32", "ranks sum their gradients in float32"),
 }
 REMOVED_TABLES: Final = ("rollout.agents",)

@@ -31,6 +31,7 @@ _VLLM_KEYS: Final = {
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "num_gpu_blocks_override": "rollout.kv_cache_gib",
     "tensor_parallel_size": "rollout.gpus_per_replica",
+    "pipeline_parallel_size": "rollout.pipeline_parallel_size",
     "quantization": "rollout.quantization",
     "enable_sleep_mode": "rollout.sleep_mode",
     "data_parallel_size": "rollout.replicas",
@@ -46,7 +47,6 @@ _VLLM_FIXED: Final = {
     "weights come through Fourfold's worker": ("worker_cls", "worker_extension_cls", "weight_transfer", "enable_lora"),
     "code in a model folder is never run": ("trust_remote_code",),
     "every sampled token is the policy's own": ("speculative", "spec_"),
-    "every layer of the model is split over all GPUs of the engine": ("pipeline_parallel_size",),
     "an engine is one process group on one machine": (
         "data_parallel",
         "distributed_executor_backend",
@@ -76,7 +76,10 @@ class EngineConfig(Table):
     """Type of the weights in the engine, which converts those of the trainer when it receives them. Empty:
     `model.dtype`."""
     gpus_per_replica: int = Field(default=0, ge=0)
-    """GPUs of each service; 0: CPU. Every layer is split over all of them."""
+    """GPUs of each service; 0: CPU. Every layer is split over all of them, or over those of its stage."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Stages with a part of the layers each, on gpus_per_replica / pipeline_parallel_size GPUs: for GPUs with slow
+    links. Log-probabilities then come from vLLM itself, slowly. 1: one stage."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
     """Share of the GPU's memory that the engine may use. The engine measures the free memory when it starts."""
     kv_cache_gib: int | None = Field(default=None, ge=1)
@@ -114,6 +117,12 @@ class EngineConfig(Table):
 
     def check_gpus(self) -> None:
         """Check the keys that depend on the number of GPUs; ValueError has value, rule and fix."""
+        gpus, stages = self.gpus_per_replica, self.pipeline_parallel_size
+        if gpus % stages or (stages > 1 and not gpus):
+            raise ValueError(
+                f"pipeline_parallel_size = {stages} must divide gpus_per_replica = {gpus}; set it to 1, or "
+                f"gpus_per_replica to {max(-(-gpus // stages), 1) * stages}"
+            )
         for key in ("quantization", "gpu"):
             if not self.gpus_per_replica and (value := getattr(self, key)):
                 raise ValueError(f'{key} = "{value}" needs a GPU; set gpus_per_replica to at least 1, or remove it')

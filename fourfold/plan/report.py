@@ -328,8 +328,9 @@ def _rollout(config: Config, pool: RolloutPool, shape: ModelShape) -> str:
         per_token = kv_bytes_per_token(pool, shape)
         rounded = " Weights are rounded to fp8 as they arrive." if pool.quantization else ""
         sleep = " It sleeps while the trainer trains." if config.rollout.sleep_mode else ""
+        stages = f", in {pool.pipeline_parallel_size} stages" if pool.pipeline_parallel_size > 1 else ""
         return (
-            f"{where} on {pool.gpus_per_replica} {pool.gpu or 'GPU'} each: {memory}, "
+            f"{where} on {pool.gpus_per_replica} {pool.gpu or 'GPU'} each{stages}: {memory}, "
             f"{per_token / 1024:,.0f} KiB per token. {_engine_limits(config, pool)}{dtype}{rounded}{sleep}"
         )
     cache = pool.kv_cache_gib or 1

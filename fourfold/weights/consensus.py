@@ -7,6 +7,7 @@ small in the last. Without a vote, the workers that see no problem would leave t
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -41,6 +42,14 @@ class GroupConsensus:
                     return own
                 return type(refusal)(f"{refusal.message} (refused by worker {rank})", reason=refusal.reason)
         return None
+
+    def in_all(self, own: Sequence[bool], deadline: Deadline) -> list[int]:
+        """Return the indices that are true in every worker. Every worker calls this with a list of the same length.
+
+        Raises Unavailable: a worker did not call it.
+        """
+        flags = self._gather(torch.tensor(own, dtype=torch.uint8), deadline)
+        return [int(index) for index in torch.stack(flags).all(0).nonzero().flatten()]
 
     def _gather(self, own: torch.Tensor, deadline: Deadline) -> list[torch.Tensor]:
         """Return the tensor of every worker, by rank; all have the same size."""

@@ -17,6 +17,7 @@ import torch
 
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
 from fourfold.weights.apply.base import Applier, ApplyReport, CannotApply, ModelState
+from fourfold.weights.apply.loader_trace import no_place
 from fourfold.weights.consensus import GroupConsensus
 from fourfold.weights.digest import digest_of, unsummed_digest
 from fourfold.weights.feed import WeightFeed
@@ -102,6 +103,8 @@ class WeightReceiver:
             own = error
         finally:  # also for errors that are not caught here: the other workers wait for this one's vote
             refusal = own if self._consensus is None else self._consensus.first_refusal(own, deadline)
+        if refusal is None:
+            refusal = self._unplaced(group.manifest, report, deadline)
         if refusal is not None:
             if own is None and self._open_epoch is not None:  # _prepare baked the new manifest into the applier
                 self._open_epoch.applier.bake(self._open_epoch.manifest)
@@ -221,6 +224,14 @@ class WeightReceiver:
         transport.accept(offers)
         applier, report = self._bake(group.manifest)
         return _Epoch(group.epoch, group.manifest, transport, applier), report
+
+    def _unplaced(self, manifest: Manifest, report: ApplyReport, deadline: Deadline) -> WrongState | None:
+        """Return the error for tensors that no stage of a pipeline takes; None if there are none."""
+        if self._consensus is None:
+            return None
+        elsewhere = frozenset(report.elsewhere)
+        lost = self._consensus.in_all([spec.name in elsewhere for spec in manifest.tensors], deadline)
+        return no_place([manifest.tensors[index].name for index in lost]) if lost else None
 
     def _bake(self, manifest: Manifest) -> tuple[Applier, ApplyReport]:
         """Return the best applier for a manifest, and how it will apply it."""

@@ -179,7 +179,9 @@ name = "exact"
 name = "rounded"
 quantization = "fp8"
 """
-ONE_GPU, TWO_GPUS = (f"gpus_per_replica = {gpus}" for gpus in (1, 2))
+ONE_GPU, TWO_GPUS, TWO_STAGES = (
+    f"gpus_per_replica = {gpus}\npipeline_parallel_size = {stages}" for gpus, stages in ((1, 1), (2, 1), (2, 2))
+)
 
 
 @pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
@@ -188,9 +190,10 @@ ONE_GPU, TWO_GPUS = (f"gpus_per_replica = {gpus}" for gpus in (1, 2))
     [
         (f"{ONE_GPU}\nreplicas = 2", "", ["rollout-0", "rollout-1"]),
         (TWO_GPUS, "", ["rollout-0"]),
+        (TWO_STAGES, "", ["rollout-0"]),
         (ONE_GPU, POOLS, ["rollout-exact-0", "rollout-rounded-0"]),
     ],
-    ids=["two engines", "one engine", "two pools"],
+    ids=["two engines", "one engine", "two stages", "two pools"],
 )
 def test_two_gpus_are_shared_rank_by_rank(tmp_path: Path, keys: str, pools: str, engines: list[str]) -> None:
     with watching(0) as first, watching(1) as second:

@@ -62,6 +62,15 @@ def test_in_place(backend: str, first: int, workers: int, models: tuple[Path, Pa
 
 
 @pytest.mark.parametrize(("backend", "first"), [("cuda_ipc", 0), ("nccl", 1)])
+def test_stages_of_a_pipeline_take_their_layers_in_place(backend: str, first: int, models: tuple[Path, Path]) -> None:
+    one, two = models
+    with engine_on(first, 2) as engine:
+        trainer = Trainer(two, device="cuda:0", workers=2)
+        report = check_updates(engine, one, two, backend=backend, trainer=trainer, pipeline_parallel_size=2, **SIZES)
+    assert report["reload"] == 0 and report["direct"] > 0
+
+
+@pytest.mark.parametrize(("backend", "first"), [("cuda_ipc", 0), ("nccl", 1)])
 def test_what_is_cast_on_the_way_goes_through_windows(backend: str, first: int, models: tuple[Path, Path]) -> None:
     one, two = models
     with engine_on(first, 1) as engine:

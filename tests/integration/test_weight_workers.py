@@ -41,3 +41,41 @@ def test_what_the_first_worker_alone_refuses_leaves_the_open_epoch_in_both(tiny_
         assert caught.value.reason == MODEL_MISMATCH
 
         trainer.update(engine)  # raises what either of them answers as an error
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(580)  # two starts of an engine with two workers
+def test_each_stage_of_a_pipeline_takes_the_weights_of_its_layers(tiny_model: Callable[..., Path]) -> None:
+    one, two = (tiny_model("llama_tied", seed) for seed in (1, 2))  # the last stage has a copy of the embedding
+    with running_engine(patience=240) as engine:
+
+        def load(folder: Path, **arguments: Any) -> Any:
+            engine.load(folder, **arguments)
+            engine.verb("weights_describe")  # see PipelineWorker
+            return engine.generate()
+
+        stages = {
+            "pipeline_parallel_size": 2, "distributed_executor_backend": "mp",
+            "worker_extension_cls": "tests.support.pipeline_worker.PipelineWorker",
+        }  # fmt: skip
+        fresh_two, fresh_one = load(two, **stages), load(one, **stages)
+        assert fresh_one != fresh_two
+        trainer = Trainer(two, workers=2)
+        trainer.open(engine)
+        assert engine.generate() == fresh_one, "opening changes nothing"
+        trainer.update(engine)
+        assert engine.generate() == fresh_two
+
+        # vLLM's loader drops a tensor of this name without an error. Each stage would leave it to the other.
+        more = Trainer(two, workers=2)
+        extra = torch.nn.Module()
+        extra.inv_freq = torch.nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+        more.model.model.layers[0].rotary_emb = extra
+        more.senders = [WeightSender(DenseSource(more.model), rank=0, rank_count=1)]
+        with pytest.raises(WrongState, match=r"no place for model.layers.0.rotary_emb.inv_freq") as caught:
+            more.open(engine)
+        assert caught.value.reason == MODEL_MISMATCH
+
+        trainer.become(one)
+        trainer.update(engine)
+        assert engine.generate() == fresh_one

@@ -35,6 +35,7 @@ class ApplyReport:
     direct_tensor_count: int
     reload_tensor_count: int
     reload_reason: str = ""  # why tensors are reloaded on a device whose memory could be written in place
+    elsewhere: tuple[str, ...] = ()  # tensors that another stage of a pipeline must take
 
 
 class CannotApply(Exception):
@@ -46,6 +47,8 @@ class Applier(Sink, Protocol):
 
     def bake(self, manifest: Manifest) -> ApplyReport:
         """Check that the model takes all tensors of `manifest` and needs no others, without a change to the model.
+
+        A stage of a pipeline takes those of its layers, and reports the others as `elsewhere`.
 
         Raises:
             WrongState: it does not.

@@ -66,7 +66,7 @@ class DirectApplier:
         self._regions = [sorted(by_name[spec.name], key=lambda r: r.source) for spec in manifest.tensors]
         self._flat, self._slots = flat, {}
         count = len(manifest.tensors)
-        return ApplyReport(direct_tensor_count=count, reload_tensor_count=0)
+        return ApplyReport(direct_tensor_count=count, reload_tensor_count=0, elsewhere=trace.elsewhere)
 
     def begin(self, *, stable: bool) -> None:
         if not self._flat:
@@ -82,7 +82,7 @@ class DirectApplier:
         return self._slots[key]
 
     def take(self, span: Span, values: torch.Tensor) -> None:
-        """Copy the elements to their places; drop those of other workers (tensor parallelism)."""
+        """Copy the elements to their places; drop those of other workers (tensor and pipeline parallelism)."""
         if (slot := self.slot(span)) is not None:
             self._copy(slot, values)
             return

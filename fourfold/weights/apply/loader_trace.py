@@ -50,6 +50,7 @@ class LoaderTrace:
     """The effect that loading a manifest's tensors would have."""
 
     unused: tuple[str, ...]  # checkpoint tensors that no parameter takes anything from
+    elsewhere: tuple[str, ...] = ()  # the same of one stage of a pipeline: another stage must take them
     missing: Mapping[str, tuple[int, int]]
     """Parameters that would not be filled: name -> (elements that would be written, elements of the parameter)."""
     cut: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class LoaderTrace:
 
 
 def check_fits(trace: LoaderTrace) -> None:
-    """Raise WrongState unless the model takes exactly the tensors that were traced."""
+    """Raise WrongState unless the model, or one stage of it, takes exactly the tensors that were traced."""
     if trace.unused:
         raise no_place(trace.unused)
     if trace.missing:

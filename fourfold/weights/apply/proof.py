@@ -131,7 +131,7 @@ def folder_manifest(model: ProvableModel) -> Manifest:
         targets.setdefault(region.tensor, set()).add(region.parameter)
     filled = set().union(*targets.values())
     copies = {name for group in model.tied() if filled & {group[0]} for name in group[1:]}
-    left_out = {*trace.unused, *(tensor for tensor, names in targets.items() if names <= copies)}
+    left_out = {*trace.unused, *trace.elsewhere, *(tensor for tensor, names in targets.items() if names <= copies)}
     specs: list[TensorSpec] = []
     spans: list[Span] = []
     offset = 0

@@ -43,7 +43,7 @@ class ReloadApplier:
         check_fits(trace)
         self._manifest = manifest
         count = len(manifest.tensors)
-        return ApplyReport(direct_tensor_count=0, reload_tensor_count=count)
+        return ApplyReport(direct_tensor_count=0, reload_tensor_count=count, elsewhere=trace.elsewhere)
 
     def begin(self, *, stable: bool) -> None:
         if self._manifest is None:

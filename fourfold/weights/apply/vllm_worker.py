@@ -161,6 +161,7 @@ class VllmModel:
         self._config = worker.vllm_config
         self._device: torch.device = worker.device
         self._model: torch.nn.Module = worker.get_model()
+        self._one_stage = self._config.parallel_config.pipeline_parallel_size == 1
         self._tensor_parallel = self._config.parallel_config.tensor_parallel_size
         self._is_first = worker.rank % self._tensor_parallel == 0
         self._tied = _tied_groups(self._model)
@@ -249,7 +250,8 @@ class VllmModel:
             if self._is_first and 0 < recorder.read[name] * self._tensor_parallel < tensor.numel()
         }
         return LoaderTrace(
-            unused=unread,
+            unused=unread if self._one_stage else (),
+            elsewhere=() if self._one_stage else unread,
             missing=missing,
             cut=cut,
             regions=tuple(recorder.copies),

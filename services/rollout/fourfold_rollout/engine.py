@@ -42,6 +42,7 @@ class EngineSettings:
     enforce_eager: bool
     kv_cache_gib: int | None  # on each GPU; None: 1 on CPU, the rest of `gpu_memory_utilization` on GPUs
     gpus: int  # 0: CPU
+    stages: int = 1  # of the pipeline; each has an equal part of the GPUs
     gpu_memory_utilization: float
     seed: int
     sleep_mode: bool = False  # lets the engine free its memory between steps; no effect on CPU

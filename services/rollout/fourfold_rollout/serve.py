@@ -111,6 +111,7 @@ def engine_settings(config: Config, pool: RolloutPool, folder: Path) -> EngineSe
         enforce_eager=on_cpu if pool.enforce_eager is None else pool.enforce_eager,
         kv_cache_gib=pool.kv_cache_gib,
         gpus=pool.gpus_per_replica,
+        stages=pool.pipeline_parallel_size,
         gpu_memory_utilization=pool.gpu_memory_utilization,
         seed=config.seed,
         sleep_mode=config.rollout.sleep_mode,

@@ -133,6 +133,14 @@ def test_dump_is_the_inverse_of_load_with_pools(tmp_path: Path) -> None:
         ),
         ("[trainer]\ngpu = 'H100'", 'trainer: gpu = "H100" needs a GPU; set device = "cuda", or remove it'),
         (
+            "gpus_per_replica = 3\npipeline_parallel_size = 2",
+            "rollout: pipeline_parallel_size = 2 must divide gpus_per_replica = 3; set it to 1, or gpus_per_replica to",
+        ),
+        (
+            "pipeline_parallel_size = 2\n[[rollout.pool]]\nname = 'a'",
+            "[[rollout.pool]] 'a': pipeline_parallel_size = 2 must divide gpus_per_replica = 0",
+        ),
+        (
             "vllm = { data_parallel_size = 2 }",
             "`data_parallel_size` is set by the key `rollout.replicas` of the recipe",
         ),

@@ -151,13 +151,13 @@ def test_plan_of_gpus_and_ranks() -> None:
 
 def test_plan_of_pools() -> None:
     pools = [
-        {"name": "big", "gpu": "H100", "gpus_per_replica": 4, "kv_cache_gib": 8},
+        {"name": "big", "gpu": "H100", "gpus_per_replica": 4, "pipeline_parallel_size": 2, "kv_cache_gib": 8},
         {"name": "small", "dtype": "float32", "max_concurrent_samples": 8, "replicas": 2},
     ]
     data = in_bfloat16()
     data["rollout"] = {"pool": pools}
     text = " ".join(report.describe(Config.model_validate(data)).split())
-    assert "rollout big: 1 service on 4 H100 each: 8 GiB of KV cache on each" in text
+    assert "rollout big: 1 service on 4 H100 each, in 2 stages: 8 GiB of KV cache on each" in text
     assert "small: 2 services on CPU: 1 GiB of KV cache = 23,301 tokens" in text
     assert "Each engine runs at most 8 samples at once" in text
     assert "Weights are converted to float32 as they arrive." in text

@@ -45,12 +45,12 @@ def test_engine_gets_what_the_recipe_says() -> None:
 
 def test_an_engine_gets_the_keys_of_its_pool() -> None:
     recipe = config.load(ROOT / "recipes" / "quickstart.toml")
-    pools = [{"name": "a", "dtype": "float32"}, {"name": "b", "gpus_per_replica": 4}]
+    pools = [{"name": "a", "dtype": "float32"}, {"name": "b", "gpus_per_replica": 4, "pipeline_parallel_size": 2}]
     changed = config.from_tables(recipe.model_dump() | {"rollout": {"pool": pools}}, source="here")
     options = ServeOptions(role="rollout", recipe=Path("r.toml"), config=changed, member_id="rollout-b-0", pool="b")
     first, second = (engine_settings(changed, _pool(replace(options, pool=name)), Path("/model")) for name in ("", "b"))
-    assert (first.dtype, first.gpus, first.options_key) == ("float32", 0, "[[rollout.pool]] 'a' vllm")
-    assert (second.dtype, second.gpus) == (recipe.model.dtype, 4)
+    assert (first.dtype, first.gpus, first.stages, first.options_key) == ("float32", 0, 1, "[[rollout.pool]] 'a' vllm")
+    assert (second.dtype, second.gpus, second.stages) == (recipe.model.dtype, 4, 2)
     unknown = "--pool 'c' is not the name of a table [[rollout.pool]]; the recipe has 'a', 'b'"
     with pytest.raises(ConfigError, match=re.escape(unknown)):
         _pool(replace(options, pool="c"))

@@ -131,3 +131,20 @@ def test_a_worker_that_breaks_while_it_checks_keeps_no_other_waiting(
     first, second = engine.open(1)
     assert isinstance(first, Internal) and "traceback" in first.message
     assert isinstance(second, RuntimeError)
+
+
+def test_a_stage_leaves_tensors_to_the_other_one_but_not_both_the_same(workers: Workers) -> None:
+    engine = Engine(workers)
+    names = [spec.name for spec in engine.sender.manifest().tensors]
+    for model, elsewhere in zip(engine.models, (names[:2], names[2:]), strict=True):
+        model.elsewhere = tuple(elsewhere)
+    assert not any(isinstance(answer, Exception) for answer in engine.open(1))
+    engine.models[1].elsewhere = tuple(names[1:])
+    other = WeightSender(DenseSource(make_model(2)), rank=0, rank_count=1)
+    answers = engine.open(2, other)
+    assert all(isinstance(answer, WrongState) and answer.reason == "MODEL_MISMATCH" for answer in answers)
+    assert all(f"no place for {names[1]};" in answer.message for answer in answers)
+    engine.sender.send(1, 1, timeout=5)
+    digests = engine.each(lambda rank: engine.receivers[rank].receive(1, 1, 5))
+    assert digests[0] == digests[1] and isinstance(digests[0], bytes), "the epoch before goes on"
+    other.close()

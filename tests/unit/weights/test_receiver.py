@@ -23,6 +23,7 @@ class PlainModel:
 
     def __init__(self) -> None:
         self.parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+        self.elsewhere: tuple[str, ...] = ()  # tensors that another stage takes; this one takes them all the same
         self.loading = False
         self.fail_after = -1
         self.fail_finish = False
@@ -37,7 +38,7 @@ class PlainModel:
                     self.parameters[name].copy_(tensor)
         missing = {n: (recorder.written[n], t.numel()) for n, t in destinations if recorder.written[n] != t.numel()}
         unused = tuple(n for n, _ in sources if not recorder.read[n])
-        return LoaderTrace(unused=unused, missing=missing)
+        return LoaderTrace(unused=unused, elsewhere=self.elsewhere, missing=missing)
 
     def begin_load(self) -> None:
         assert not self.loading

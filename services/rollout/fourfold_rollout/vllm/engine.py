@@ -217,6 +217,7 @@ class VllmEngine:
         replies = await self._call(
             "weights_open", *session, *places, timeout, str(self._abort_path), *listen, timeout=timeout
         )
+        # Stages of a pipeline have different layers, and may apply them in different ways.
         reports = unwrap(replies)
         return OpenReport(
             direct_tensor_count=min(report["direct"] for report in reports),

@@ -41,7 +41,8 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
     """Return vLLM's arguments. Raises ConfigError: the installed vLLM does not have an option of the recipe."""
     options: dict[str, Any] = {}
     if settings.gpus:
-        options["tensor_parallel_size"] = settings.gpus
+        options["tensor_parallel_size"] = settings.gpus // settings.stages
+        options["pipeline_parallel_size"] = settings.stages
         options["enable_sleep_mode"] = settings.sleep_mode
         if settings.kv_cache_gib is None:
             options["gpu_memory_utilization"] = settings.gpu_memory_utilization

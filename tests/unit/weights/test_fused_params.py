@@ -18,7 +18,6 @@ from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
 from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.source.dense import DenseSource
-from fourfold.weights.source.fused_params import sent_parameters
 from fourfold.weights.source.lora import Adapter, MergedSource
 from tests.support.architectures import build
 from tests.support.shards import assemble, spans_by_tensor
@@ -56,19 +55,6 @@ def test_an_engine_gets_what_save_pretrained_writes(name: str, loaded: bool, tmp
     assert all(source.is_view(span) for span in source.manifest().spans)
     pieces = [piece.name for piece in dict(source.slices).values()]
     assert (len(pieces) < len(written)) == (name in EXPERTS)  # fewer parameters than tensors
-
-
-def test_experts_are_sent_one_by_one_from_where_they_are() -> None:
-    model = build("qwen3_moe", torch.bfloat16)
-    source = DenseSource(model)
-    names = [spec.name for spec in source.manifest().tensors]
-    experts = model.model.layers[1].mlp.experts
-    index = names.index("model.layers.1.mlp.experts.2.up_proj.weight")
-    span = source.manifest().spans[index]
-    inner, hidden = source.manifest().tensors[index].shape
-    wanted = experts.gate_up_proj[2, inner:]
-    assert wanted.shape == (inner, hidden)
-    assert source.read(span).data_ptr() == wanted.data_ptr() and torch.equal(source.read(span).view_as(wanted), wanted)
 
 
 def convert(model: Any, targets: str | list[str], sources: str | list[str], operation: Any) -> None:
@@ -210,9 +196,3 @@ def test_partitions_that_cut_across_tensors_are_put_together_again(
         together = torch.cat([tensor.reshape(-1) for tensor in whole[index : index + len(specs)]])
         assert torch.equal(together, flat)
         index += len(specs)
-
-
-def test_pieces_of_a_whole_model_tile_every_parameter() -> None:
-    for _, parameter, pieces in sent_parameters(build("qwen2_moe", torch.float32)):
-        assert [piece.start for piece in pieces] == [sum(p.count for p in pieces[:i]) for i in range(len(pieces))]
-        assert sum(piece.count for piece in pieces) == parameter.numel()

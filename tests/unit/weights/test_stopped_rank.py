@@ -16,7 +16,7 @@ from fourfold.weights.manifest import Manifest
 from tests.support.weight_peers import Peer, make_model, receiver, sender
 
 _TIMEOUT = 10.0
-_DEADLINE = 1.5
+_DEADLINE = 1.0
 
 
 def _join(epoch: int, backend: str, senders: Sequence[Peer], peer: Peer) -> None:

@@ -21,7 +21,6 @@ from fourfold.weights.transport.base import (
     make_sender,
     unpack_offers,
 )
-from fourfold.weights.transport.locality import host_id
 from fourfold.weights.transport.waiting import Deadline
 from fourfold.weights.worker_control import error_reply, unwrap, unwrap_same
 from tests.support.descriptors import open_descriptors
@@ -135,12 +134,6 @@ def test_deadlines() -> None:
         deadline.check("the moon")
 
 
-def test_host_id_is_stable_and_tells_nothing() -> None:
-    assert host_id() == host_id()
-    assert len(host_id()) == 32
-    assert int(host_id(), 16) >= 0
-
-
 def test_replies_carry_errors_as_what_they_were() -> None:
     assert unwrap([b"a", b"b"]) == [b"a", b"b"]
     assert unwrap_same([b"a", b"a"]) == b"a"
@@ -177,8 +170,12 @@ def test_epochs_only_grow_and_calls_name_the_open_one() -> None:
     for call in (lambda: sender.open(5, timeout=1), lambda: sender.send(5, 1, timeout=1), lambda: sender.abort(5)):
         with pytest.raises(StaleEpoch):
             call()
+    with pytest.raises(StaleEpoch, match="group 3 of epoch 6"):
+        sender.make_offer(6, "shm", 1, group=3, timeout=1)
     sender.open(6, timeout=1)
     sender.open(6, timeout=1)
+    with pytest.raises(StaleEpoch, match="and is open"):
+        sender.make_offer(6, "shm", 1, group=1, timeout=1)
     result = sender.send(6, 1, timeout=1)
     assert result.sent_bytes == sender.manifest().byte_count
     sender.abort(6)
@@ -214,13 +211,8 @@ def test_a_sender_must_be_made_for_the_ranks_of_its_source() -> None:
         WeightSender(DenseSource(make_model(1)), rank=0, rank_count=2)
 
 
-def test_a_dense_source_sends_tied_weights_once_and_leaves_other_ranks_empty() -> None:
-    model = make_model(1)
-    head = torch.nn.Module()
-    head.register_parameter("weight", model.get_parameter("embed.weight"))
-    model.add_module("head", head)
-    manifest = DenseSource(model, rank_count=3, dtype=torch.float32).manifest()
-    assert [t.name for t in manifest.tensors] == ["embed.weight", "mlp.weight", "norm.weight"]
+def test_a_dense_source_leaves_other_ranks_empty() -> None:
+    manifest = DenseSource(make_model(1), rank_count=3, dtype=torch.float32).manifest()
     assert {t.dtype for t in manifest.tensors} == {"float32"}
     assert manifest.shard_bytes[1:] == (0, 0)
 
@@ -228,9 +220,6 @@ def test_a_dense_source_sends_tied_weights_once_and_leaves_other_ranks_empty() -
 def test_a_dense_source_notices_what_it_cannot_send() -> None:
     model = make_model(1)
     source = DenseSource(model)
-    model.get_submodule("norm").register_buffer("scale", torch.ones(1))
-    with pytest.raises(WrongState, match=r"norm\.scale"):
-        DenseSource(model)
     model.get_parameter("norm.weight").data = torch.zeros(9, dtype=torch.bfloat16)
     with pytest.raises(WrongState, match=r"norm\.weight is now"):
         source.begin_round()

@@ -19,9 +19,9 @@ import pytest
 
 from fourfold.errors import ConfigError, Overloaded
 from fourfold_reward import loader
-from fourfold_reward.job import Job
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome, SampleFields
+from tests.support.reward_jobs import make_job
 
 # The completion of a sample selects the behaviour of the function.
 FUNCTIONS = """
@@ -159,17 +159,8 @@ async def pool(file: Path) -> AsyncIterator[WorkerPool]:
 
 
 async def score(pool: WorkerPool, *completions: str, metadata: str = "", timeout: float = 20) -> list[Outcome]:
-    jobs = [
-        Job(
-            sample_id=f"s{i}",
-            prompt="prompt \u00e9\n",
-            completion=completion,
-            answer="answer",
-            metadata_json=metadata,
-            size_bytes=10,
-        )
-        for i, completion in enumerate(completions)
-    ]
+    fields = {"prompt": "prompt \u00e9\n", "answer": "answer", "metadata_json": metadata}
+    jobs = [make_job(completion, sample_id=f"s{i}", **fields) for i, completion in enumerate(completions)]
     return await pool.score(jobs, timeout=timeout)
 
 
@@ -181,32 +172,20 @@ def alive(mark: str) -> list[int]:
     return found
 
 
-async def test_scores_come_back_in_order(pool: WorkerPool) -> None:
-    outcomes = await score(pool, *(str(i / 2) for i in range(50)))
-    assert outcomes == [Outcome(score=i / 2) for i in range(50)]
-
-
-async def test_error_in_a_library_names_the_line_of_the_function(pool: WorkerPool) -> None:
-    (only,) = await score(pool, "library")
-    line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if "json.loads" in text)
-    assert only.message.startswith("JSONDecodeError: ") and only.message.endswith(f"(functions.py:{line})")
-
-
-async def test_long_error_keeps_its_place_and_contains_no_control_characters(pool: WorkerPool) -> None:
-    (only,) = await score(pool, "bad text")
-    line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if "bad text" in text)
-    assert len(only.message) == 1000 and only.message.endswith(f"...  (functions.py:{line})".replace("  ", " "))
-    assert only.message.isprintable()
+def line_of(text: str) -> int:
+    return next(i for i, line in enumerate(FUNCTIONS.splitlines(), 1) if text in line)
 
 
 async def test_function_that_raises_is_an_error_with_type_text_and_place(pool: WorkerPool) -> None:
-    first, second, third, fourth = await score(pool, "raise", "exit", "bad text", "1")
-    assert (first.error_reason, first.error_code) == ("RAISED", "UNKNOWN")
-    assert first.message.startswith("KeyError: 'no such thing' (functions.py:")
-    assert second.message.startswith("SystemExit: 3")
-    assert third.error_reason == "RAISED"
-    assert len(third.message) <= 1000
-    assert fourth == Outcome(score=1.0)
+    raised, ended, long, library, other = await score(pool, "raise", "exit", "bad text", "library", "1")
+    assert (raised.error_reason, raised.error_code) == ("RAISED", "UNKNOWN")
+    assert raised.message.startswith("KeyError: 'no such thing' (functions.py:")
+    assert ended.message.startswith("SystemExit: 3")
+    assert len(long.message) == 1000 and long.message.endswith(f"... (functions.py:{line_of('bad text')})")
+    assert long.message.isprintable(), "no control characters"
+    assert library.message.startswith("JSONDecodeError: ")
+    assert library.message.endswith(f"(functions.py:{line_of('json.loads')})"), "the function's line, not the library's"
+    assert other == Outcome(score=1.0)
 
 
 async def test_function_that_hangs_is_killed_and_loses_only_its_sample(pool: WorkerPool) -> None:
@@ -286,7 +265,7 @@ async def test_an_exception_with_broken_methods_is_an_error_with_its_place(pool:
     before = set(pool.worker_pids())
     outcomes = await score(pool, "broken", "broken sample", "broken result", "1", "hidden", timeout=60)
     assert [outcome.error_reason for outcome in outcomes[:2]] == ["RAISED", "RAISED"]
-    line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if '"broken": raise' in text)
+    line = line_of('"broken": raise')
     assert outcomes[0].message == f"Broken, whose __str__ raised SystemExit (functions.py:{line})"
     assert "SystemExit" in outcomes[1].message and "(functions.py:" in outcomes[1].message
     assert outcomes[2].error_reason in ("RAISED", "NOT_A_NUMBER")

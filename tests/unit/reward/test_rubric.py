@@ -15,6 +15,7 @@ from fourfold.errors import ConfigError
 from fourfold_reward.job import Job
 from fourfold_reward.sample import InvalidSample
 from fourfold_reward.scorers.rubric import MAX_VERDICT, GradePattern, Rubric, Template
+from tests.support.reward_jobs import make_job
 
 EXAMPLE = Path(__file__).parents[3] / "examples/rewards/judge_rubric.md"
 
@@ -24,14 +25,9 @@ def judge(**changes: Any) -> JudgeConfig:
 
 
 def job(completion: str = "4", *, answer: str = "", messages: Any = None, **columns: Any) -> Job:
-    return Job(
-        sample_id="s",
-        prompt="<|user|>2 + 2?",
-        completion=completion,
-        answer=answer,
-        metadata_json=json.dumps(columns),
-        messages_json="" if messages is None else json.dumps(messages),
-        size_bytes=1,
+    given = "" if messages is None else json.dumps(messages)
+    return make_job(
+        completion, prompt="<|user|>2 + 2?", answer=answer, metadata_json=json.dumps(columns), messages_json=given
     )
 
 
@@ -70,9 +66,8 @@ def test_a_missing_column_is_an_error_of_the_row(tmp_path: Path) -> None:
     with pytest.raises(InvalidSample, match="no column 'task' for the rubric; it has answer, completion, n, prompt"):
         filled("{completion} {task}", job(n=1), tmp_path)
     for text in ("{", "[]", "null"):
-        broken = Job(sample_id="s", prompt="", completion="", answer="", metadata_json=text, size_bytes=1)
         with pytest.raises(InvalidSample) as info:
-            Rubric(judge()).messages(broken)
+            Rubric(judge()).messages(make_job(metadata_json=text))
         assert info.value.reason == "BAD_METADATA"
 
 

@@ -16,7 +16,6 @@ from fourfold.answers import answer_text
 from fourfold.reward.function import ScoreInput
 from fourfold_reward import loader, openrlhf_modules
 from fourfold_reward.columns import take_answer
-from fourfold_reward.loader import VerifierError
 from fourfold_reward.protocol import Outcome, outcome_of
 from fourfold_reward.signatures import Reads, adapt
 from fourfold_reward.verifiers import InvalidSample
@@ -182,12 +181,6 @@ def test_a_tensor_of_several_numbers_is_no_score_and_no_component() -> None:
     assert score(lambda sample: {"score": 1.0, "each": Tensor()}).components == {}
 
 
-def test_numbers_for_the_logs_are_at_most_as_many_as_components() -> None:
-    logs = {f"n{i}": 1.0 for i in range(99)}
-    outcome = score(lambda queries, prompts, labels: {"rewards": [1.0], "extra_logs": logs})
-    assert outcome.score == 1.0 and len(outcome.components) == 64
-
-
 def test_a_plain_prompt_makes_texts_as_in_trl() -> None:
     def lengths(completions: Any, **columns: Any) -> list[float]:
         assert columns["prompts"] == ["2 + 2 ="]
@@ -297,9 +290,3 @@ def test_a_file_that_imports_openrlhf_runs_without_it(tmp_path: Path, monkeypatc
     function, _, _ = loader.load(loader.find("math.py:reward_func", directory=tmp_path), {})
     sample = ScoreInput(sample_id="s", prompt="1/2?", completion=r"It is \boxed{\frac{1}{2}}", answer="0.5")
     assert outcome_of(function(sample)).score == 1.0
-
-
-def test_the_loader_names_the_forms(tmp_path: Path) -> None:
-    (tmp_path / "two.py").write_text("def reward(a, b):\n    return 1.0\n")
-    with pytest.raises(VerifierError, match=r"'two.py:reward': it takes \(a, b\).*a reward function takes \(sample\)"):
-        loader.load(loader.find("two.py:reward", directory=tmp_path), {})

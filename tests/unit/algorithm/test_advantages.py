@@ -106,10 +106,6 @@ def gae(
 # Group baselines
 
 
-def test_the_constants_have_means_that_are_off() -> None:
-    assert [np.full(count, value).mean() != value for value, count in CONSTANT[:4]] == [True] * 4
-
-
 def test_members_keep_the_order_in_which_groups_and_samples_come() -> None:
     assert group_members(["b", "a", "b", "c", "a"]) == [[0, 2], [1, 4], [3]]
     assert group_members([]) == []
@@ -123,43 +119,10 @@ def test_grpo_divides_by_the_unbiased_deviation() -> None:
     assert normalised([0, 1, 2, 5], "aaaa", 0.5) == pytest.approx(by_hand, abs=1e-15)
 
 
-def test_grpo_gives_a_pair_plus_and_minus_one_over_root_two() -> None:
-    # s = |r1 - r2| / sqrt(2), deviations are half the difference
-    assert normalised([3, 7], "aa", 0.0) == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-15)
-
-
-def test_centred_scores_are_not_divided() -> None:
-    assert compare(DrGrpo(), f64([0, 1, 2, 5]), list("aaaa")).tolist() == [-2, -1, 0, 3]
-    assert compare(DrGrpo(), f64([3, 7]), list("aa")).tolist() == [-2, 2]  # half the difference
-
-
-def test_leave_one_out_compares_with_the_others() -> None:
-    # others' means: (1+2+5)/3 = 8/3, (0+2+5)/3 = 7/3, (0+1+5)/3 = 2, (0+1+2)/3 = 1
-    by_hand = [0 - 8 / 3, 1 - 7 / 3, 2 - 2, 5 - 1]
-    assert compare(Rloo(), f64([0, 1, 2, 5]), list("aaaa")).tolist() == pytest.approx(by_hand, abs=1e-15)
-    assert compare(Rloo(), f64([3, 7]), list("aa")).tolist() == [-4, 4]  # the whole difference
-
-
-def test_a_long_sample_weighs_more_in_the_baseline_of_opo() -> None:
-    # (1 * 6 + 3 * 2 + 0 * 100) / (1 + 3 + 0) = 3; the score of the empty sample has weight 0
-    result = compare(Opo(), f64([6, 2, 100]), list("aaa"), i64([1, 3, 0]))
-    assert result.tolist() == [3, -1, 97]
-
-
 def test_a_group_without_tokens_has_no_weighted_baseline() -> None:
     # group a has no tokens at all; b: (2 * 1 + 2 * 5) / 4 = 3
     result = compare(Opo(), f64([6, 2, 1, 5]), list("aabb"), i64([0, 0, 2, 2]))
     assert result.tolist() == [0, 0, -2, 2]
-
-
-@every_baseline
-def test_groups_are_found_by_id_wherever_their_samples_are(baseline: Baseline) -> None:
-    scores = f64([0, 10, 1, 30])
-    mixed = baseline(scores, list("abab"))
-    # Lengths of the weighted baseline are those of the first call: the same samples, in the same places.
-    alone_a, alone_b = baseline(scores, list("axay")), baseline(scores, list("xbyb"))
-    assert mixed.tolist() == [alone_a[0], alone_b[1], alone_a[2], alone_b[3]]
-    assert all(mixed[[0, 1]] < 0) and all(mixed[[2, 3]] > 0)
 
 
 @every_baseline
@@ -169,23 +132,11 @@ def test_a_constant_group_is_exactly_zero(baseline: Baseline, value: float, coun
 
 
 @every_baseline
-def test_a_group_of_one_is_zero_beside_others(baseline: Baseline) -> None:
-    result = baseline(f64([5, 1, 2]), list("abb"))
-    assert result[0] == 0
-    assert result[1] < 0 < result[2]
-
-
-@every_baseline
-def test_no_samples_give_no_advantages(baseline: Baseline) -> None:
-    assert baseline(f64([]), []).tolist() == []
-
-
-@every_baseline
 def test_differences_too_small_to_square_stay_finite(baseline: Baseline) -> None:
     assert np.isfinite(baseline(f64([1e-200, 2e-200, 3e-200]), list("aaa"))).all()
 
 
-SCORES = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 3)), min_size=1, max_size=20)
+SCORES = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 3)), max_size=20)
 
 
 @given(SCORES)
@@ -385,44 +336,6 @@ def test_skipping_holes_is_the_sum_over_actions(gamma: float, lam: float) -> Non
             np.testing.assert_allclose(targets[sample], by_hand + case.values[sample], rtol=0, atol=1e-12)
 
 
-def test_without_discount_both_ways_across_a_hole_agree() -> None:
-    for case in map(random_case, SEEDS):
-        skip = gae(case.rewards, case.values, case.lengths, None, gamma=1.0, lam=1.0)
-        decay = gae(case.rewards, case.values, case.lengths, case.gaps, gamma=1.0, lam=1.0)
-        np.testing.assert_allclose(skip, decay, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("decay", [False, True])
-def test_gae_with_a_blind_critic_and_lambda_one_is_the_return(decay: bool) -> None:
-    for case in map(random_case, SEEDS):
-        gaps = case.gaps if decay else None
-        advantages, returns = gae(case.rewards, np.zeros_like(case.values), case.lengths, gaps, gamma=0.9, lam=1.0)
-        by_sum = discounted_returns(case.rewards, case.lengths, gaps, gamma=0.9)
-        np.testing.assert_allclose(advantages, by_sum, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(returns, by_sum, rtol=0, atol=1e-12)
-
-
-def test_gae_across_one_hole_by_hand() -> None:
-    # Two actions, two positions of environment between them: gap 3. gamma .9, lambda .8, gamma lambda .72
-    #   A_1 = 1 - .25                                     = .75
-    #   A_0 = .2 + .72^2 * .9 * .25 - .5 + .72^3 * .75
-    first = 0.2 + 0.72**2 * 0.9 * 0.25 - 0.5 + 0.72**3 * 0.75
-    advantages, returns = gae(f64([0.2, 1]), f64([0.5, 0.25]), i64([2]), i64([3, 1]), gamma=0.9, lam=0.8)
-    assert advantages.tolist() == pytest.approx([first, 0.75], abs=1e-15)
-    assert returns.tolist() == pytest.approx([first + 0.5, 1.0], abs=1e-15)
-    # Skipped, it is one step: A_0 = .2 + .9 * .25 - .5 + .72 * .75
-    advantages, _ = gae(f64([0.2, 1]), f64([0.5, 0.25]), i64([2]), None, gamma=0.9, lam=0.8)
-    assert advantages.tolist() == pytest.approx([0.2 + 0.9 * 0.25 - 0.5 + 0.72 * 0.75, 0.75], abs=1e-15)
-
-
-def test_returns_end_with_their_sample() -> None:
-    # 1 + .5 * 2 = 2; the empty sample between them takes no place
-    returns = discounted_returns(f64([1, 2, 4]), i64([2, 0, 1, 0]), None, gamma=0.5)
-    assert returns.tolist() == [2, 2, 4]
-    returns = discounted_returns(f64([1, 2, 4]), i64([2, 0, 1, 0]), i64([3, 9, 9]), gamma=0.5)
-    assert returns.tolist() == [1 + 0.5**3 * 2, 2, 4]
-
-
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
 def test_a_batch_without_actions_is_empty(lengths: list[int]) -> None:
     nothing, no_gaps = f64([]), i64([])
@@ -469,19 +382,6 @@ def test_fewer_than_two_tokens_stay_as_they_are(scale: bool) -> None:
     assert whiten(f64([5, 3]), np.array([False, True]), scale=scale).tolist() == [0, 3]
     assert whiten(f64([5, 3]), np.array([False, False]), scale=scale).tolist() == [0, 0]
     assert whiten(f64([]), np.array([], np.bool_), scale=scale).tolist() == []
-
-
-@pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_whitened_tokens_have_mean_zero_and_variance_one(offset: float) -> None:
-    for seed in SEEDS:
-        random = np.random.default_rng(seed)
-        count = int(random.integers(4, 200))
-        advantages, selected = offset + random.normal(size=count), random.random(count) < 0.7
-        selected[:2] = True
-        result = whiten(advantages, selected, scale=True)
-        assert (result[~selected] == 0).all()
-        assert result[selected].mean() == pytest.approx(0, abs=1e-9)
-        assert np.square(result[selected]).mean() == pytest.approx(1, abs=1e-8)
 
 
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.booleans()), max_size=20), st.booleans())

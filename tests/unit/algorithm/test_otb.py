@@ -46,10 +46,6 @@ def test_equal_returns_and_gradients_of_0_are_exactly_0() -> None:
     assert advantages([1, 0], [0, 0], [1, 1], "aa") == [0, 0]
 
 
-def test_with_equal_energies_it_is_the_distance_to_the_mean() -> None:
-    assert advantages([1, 1, 0, 0, 2, 2], [0.5] * 6, [2, 2, 2], "aaa") == pytest.approx([0, 0, -1, -1, 1, 1])
-
-
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_step_takes_energies_from_the_pass_of_the_old_policy(updates: int) -> None:
     algorithm: dict[str, Any] = {"preset": "otb", "shaping": {"mask_truncated": True}}

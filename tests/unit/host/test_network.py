@@ -20,24 +20,22 @@ def _interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("::1", "lo"), ("10.0.0.1", "eth1")]
+    ("variable", "host", "named", "found"),
+    [  # without "=" NCCL would take a name for the beginning of one
+        ("", "127.0.0.1", "", "=lo"),
+        ("", "localhost", "", "=lo"),
+        ("", "::1", "", "=lo"),
+        ("", "10.0.0.1", "", "=eth1"),
+        ("", "10.0.0.1", "ib0", "=ib0"),
+        ("ib0", "127.0.0.1", "", "ib0"),
+        ("ib0", "10.0.0.1", "eth1", "ib0"),
+    ],
 )
-def test_nccl_uses_the_interface_of_the_address(host: str, interface: str) -> None:
-    assert nccl_interface(host) == f"={interface}", "NCCL would take a plain name for the beginning of one"
-
-
-def test_a_named_interface_wins_over_that_of_the_address() -> None:
-    assert nccl_interface("10.0.0.1", "ib0") == "=ib0"
-
-
-def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NCCL_VARIABLE, "")
-    assert nccl_interface("10.0.0.1") == "=eth1"
-
-
-def test_the_variable_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NCCL_VARIABLE, "ib0")
-    assert {nccl_interface("10.0.0.1"), nccl_interface("127.0.0.1"), nccl_interface("10.0.0.1", "eth1")} == {"ib0"}
+def test_nccl_uses_the_interface_of_the_user_or_else_of_the_address(
+    variable: str, host: str, named: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NCCL_VARIABLE, variable)
+    assert nccl_interface(host, named) == found
 
 
 def test_an_address_of_no_interface_is_a_warning(

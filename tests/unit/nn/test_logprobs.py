@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,7 @@ from torch import Tensor
 
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
-from fourfold.nn import logprobs as logprobs_module
-from fourfold.nn.batching import pack
 from fourfold.nn.logprobs import token_energies, token_logprobs
-from tests.support.tiny_models import write_tiny_model
 
 ROWS, HIDDEN, VOCABULARY = 11, 8, 37
 
@@ -69,16 +65,6 @@ def test_values_and_gradients_equal_the_plain_computation(
     torch.testing.assert_close(gradients(*found), gradients(*wanted), atol=1e-5, rtol=1e-5)
 
 
-def test_entropies_by_hand() -> None:
-    # Logits 0 and log(3) at temperature 1: probabilities 1/4 and 3/4. At temperature 1/2: 1/10 and 9/10.
-    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
-    targets = torch.tensor([0, 1])
-    logprobs, entropies = token_logprobs(hidden, weight, None, targets, torch.tensor([1.0, 0.5]), entropy=True)
-    torch.testing.assert_close(logprobs, torch.tensor([math.log(0.25), math.log(0.9)]))
-    wanted = [-0.25 * math.log(0.25) - 0.75 * math.log(0.75), -0.1 * math.log(0.1) - 0.9 * math.log(0.9)]
-    torch.testing.assert_close(entropies, torch.tensor(wanted))
-
-
 @pytest.mark.parametrize("chunk_rows", [0, 2])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_an_energy_is_the_squared_norm_of_the_gradient_in_the_logits(softcap: float, chunk_rows: int) -> None:
@@ -116,37 +102,6 @@ def test_entropy_of_the_uniform_and_of_the_certain() -> None:
     assert torch.isfinite(torch.autograd.grad(entropies.sum(), weight)[0]).all()
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("chunk_rows", [0, 3])
-def test_float64_gradients_are_those_of_finite_differences(chunk_rows: int, softcap: float) -> None:
-    hidden, weight, offset, targets, temperatures = inputs(torch.float64, True)
-    assert offset is not None
-
-    def outputs(hidden: Tensor, weight: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
-        logprobs, entropies = token_logprobs(
-            hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows, entropy=True
-        )
-        assert logprobs.dtype == torch.float64 and entropies is not None
-        return logprobs, entropies
-
-    assert torch.autograd.gradcheck(outputs, (hidden, weight, offset))
-
-
-def test_entropies_that_nothing_depends_on_cost_nothing_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Tensor | None] = []
-    real = logprobs_module._grad_scaled
-
-    def spy(*args: Any) -> Tensor:
-        seen.append(args[-1])
-        return real(*args)
-
-    monkeypatch.setattr(logprobs_module, "_grad_scaled", spy)
-    hidden, weight, _, targets, temperatures = inputs(torch.float32, False)
-    logprobs, _ = token_logprobs(hidden, weight, None, targets, temperatures, entropy=True)
-    torch.autograd.grad(logprobs.sum(), weight)
-    assert seen == [None]
-
-
 def test_bfloat16_gradients_do_not_depend_on_the_chunks() -> None:
     hidden, weight, _, targets, temperatures = inputs(torch.bfloat16, False)
     whole, chunked = (
@@ -176,47 +131,10 @@ def test_no_rows_give_no_values_and_zero_gradients() -> None:
     assert not torch.autograd.grad(result.sum() + entropies.sum(), weight)[0].any()
 
 
-def load(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
 def build(name: str, config: Any) -> Any:
     """Return a random model of a class."""
     torch.manual_seed(0)
     return getattr(transformers, name)(config)
-
-
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2", "qwen3", "gemma", "gpt_neox"])
-def test_an_installed_model_gives_the_logprobs_of_its_own_logits(tmp_path: Path, family: str) -> None:
-    folder = write_tiny_model(tmp_path, family, dtype="float32")
-    model, original = load(folder), load(folder)
-    names = [name for name, _ in model.named_parameters()]
-    forward.install(model)
-    assert [name for name, _ in model.named_parameters()] == names
-    ids = [torch.arange(3, 12, dtype=torch.int32).numpy(), torch.arange(40, 44, dtype=torch.int32).numpy()]
-    positions = [torch.tensor([1, 5, 8]).numpy(), torch.tensor([3]).numpy()]
-    batch = pack(ids, positions, [1.0, 0.7])
-    found, _ = model(**forward.batch_arguments(batch, torch.device("cpu")))
-    wanted = []
-    for row, chosen, temperature in zip(ids, positions, [1.0, 0.7], strict=True):
-        logits = original(input_ids=torch.from_numpy(row)[None].long()).logits[0].float() / temperature
-        logprobs = torch.log_softmax(logits, -1)
-        wanted += [logprobs[p - 1, row[p]] for p in chosen]
-    torch.testing.assert_close(found, torch.stack(wanted), atol=2e-5, rtol=0)
-
-
-def test_logit_softcapping_of_gemma2_is_known() -> None:
-    config = transformers.Gemma2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        final_logit_softcapping=2.0,
-    )
-    forward.install(build("Gemma2ForCausalLM", config))  # compares with the model's own logits
 
 
 def test_an_architecture_with_other_logits_is_refused_by_name() -> None:

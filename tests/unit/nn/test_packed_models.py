@@ -91,7 +91,7 @@ def compare(name: str, dtype: torch.dtype, tolerance: float, *, checkpointing: b
     check_gradients(model, original, tolerance)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_moe", "gpt2"])
 def test_packed_equals_one_by_one(name: str) -> None:
     compare(name, torch.float32, 1e-5)
 
@@ -106,28 +106,6 @@ def test_packed_equals_one_by_one_to_float64(name: str) -> None:
 @pytest.mark.usefixtures("float64_alone")
 def test_reentrant_gradient_checkpoints_see_the_segments(name: str) -> None:
     compare(name, torch.float64, 1e-12, checkpointing=True)
-
-
-def test_a_sample_does_not_depend_on_its_neighbours() -> None:
-    model, packed = build("llama", torch.float32), batch()
-    forward.install(model)
-    arguments = forward.batch_arguments(packed, CPU)
-    before, none = model(**arguments)
-    assert none is None
-    first = int((arguments["rows"] < LENGTHS[0]).sum())
-    arguments["token_ids"][: LENGTHS[0]] = 5
-    after, _ = model(**arguments)
-    assert torch.equal(before[first:], after[first:]) and not torch.equal(before[:first], after[:first])
-
-
-def test_positions_start_again_with_every_sample() -> None:
-    model, seen = build("llama", torch.float32), []
-    forward.install(model)
-    model.base_model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
-    )
-    model(**forward.batch_arguments(batch(), CPU))
-    assert seen[0].tolist() == [[i for n in LENGTHS for i in range(n)]]
 
 
 def test_the_configuration_that_is_saved_names_no_attention(tmp_path: Path) -> None:

@@ -150,21 +150,6 @@ def test_two_ranks_that_share_a_row_have_the_loss_and_the_gradient_of_the_whole_
     torch.testing.assert_close(found, gradient)
 
 
-def test_the_loss_evens_the_experts_out() -> None:
-    model, routers = prepared("qwen3_moe")
-    optimizer = torch.optim.Adam([p for name, p in model.named_parameters() if "gate.weight" in name], lr=0.05)
-    violations = []
-    for _ in range(30):
-        routers.weight = 1.0
-        logprobs, _ = model(**arguments(tokens()))
-        counts = routers.routed().counts
-        violations.append(float((counts.max(1).values / counts.mean(1)).max() - 1))
-        optimizer.zero_grad()
-        (0.0 * logprobs.sum()).backward()
-        optimizer.step()
-    assert violations[0] > 0.5 and violations[-1] < violations[0] / 2
-
-
 def test_a_dense_model_and_one_balanced_in_another_way_have_no_known_routers() -> None:
     dense = build("llama", torch.float32)
     assert router.install(dense) is None

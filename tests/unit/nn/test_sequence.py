@@ -24,6 +24,7 @@ from fourfold_trainer.ranks.rank_processes import RankProcesses
 from fourfold_trainer.ranks.worker import _sums_answer as sums_answer
 from tests.fakes.threads import ThreadGroup
 from tests.support.architectures import build
+from tests.support.recipes import make_recipe
 from tests.support.sequence_cases import CASES, Case, check, float64_alone, make_model, run
 from tests.support.sequence_ranks import config_of
 
@@ -102,17 +103,8 @@ def test_positions_that_depend_on_the_longest_sample_are_refused(kind: str) -> N
 
 
 def recipe(source: str, **trainer: int) -> Config:
-    return Config.model_validate(
-        {
-            "name": "t",
-            "steps": 1,
-            "model": {"source": source},
-            "data": {"train": {"path": "x.jsonl"}},
-            "batch": {"prompts_per_step": 2, "group_size": 2},
-            "sampling": {"max_new_tokens": 10},
-            "trainer": trainer,
-        }
-    )
+    batch = {"prompts_per_step": 2, "group_size": 2}
+    return make_recipe(model={"source": source, "max_context_tokens": 2048}, batch=batch, trainer=trainer)
 
 
 def test_ranks_that_cannot_be_grouped_are_refused() -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fourfold.arrays import EMPTY_FLOATS, Sample, VersionSpan
+from fourfold.arrays import Sample, VersionSpan
 from fourfold.errors import InvalidInput
 from fourfold.rpc import codec
 from fourfold.rpc.codec import decode, encode
@@ -44,61 +41,6 @@ def make(prompt: int = 3, sampled: int = 5, *, seed: int = 0, **changes: object)
 
 def read(message: pb.Experience) -> Sample:
     return decode(message, vocabulary_size=VOCABULARY, max_tokens=MAX_TOKENS)
-
-
-SEGMENT: Any = {"trajectory_id": "t-1", "segment_index": 2, "segment_count": 3}
-SEGMENTS: st.SearchStrategy[Any] = st.sampled_from([{}, SEGMENT])
-
-
-@st.composite
-def samples(draw: st.DrawFn) -> Sample:
-    prompt, sampled = draw(st.integers(1, 20)), draw(st.integers(1, 20))
-    sample = make(prompt, sampled, seed=draw(st.integers(0, 1000)))
-    loss = sample.action_mask & np.array(
-        draw(st.lists(st.booleans(), min_size=prompt + sampled, max_size=prompt + sampled))
-    )
-    reference = np.where(np.arange(prompt + sampled) == 0, np.nan, -1.5).astype(np.float32)
-    return make(
-        prompt,
-        sampled,
-        loss_mask=loss,
-        temperature=draw(st.floats(0.125, 2, width=32)),
-        top_p=draw(st.sampled_from([1.0, 0.5])),
-        top_k=draw(st.sampled_from([0, 40])),
-        truncated=draw(st.booleans()),
-        score=draw(st.none() | st.floats(-1000, 1000, width=32)),
-        scorer=draw(st.sampled_from(["", "exact@1"])),
-        reference_logprobs=draw(st.sampled_from([reference, EMPTY_FLOATS])),
-        token_rewards=draw(st.sampled_from([sample.action_mask.astype(np.float32), EMPTY_FLOATS])),
-        baseline_score=draw(st.none() | st.floats(-1000, 1000, width=32)),
-        **draw(SEGMENTS),
-    )
-
-
-@settings(deadline=None, max_examples=60)
-@given(samples())
-def test_a_sample_survives_a_round_trip_bit_by_bit(sample: Sample) -> None:
-    back = read(pb.Experience.FromString(encode(sample).SerializeToString()))
-    for name in ("token_ids", "behavior_logprobs", "action_mask", "loss_mask", "reference_logprobs", "token_rewards"):
-        before, after = getattr(sample, name), getattr(back, name)
-        assert before.dtype == after.dtype and before.tobytes() == after.tobytes(), name
-    for name in (
-        "sample_id",
-        "group_id",
-        "version_spans",
-        "temperature",
-        "top_p",
-        "top_k",
-        "truncated",
-        "score",
-        "scorer",
-        "baseline_score",
-        "trajectory_id",
-        "segment_index",
-        "segment_count",
-    ):
-        assert getattr(sample, name) == getattr(back, name), name
-    assert back.oldest_version == 7
 
 
 def floats(*values: float) -> bytes:
@@ -213,18 +155,6 @@ def test_an_equal_loss_mask_does_not_travel() -> None:
     other = sample.action_mask.copy()
     other[-1] = False
     assert encode(make(loss_mask=other)).loss_mask == other.tobytes()
-
-
-def test_chunks_keep_order_and_size() -> None:
-    messages = [encode(make(sample_id=f"s{i}")) for i in range(100)]
-    size = messages[0].ByteSize()
-    groups = list(codec.chunks(messages, limit=10 * size))
-    assert [m.sample_id for group in groups for m in group] == [f"s{i}" for i in range(100)]
-    assert max(sum(m.ByteSize() for m in group) for group in groups) <= 10 * size
-    assert [len(g) for g in codec.chunks(messages[:3], limit=1)] == [1, 1, 1]
-    assert [len(g) for g in codec.chunks(messages[:6], limit=3 * size)] == [3, 3]
-    assert [len(g) for g in codec.chunks(messages[:6], limit=3 * size - 1)] == [2, 2, 2]
-    assert list(codec.chunks([])) == []
 
 
 def test_a_stream_is_the_messages_that_protobuf_would_encode() -> None:

@@ -44,6 +44,12 @@ def samples(draw: st.DrawFn) -> Sample:
     if draw(st.booleans()):
         reference = draw(stn.arrays(np.float32, n, elements=float32))
         reference[0] = np.nan
+    rewards = np.empty(0, np.float32)
+    if draw(st.booleans()):
+        rewards = np.where(mask, draw(stn.arrays(np.float32, n, elements=float32)), np.float32(0))
+    segment: dict[str, Any] = draw(
+        st.sampled_from([{}, {"trajectory_id": "t-1", "segment_index": 2, "segment_count": 3}])
+    )
     return Sample(
         sample_id=draw(ids),
         group_id=draw(ids),
@@ -59,6 +65,9 @@ def samples(draw: st.DrawFn) -> Sample:
         score=draw(st.none() | float32),
         scorer=draw(st.text(max_size=10)),
         reference_logprobs=reference,
+        token_rewards=rewards,
+        baseline_score=draw(st.none() | float32),
+        **segment,
     )
 
 

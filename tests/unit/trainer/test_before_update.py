@@ -84,20 +84,6 @@ def test_only_samples_with_an_advantage_are_passed_twice() -> None:
     assert [bool(u) for u in unknown] == [i in constant for i in range(len(batch()))]
 
 
-def test_a_shadow_leaves_the_micro_batches_of_the_step_alone() -> None:
-    config = recipe(budget=24, batch=MINI_BATCHES)
-
-    def passes(samples: Sequence[Sample]) -> list[list[tuple[list[int], list[int], list[int]]]]:
-        engine, _ = recorded(samples, config)
-        return [[described(tokens) for share in shares for tokens in share] for shares in engine.logprob_shares]
-
-    plain = passes(batch())
-    *step, others = passes([replace(s, shadow_score=float(i)) for i, s in enumerate(batch())])
-    assert step == plain
-    constant = [s for s in batch() if s.group_id == "c"]  # without an advantage, but for the shadow
-    assert sum(sum(lengths) for _, lengths, _ in others) == sum(len(s.token_ids) for s in constant)
-
-
 def test_with_one_update_a_step_there_is_no_pass_and_no_noise() -> None:
     engine, result = recorded(batch(), recipe())
     assert engine.logprob_shares == []
@@ -218,12 +204,17 @@ def test_an_importance_weighted_k3_has_the_gradient_of_the_log_ratio() -> None:
 # ---- masked samples ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("aggregation", "divisor"), [("token-mean", 6), ("sequence-mean", 2 * 3)])
-def test_masked_samples_count_where_the_recipe_says_so(aggregation: str, divisor: int) -> None:
-    shaping = {"mask_truncated": True, "count_masked": True}
+@pytest.mark.parametrize(
+    ("aggregation", "counted", "divisor"),
+    [("token-mean", False, 4), ("token-mean", True, 6), ("sequence-mean", True, 2 * 3)],
+)
+def test_masked_samples_stay_in_their_group_and_count_where_the_recipe_says_so(
+    aggregation: str, counted: bool, divisor: int
+) -> None:
+    shaping = {"mask_truncated": True, "count_masked": counted}
     config = recipe(algorithm={"advantage": {"kind": "dr-grpo"}, "shaping": shaping, "aggregation": aggregation})
     samples = group_of([0, 1, 2])
     samples[2] = replace(samples[2], truncated=True)
     engine, result = run(samples, config)
-    assert result.trained == {0}
+    assert result.trained == {0}  # 0 - 1, 1 - 1; the third is masked
     assert engine.policy_shares[0][0][0].weights.tolist() == pytest.approx([1 / divisor] * 2)

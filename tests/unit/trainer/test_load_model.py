@@ -17,6 +17,7 @@ from fourfold.errors import ConfigError
 from fourfold_trainer.checkpoint.tensor_files import ModelFiles
 from fourfold_trainer.zero.load_model import build_from_headers, load_model, read_weights
 from fourfold_trainer.zero.partition import Fill
+from tests.support.recipes import make_recipe
 from tests.support.tiny_models import write_tiny_model
 
 FAMILIES = ["llama", "qwen2", "gemma3", "phi3", "gpt_neox", "mixtral", "qwen3_moe", "qwen2_moe"]
@@ -24,18 +25,8 @@ CPU = torch.device("cpu")
 
 
 def recipe(folder: Path, *, dtype: str = "float32", seed: int = 0) -> Config:
-    return Config.model_validate(
-        {
-            "name": "t",
-            "steps": 1,
-            "seed": seed,
-            "model": {"source": str(folder), "max_context_tokens": 64, "dtype": dtype},
-            "data": {"train": {"path": "t.jsonl"}},
-            "sampling": {"max_new_tokens": 8},
-            "batch": {"prompts_per_step": 1, "group_size": 2, "tokens_per_micro_batch": 64},
-            "trainer": {"device": "cpu", "zero_stage": 1},
-        }
-    )
+    model = {"source": str(folder), "max_context_tokens": 64, "dtype": dtype}
+    return make_recipe(seed=seed, model=model, trainer={"device": "cpu", "zero_stage": 1})
 
 
 class RankPlacement:

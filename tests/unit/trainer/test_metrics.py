@@ -87,16 +87,6 @@ def test_metrics_cover_all_sampled_tokens_where_a_pass_before_the_updates_does()
     assert found[m.ENTROPY] == pytest.approx(-float((logprobs.exp() * logprobs).sum()), rel=1e-6)
 
 
-def test_a_masked_sample_counts_in_the_mismatch_if_a_penalty_needs_its_logprobs() -> None:
-    kl = {"coef": 0.1, "placement": "reward"}
-    samples, _ = with_behavior(group_of([0, 1, 2], reference=True), [[2, 2], [2, 2], [8, 8]])
-    samples[2] = replace(samples[2], truncated=True)
-    config = recipe(algorithm={"advantage": {"kind": "rloo"}, "shaping": {"mask_truncated": True}, "kl": kl})
-    found = metrics.summarise(run(samples, config)[1], config)
-    assert found[m.MISMATCH_MEAN] == pytest.approx(np.log([2, 2, 8]).mean(), rel=1e-5)
-    assert found[m.MISMATCH_COVERED] == 1 and found[m.COVERED] == pytest.approx(2 / 3)
-
-
 def test_the_kl_term_is_reported_as_the_recipe_adds_it_up_before_its_coefficient() -> None:
     config = recipe(algorithm={"advantage": {"kind": "dr-grpo"}, "kl": {"coef": 0.25, "estimator": "k2"}})
     samples = [replace(s, reference_logprobs=s.reference_logprobs - 6) for s in group_of([0, 1], reference=True)]

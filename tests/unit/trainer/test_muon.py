@@ -32,12 +32,6 @@ def test_newton_schulz_does_to_a_matrix_what_the_polynomial_does_to_its_singular
     assert float((rough - wanted).norm() / wanted.norm()) < 0.05
 
 
-def test_singular_values_come_near_1() -> None:
-    for seed in range(5):
-        values = torch.linalg.svdvals(muon.orthogonalized(random((40, 30), seed)))
-        assert float(values.min()) > 0.6 and float(values.max()) < 1.3
-
-
 def attached(weights: Mapping[str, Tensor]) -> muon.Muon:
     """Return Muon on whole masters, as at stage 0; it trains the weights that are in SHAPES."""
     matrices = [w for name, w in weights.items() if name in SHAPES]

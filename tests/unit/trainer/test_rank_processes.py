@@ -30,21 +30,11 @@ from fourfold_trainer.ranks.placement import collective_interface, place_ranks, 
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_processes import RankProcesses, SharedBatches
 from fourfold_trainer.ranks.worker import explain_failure
+from tests.support.recipes import make_recipe
 
 
 def recipe(**tables: Any) -> Config:
-    return Config.model_validate(
-        {
-            "name": "ranks",
-            "steps": 1,
-            "model": {"source": "tiny", "max_context_tokens": 12},
-            "data": {"train": {"path": "train.jsonl"}},
-            "sampling": {"max_new_tokens": 8},
-            "batch": {"prompts_per_step": 4, "group_size": 3},
-            "trainer": {"ranks": 2, "device": "cuda"},
-            **tables,
-        }
-    )
+    return make_recipe(**{"trainer": {"ranks": 2, "device": "cuda"}, **tables})
 
 
 def held(config: Config, *, critic: bool = False) -> list[tuple[int, int, str, int]]:
@@ -258,9 +248,8 @@ def make(start, config):
 sys.exit(run_rank(make))
 """
 SHARED = {
-    "model": {"source": "tiny", "max_context_tokens": 12, "dtype": "bfloat16"},
-    "batch": {"prompts_per_step": 4, "group_size": 3, "tokens_per_micro_batch": 73728},
-    "trainer": {"ranks": 2, "device": "cuda"},
+    "model": {"dtype": "bfloat16"},
+    "batch": {"tokens_per_micro_batch": 73728},
     "rollout": {"replicas": 2, "gpus_per_replica": 1, "kv_cache_gib": 9},
     "reference": {"replicas": 2, "device": "cuda", "tokens_per_batch": 73728},
     "algorithm": {"kl": {"coef": 0.001}},

@@ -37,6 +37,7 @@ from tests.support.plain_gradients import (
     policy_gradients,
     value_gradients,
 )
+from tests.support.recipes import make_recipe
 
 T = TypeVar("T")
 TOLERANCE: Final = 1e-12
@@ -124,18 +125,10 @@ def models(name: str) -> tuple[Any, Any, Any, Any]:
 
 
 def recipe(algorithm: str, ranks: int, budget: int) -> Config:
-    return Config.model_validate(
-        {
-            "name": "split",
-            "steps": 10,
-            "model": {"source": "tiny", "max_context_tokens": LONGEST},
-            "data": {"train": {"path": "train.jsonl"}},
-            "sampling": {"max_new_tokens": 8},
-            "batch": {"prompts_per_step": 4, "group_size": 3, "tokens_per_micro_batch": budget},
-            "trainer": {"ranks": ranks},
-            "algorithm": ALGORITHMS[algorithm],
-        }
-    )
+    return make_recipe(
+        model={"max_context_tokens": LONGEST}, batch={"tokens_per_micro_batch": budget}, trainer={"ranks": ranks},
+        algorithm=ALGORITHMS[algorithm],
+    )  # fmt: skip
 
 
 @st.composite

@@ -20,31 +20,20 @@ from fourfold.nn.batching import TokenBatch
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step import before_update
 from fourfold_trainer.step.batch import check_samples
-from fourfold_trainer.step.before_update import needs_old_logprobs
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import mini_batches
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import Toy, ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
+from tests.support.recipes import make_recipe
 
 T = TypeVar("T")
 
 
 def recipe(*, ranks: int = 1, budget: int = 1000, batch: dict[str, Any] | None = None, **tables: Any) -> Config:
-    return Config.model_validate(
-        {
-            "name": "toy",
-            "steps": 10,
-            "model": {"source": "toy", "max_context_tokens": 12},
-            "data": {"train": {"path": "train.jsonl"}},
-            "sampling": {"max_new_tokens": 8},
-            "batch": {"prompts_per_step": 4, "group_size": 3, "tokens_per_micro_batch": budget, **(batch or {})},
-            "trainer": {"ranks": ranks, "learning_rate": 0.5},
-            "critic": {"learning_rate": 0.1},
-            **tables,
-        }
-    )
+    rates = {"trainer": {"ranks": ranks, "learning_rate": 0.5}, "critic": {"learning_rate": 0.1}}
+    return make_recipe(batch={"tokens_per_micro_batch": budget, **(batch or {})}, **(rates | tables))
 
 
 def batch() -> list[Sample]:
@@ -93,24 +82,6 @@ def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: st
         assert found.keys() <= m.METRICS.keys()
 
 
-def test_the_gradient_is_the_formula_over_all_tokens() -> None:
-    samples = batch()
-    engine, result = run(samples, recipe())
-    table = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    count = 3 * 2 + 2 * 5 + 2 * 7
-    # (r - mean) / std: scores 0, 1, 3 have mean 4/3 and std 1.527525; 2, 0 have mean 1 and std 1.414214
-    advantages = [-0.872872, -0.218218, 1.091089, 0, 0, 0.707107, -0.707107]
-    loss = sum(
-        -advantage * torch.log_softmax(table / one.temperature, 0)[int(token)] / count
-        for advantage, one in zip(advantages, samples, strict=True)
-        for token in one.token_ids[one.loss_mask]
-    )
-    (wanted,) = torch.autograd.grad(torch.as_tensor(loss), table)
-    torch.testing.assert_close(engine.gradients[0], wanted, atol=2e-6, rtol=1e-5)
-    expected = -sum(a * s.loss_mask.sum() for a, s in zip(advantages, samples, strict=True)) / count
-    assert result.policy.loss == pytest.approx(expected, abs=1e-6)
-
-
 # ---- one update --------------------------------------------------------------------------------------------------
 
 
@@ -141,21 +112,6 @@ def test_the_only_update_of_a_step_forwards_every_token_once(
     assert sum(forwarded) > result.forwarded_tokens
     twice = metrics.summarise(result, config)
     assert {k: v for k, v in twice.items() if k in once} == pytest.approx(once, rel=1e-5, abs=1e-6, nan_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("tables", "needed"),
-    [
-        ({"algorithm": {"kl": {"coef": 0.1}}}, False),
-        ({"algorithm": {"kl": {"coef": 0.1, "placement": "reward"}}}, True),
-        ({"batch": {"epochs_per_step": 2}}, True),
-        ({"batch": {"mini_batches_per_step": 2}}, True),
-    ],
-)
-def test_old_logprobs_are_looked_up_only_where_they_are_not_the_present_ones(
-    tables: dict[str, Any], needed: bool
-) -> None:
-    assert needs_old_logprobs(recipe(**tables)) is needed
 
 
 # ---- several updates ---------------------------------------------------------------------------------------------
@@ -227,15 +183,6 @@ def test_a_behavior_logprob_that_is_not_finite_is_left_out_of_the_mismatch() -> 
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------
-
-
-def test_masked_truncated_samples_stay_in_the_statistics_of_their_group() -> None:
-    config = recipe(algorithm={"advantage": {"kind": "dr-grpo"}, "shaping": {"mask_truncated": True}})
-    samples = group_of([0, 1, 2])
-    samples[2] = replace(samples[2], truncated=True)
-    engine, result = run(samples, config)
-    assert result.trained == {0}  # 0 - 1, 1 - 1; the third is masked
-    assert engine.policy_shares[0][0][0].weights.tolist() == pytest.approx([1 / 4] * 2)
 
 
 def test_a_reward_of_a_turn_is_credited_to_the_tokens_before_it() -> None:

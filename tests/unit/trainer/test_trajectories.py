@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold import metrics as m
-from fourfold.algorithm import aggregation
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import EMPTY_FLOATS, Sample
 from fourfold.config import PRESETS, Config
@@ -24,23 +23,14 @@ from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import ToyEngine
+from tests.support.recipes import make_recipe
 from tests.support.trajectories import cut, spans_of
 
 
 def recipe(*, ranks: int = 1, budget: int = 1000, batch: dict[str, Any] | None = None, **tables: Any) -> Config:
-    return Config.model_validate(
-        {
-            "name": "toy",
-            "steps": 10,
-            "model": {"source": "toy", "max_context_tokens": 64},
-            "data": {"train": {"path": "train.jsonl"}},
-            "sampling": {"max_new_tokens": 12},
-            "batch": {"prompts_per_step": 4, "group_size": 3, "tokens_per_micro_batch": budget, **(batch or {})},
-            "trainer": {"ranks": ranks, "learning_rate": 0.5},
-            "critic": {"learning_rate": 0.1},
-            **tables,
-        }
-    )
+    rates = {"trainer": {"ranks": ranks, "learning_rate": 0.5}, "critic": {"learning_rate": 0.1}}
+    lengths = {"model": {"max_context_tokens": 64}, "sampling": {"max_new_tokens": 12}}
+    return make_recipe(batch={"tokens_per_micro_batch": budget, **(batch or {})}, **(lengths | rates | tables))
 
 
 def trajectory(name: str, group: str, turns: Sequence[tuple[int, int]], rng: np.random.Generator) -> Sample:
@@ -134,24 +124,6 @@ def test_cutting_a_trajectory_changes_no_gradient_no_advantage_and_no_metric(
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean", "sequence-sum", "constant-length"])
-def test_segments_have_together_the_weight_of_one_sample(mode: aggregation.Mode) -> None:
-    wholes, segments = batches(3)
-    assert len(segments) > len(wholes)
-    config = recipe(algorithm={"aggregation": mode})
-    totals = []
-    for samples in (wholes, segments):
-        batch = StepBatch.of(samples, config.algorithm)
-        targets = TokenTargets(advantages=[], returns=None, outputs=ModelOutputs(), kl=None)
-        tokens = LossTokens(config=config, batch=batch, targets=targets, kl_in_loss=False)
-        weights = tokens.weights(range(len(samples)))
-        per_sample = np.array([weights[i] * batch.loss_lengths[i] for i in range(len(samples))])
-        totals.append(batch.total(per_sample))
-    assert totals[1] == pytest.approx(totals[0], rel=1e-12)
-    if mode == "sequence-mean":
-        assert totals[1] == pytest.approx(np.full(len(wholes), 1 / len(wholes)))
 
 
 def test_a_trajectory_is_in_one_mini_batch() -> None:

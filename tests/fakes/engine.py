@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,21 @@ class NullSink:
     def boundary(self, index: int, token_count: int) -> None: ...
 
     def fail(self, error: FourfoldError) -> None: ...
+
+
+def sample_request(**changes: Any) -> SampleRequest:
+    """Return a request for one sample of a prompt of one token; its outputs are ignored."""
+    values: dict[str, Any] = {
+        "key": "k", "prompt_token_ids": [1], "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 30,
+        "stop_token_ids": (), "seed": 0, "cache_salt": "", "streaming": True, "sink": NullSink(),
+    }  # fmt: skip
+    return SampleRequest(**(values | changes))
+
+
+def epoch_terms(epoch: int = 1) -> EpochTerms:
+    return EpochTerms(
+        epoch=epoch, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,39 +40,27 @@ class TestParse:
         assert call.flush_seconds is None
         assert call.min_policy_version == 0
         assert 0 <= call.seed < 2**53
+        assert call.seed != parse(request(), LIMITS, COORDINATOR).seed
 
-    def test_two_calls_without_a_seed_get_different_ones(self) -> None:
-        assert parse(request(), LIMITS, COORDINATOR).seed != parse(request(), LIMITS, COORDINATOR).seed
+    @pytest.mark.parametrize(
+        ("fields", "name", "value"),
+        [
+            ({"temperature": 0.0}, "temperature", 0.0),
+            ({"temperature": 2.0}, "temperature", 2.0),
+            ({"temperature": MIN_TEMPERATURE}, "temperature", MIN_TEMPERATURE),  # a bit less in float32
+            ({"seed": 0}, "seed", 0),
+            ({"max_tokens": 1000}, "max_tokens", 29),  # cut to the context
+            ({"max_tokens": 5}, "max_tokens", 5),
+            ({"stop_token_ids": [7, 2]}, "stop_token_ids", (2, 3, 7)),
+        ],
+    )
+    def test_values_are_read_as_the_proto_says(self, fields: dict[str, Any], name: str, value: object) -> None:
+        assert getattr(parse(params(**fields), LIMITS, COORDINATOR), name) == value
 
-    def test_zero_is_a_value_where_the_proto_says_so(self) -> None:
-        call = parse(params(temperature=0.0, seed=0), LIMITS, COORDINATOR)
-        assert call.temperature == 0.0
-        assert call.seed == 0
+    def test_a_flush_interval_of_zero_is_one(self) -> None:
         with_flush = request()
         with_flush.flush_interval.FromNanoseconds(0)
         assert parse(with_flush, LIMITS, COORDINATOR).flush_seconds == 0.0
-
-    def test_the_lowest_temperature_is_that_of_the_recipe(self) -> None:
-        message = params(temperature=MIN_TEMPERATURE)
-        assert message.sampling_params.temperature < MIN_TEMPERATURE  # float32
-        assert parse(message, LIMITS, COORDINATOR).temperature == MIN_TEMPERATURE
-
-    def test_the_share_of_agents_does_not_limit_the_coordinator(self) -> None:
-        limits = replace(LIMITS, agent_token_share=0.25)  # of 200 tokens that are promised
-        large = request(sample_count=8, sampling_params=pb.SamplingParams(max_tokens=29))
-        assert parse(large, limits, COORDINATOR).token_count == 256, "a call that is alone always fits"
-        with pytest.raises(InvalidInput, match="agents may have 50 in flight"):
-            parse(large, limits, AGENT)
-
-    def test_the_highest_temperature_is_allowed(self) -> None:
-        assert parse(params(temperature=2.0), LIMITS, COORDINATOR).temperature == 2.0
-
-    def test_max_tokens_is_cut_to_the_context(self) -> None:
-        assert parse(params(max_tokens=1000), LIMITS, COORDINATOR).max_tokens == 29
-        assert parse(params(max_tokens=5), LIMITS, COORDINATOR).max_tokens == 5
-
-    def test_stop_tokens_join_those_of_the_model(self) -> None:
-        assert parse(params(stop_token_ids=[7, 2]), LIMITS, COORDINATOR).stop_token_ids == (2, 3, 7)
 
     def test_sample_i_uses_seed_plus_i_and_the_salt_of_the_weights(self) -> None:
         call = parse(
@@ -136,29 +123,6 @@ def call(
 
 
 class TestAdmission:
-    async def test_samples_above_the_limit_are_refused_with_a_delay(self) -> None:
-        admission = Admission(LIMITS, NO_QUOTAS)
-        async with admission.enter(call("a", samples=6), is_retry=False):
-            with pytest.raises(Overloaded, match="6 samples are in flight and 3 more") as caught:
-                await admission.enter(call("b", samples=3), is_retry=False).__aenter__()
-            assert caught.value.retry_after
-            async with admission.enter(call("c", samples=2), is_retry=False):
-                pass
-        async with admission.enter(call("b", samples=8), is_retry=False):
-            pass
-
-    async def test_tokens_above_the_limit_are_refused(self) -> None:
-        admission = Admission(LIMITS, NO_QUOTAS)  # 200 tokens may be promised
-        async with admission.enter(call("a", samples=4, max_tokens=29), is_retry=False):  # 128
-            with pytest.raises(Overloaded, match="128 tokens"):
-                await admission.enter(call("b", samples=3, max_tokens=29), is_retry=False).__aenter__()
-            async with admission.enter(call("c", samples=3, max_tokens=10), is_retry=False):
-                pass
-
-    async def test_a_call_that_is_alone_is_never_refused_for_its_tokens(self) -> None:
-        async with Admission(LIMITS, NO_QUOTAS).enter(call("a", samples=8, max_tokens=29), is_retry=False):  # 256
-            pass
-
     async def test_live_request_id_is_refused_and_free_again_afterwards(self) -> None:
         admission = Admission(LIMITS, NO_QUOTAS)
         async with admission.enter(call("a"), is_retry=False):
@@ -229,6 +193,7 @@ def agent(name: str, samples: int = 1, max_tokens: int = 1, who: str = "anna") -
 async def refused(admission: Admission, call: GenerateCall) -> Overloaded:
     with pytest.raises(Overloaded) as caught:
         await admission.enter(call, is_retry=False).__aenter__()
+    assert caught.value.retry_after
     return caught.value
 
 
@@ -267,6 +232,9 @@ class TestAgents:
             agent("a", samples=3)
         with pytest.raises(InvalidInput, match=r"asks for 64 tokens .* agents may have 50 in flight together"):
             agent("a", samples=2, max_tokens=29)
+        assert call("a", 8, 29, limits=SHARED).token_count == 256, (
+            "the coordinator may: a call that is alone always fits"
+        )
         with pytest.raises(PermissionDenied, match="all 8 samples are reserved for the run"):
             call("a", caller=AGENT, limits=dataclasses.replace(LIMITS, agent_samples=0))
 

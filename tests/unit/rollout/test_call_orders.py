@@ -18,12 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold_rollout.engine import EpochTerms, SampleRequest
 from fourfold_rollout.generate.outputs import CallOutputs
 from fourfold_rollout.pause.controller import PauseMode
 from fourfold_rollout.update.controller import WeightController
 from fourfold_rollout.update.state import UpdatePhase
-from tests.fakes.engine import FakeEngine, FakeSample
+from tests.fakes.engine import FakeEngine, FakeSample, epoch_terms, sample_request
 
 pytestmark = pytest.mark.timeout(240)  # half a minute on an idle machine
 
@@ -43,10 +42,7 @@ class Call:
         with suppress(Unavailable):
             async with self.weights.serving(60) as lease:
                 outputs = CallOutputs(1, self.weights.token_hold, self.chunks.append)
-                message = SampleRequest(
-                    key="k", prompt_token_ids=[1], temperature=1, top_p=1, top_k=0, max_tokens=self.length,
-                    stop_token_ids=(), seed=0, cache_salt="", streaming=self.streaming, sink=outputs,
-                )  # fmt: skip
+                message = sample_request(max_tokens=self.length, streaming=self.streaming, sink=outputs)
                 try:
                     (sample,) = await self.engine.submit([message])
                     assert isinstance(sample, FakeSample)
@@ -139,11 +135,7 @@ class Machine(RuleBasedStateMachine):
             self.call(self.weights.wake(["weights", "kv_cache"][flag:], timeout=1))
 
     def open(self, step: int) -> None:
-        terms = EpochTerms(
-            epoch=self.epoch + step, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1,
-            first_receiver_index=0,
-        )  # fmt: skip
-        if self.call(self.weights.open(terms, timeout=1)):
+        if self.call(self.weights.open(epoch_terms(self.epoch + step), timeout=1)):
             self.epoch += step
             self._ended()
 

@@ -11,26 +11,11 @@ import pytest
 from fourfold.errors import Unavailable
 from fourfold_rollout.engine import EngineSample, SampleRequest
 from fourfold_rollout.generate.coalesce import RequestCoalescer
-from tests.fakes.engine import FakeEngine, NullSink
+from tests.fakes.engine import FakeEngine, sample_request
 
 
 def samples(name: str, count: int = 1) -> list[SampleRequest]:
-    return [
-        SampleRequest(
-            key=f"{name}-{i}",
-            prompt_token_ids=[1],
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            max_tokens=4,
-            stop_token_ids=(),
-            seed=i,
-            cache_salt="v0",
-            streaming=False,
-            sink=NullSink(),
-        )
-        for i in range(count)
-    ]
+    return [sample_request(key=f"{name}-{i}", seed=i, streaming=False) for i in range(count)]
 
 
 async def test_calls_in_any_order_become_one_batch_ordered_by_id() -> None:

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 
 from fourfold.errors import DeadlinePassed, Unavailable
-from fourfold_rollout.engine import EpochTerms
 from fourfold_rollout.update.controller import WeightController
-from tests.fakes.engine import FakeEngine
+from tests.fakes.engine import FakeEngine, epoch_terms
 from tests.unit.rollout.test_update_controller import begin, make, open_epoch, served
 
 
 async def test_open_and_receive_end_with_their_callers() -> None:
     engine, weights = make(update_timeout=500.0)
-    terms = EpochTerms(epoch=1, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0)
-    await weights.open(terms, timeout=100.0)
+    await weights.open(epoch_terms(), timeout=100.0)
     assert 90.0 < engine.timeouts["open"] <= 100.0
     await begin(weights)
     await weights.receive(epoch=1, policy_version=1, timeout=200.0)

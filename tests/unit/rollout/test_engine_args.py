@@ -23,8 +23,3 @@ def test_every_batch_up_to_the_limit_runs_in_a_graph() -> None:
         assert padded(samples, sizes) is not None
         assert padded(samples + 1, sizes) is not None, "with a probe"
         assert graph_limits(samples)[0] < samples + 17
-
-
-def test_without_it_some_would_not() -> None:
-    assert padded(100, captured(101, None)) is None
-    assert padded(600, captured(601, None)) is None

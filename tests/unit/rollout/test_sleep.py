@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from fourfold.errors import DeadlinePassed, FourfoldError, Internal, Unavailable, WrongState
-from fourfold_rollout.engine import EpochTerms
 from fourfold_rollout.pause.controller import PauseMode
 from fourfold_rollout.update.controller import WeightController
-from tests.fakes.engine import FakeEngine
+from tests.fakes.engine import FakeEngine, epoch_terms
 
 
 def make(*, sleep_mode: bool = True, device_type: str = "cuda") -> tuple[FakeEngine, WeightController]:
@@ -19,10 +18,7 @@ def make(*, sleep_mode: bool = True, device_type: str = "cuda") -> tuple[FakeEng
 
 
 async def update(weights: WeightController, version: int) -> None:
-    terms = EpochTerms(
-        epoch=version, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0
-    )
-    await weights.open(terms, timeout=1)
+    await weights.open(epoch_terms(version), timeout=1)
     await weights.begin(epoch=version, policy_version=version, mode=PauseMode.KEEP, timeout=1)
     await weights.receive(epoch=version, policy_version=version, timeout=1)
     await weights.commit(epoch=version, policy_version=version, timeout=1)
@@ -68,8 +64,7 @@ async def test_it_sleeps_neither_with_samples_nor_in_an_update() -> None:
         with pytest.raises(WrongState, match="1 calls still have samples"):
             await weights.sleep(1, timeout=0.1)
         assert await served(weights) == 0, "it goes on as before"
-    terms = EpochTerms(epoch=1, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0)
-    await weights.open(terms, timeout=1)
+    await weights.open(epoch_terms(), timeout=1)
     await weights.begin(epoch=1, policy_version=1, mode=PauseMode.WAIT, timeout=1)
     with pytest.raises(WrongState, match="an update to version 1 is open"):
         await weights.sleep(1, timeout=1)
@@ -125,8 +120,7 @@ async def test_the_kv_cache_may_wake_while_an_update_is_open() -> None:
     _, weights = make()
     await weights.sleep(1, timeout=1)
     await weights.wake(["weights"], timeout=1)
-    terms = EpochTerms(epoch=1, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0)
-    await weights.open(terms, timeout=1)
+    await weights.open(epoch_terms(), timeout=1)
     await weights.begin(epoch=1, policy_version=1, mode=PauseMode.KEEP, timeout=1)
     await weights.wake(["kv_cache"], timeout=1)
     with pytest.raises(Unavailable, match="being updated to version 1"):

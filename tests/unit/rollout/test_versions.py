@@ -37,12 +37,6 @@ class TestCut:
             (9, [5, 6], [-5, -6], Finish.STOP),
         ]
 
-    def test_no_empty_piece_where_nothing_was_sampled_after_the_last_boundary(self) -> None:
-        versions = SampleVersions()
-        versions.end(3, 1)
-        whole = output(0, 3, Finish.ABORTED)
-        assert plain(versions.cut(whole, 2)) == plain([(1, whole)])
-
     def test_an_update_that_was_given_up_cuts_nothing(self) -> None:
         versions = SampleVersions()
         versions.end(3, 1)
@@ -54,27 +48,6 @@ class TestCut:
         versions.cut(output(0, 3), 1)
         versions.end(3, 1)
         assert plain(versions.cut(output(3, 3, Finish.ABORTED), 2)) == [(2, [], [], Finish.ABORTED)]
-
-    def test_outputs_in_parts_across_a_boundary(self) -> None:
-        versions = SampleVersions()
-        versions.end(4, 1)  # none of the four tokens has come out of the engine yet
-        assert plain(versions.cut(output(0, 2), 2)) == plain([(1, output(0, 2))])
-        assert plain(versions.cut(output(2, 6), 2)) == plain([(1, output(2, 4)), (2, output(4, 6))])
-        versions.end(6, 2)  # all of them are out: nothing remains to be counted
-        versions.end(8, 3)
-        assert plain(versions.cut(output(6, 7), 4)) == plain([(3, output(6, 7))])
-        last = output(7, 9, Finish.STOP)
-        assert plain(versions.cut(last, 4)) == plain([(3, output(7, 8)), (4, output(8, 9, Finish.STOP))])
-        assert plain(versions.cut(output(9, 10), 5)) == plain([(5, output(9, 10))])
-
-    def test_two_boundaries_ahead_of_what_has_come_out(self) -> None:
-        versions = SampleVersions()
-        versions.end(4, 1)
-        versions.end(8, 2)
-        assert plain(versions.cut(output(0, 2), 3)) == plain([(1, output(0, 2))])
-        whole = output(2, 9, Finish.LENGTH)
-        pieces = [(1, output(2, 4)), (2, output(4, 8)), (3, output(8, 9, Finish.LENGTH))]
-        assert plain(versions.cut(whole, 3)) == plain(pieces)
 
     def test_a_finish_whose_last_tokens_never_came_is_of_the_present_version(self) -> None:
         versions = SampleVersions()
@@ -101,6 +74,7 @@ class TestCut:
                 cut = versions.cut(output(given_count, len(truth), finish), version)
                 assert [p.finish for _, p in cut] == [None] * (len(cut) - 1) + [finish]
                 assert all(a != b for (a, _), (b, _) in itertools.pairwise(cut))
+                assert all(len(piece.token_ids) for _, piece in cut)
                 pieces += cut
                 given_count = len(truth)
         assert [token for _, piece in pieces for token in piece.token_ids] == list(range(len(truth)))

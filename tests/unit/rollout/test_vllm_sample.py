@@ -11,11 +11,12 @@ import pytest
 
 from fourfold.errors import FourfoldError, Internal, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest, SampleSink
+from fourfold_rollout.engine import Finish, SampleOutput, SampleSink
 from fourfold_rollout.generate.outputs import CallOutputs
 from fourfold_rollout.pause.hold import TokenHold
 from fourfold_rollout.vllm.logprob_table import LogprobTable, open_table
 from fourfold_rollout.vllm.sample import RunningSamples, VllmSample, logprob_values
+from tests.fakes.engine import sample_request
 
 SLOTS, WIDTH = 2, 8
 
@@ -68,10 +69,7 @@ class Stage:
         self, *, values: Sequence[float] | None, sink: SampleSink | None = None, streaming: bool = True
     ) -> VllmSample:
         """Start one; `values` is what the worker writes, None: vLLM gives the log-probabilities itself."""
-        request = SampleRequest(
-            key="k", prompt_token_ids=[1], temperature=1.0, top_p=1.0, top_k=0, max_tokens=WIDTH, stop_token_ids=(),
-            seed=0, cache_salt="", streaming=streaming, sink=sink or self.sink,
-        )  # fmt: skip
+        request = sample_request(max_tokens=WIDTH, streaming=streaming, sink=sink or self.sink)
         row = None if values is None else self.table.acquire(WIDTH)
         sample = VllmSample(self.running, self.barrier, request, row)
         if row is not None:
@@ -149,12 +147,6 @@ def test_a_sample_that_ends_without_a_log_probability_ends_with_an_error_and_is_
     assert "tokens 0 to 1 of a sample without the log-probability" in error.message
     assert stage.sink.outputs == []
     assert stage.holds == (0, 0)
-
-
-def test_one_that_vllm_still_samples_waits_for_its_owner_to_end_it(stage: Stage) -> None:
-    stage.sample(values=[]).put(result([5]))
-    assert len(stage.sink.errors) == 1
-    assert stage.holds == (1, 1)
 
 
 @pytest.mark.parametrize("finish", [None, "stop"])

@@ -15,18 +15,18 @@ quickstart:  ## set up the environment, then train the recipe of the README
 setup:  ## set up the environment for development
 	@scripts/setup dev
 
-# Many tests wait, for processes that start and for limits that pass: three processes of tests keep two cores busy.
-pytest := $(bin)/python -m pytest -n 3 --dist loadfile -p tests.support.durations
+pytest := $(bin)/python -m pytest --dist loadfile -p tests.support.durations
 
 test: setup  ## run all tests that are not slow; under seven minutes on two cores
-	$(pytest) -m "not slow" tests
+	@# Many of them wait, for processes that start and for limits that pass: three processes keep two cores busy.
+	$(pytest) -n 3 -m "not slow" tests
 
 test-slow: setup  ## run the slow tests, with real engines and trainers
 	@# In the order of the folders, the short files of tests/unit come last, and all processes end at the same time.
-	$(pytest) -m "slow and not soak and not lock" --no-loadscope-reorder $$(grep -rl --include="test_*.py" "mark\.slow" tests | sort)
+	$(pytest) -n 2 -m "slow and not soak and not lock" --no-loadscope-reorder $$(grep -rl --include="test_*.py" "mark\.slow" tests | sort)
 
 lock: setup  ## compare behaviour with the committed records: values, contracts, files, faults and speeds; at most 12 minutes
-	$(pytest) -m lock --no-loadscope-reorder \
+	$(pytest) -n 2 -m lock --no-loadscope-reorder \
 	  $$(grep -rl --include="test_*.py" "mark\.lock" tests | sort -r)
 
 lock-record: setup  ## write the record of the seeded run again, after a change of values on purpose

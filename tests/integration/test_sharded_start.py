@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
     ("start", "fits"),
     [
         pytest.param(Start(shape="7b", world=16, rank=15), True, marks=pytest.mark.soak),
-        (Start(shape="0.5b", world=16, fault=True), False),
+        (Start(shape="1.5b", world=16, fault=True), False),
         (Start(shape="1.5b", world=16, engine=True), True),
     ],
     ids=["reads its part", "reads everything", "with its engine"],

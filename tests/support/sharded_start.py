@@ -5,7 +5,8 @@
     read this rank's partitions      <- safetensors files, here sparse ones: headers and holes, which read as zeros
     with `engine`: the real policy   probe of the architecture, DeepSpeed's engine, float32 masters
 
-The limit is this rank's part of the weights, plus the largest parameter, plus 1 GB for the program and its libraries.
+The limit is this rank's part of the weights, plus the largest parameter, plus 1 GB for the program. Pages of the files
+of its libraries do not count.
 With `fault` the rank loads as if there were one rank, which must be above the limit.
 """
 
@@ -99,6 +100,8 @@ def _load(start: Start, folder: Path) -> int:
         limit = _memory("VmSize") + 2 * _limit(start, folder)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak of the imports
+    # Pages of libraries, of which the kernel maps and drops some hundred MB as it likes.
+    libraries = _memory("RssFile")
     try:
         if start.engine:
             DeepSpeedPolicy(config, folder, rank=start.rank, rank_count=start.world)
@@ -108,7 +111,7 @@ def _load(start: Start, folder: Path) -> int:
         if start.fault:
             return limit
         raise
-    return _memory("VmHWM")
+    return _memory("VmHWM") - libraries
 
 
 def _recipe(start: Start, folder: Path) -> Config:

@@ -91,6 +91,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def is_found(mutant: Mutant) -> bool:
     """Return whether the tests of a mutant fail with it, in a fork of this process."""
     source = mutant.source()
+    compile(source, mutant.path, "exec")  # pytest cannot collect a fault that is no Python, which would count as found
     pid = os.fork()
     if not pid:
         code = 3  # pytest's code of an error of its own

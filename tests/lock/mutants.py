@@ -130,6 +130,7 @@ def _run(mutant: Mutant, source: str) -> int:
 
 def main() -> int:
     """Run the command; 0 when each fault is found."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests/conftest.py sets it in the forks, after torch was imported
     import pytest
     import torch
 

@@ -26,8 +26,8 @@ test-slow: setup  ## run the slow tests, with real engines and trainers
 	$(pytest) -n 2 -m "slow and not soak and not lock" --no-loadscope-reorder $$(grep -rl --include="test_*.py" "mark\.slow" tests | sort)
 
 lock: setup  ## compare behaviour with the committed records: values, contracts, files, faults and speeds; at most 12 minutes
-	$(pytest) -n 2 -m lock --no-loadscope-reorder \
-	  $$(grep -rl --include="test_*.py" "mark\.lock" tests | sort -r)
+	@# In reverse order the long files, those of tests/lock, come first.
+	$(pytest) -n 2 -m lock --no-loadscope-reorder $$(grep -rl --include="test_*.py" "mark\.lock" tests | sort -r)
 
 lock-record: setup  ## write the record of the seeded run again, after a change of values on purpose
 	$(bin)/python -m tests.lock.seeded_run

@@ -82,6 +82,9 @@ def test_service_that_is_not_installed_names_its_distribution(
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert cli_main.main(["serve", "trainer", str(QUICKSTART)]) == 1
     assert f"`trainer` is not installed here; {install_command('fourfold-trainer')}" in capsys.readouterr().err
+    for words in (["run", str(QUICKSTART)], ["reward", "list", "runs/demo"]):
+        assert cli_main.main(words) == 1
+        assert install_command("fourfold-coordinator") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["certs", "conformance", "import"])
@@ -91,9 +94,6 @@ def test_command_that_is_not_installed_names_its_distribution(
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert cli_main.main([name, "x"]) == 1
     assert f"`{name}` is not installed here; {install_command('fourfold-tools')}" in capsys.readouterr().err
-    for words in (["run", str(QUICKSTART)], ["reward", "list", "runs/demo"]):
-        assert cli_main.main(words) == 1
-        assert install_command("fourfold-coordinator") in capsys.readouterr().err
 
 
 def test_service_without_its_libraries_names_them(

@@ -47,7 +47,8 @@ def visit(name):
             visit(full)
 for package in packages:
     visit(package)
-for group in ("fourfold.services", "fourfold.commands", "fourfold.tools"):
+groups = ("services", "commands", "tools", "checks", "functions", "verifiers")
+for group in map("fourfold.{}".format, groups):
     for entry in importlib.metadata.entry_points(group=group):
         if not entry.module.startswith(skipped):
             entry.load()

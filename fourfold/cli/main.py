@@ -2,8 +2,9 @@
 
 A command is a module or an object with `add_arguments(parser)` and `main(args) -> int`, and perhaps `complete(words)`,
 which returns the words of a short form in full. `plan`, `get`, `doctor`, `health`, `proto` and `serve` are here. The
-distributions of the coordinator, the tools, the benchmarks and the services register theirs by entry points: in the
-groups `fourfold.commands`, `fourfold.services` and `fourfold.verifiers`.
+distributions of the coordinator, the tools and the benchmarks register theirs by entry points of the group
+`fourfold.commands`. Services register the function that `serve` calls in the group `fourfold.services`; the reward
+service registers what `serve reward --list` prints in the group `fourfold.verifiers`.
 
 Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted.
 """

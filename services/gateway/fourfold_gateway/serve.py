@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import logging
 import sqlite3
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final
+
+import uvloop
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.agent.v1.agent_service_pb2_grpc import add_AgentServiceServicer_to_server
@@ -43,16 +43,9 @@ def main(options: ServeOptions) -> int:
         )
     tokenizer = Tokenizer.load(model_folder.resolve(config.model.source), date=config.data.date)
     host.tokenizer_sha256 = tokenizer.sha256
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    # uvloop takes a quarter less CPU time for a request over HTTP than asyncio's own loop.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(host, tokenizer))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return that of uvloop where it is installed, which takes a quarter less CPU time for a request over HTTP."""
-    if importlib.util.find_spec("uvloop") is None:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
-    return factory
 
 
 async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:

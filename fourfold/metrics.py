@@ -294,7 +294,7 @@ METRICS: Final[dict[str, str]] = {
     ENGINE_STEP_SAMPLE: "seconds: part of an engine step per running sample, fitted, mean engine",
     ENGINE_STEP_CONTEXT: "seconds: part of an engine step per token in the KV cache, fitted, mean engine",
     KV_CACHE_USE: "share in [0, 1]: peak use of the KV cache since the last step, fullest engine",
-    CONTINUED_TOKENS: "tokens: sampled in calls that ended early or were slow, and kept; absent if none",
+    CONTINUED_TOKENS: "tokens: sampled in calls that ended early, and kept; absent if none",
     LOST_TOKENS: "tokens: sent by engines and in no sample, as after a bad response; absent if none",
     TIME_GENERATE: "seconds: sampling",
     TIME_REWARD: "seconds: scoring that is not hidden behind sampling",

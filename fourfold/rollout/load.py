@@ -158,7 +158,7 @@ class EngineLoad:
 
 
 class TokenCounts:
-    """Tokens of interrupted and of slow calls since the last `take`."""
+    """Tokens of calls that ended early, since the last `take`: those that were kept, and those that were lost."""
 
     def __init__(self) -> None:
         self._continued = self._lost = 0

@@ -1,4 +1,4 @@
-"""Tests what a group keeps when its calls are interrupted, and the race of a slow call with a rival."""
+"""Tests what a group keeps when its calls are interrupted, and how often engines send unfinished tokens."""
 
 from __future__ import annotations
 

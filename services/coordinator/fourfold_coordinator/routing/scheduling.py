@@ -193,5 +193,5 @@ class SamplingPace:
     @property
     def seconds_per_token(self) -> float | None:
         """Return the median; None before the first call has ended."""
-        # Not the mean: calls to an engine that is ten times slower than the others would hide that it is.
+        # Not the mean: one engine that is ten times slower than the others would set the flushes of all.
         return median(self._latest) if self._latest else None

@@ -1,4 +1,4 @@
-"""Tests which verifiers callers may select, and on which machines the reward service refuses to run them."""
+"""Tests that callers select no verifier but the configured one, and where the service refuses to run verifiers."""
 
 from __future__ import annotations
 

@@ -92,10 +92,10 @@ def from_config(config: Config, reward: RewardConfig, run_dir: Path | None, *, e
     """Return the sandbox that a recipe asks for; warn if this machine cannot enforce all of it.
 
     Args:
-        evaluating: an allowed verifier that runs text of the model as code; empty if there is none.
+        evaluating: the verifier or task that runs text of the model as code; empty if there is none.
 
     Raises:
-        ConfigError: TLS is configured, such a verifier is allowed, and the machine cannot enforce its policy.
+        ConfigError: TLS is configured, there is such a verifier, and the machine cannot enforce its policy.
     """
     security = config.security
     if reward.sandbox == "off":

@@ -96,7 +96,9 @@ REMOVED_KEYS: Final = {
     "reward.hedge_seconds": RemovedKey(0.0, "lower reward.timeout_seconds, after which a call goes to another service"),
     "rollout.agents.calls_per_second": RemovedKey(100.0, _TOKEN_LIMITS),
     "rollout.agents.concurrent_calls": RemovedKey(128, _TOKEN_LIMITS),
-    "rollout.agents.coordinator_share": RemovedKey(0.75, "a run keeps three quarters of its engines for itself"),
+    "rollout.agents.coordinator_share": RemovedKey(
+        0.75, "a run keeps three quarters of its engines; raise rollout.max_concurrent_samples to give agents more"
+    ),
     "rollout.agents.tokens_in_flight": RemovedKey(None, _TOKEN_LIMITS),
     "rollout.hedge_after": RemovedKey(
         0.0, "calls of an engine that stalls or whose lease ends continue on another one without it"

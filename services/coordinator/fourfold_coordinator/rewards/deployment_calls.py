@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 # For transport and queues, on top of the time that scoring itself may take.
 SLACK_SECONDS: Final = 10.0
-# Scores that are kept of a pure scorer: the groups of many steps, in at most some tens of MiB.
+# Scores that are kept of a pure scorer: the groups of many steps.
 _CACHE_SAMPLES: Final = 65_536
 
 

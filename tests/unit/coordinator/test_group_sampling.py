@@ -51,24 +51,19 @@ class Script:
     def __init__(self, *calls: list[Step]) -> None:
         self.calls = list(calls)
         self.requests: list[rollout.GenerateRequest] = []
-        self.cancelled = 0
 
     async def generate(self, request: rollout.GenerateRequest, *, timeout: float) -> AsyncIterator[rollout.SampleChunk]:
         self.requests.append(request)
         check = StreamCheck(request, peer="rollout")
-        try:
-            for step in self.calls.pop(0):
-                if isinstance(step, FourfoldError):
-                    raise step
-                if isinstance(step, asyncio.Event):
-                    await step.wait()
-                    continue
-                check.add(step)
-                yield step
-            check.check_end()
-        except (asyncio.CancelledError, GeneratorExit):
-            self.cancelled += 1
-            raise
+        for step in self.calls.pop(0):
+            if isinstance(step, FourfoldError):
+                raise step
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+                continue
+            check.add(step)
+            yield step
+        check.check_end()
 
 
 class Bench:
@@ -78,12 +73,13 @@ class Bench:
         self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=b"t" * 32, ttl=60)
         self.router = Router(self.registry, open_channel=lambda m: open_channel(m.target, None), wait_seconds=5)
         self.sampler = GroupSampler(self.router, timeout=9, newest_version=lambda: 3, stop_token_ids=[END])
-        self.tokens = [self._join(f"rollout-{index}", script) for index, script in enumerate(scripts)]
+        for index, script in enumerate(scripts):
+            self._join(f"rollout-{index}", script)
         self.budget = RetryBudget(infrastructure=1, data=0)
         self.tries: list[str] = []
 
-    def _join(self, name: str, script: Script) -> bytes:
-        token = self.registry.register(
+    def _join(self, name: str, script: Script) -> None:
+        self.registry.register(
             Member(
                 member_id=name,
                 incarnation=name[-1] * 32,
@@ -95,7 +91,6 @@ class Bench:
         replica = self.replica(name)
         replica.rollout, replica.vocabulary_size, replica.version = script, 20, 1  # type: ignore[assignment]
         self.router.set_unusable_reason(replica, "")
-        return token
 
     def replica(self, name: str) -> Replica:
         return next(r for r in self.router.replicas(Role.ROLE_ROLLOUT) if r.member.member_id == name)
@@ -108,9 +103,6 @@ class Bench:
             yield
         except FourfoldError as error:
             self.tries.append(error.reason)
-            raise
-        except asyncio.CancelledError:
-            self.tries.append("cancelled")
             raise
         self.tries.append("end")
 
@@ -142,8 +134,8 @@ def plain(completions: list[Completion]) -> list[tuple[list[int], list[tuple[int
 async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Bench]]:
     benches: list[Bench] = []
 
-    def make(*scripts: Script, **options: Any) -> Bench:
-        benches.append(Bench(*scripts, **options))
+    def make(*scripts: Script) -> Bench:
+        benches.append(Bench(*scripts))
         return benches[-1]
 
     monkeypatch.setattr(group_sampling, "FLUSH_SECONDS", (0.02, 0.02))

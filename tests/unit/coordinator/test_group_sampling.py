@@ -279,6 +279,17 @@ async def test_the_tokens_of_an_engine_whose_lease_ends_continue(make: Make) -> 
     assert bench.tries == ["begin", "LEASE_ENDED", "begin", "end"]
 
 
+async def test_a_call_that_is_cut_after_its_last_sample_is_not_repeated(make: Make) -> None:
+    bench = make(first := Script([chunk(0, 1, 2, reason=STOP), asyncio.Event()]), other := Script())
+    task = asyncio.create_task(bench.sample(count=1))
+    async with asyncio.timeout(10):
+        while not first.requests:
+            await asyncio.sleep(0)
+    bench.replica("rollout-0").leave("its lease ended", cut=True)
+    assert plain(await task) == [([1, 2], [(1, 2)], STOP)]
+    assert bench.tries == ["begin", "LEASE_ENDED", "begin", "end"] and not other.requests
+
+
 async def test_tokens_of_a_group_that_is_given_up_are_lost(make: Make) -> None:
     bench = make(Script([chunk(0, 1, 2), Unavailable("a")], [chunk(0, 3), Unavailable("b", reason="B")]))
     with pytest.raises(GivenUp) as error:

@@ -33,7 +33,7 @@ class VerifierError(Exception):
 class Verifier:
     """Name, source and version of a reward function."""
 
-    name: str  # as in the recipe or the request
+    name: str  # as in the recipe
     file: str = ""  # absolute path, for `file.py:function`
     # Text of the file when the service started. Later workers run the same text, so a version means one function.
     source: str = ""

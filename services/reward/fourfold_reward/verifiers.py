@@ -254,7 +254,8 @@ def _load_gym(task: str, options: GymOptions) -> RewardFunction:
             allowed = ", ".join(sorted(options)) or "none"
             raise InvalidSample(
                 "NOT_FOUND",
-                f"source_dataset = {name!r:.100} is not allowed here; allowed: {allowed} (the tasks of [data]). Add it there",
+                f"source_dataset = {name!r:.100} is not allowed here; allowed: {allowed} (the tasks of [data]). "
+                f"Add it there",
             )
         try:
             score = scorer(name)

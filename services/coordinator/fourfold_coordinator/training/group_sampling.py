@@ -133,8 +133,7 @@ class _Group:
         self._sampler, self._router, self._request = sampler, sampler.router, request
         self._spend, self._on_try, self._on_finished = spend, on_try, on_finished
         self._parts: dict[int, Parts] = dict.fromkeys(range(request.count), ())  # of each sample, by index
-        self._drafts: dict[int, CompletionDraft] = {}  # of the call in flight, by index
-        self._flight: Flight | None = None  # what that call takes of the replica's capacity
+        self._flight: Flight | None = None  # what the call in flight takes of the replica's capacity
         self._tries = 0  # a new request id for every try: the request of a lost try may still run
         self.completions: dict[int, Completion] = {}  # the finished samples by index
         self.received = self.continued = 0  # tokens
@@ -196,7 +195,7 @@ class _Group:
         self, replica: Replica, request: rollout.GenerateRequest, indices: Sequence[int]
     ) -> FourfoldError | None:
         """Make one Generate call, and keep what it brings of samples `indices`. Return its error."""
-        self._drafts |= {index: CompletionDraft(index) for index in indices}
+        drafts = {index: CompletionDraft(index) for index in indices}
         fault: FourfoldError | None = None
         names = [self._request.sample_ids[index] for index in indices if self._request.sample_ids]
         try:
@@ -204,33 +203,32 @@ class _Group:
                 async with aclosing(replica.rollout.generate(request, timeout=self._sampler.timeout)) as chunks:
                     async for chunk in chunks:
                         index = indices[chunk.sample_index]
-                        self._drafts[index].add(chunk)
+                        drafts[index].add(chunk)
                         if chunk.finish_reason != rollout.FINISH_REASON_UNSPECIFIED:
                             traced.end(chunk.sample_index)
                             if self._flight is not None:
-                                self._flight.finish_sample(self._drafts[index].token_count)
-                            self._take(replica, index)
+                                self._flight.finish_sample(drafts[index].token_count)
+                            self._take(replica, drafts.pop(index))
         except FourfoldError as error:
             fault = error
         finally:  # also when the call was cancelled, because the lease has ended
-            for index in [index for index in indices if index in self._drafts]:
+            for draft in drafts.values():
                 if isinstance(fault, PeerFault):
-                    self.received += self._drafts.pop(index).token_count
+                    self.received += draft.token_count
                     continue
                 try:
-                    self._take(replica, index)
+                    self._take(replica, draft)
                 except PeerFault as error:
                     fault = error
         return fault
 
-    def _take(self, replica: Replica, index: int) -> None:
+    def _take(self, replica: Replica, draft: CompletionDraft) -> None:
         """Add the tokens of a call to those of the sample, and finish it if they are its last ones.
 
         Raises PeerFault, and drops the tokens, if they cannot be trained on.
         """
-        draft = self._drafts.pop(index)
         self.received += draft.token_count
-        part = draft.join()
+        part, index = draft.join(), draft.index
         self._sampler.check(part, replica)
         if not draft.token_count:
             return

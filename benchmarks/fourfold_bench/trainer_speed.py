@@ -221,7 +221,7 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         write_model(model, settings.shape, context=settings.longest, dtype=settings.dtype)
         samples = make_samples(settings.tokens, settings.longest, SHAPES[settings.shape]["vocab_size"])
         if settings.shadow:
-            scores = np.random.default_rng(1).random(len(samples)).tolist()
+            scores = np.random.default_rng(2).random(len(samples)).tolist()  # `make_samples` has generators 0 and 1
             samples = [replace(s, shadow_score=score) for s, score in zip(samples, scores, strict=True)]
         config = recipe(settings, model, len(samples))
         with start_ranks(config, model, run.folder) as ranks:

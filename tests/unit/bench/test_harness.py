@@ -175,7 +175,10 @@ def test_packages_are_those_of_the_device() -> None:
             "fourfold bench step --json there/x.json --steps 2 --keep=there --save",
             "fourfold bench step --steps 2 --save",
         ),
-        ("/x/fourfold_bench/step_cost.py --steps 2 --name n", "python -m fourfold_bench.step_cost --steps 2 --name n"),
+        (
+            "/x/fourfold_bench/trainer_speed.py --runs 2 --name n",
+            "python -m fourfold_bench.trainer_speed --runs 2 --name n",
+        ),
     ],
 )
 def test_the_command_of_a_result_has_no_places_of_this_machine(argv: str, command: str) -> None:

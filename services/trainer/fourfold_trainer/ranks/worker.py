@@ -33,7 +33,7 @@ from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.placement import ADDRESS_VARIABLE
 from fourfold_trainer.ranks.rank_channel import RankMessage, from_bytes
 from fourfold_trainer.step.accumulation import accumulate_gradient, apply_gradient, discard_gradient
-from fourfold_trainer.step.optimizer_step import forward_backward, update_critic, update_policy
+from fourfold_trainer.step.optimizer_step import compute_gradient, update_critic, update_policy
 
 ANSWER: Final = "answer"
 ERROR: Final = "error"
@@ -145,7 +145,7 @@ class RankWorker:
     def _compute_gradient(self, command: RankMessage) -> None:
         # The peak of the GPU's memory is not reset: the step's first update reports that of the comparison, too.
         batches, settings = ReceivedBatches(PolicyBatch, command.batches), UpdateSettings(**command.fields)
-        forward_backward(self.policy, batches, settings, self._config.algorithm, rank_count=self._rank_count)
+        compute_gradient(self.policy, batches, settings, self._config.algorithm, rank_count=self._rank_count)
 
     def _forward_backward(self, command: RankMessage) -> RankMessage:
         batches = ReceivedBatches(WeightedBatch, command.batches)

@@ -32,7 +32,7 @@ from fourfold_trainer.engine import Critic, Policy, UpdateSettings, UpdateSums
 from fourfold_trainer.step.metric_accumulator import MetricAccumulator, policy_distances
 
 
-def forward_backward(
+def compute_gradient(
     policy: Policy,
     batches: Batches[PolicyBatch],
     settings: UpdateSettings,
@@ -79,8 +79,8 @@ def update_policy(
     *,
     rank_count: int,
 ) -> UpdateSums:
-    """Run this rank's part of one optimizer step of the policy; the arguments are those of `forward_backward`."""
-    accumulator = forward_backward(policy, batches, settings, algorithm, rank_count=rank_count)
+    """Run this rank's part of one optimizer step of the policy; the arguments are those of `compute_gradient`."""
+    accumulator = compute_gradient(policy, batches, settings, algorithm, rank_count=rank_count)
     return accumulator.sums(grad_norm=policy.optimizer_step(settings.learning_rate))
 
 

@@ -3,6 +3,7 @@
     shape_rewards        scores -> outcomes, [B]                                       advantages.py
     compute_before       old log-probabilities and values, where they are needed       before_update.py
     compute_advantages   outcomes -> advantages and returns of every token, [k]        advantages.py
+    measure              further metrics before the first update, if the caller asks   shadow.py
     update_policy        one optimizer step on every rank: loss, backward, step        optimizer_step.py
     update_critic
 

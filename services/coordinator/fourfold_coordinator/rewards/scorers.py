@@ -8,7 +8,7 @@ that may take each other's place:
     shadow    scores the same samples as the live one, and does not count
     previous  was live before; `rollback` makes it live again
 
-Each of these changes is a swap with a share of the groups. With all groups, canary and shadow end:
+These changes give a deployment a share of the groups. With all groups it is live, and canary and shadow end:
 
     swap      new services get all groups: new -> live -> previous
     canary    new services get a share of the groups: new -> canary

@@ -21,10 +21,10 @@ from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.state.sample_tokens import TOKENS_FILE, to_token_lines
 from fourfold_coordinator.state.samples import SAMPLES_FILE, Trajectory, to_lines
 
-WORDS: Final = 20_000
+_WORDS: Final = 20_000
 MARKED_WORD: Final = "zanzibar"
 """A word of one trajectory in a thousand."""
-GROUP_SIZE: Final = 8
+_GROUP_SIZE: Final = 8
 _PROMPT_TOKENS: Final = 64
 _RECIPE: Final = """
 name = "{name}"
@@ -67,10 +67,10 @@ class SyntheticRun:
         self.folder, self.shape = folder, shape
         self._random = np.random.default_rng(7)
         letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
-        lengths = self._random.integers(2, 9, WORDS)
+        lengths = self._random.integers(2, 9, _WORDS)
         self._words = [" " + "".join(self._random.choice(letters, n)) for n in lengths]
         self._words[-1] = f" {MARKED_WORD}"
-        weights = 1 / np.arange(1, WORDS)  # without the marked word
+        weights = 1 / np.arange(1, _WORDS)  # without the marked word
         self._begins = list[dict[str, int]]()  # where the lines of each step begin
         self._cumulative = np.cumsum(weights) / weights.sum()
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class SyntheticRun:
             self._repeat((step - 1) % self.shape.distinct_steps + 1, step)
             return
         trajectories = list(self._trajectories(step))
-        self._begins.append({name: size_of(self.folder / name) for name in (TOKENS_FILE, SAMPLES_FILE)})
+        self._begins.append({name: _size_of(self.folder / name) for name in (TOKENS_FILE, SAMPLES_FILE)})
         append_lines(self.folder / TOKENS_FILE, to_token_lines(step, trajectories))
         append_lines(self.folder / SAMPLES_FILE, to_lines(step, trajectories))
         append_lines(self.folder / "metrics.jsonl", json.dumps(self._metrics(step, trajectories)).encode() + b"\n")
@@ -113,7 +113,7 @@ class SyntheticRun:
             path, lines = self.folder / name, list[str]()
             with path.open("rb") as file:
                 file.seek(self._begins[source - 1][name])
-                for _ in range(GROUP_SIZE * self.shape.prompts_per_step):
+                for _ in range(_GROUP_SIZE * self.shape.prompts_per_step):
                     line = json.loads(file.readline())
                     line |= {"step": step, "sample_id": names[line["sample_id"][:-2]] + line["sample_id"][-2:]}
                     if name == SAMPLES_FILE:
@@ -140,7 +140,7 @@ class SyntheticRun:
                 group_key=str(index),
             )
             group = self._group(step, place)
-            for number in range(GROUP_SIZE):
+            for number in range(_GROUP_SIZE):
                 yield self._trajectory(step, prompt, group, number)
 
     def _trajectory(self, step: int, prompt: Prompt, group: str, number: int) -> Trajectory:
@@ -188,6 +188,6 @@ class SyntheticRun:
         }  # fmt: skip
 
 
-def size_of(path: Path) -> int:
+def _size_of(path: Path) -> int:
     """Return the bytes of a file; 0 if it is missing."""
     return path.stat().st_size if path.exists() else 0

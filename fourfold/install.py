@@ -72,10 +72,12 @@ def _source(requirement: str) -> list[str]:
 
 def _checkout() -> tuple[Path | None, bool]:
     """Return the folder that `fourfold` was installed from, None if from no folder, and whether it is in place."""
-    with suppress(importlib.metadata.PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
-        text = importlib.metadata.distribution("fourfold").read_text("direct_url.json")
-        found = json.loads(text or "{}")
-        return Path(unquote(urlsplit(found["url"]).path)), bool(found["dir_info"].get("editable"))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        # `python -m` and `python -c` in a checkout find its fourfold.egg-info first, which has no direct_url.json.
+        for distribution in importlib.metadata.distributions(name="fourfold"):
+            if text := distribution.read_text("direct_url.json"):
+                found = json.loads(text)
+                return Path(unquote(urlsplit(found["url"]).path)), bool(found["dir_info"].get("editable"))
     return None, False
 
 

@@ -154,11 +154,16 @@ def test_hints_name_the_checkout_that_is_installed(
     requirement: str, origin: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Distribution:
-        def read_text(self, name: str) -> str | None:
-            return origin and origin.replace("ROOT", str(ROOT))
+        def __init__(self, direct_url: str | None) -> None:
+            self._direct_url = direct_url
 
+        def read_text(self, name: str) -> str | None:
+            return self._direct_url
+
+    installed = Distribution(origin and origin.replace("ROOT", str(ROOT)))
+    in_working_directory = Distribution(None)  # fourfold.egg-info, with `python -m` in the checkout
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution())
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [in_working_directory, installed])
     assert install_command(requirement).endswith(f"pip install {shown}")
 
 

@@ -67,5 +67,5 @@ constraints: setup  ## resolve the pinned versions again
 
 clean:  ## remove the environment, builds and caches, but no runs
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -rf *.egg-info tools/build tools/*.egg-info services/*/build services/*/*.egg-info
+	rm -rf *.egg-info tools/build tools/*.egg-info benchmarks/build benchmarks/*.egg-info services/*/build services/*/*.egg-info
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -3,7 +3,8 @@
     python examples/agent.py 127.0.0.1:50060 certs/ca.pem builtin:smollm2-135m-instruct "What is 3 * 4?"
 
 It needs `fourfold[tokenizer]`, the deployment's ca.pem, a folder with the model's tokenizer and chat template (or
-builtin:NAME), and a bearer token. The token is read from FOURFOLD_TOKEN, or asked for on the terminal.
+builtin:NAME, which also needs `fourfold-tools[quickstart]`), and a bearer token. The token is read from FOURFOLD_TOKEN,
+or asked for on the terminal.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ Nothing is sampled. Each question has a preferred answer and another one, and th
 The trainer minimises `sum of weight * log-probability` over tokens. With the derivative of the loss with respect to
 each log-probability as the weight of that token, the sum has the gradient of the loss, by the chain rule.
 
-It needs `fourfold[tokenizer]` and a folder with the model's tokenizer, or builtin:NAME.
+It needs `fourfold[tokenizer]` and a folder with the model's tokenizer, or builtin:NAME, which also needs
+`fourfold-tools[quickstart]`.
 """
 
 from __future__ import annotations

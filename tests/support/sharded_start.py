@@ -5,8 +5,8 @@
     read this rank's partitions      <- safetensors files, here sparse ones: headers and holes, which read as zeros
     with `engine`: the real policy   probe of the architecture, DeepSpeed's engine, float32 masters
 
-The limit is this rank's part of the weights, plus the largest parameter, plus 1 GB for the program. Pages of the files
-of its libraries do not count.
+The limit is this rank's part of the weights, plus the largest parameter, plus 1 GB for the program; with `engine`, four
+parts and 0.5 GB more. Pages of the files of its libraries do not count.
 With `fault` the rank loads as if there were one rank, which must be above the limit.
 """
 

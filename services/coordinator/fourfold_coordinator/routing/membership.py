@@ -43,7 +43,7 @@ class CertificateMonitor:
         """Note the certificate that a member presented."""
         known = self._known.get(owner.name)
         if known is None or known[0] != pem:
-            from cryptography import x509  # a run without TLS need not have it
+            from cryptography import x509  # only a run with TLS loads it
 
             expires = x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
             self._known[owner.name] = (pem, expires)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from fourfold.model import folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold_coordinator.data.prompts import load_prompts
-from tests.fakes.stage import Stage, fresh_processes
+from tests.fakes.stage import Stage, fresh_processes, hang_in_step, until
 from tests.fakes.toy import write_data
 
 STEPS = 24
@@ -52,20 +51,11 @@ def positions(stage: Stage) -> dict[int, list[int]]:
 async def test_a_resumed_run_skips_the_same_prompts(make_stage: Callable[..., Stage], tmp_path: Path) -> None:
     """Prompts without a signal become rare."""
     stage = make(make_stage, tmp_path / "data.jsonl", data={"curriculum": {}})
-    reached = asyncio.Event()
-
-    async def stop(step: int) -> None:
-        if step == 13:
-            reached.set()
-            await asyncio.sleep(30)
-
-    stage.trainer.on_train = stop
+    reached = hang_in_step(stage, 13)
     await stage.start()
-    async with asyncio.timeout(60):
-        await reached.wait()
+    await until(reached.is_set, 60)
     await stage.kill()
     before = positions(stage)
-    stage.trainer.on_train = None
     await fresh_processes(stage)
     stage.reward.outcome = outcome
     await stage.complete()
@@ -94,20 +84,11 @@ async def test_a_mixture_goes_on_in_its_order_after_a_kill(make_stage: Callable[
         {"path": str(write_data(tmp_path / "tiny.jsonl", digits=1)), "weight": 1.0},
     ]
     stage = make_stage(steps=MIXED_STEPS, data={"train": train, "holdout": None}, evaluation={"every_steps": 100})
-    reached = asyncio.Event()
-
-    async def stop(step: int) -> None:
-        if step == 5:
-            reached.set()
-            await asyncio.sleep(30)
-
-    stage.trainer.on_train = stop
+    reached = hang_in_step(stage, 5)
     await stage.start()
-    async with asyncio.timeout(20):
-        await reached.wait()
+    await until(reached.is_set, 20)
     await stage.kill()
     before = attempts(stage)
-    stage.trainer.on_train = None
     await fresh_processes(stage)
     await stage.complete()
     assert stage.trainer.loaded == [4]

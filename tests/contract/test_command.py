@@ -22,6 +22,7 @@ from fourfold_reward.scorers.command import CommandPool
 from fourfold_reward.scorers.command_process import CommandProcess
 from fourfold_reward.worker_sandbox import WorkerSandbox
 from tests.fakes.stage import until
+from tests.support.reward_jobs import make_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rewards/command_scorer.py"
 # The completion of a sample selects the behaviour of the program.
@@ -92,14 +93,7 @@ def program(tmp_path: Path) -> Path:
 
 
 def job(completion: str, *, number: int = 0, answer: str = "", metadata: str = "") -> Job:
-    return Job(
-        sample_id=f"s{number}",
-        prompt="p \u00e9\n",
-        completion=completion,
-        answer=answer,
-        metadata_json=metadata,
-        size_bytes=10,
-    )
+    return make_job(completion, sample_id=f"s{number}", prompt="p \u00e9\n", answer=answer, metadata_json=metadata)
 
 
 @asynccontextmanager

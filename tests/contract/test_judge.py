@@ -19,14 +19,13 @@ from fourfold_reward.protocol import Outcome
 from fourfold_reward.scorers import judge as judge_module
 from fourfold_reward.scorers.judge import Judge
 from tests.support.http_peers import HOSTILE, JsonServer, dumps, json_server, raw_server
+from tests.support.reward_jobs import make_job
 
 KEY = "sk-the-secret-key-0123456789"
 
 
 def job(number: int, completion: str = "4", answer: str = "4") -> Job:
-    return Job(
-        sample_id=f"s{number}", prompt="2 + 2?", completion=completion, answer=answer, metadata_json="", size_bytes=10
-    )
+    return make_job(completion, sample_id=f"s{number}", prompt="2 + 2?", answer=answer)
 
 
 def reply(content: Any, **usage: Any) -> dict[str, Any]:

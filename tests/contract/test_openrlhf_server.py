@@ -18,6 +18,7 @@ from fourfold_reward.protocol import ERROR_CODES, Outcome
 from fourfold_reward.scorers import openrlhf_server
 from fourfold_reward.scorers.openrlhf_server import BATCH, REQUESTS, OpenRlhfServer
 from tests.support.http_peers import HOSTILE, JsonServer, dumps, json_server, raw_server
+from tests.support.reward_jobs import make_job
 
 # Answers that look like a broken connection.
 BROKEN = ("nothing", "a wrong length", "a wrong chunk")
@@ -25,14 +26,7 @@ STATUS = {500: "OVERLOADED", 503: "OVERLOADED", 429: "OVERLOADED", 401: "REFUSED
 
 
 def job(number: int, completion: str = "4", *, size: int = 10) -> Job:
-    return Job(
-        sample_id=f"s{number}",
-        prompt="2 + 2 = ",
-        completion=completion,
-        answer="4",
-        metadata_json="",
-        size_bytes=size,
-    )
+    return make_job(completion, sample_id=f"s{number}", prompt="2 + 2 = ", answer="4", size_bytes=size)
 
 
 @asynccontextmanager

@@ -15,10 +15,10 @@ import pytest_asyncio
 
 from fourfold.sandbox import probe
 from fourfold_reward import loader
-from fourfold_reward.job import Job
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.worker_sandbox import WorkerSandbox
+from tests.support.reward_jobs import make_job
 
 SECRET = 918_273_645
 TEST_SECONDS = 0.7
@@ -190,14 +190,7 @@ async def pool() -> AsyncIterator[WorkerPool]:
 
 
 async def score(pool: WorkerPool, code: str, *tests: Any) -> Outcome:
-    job = Job(
-        sample_id="s",
-        prompt="",
-        completion=f"Here:\n```python\n{code}\n```\nDone.",
-        answer="",
-        metadata_json=json.dumps({"tests": tests}),
-        size_bytes=100,
-    )
+    job = make_job(f"Here:\n```python\n{code}\n```\nDone.", metadata_json=json.dumps({"tests": tests}))
     (outcome,) = await pool.score([job], timeout=60)
     return outcome
 

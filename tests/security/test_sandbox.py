@@ -15,11 +15,11 @@ import pytest
 
 from fourfold import sandbox
 from fourfold_reward import loader
-from fourfold_reward.job import Job
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.verifiers import EVALUATING_TASKS, GYM_PREFIX
 from fourfold_reward.worker_sandbox import WorkerSandbox
+from tests.support.reward_jobs import make_job
 
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::ResourceWarning")
 
@@ -121,15 +121,7 @@ async def pool_of(
 
 
 async def score(pool: WorkerPool, completion: str, *, answer: str = "", metadata: str = "") -> Outcome:
-    job = Job(
-        sample_id="s",
-        prompt="",
-        completion=completion,
-        answer=answer,
-        metadata_json=metadata,
-        size_bytes=10,
-    )
-    return (await pool.score([job], timeout=50))[0]
+    return (await pool.score([make_job(completion, answer=answer, metadata_json=metadata)], timeout=50))[0]
 
 
 def evaluated(code: str) -> str:

@@ -76,7 +76,7 @@ class Loads(Fleet):
         now = SYSTEM_CLOCK.monotonic
         await until(lambda: all(self.replica(name).load.room(now()) is not None for name in names))
 
-    async def call(self, demand: Demand, *, tries: int = 5) -> None:
+    async def call(self, demand: Demand) -> None:
         """Have two samples drawn."""
         self._calls += 1
         message = request(f"c{self._calls}", sample_count=2)
@@ -85,7 +85,7 @@ class Loads(Fleet):
             await replica.rollout.complete(message, timeout=10)
             return replica.member.member_id
 
-        budget = RetryBudget(infrastructure=tries, data=0)
+        budget = RetryBudget(infrastructure=5, data=0)
         self.done[await self.router.call(Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=0)] += 1
 
 

@@ -46,9 +46,9 @@ class Service:
         """Wait until so many samples are in the engine."""
         await until(lambda: self.engine.running_count == count)
 
-    async def pause(self, version: int = 1, mode: Any = control_pb.PAUSE_MODE_WAIT, timeout: float = 2) -> None:
+    async def pause(self, version: int = 1, mode: Any = control_pb.PAUSE_MODE_WAIT) -> None:
         await self.control.open(epoch=version, timeout=2, **OPEN)
-        await self.control.begin(epoch=version, policy_version=version, pause_mode=mode, timeout=timeout)
+        await self.control.begin(epoch=version, policy_version=version, pause_mode=mode, timeout=2)
 
     async def publish(self, version: int) -> None:
         await self.pause(version)

@@ -17,8 +17,8 @@ def i64(values: list[int]) -> Int64Array:
     return np.array(values, np.int64)
 
 
-def weights(lengths: list[int], mode: Mode, constant_length: int = 10) -> list[float]:
-    return [float(c) for c in sample_weights(i64(lengths), mode=mode, constant_length=constant_length)]
+def weights(lengths: list[int], mode: Mode) -> list[float]:
+    return [float(c) for c in sample_weights(i64(lengths), mode=mode, constant_length=10)]
 
 
 def test_weights_by_hand() -> None:

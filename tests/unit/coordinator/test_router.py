@@ -19,6 +19,7 @@ from fourfold_coordinator.routing import router
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import (
     NOT_INSPECTED,
+    FatalRunError,
     Flight,
     GivenUp,
     Interrupted,
@@ -228,6 +229,19 @@ async def test_one_replica_that_refuses_us_says_nothing_of_the_others(bench: Ben
         return "done"
 
     assert await bench.call(work, infrastructure=1) == "done"
+
+
+async def test_an_error_that_ends_the_run_is_not_tried_again(bench: Bench) -> None:
+    bench.join("a")
+    tries: list[int] = []
+
+    async def work(_: Replica) -> None:
+        tries.append(1)
+        raise FatalRunError("the recipe says stop")
+
+    with pytest.raises(FatalRunError):
+        await bench.call(work)
+    assert tries == [1]
 
 
 async def test_failures_are_counted_and_shown_until_a_call_works(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,14 @@ def test_tables_of_text_have_a_header(
     assert second.text == "two\nlines"
 
 
+def test_prompts_themselves_are_held_out_without_a_field(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
+    rows = [{"question": f"q{n % 6}"} for n in range(12)]
+    prompts = load(write_jsonl(tmp_path / "a.jsonl", rows), holdout={"field": "", "groups": 2}, chat=False)
+    held_out = {prompt.text for prompt in prompts.held_out_prompts}
+    assert len(held_out) == 2 and len(prompts.train) == 8
+    assert not held_out & {prompt.text for prompt in prompts.train}
+
+
 def test_chat_messages_and_a_system_prompt(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     messages = [
         {"role": "user", "content": "hi"},

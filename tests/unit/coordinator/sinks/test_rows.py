@@ -51,6 +51,13 @@ def test_steps_that_a_resumed_run_repeats_are_sent_again(run: RunFolder) -> None
     assert rewards(rows) == [(1, 0.25), (2, 0.5), (3, 0.75)]
 
 
+def test_after_a_changed_line_all_lines_are_new(run: RunFolder) -> None:
+    rows = open_rows(run)
+    list(rows)
+    run.write_steps([0.25, 0.625, 0.75])
+    assert rewards(rows) == [(2, 0.625), (3, 0.75)]
+
+
 def test_damaged_lines_are_passed_over(run: RunFolder) -> None:
     path = run.folder / METRICS_FILE
     whole = path.read_bytes()

@@ -157,10 +157,18 @@ def test_deregistering_twice_is_harmless(registry: Registry, changes: list[tuple
     assert changes == [("a", MemberChange.JOINED), ("a", MemberChange.LEFT)]
 
 
+def test_members_are_listed_by_role(registry: Registry) -> None:
+    registry.register(member("b"))
+    registry.register(member("a"))
+    registry.register(member("c", role=Role.ROLE_REWARD))
+    assert [m.member_id for m in registry.members(Role.ROLE_ROLLOUT)] == ["a", "b"]
+    assert [m.peer for m in registry.members(Role.ROLE_REWARD)] == ["c at 127.0.0.1:5000"]
+
+
 @pytest.mark.parametrize("role", [Role.ROLE_ROLLOUT, Role.ROLE_TRAINER, Role.ROLE_REFERENCE])
 @pytest.mark.parametrize("tokenizer", [b"", b"u" * 32])
 def test_another_tokenizer_is_refused(registry: Registry, role: int, tokenizer: bytes) -> None:
-    with pytest.raises(WrongState, match="this run has 747474747474") as error:
+    with pytest.raises(WrongState, match=r"has tokenizer (none|757575757575), this run has 747474747474;") as error:
         registry.register(member(role=role, tokenizer_sha256=tokenizer))
     assert error.value.reason == "WRONG_TOKENIZER"
     assert registry.members() == []

@@ -304,6 +304,13 @@ async def test_a_whole_step_and_a_checkpoint_are_refused(trainer: Trainer) -> No
     assert trainer.engine.order == ["forward_backward"]
 
 
+async def test_the_other_calls_go_on(trainer: Trainer) -> None:
+    await add(trainer)
+    await trainer.client.forward(TOKENS, timeout=SECONDS)
+    await trainer.client.export_model("model", timeout=SECONDS)
+    assert (await trainer.status()).gradient_part_count == 1
+
+
 async def test_both_kinds_of_step_alternate(trainer: Trainer) -> None:
     whole = await trainer.train(1, group_of([0, 1]))
     await add(trainer, step=2)

@@ -162,6 +162,15 @@ async def test_the_rollout_service_shows_engine_and_weights(serve: Serve) -> Non
         assert value(families, "fourfold_rollout_samples", state="running") == 0
 
 
+async def test_a_call_that_leaves_while_it_waits_is_no_longer_counted(serve: Serve) -> None:
+    async with rollout_service(serve) as service:
+        await service.pause()
+        blocked = asyncio.create_task(service.client.complete(request(sample_count=2), timeout=5))
+        await until(lambda: service.servicer.waiting_samples == 2)
+        blocked.cancel()
+        await until(lambda: service.servicer.waiting_samples == 0)
+
+
 async def test_the_trainer_counts_tokens_and_phases(trainer: Trainer) -> None:
     from fourfold_trainer.service.exported import trainer_source
     from tests.contract.test_trainer_step import USEFUL

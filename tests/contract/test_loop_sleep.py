@@ -123,9 +123,10 @@ async def test_an_engine_that_dies_on_its_way_is_left_behind(make_stage: Callabl
     assert stage.rollouts[1].sleeps == [2, 2]
 
 
-async def test_an_engine_that_hangs_is_left_out(make_stage: Callable[..., Stage]) -> None:
+@pytest.mark.parametrize("call", [pytest.param("on_sleep", marks=pytest.mark.slow), "on_wake"])
+async def test_an_engine_that_hangs_is_left_out(make_stage: Callable[..., Stage], call: str) -> None:
     stage = make_stage(steps=2, rollout=SLEEP | {"replicas": 2}, weights={"timeout_seconds": 2.0})
-    stage.rollouts[0].on_wake = lambda: asyncio.sleep(30)
+    setattr(stage.rollouts[0], call, lambda: asyncio.sleep(30))
     await stage.complete()
     assert stage.rollouts[1].version == stage.trainer.version > 0
     assert stage.rollouts[1].sleeps == [2, 2]

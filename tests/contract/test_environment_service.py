@@ -133,6 +133,7 @@ async def test_a_service_finds_its_gateway_and_plays(start: Start, by: str) -> N
     [
         ("", (), "--gateway HOST:PORT"),
         ('source = "tasks"|source = "none"', ("127.0.0.1:1",), 'set it to "tasks"'),
+        ("examples/environments/guessing.py:Guessing|", ("127.0.0.1:1",), "names no environment"),
     ],
 )
 async def test_a_recipe_without_an_environment_is_refused(

@@ -230,6 +230,15 @@ async def test_a_task_that_was_leased_again_belongs_to_its_newest_session(gatewa
     assert gateway.run.stored["t0"].lease == "new" and gateway.run.released == []
 
 
+def test_renewals_have_every_lease_once_and_a_task_once_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_link, "_MAX_RENEWALS", 2)
+    link = coordinator_link.CoordinatorLink.__new__(coordinator_link.CoordinatorLink)
+    link._tracked = {("a", "1"), ("a", "2"), ("b", "1"), ("c", "1"), ("d", "")}
+    calls = list(link._renewals())
+    assert sorted(pair for call in calls for pair in call.items()) == sorted(link._tracked)
+    assert all(len(call) <= 2 for call in calls)
+
+
 async def test_agents_that_wait_for_tasks_leave_room_for_renewals(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

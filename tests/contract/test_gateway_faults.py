@@ -352,6 +352,27 @@ async def test_a_wrong_description_of_the_run_is_a_fault_of_the_coordinator(
         link._checked_info(experience.GetRunInfoResponse(**good | fields))
 
 
+async def test_a_description_that_is_refused_again_and_again_is_one_warning(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, tries = gateway.core.link, 0
+    assert link is not None
+
+    async def wrong(*_arguments: Any) -> experience.GetRunInfoResponse:
+        nonlocal tries
+        tries += 1
+        return experience.GetRunInfoResponse(temperature=0.5, max_new_tokens=6, stop_token_ids=range(65))
+
+    monkeypatch.setattr(link, "_call", wrong)
+    monkeypatch.setattr(coordinator_link, "_RETRY_SECONDS", 0.01)
+    refreshing = asyncio.create_task(link._refresh_info())
+    await until(lambda: tries > 2)
+    refreshing.cancel()
+    found = [record for record in caplog.records if "no task can begin" in record.message]
+    assert [record.levelname for record in found] == ["WARNING"]
+    assert "65 stop_token_ids" in found[0].message
+
+
 # -- state ------------------------------------------------------------------------------------------------------------
 
 

@@ -306,7 +306,8 @@ async def test_the_checkpoint_of_the_first_step_is_one_as_any_other(tmp_path: Pa
     assert await restored(tmp_path, ledger, session) == RunPosition(step=1, next_position=0)
     assert "LoadCheckpoint" in session.timeouts
     checkpoint = ledger.last_checkpoint()
-    assert checkpoint is not None and checkpoint.step == 1
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.data_position, checkpoint.policy_version) == (1, 3, 1)
 
 
 async def test_a_restore_goes_back_to_the_checkpoint_and_gives_every_call_a_deadline(

@@ -118,6 +118,16 @@ async def test_a_checkpoint_restores_weights_step_version_and_the_last_answer(st
     assert (await other.train(2, group_of([0, 1], version=1))).policy_version == 2
 
 
+async def test_a_checkpoint_from_a_lost_future_is_replaced(trainer: Trainer) -> None:
+    await trainer.client.save_checkpoint(timeout=SECONDS)
+    await trainer.train(1, USEFUL)
+    await trainer.client.save_checkpoint(timeout=SECONDS)
+    await trainer.client.load_checkpoint(0, timeout=SECONDS)
+    await trainer.train(1, group_of([1, 0]))  # another batch than the first time
+    await trainer.client.save_checkpoint(timeout=SECONDS)
+    assert trainer.engine.order.count("save") == 3
+
+
 async def test_a_missing_checkpoint_is_not_found_and_changes_nothing(trainer: Trainer) -> None:
     await trainer.train(1, USEFUL)
     await trainer.client.save_checkpoint(timeout=SECONDS)

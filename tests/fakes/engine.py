@@ -123,7 +123,6 @@ class FakeEngine:
         self.refusal = ""
         self.shift = self.after_proof = 0.0  # of all log-probabilities, now and after the proof
         self.commit_error: FourfoldError | None = None
-        self.settle_seconds = 0.0
         self.abort_is_clean = True
         self.dead: Unavailable | None = None
         self.asleep: set[str] = set()  # tags of freed memory
@@ -191,7 +190,7 @@ class FakeEngine:
             self._end(sample, Finish.ABORTED)
 
     async def settle(self) -> None:
-        await asyncio.sleep(self.settle_seconds)
+        await asyncio.sleep(0)
         self.log.append("settle")
 
     async def prompt_logprobs(self, token_ids: Sequence[int], *, first: bool = True) -> list[float]:

@@ -42,7 +42,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self.checkpoints: dict[int, tuple[int, int]] = {} if checkpoints is None else checkpoints
         self.scores: dict[int, float | None] = {}  # held-out score of every checkpoint, as sent by the coordinator
         self.exports: list[tuple[str, str]] = []  # folders, and what was exported: "policy", "ema" or "critic"
-        self.weights = self.step = self.version = self.skipped = 0
+        self.weights = self.step = self.version = 0
         self.epoch = 0
         self.closed = False
         self.groups: list[tuple[str, int]] = []  # backend and number of receivers of each group of the epoch
@@ -121,7 +121,6 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self.step, self._bytes, version = step, body, self.version
         self.weights = self.next_weights() if learned else self.weights
         self.version += learned
-        self.skipped += not learned
         self.batches[step] = [s.sample_id for s in samples]
         self.trained += self.batches[step]
         self._answer = trainer.TrainStepResponse(

@@ -37,7 +37,6 @@ class FakeEngine:
         self.updates = 0
         self.settings: list[UpdateSettings] = []
         self.shares: list[Sequence[Sequence[PolicyBatch]]] = []
-        self.critic_updates = 0
         self.weighted: list[Sequence[Sequence[WeightedBatch]]] = []
         self.optim_steps: list[tuple[float, float]] = []  # learning rate and clipping norm
         self.grad_norm = 1.5
@@ -88,7 +87,6 @@ class FakeEngine:
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
         self._change("update_critic")
-        self.critic_updates += 1
         return UpdateSums(loss=0.5, token_count=1, grad_norm=2.5)
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:

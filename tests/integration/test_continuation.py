@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from fourfold_coordinator.routing.replica import RetryBudget
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.training import group_sampling
 from fourfold_coordinator.training.group_sampling import GroupSampler
-from tests.support.rollout_process import Service, start, until_sampled
+from tests.support.rollout_process import Service, start
 from tests.support.tiny_models import VOCABULARY_SIZE
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -91,6 +91,8 @@ async def _kill_one(services: list[Service]) -> tuple[list[Completion], dict[str
     for replica in replicas:
         replica.version = 0
         router.set_unusable_reason(replica, "")
+    # Ties go by name, so that engine a has the group.
+    _kill_after(SAMPLES * 30, replicas[0].rollout, services[0])
     sampler = GroupSampler(router, timeout=300, newest_version=lambda: 0)
     params = pb.SamplingParams(max_tokens=TOKENS, seed=1)
     request = GroupRequest(name="g", prompt_token_ids=PROMPT, params=params, count=SAMPLES, version=0)
@@ -100,10 +102,7 @@ async def _kill_one(services: list[Service]) -> tuple[list[Completion], dict[str
         sampler.sample(request, spend=budget.spend, on_try=nullcontext, on_finished=finished.append)
     )
     try:
-        await until_sampled(clients[0], SAMPLES * 60, 60)  # ties go by name, so that engine a has the group
-        assert not group.done()
-        os.kill(services[0].process.pid, signal.SIGKILL)
-        await asyncio.wait_for(group, 120)
+        await asyncio.wait_for(group, 180)
         return sorted(finished, key=lambda completion: completion.sample_index), router.engine_metrics()
     finally:
         group.cancel()
@@ -111,3 +110,21 @@ async def _kill_one(services: list[Service]) -> tuple[list[Completion], dict[str
         await asyncio.gather(group, running, return_exceptions=True)
         for channel in channels:
             await channel.close()
+
+
+def _kill_after(tokens: int, client: AsyncRolloutClient, service: Service) -> None:
+    """Kill an engine when its client has received so many tokens."""
+    generate, received = client.generate, 0
+
+    async def counted(
+        request: pb.GenerateRequest, *, timeout: float | None = None
+    ) -> AsyncGenerator[pb.SampleChunk, None]:
+        nonlocal received
+        async with aclosing(generate(request, timeout=timeout)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                received += len(chunk.token_ids) // 4  # int32
+                if received >= tokens and service.process.poll() is None:
+                    os.kill(service.process.pid, signal.SIGKILL)
+
+    client.generate = counted  # type: ignore[method-assign]

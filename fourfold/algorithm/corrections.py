@@ -40,7 +40,7 @@ from fourfold.algorithm.ratios import clamp, segment_mean, segment_sum
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fourfold.algorithm.losses import LossInputs
+    from fourfold.algorithm.losses.base import LossInputs
 
 Kind = Literal[
     "tis",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.algorithm.advantages import group_members
+from fourfold.algorithm.advantages.base import group_members
 from fourfold.arrays import Float64Array, Int64Array
 
 

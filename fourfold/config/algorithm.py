@@ -18,9 +18,11 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from fourfold.algorithm import corrections, kl
-from fourfold.algorithm.advantages import AnyAdvantage, Grpo
+from fourfold.algorithm.advantages.base import AnyAdvantage
+from fourfold.algorithm.advantages.grpo import Grpo
 from fourfold.algorithm.aggregation import Mode
-from fourfold.algorithm.losses import AnyPolicyLoss, PpoLoss
+from fourfold.algorithm.losses.base import AnyPolicyLoss
+from fourfold.algorithm.losses.ppo import PpoLoss
 from fourfold.config.presets import PRESETS
 from fourfold.table import Table
 from fourfold.text import choices

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fourfold.algorithm.advantages import ADVANTAGES
-from fourfold.algorithm.losses import LOSSES
+from fourfold.algorithm.advantages.base import ADVANTAGES
+from fourfold.algorithm.losses.base import LOSSES
 from fourfold.config.algorithm import default_tables
 
 # Old key -> new key, for each table.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from fourfold.algorithm import aggregation, corrections, kl
-from fourfold.algorithm.advantages import factor
+from fourfold.algorithm.advantages.base import factor
 from fourfold.algorithm.registry import Definition, foreign_code
 from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig, KlConfig

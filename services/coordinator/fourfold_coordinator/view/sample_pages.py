@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fourfold.algorithm.advantages import ScoredSamples
+from fourfold.algorithm.advantages.base import ScoredSamples
 from fourfold.config import Config
 from fourfold.model.tokenizer import Tokenizer
 

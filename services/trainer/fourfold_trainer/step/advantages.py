@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fourfold.algorithm import kl, rewards
-from fourfold.algorithm.advantages import ScoredSamples
+from fourfold.algorithm.advantages.base import ScoredSamples
 from fourfold.algorithm.packed import PackedRewards, whiten
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.algorithm.tokens import ScoredTokens

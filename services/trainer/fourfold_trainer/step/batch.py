@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.algorithm.advantages import group_members
+from fourfold.algorithm.advantages.base import group_members
 from fourfold.arrays import BoolArray, Float32Array, Int64Array, Sample
 from fourfold.config import AlgorithmConfig, Config
 from fourfold.errors import InvalidInput

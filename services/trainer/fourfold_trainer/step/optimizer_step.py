@@ -24,7 +24,8 @@ from torch import Tensor
 
 from fourfold import metrics
 from fourfold.algorithm import corrections, kl
-from fourfold.algorithm.losses import LossInputs, value_loss
+from fourfold.algorithm.losses.base import LossInputs
+from fourfold.algorithm.losses.value import value_loss
 from fourfold.config import AlgorithmConfig, CriticConfig, KlConfig
 from fourfold.nn.sequence import to_device
 from fourfold_trainer.batches import Batches, PolicyBatch, ValueBatch

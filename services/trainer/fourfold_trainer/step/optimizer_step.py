@@ -29,8 +29,9 @@ from fourfold.algorithm.losses.value import value_loss
 from fourfold.config import AlgorithmConfig, CriticConfig, KlConfig
 from fourfold.nn.sequence import to_device
 from fourfold_trainer.batches import Batches, PolicyBatch, ValueBatch
-from fourfold_trainer.engine import Critic, Policy, UpdateSettings, UpdateSums
+from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.step.metric_accumulator import MetricAccumulator, policy_distances
+from fourfold_trainer.trained_model import Critic, Policy
 
 
 def compute_gradient(

@@ -8,6 +8,7 @@ from typing import Final
 
 from fourfold.errors import ConfigError
 
+LOOPBACK: Final = "127.0.0.1"
 _MAX_CHARACTERS: Final = 255 + len(":65535")  # a DNS name has at most 255 characters
 # Labels of 1 to 63 characters: Python raises UnicodeError for others, not OSError.
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fourfold.address import LOOPBACK
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
 from fourfold.weights.apply.base import Applier, ApplyReport, CannotApply, ModelState
 from fourfold.weights.apply.loader_trace import no_place
@@ -24,7 +25,6 @@ from fourfold.weights.feed import WeightFeed
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.tensor_sums import TensorSums, warm_up
 from fourfold.weights.transport.base import ReceiveTransport, Sink, TransferGroup, make_receiver
-from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline
 from fourfold.weights.worker_control import AbortFlag
 

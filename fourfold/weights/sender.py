@@ -13,12 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from fourfold.address import LOOPBACK
 from fourfold.errors import TRANSFER_ABORTED, FourfoldError, InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.source.base import WeightSource, synchronize, torch_dtype
 from fourfold.weights.tensor_sums import partial_sums, warm_up
 from fourfold.weights.transport.base import SendTransport, TransferGroup, make_sender
-from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline, aborted
 
 

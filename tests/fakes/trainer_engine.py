@@ -10,11 +10,11 @@ from typing import TypeVar
 import numpy as np
 
 from fourfold import metrics
+from fourfold.address import LOOPBACK
 from fourfold.arrays import Float32Array, Sample, VersionSpan
 from fourfold.errors import StaleEpoch
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
-from fourfold.weights.transport.locality import LOOPBACK
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SentWeights, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine, ModelSize

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from fourfold.address import LOOPBACK
 from fourfold.errors import FourfoldError
 from fourfold.weights.apply.base import ApplyReport, ModelState
 from fourfold.weights.digest import digest_of
@@ -25,7 +26,6 @@ from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.source.fused_params import sent_parameters
 from fourfold.weights.tensor_sums import partial_sums
 from fourfold.weights.transport.base import TransferGroup, make_receiver
-from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {"embed.weight": (37, 8), "mlp.weight": (5, 7, 3), "norm.weight": (8,)}

@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
+from fourfold.address import LOOPBACK
 from fourfold.errors import FourfoldError, Internal, WrongState
 from fourfold.host.process_tree import die_with, die_with_parent, parent_of
 from fourfold.weights.apply.direct import DirectApplier
@@ -44,7 +45,6 @@ from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source.base import synchronize
 from fourfold.weights.source.fused_params import storage_id
 from fourfold.weights.transport.base import available_backends
-from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.worker_control import error_reply, not_proven
 
 _log = logging.getLogger(__name__)

@@ -31,10 +31,10 @@ from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar, cast
 
 import torch
 
+from fourfold.address import LOOPBACK
 from fourfold.errors import InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import WeightSource
-from fourfold.weights.transport.locality import LOOPBACK
 from fourfold.weights.transport.waiting import Deadline
 
 MAX_OFFER_BYTES: Final = 4096

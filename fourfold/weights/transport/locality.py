@@ -29,7 +29,6 @@ from fourfold.install import install_command
 _log = logging.getLogger(__name__)
 # NVML_P2P_CAPS_INDEX_READ of nvml.h. nvidia-ml-py exports a 1-tuple under that name, which its own call rejects.
 _P2P_READ: Final = 0
-LOOPBACK: Final = "127.0.0.1"
 _HOST_FILES: Final = (
     "/proc/sys/kernel/random/boot_id",
     "/proc/self/ns/pid",

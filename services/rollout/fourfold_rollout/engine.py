@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
+from fourfold.address import LOOPBACK
 from fourfold.arrays import Float32Array, Int32Array
 from fourfold.errors import FourfoldError
-from fourfold.weights.transport.locality import LOOPBACK
 
 EMPTY_IDS: Final[Int32Array] = np.empty(0, np.int32)
 

@@ -19,10 +19,10 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 
 from fourfold import metrics
+from fourfold.address import LOOPBACK
 from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.transport.locality import LOOPBACK
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.flops import Machine
 

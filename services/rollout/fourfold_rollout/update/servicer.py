@@ -7,12 +7,12 @@ from typing import Any, Final
 import grpc
 import numpy as np
 
+from fourfold.address import LOOPBACK
 from fourfold.bounds import MAX_RECEIVERS, check_number
 from fourfold.errors import InvalidInput
 from fourfold.rollout.v1 import rollout_control_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceServicer
 from fourfold.rpc.codec import pack_floats
-from fourfold.weights.transport.locality import LOOPBACK
 from fourfold_rollout.engine import EpochTerms, FeedTerms, RolloutEngine
 from fourfold_rollout.pause.controller import PauseMode
 from fourfold_rollout.update.controller import WeightController

@@ -15,13 +15,13 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from fourfold.address import LOOPBACK
 from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.errors import FourfoldError
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.transport.locality import LOOPBACK
 from fourfold_trainer.batches import MicroBatch, PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.checkpoint.machines import FileCopy, copies_to_keep, copies_to_read, newest_complete
 from fourfold_trainer.checkpoint.store import STATE_FILE

@@ -14,11 +14,12 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
+from fourfold.address import LOOPBACK
 from fourfold.bounds import MAX_RECEIVERS, check_number
 from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, WrongState
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as pb_grpc
-from fourfold.weights.transport.locality import LOOPBACK, host_id, reachable_gpus
+from fourfold.weights.transport.locality import host_id, reachable_gpus
 from fourfold_trainer.engine import SentWeights
 from fourfold_trainer.service.engine_thread import Phase
 from fourfold_trainer.service.servicer import time_left

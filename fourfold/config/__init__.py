@@ -1,4 +1,7 @@
-"""Configures a run by a recipe, a TOML file: `load` reads and checks it, `dump` writes it back."""
+"""Configures a run by a recipe, a TOML file: `load` reads and checks it, `dump` writes it back.
+
+This list is for callers that read recipes. The loop and the step import a table from the module that defines it.
+"""
 
 from fourfold.config.agents import AgentsConfig as AgentsConfig
 from fourfold.config.algorithm import AlgorithmConfig as AlgorithmConfig

@@ -32,7 +32,7 @@ from fourfold.security.principal import Principal
 from fourfold.security.tokens import TokenGrant, read_tokens
 
 if TYPE_CHECKING:  # clients of agents must not import the configuration schema
-    from fourfold.config import SecurityConfig
+    from fourfold.config.schema import SecurityConfig
 
 ROLES: Final = (
     *("rollout", "trainer", "reward", "reference", "gateway", "environment", "coordinator"),

@@ -17,8 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from fourfold.config import CurriculumConfig
-from fourfold.config.schema import CURRICULUM_GROUPS, CURRICULUM_LEAST
+from fourfold.config.schema import CURRICULUM_GROUPS, CURRICULUM_LEAST, CurriculumConfig
 from fourfold.seeds import derive_seed
 
 # `dropped` of attempts that count: without a score, or scored too late, others do not.

@@ -16,8 +16,7 @@ from typing import Final
 import numpy as np
 
 from fourfold.arrays import Int32Array
-from fourfold.config import block_counts
-from fourfold.config.sources import MIXTURE_BLOCK
+from fourfold.config.sources import MIXTURE_BLOCK, block_counts
 from fourfold.seeds import derive_seed
 
 # Shuffled passes and blocks in memory: positions of groups in flight may be in the pass before the newest one.

@@ -24,7 +24,8 @@ import numpy as np
 
 from fourfold.answers import ANSWER_VALUE, answer_text
 from fourfold.arrays import Int32Array
-from fourfold.config import Config, DataConfig, DataSourceConfig, EvalSet, HoldoutConfig, block_counts, parse_template
+from fourfold.config.schema import Config, DataConfig, HoldoutConfig
+from fourfold.config.sources import DataSourceConfig, EvalSet, block_counts, parse_template
 from fourfold.errors import ConfigError, InvalidInput
 from fourfold.model.chat import argument_value, read_messages, read_tools
 from fourfold.seeds import derive_seed

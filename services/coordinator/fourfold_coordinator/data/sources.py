@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from fourfold import hub
-from fourfold.config import DataSourceConfig
+from fourfold.config.sources import DataSourceConfig
 from fourfold.errors import ConfigError
 from fourfold.install import install_command
 from fourfold.paths import expand_home

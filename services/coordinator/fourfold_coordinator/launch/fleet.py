@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fourfold.config import Config, dump, gpu_places, load
+from fourfold.config.placement import gpu_places
+from fourfold.config.recipe import dump, load
+from fourfold.config.schema import Config
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from fourfold import config as configuration
 from fourfold import hub
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import make_private_folder
 from fourfold.text import clean, nearest_name

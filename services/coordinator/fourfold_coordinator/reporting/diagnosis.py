@@ -15,8 +15,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from fourfold import metrics as m
-from fourfold.config import Config
-from fourfold.config.schema import AsynchronyConfig
+from fourfold.config.schema import AsynchronyConfig, Config
 
 from ..state.ledger import BY_DESIGN, STALE, StepRow
 

@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import metrics as m
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.host.program import resume_command
 
 from ..launch.run_folder import CONFIG_FILE, REPORT_FILE

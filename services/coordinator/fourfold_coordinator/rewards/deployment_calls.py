@@ -31,7 +31,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from fourfold.config import Config, RewardConfig
+from fourfold.config.reward import RewardConfig
+from fourfold.config.schema import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import FourfoldError, InvalidInput, PeerFault
 from fourfold.host.process_tree import PARENT_PID_VARIABLE

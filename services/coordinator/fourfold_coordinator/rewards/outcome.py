@@ -19,7 +19,7 @@ import numpy as np
 from google.rpc import code_pb2
 
 from fourfold.arrays import EMPTY_FLOATS, Float32Array, Sample, ScoreTerm
-from fourfold.config import RewardConfig
+from fourfold.config.reward import RewardConfig
 from fourfold.errors import FourfoldError, InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.rpc.codec import read_floats

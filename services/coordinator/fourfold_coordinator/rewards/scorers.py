@@ -31,9 +31,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
-from fourfold.config import Config, RewardConfig
 from fourfold.config.older_recipes import without_removed
-from fourfold.config.reward import MAX_SCORERS
+from fourfold.config.reward import MAX_SCORERS, RewardConfig
+from fourfold.config.schema import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, InvalidInput, NotFound, Unavailable, WrongState
 from fourfold.host.cancellation import completed

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from fourfold.answers import find_last_number
-from fourfold.config import Config, RewardConfig
-from fourfold.config.reward import ANSWER_VERIFIERS
+from fourfold.config.reward import ANSWER_VERIFIERS, RewardConfig
+from fourfold.config.schema import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError, WrongState
 from fourfold.text import clean

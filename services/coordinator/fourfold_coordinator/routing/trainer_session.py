@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, Final, TypeVar
 
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, Overloaded, PeerFault, Unavailable, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold import config as configuration
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.host.disk import append_lines
 

@@ -39,7 +39,8 @@ from pydantic import Field, TypeAdapter
 
 from fourfold import metrics as m
 from fourfold.arrays import Float32Array, Sample, ScoreTerm, VersionSpan
-from fourfold.config import Config, EvalSet
+from fourfold.config.schema import Config
+from fourfold.config.sources import EvalSet
 from fourfold.errors import PeerFault
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout

@@ -31,7 +31,7 @@ from enum import Enum
 from typing import Final
 
 from fourfold import metrics as m
-from fourfold.config import AgentsConfig
+from fourfold.config.agents import AgentsConfig
 from fourfold.errors import InvalidInput, NotFound, Overloaded, Unavailable, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.seeds import derive_seed

@@ -31,7 +31,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 from fourfold import metrics as m
-from fourfold.config import AsynchronyConfig
+from fourfold.config.schema import AsynchronyConfig
 
 from ..reporting.diagnosis import SMALL_SAMPLE_SIZE
 from ..state.ledger import StepRow

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold import config as configuration
-from fourfold.config import Config
 from fourfold.config.rules import check_tables
+from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 
 log = logging.getLogger("fourfold.coordinator")

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from fourfold import metrics as m
-from fourfold.config import PauseMode
+from fourfold.config.schema import PauseMode
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Internal, PeerFault

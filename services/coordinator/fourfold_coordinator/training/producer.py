@@ -31,7 +31,7 @@ from functools import partial
 from typing import Final
 
 from fourfold import metrics as m
-from fourfold.config import AsynchronyConfig
+from fourfold.config.schema import AsynchronyConfig
 from fourfold.errors import WrongState
 
 from ..data.curriculum import Curriculum, ScoredAttempt

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from fourfold.arrays import VersionSpan
 from fourfold.bounds import MAX_NUMBER
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.host.disk import append_lines

@@ -10,7 +10,8 @@ import numpy as np
 
 from fourfold.arrays import Float32Array, Int32Array, Sample
 from fourfold.bounds import MAX_NUMBER
-from fourfold.config import Config, EvalSet
+from fourfold.config.schema import Config
+from fourfold.config.sources import EvalSet
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.rollout.client import Completion
 from fourfold.rollout.group_requests import GroupRequest

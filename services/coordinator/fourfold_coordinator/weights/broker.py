@@ -19,7 +19,7 @@ from typing import Final
 
 from fourfold import metrics as m
 from fourfold.arrays import Int32Array
-from fourfold.config import Config, PauseMode
+from fourfold.config.schema import Config, PauseMode
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from fourfold import metrics as m
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import CANNOT_SLEEP, FourfoldError, WrongState
 

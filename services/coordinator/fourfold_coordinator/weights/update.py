@@ -32,7 +32,7 @@ from typing import Any, Final, TypeVar
 
 from fourfold import metrics as m
 from fourfold.arrays import Float32Array
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.errors import DeadlinePassed, FourfoldError, Internal, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight

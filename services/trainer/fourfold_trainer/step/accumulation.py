@@ -18,7 +18,7 @@ import numpy as np
 
 from fourfold import metrics
 from fourfold.arrays import Float32Array, Sample
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.errors import AlreadyExists, WrongState
 from fourfold.nn.sequence import to_device
 from fourfold_trainer.batches import Batches, WeightedBatch, dummy_tokens

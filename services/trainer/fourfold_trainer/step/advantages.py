@@ -25,7 +25,8 @@ from fourfold.algorithm.state import AlgorithmState
 from fourfold.algorithm.tokens import ScoredTokens
 from fourfold.algorithm.turns import ScoredTurns
 from fourfold.arrays import Float32Array, Float64Array, Int64Array
-from fourfold.config import AlgorithmConfig, Config
+from fourfold.config.algorithm import AlgorithmConfig
+from fourfold.config.schema import Config
 from fourfold_trainer.step.batch import StepBatch
 
 

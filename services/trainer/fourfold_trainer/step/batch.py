@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from fourfold.algorithm.advantages.base import group_members
 from fourfold.arrays import BoolArray, Float32Array, Int64Array, Sample
-from fourfold.config import AlgorithmConfig, Config
+from fourfold.config.algorithm import AlgorithmConfig
+from fourfold.config.schema import Config
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import check_unique
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from fourfold.arrays import Float32Array, Float64Array
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import ModelOutputs

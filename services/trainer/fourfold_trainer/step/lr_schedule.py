@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fourfold.config import CriticConfig, TrainerConfig
+from fourfold.config.trainer import CriticConfig, TrainerConfig
 
 
 def learning_rate(config: TrainerConfig | CriticConfig, step: int, step_count: int) -> float:

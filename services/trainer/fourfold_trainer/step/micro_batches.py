@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fourfold.algorithm import aggregation
 from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int32Array, Int64Array, Sample
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
 from fourfold_trainer import batches

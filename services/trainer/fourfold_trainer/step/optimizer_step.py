@@ -26,7 +26,8 @@ from fourfold import metrics
 from fourfold.algorithm import corrections, kl
 from fourfold.algorithm.losses.base import LossInputs
 from fourfold.algorithm.losses.value import value_loss
-from fourfold.config import AlgorithmConfig, CriticConfig, KlConfig
+from fourfold.config.algorithm import AlgorithmConfig, KlConfig
+from fourfold.config.trainer import CriticConfig
 from fourfold.nn.sequence import to_device
 from fourfold_trainer.batches import Batches, PolicyBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums

@@ -20,7 +20,7 @@ from functools import partial
 
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold_trainer.batches import dummy_tokens
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from fourfold.answers import final_answer
-from fourfold.config import Config
+from fourfold.config.schema import Config
 from fourfold.seeds import derive_seed
 from fourfold.text import format_score
 

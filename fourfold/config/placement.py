@@ -8,7 +8,7 @@ The numbers count the GPUs of the run from 0. A launcher maps them to the GPUs o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fourfold.config.schema import Config
 
 PlacementStrategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
+TRAINING_ROLES: Final = ("trainer", "reference")
+"""Roles that only training needs: an evaluation neither starts these services nor waits for them."""
 
 
 class PlacementConfig(Table):

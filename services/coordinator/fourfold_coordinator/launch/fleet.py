@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fourfold.config.placement import gpu_places
+from fourfold.config.placement import TRAINING_ROLES, gpu_places
 from fourfold.config.recipe import dump, load
 from fourfold.config.schema import Config
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
@@ -36,8 +36,6 @@ from .placement import split_trainer
 from .run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE
 
 COORDINATOR: Final = "coordinator-0"
-TRAINING_ROLES: Final = ("trainer", "reference")
-"""Roles that only training needs: an evaluation neither starts these services nor waits for them."""
 _COORDINATOR_START_SECONDS: Final = 120.0
 # The coordinator itself gives up after 900 s without its services, and names those that are missing. This limit is for
 # a coordinator that hangs.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.config.placement import TRAINING_ROLES
 from fourfold.config.schema import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..data.prompts import PromptSet
-from ..launch.fleet import TRAINING_ROLES
 from ..reporting.run_totals import RunTotals
 from ..rewards.scorers import ScorerTable
 from ..rewards.shadows import Shadows

@@ -98,6 +98,7 @@ from .tasks.board import TaskBoard
 from .tasks.servicer import ExperienceServicer, TaskSource
 from .training.context import RunContext
 from .training.evaluation.standalone import StandaloneEvaluation
+from .training.live_recipe import LiveRecipe
 from .training.loop import TrainingLoop
 from .training.service_calls import ServiceCalls
 from .training.standstill import StandstillMonitor
@@ -322,7 +323,9 @@ class Coordinator:
         ]
         self._router.faults.load(ledger)
         try:
-            context = await self._assemble(ledger, experiences, totals)
+            config_file = self._folder / CONFIG_FILE
+            history = RecipeHistory(ledger, self._disk, config_file, self._recipe, self._assignments)
+            context = await self._assemble(ledger, experiences, totals, history)
             gc.collect()
             gc.freeze()  # modules and prompts live as long as the process
             gc.set_threshold(*_GC_THRESHOLDS)
@@ -331,7 +334,8 @@ class Coordinator:
                 work = StandaloneEvaluation(context, self._tokenizer).run()
             else:
                 background.append(asyncio.create_task(context.broker.run()))
-                work = TrainingLoop(context).run()
+                recipe = LiveRecipe(self._recipe, self._config, history.assignments)
+                work = TrainingLoop(context, recipe=recipe, history=history).run()
             await first_of(work, background)
             await sinks.finish()
         finally:
@@ -353,9 +357,10 @@ class Coordinator:
         except ConfigError as error:
             raise ConfigError(f"reward.target: {error}") from None
 
-    async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
+    async def _assemble(
+        self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals, history: RecipeHistory
+    ) -> RunContext:
         config = self._config
-        history = RecipeHistory(ledger, self._disk, self._folder / CONFIG_FILE, self._recipe, self._assignments)
         prompts = await self._load_prompts(ledger, history)
         router = self._router
         session = TrainerSession(router, config, self._board)
@@ -377,8 +382,6 @@ class Coordinator:
         self._scorer_servicer.open(self._scoring, shadows)
         return RunContext(
             config=config,
-            recipe=self._recipe,
-            history=history,
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,

@@ -20,7 +20,6 @@ from ..routing.trainer_session import TrainerSession
 from ..state.experiences import ExperienceStore
 from ..state.files import DiskWriter
 from ..state.ledger import Ledger
-from ..state.recipe_history import RecipeHistory
 from ..state.run_board import RunBoard
 from ..tasks.board import TaskBoard
 from ..weights.broker import WeightBroker
@@ -33,8 +32,6 @@ class RunContext:
     """One run, assembled by `serve.py`."""
 
     config: Config
-    recipe: Path  # the file that `config` was read from
-    history: RecipeHistory
     folder: Path  # runs/<name>
     prompts: PromptSet
     ledger: Ledger

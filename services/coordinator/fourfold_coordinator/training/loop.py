@@ -43,7 +43,7 @@ from ..weights.update import WeightUpdateResult
 from .context import RunContext
 from .evaluation.queue import EvaluationQueue
 from .lag_control import LagController
-from .live_recipe import LiveRecipe
+from .ports import ChangingRecipe, RecipeRecord
 from .producer import GroupProducer
 from .recovery import TRAINER_KEY, append_samples, restore, take_over
 from .step_report import StepRecord, StepReporter
@@ -56,9 +56,9 @@ T = TypeVar("T")
 class TrainingLoop:
     """Trains one run from start to end, over restarts of its trainer."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, *, recipe: ChangingRecipe, history: RecipeRecord) -> None:
         self.context, self.config = context, context.config
-        self.recipe = LiveRecipe(context.recipe, context.config, context.history.assignments)
+        self.recipe, self.history = recipe, history
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
         self.producer, self.evaluator = GroupProducer(context), context.evaluator()
@@ -110,7 +110,7 @@ class TrainingLoop:
         await self.reporter.close()  # a recovery rewrites the file that the reporter appends to
         totals = self.context.totals
         position = await take_over(self.context) or await restore(self.context)
-        await self.context.history.record(self.config)  # the trainer has accepted it
+        await self.history.record(self.config)  # the trainer has accepted it
         await self.context.experiences.release(position.step)
         self.step = position.step
         if reason or totals.continued:
@@ -175,7 +175,7 @@ class TrainingLoop:
         record.lag_change = self.lag.observe(step, record.metrics)
         if await self.recipe.update():
             record.lag_change = "; ".join(filter(None, (record.lag_change, self._follow_recipe())))
-            await self.context.history.record(self.config)
+            await self.history.record(self.config)
         self.producer.publish(self.broker.version, self.config.asynchrony, lag_limit=self.lag.limit)
         self.board.set_step(step=step, policy_version=self.broker.version)
         await self._evaluate_if_due(record)

@@ -22,7 +22,7 @@ import pytest
 from fourfold.arrays import Sample
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
-from fourfold_coordinator.launch.run_folder import ADDRESS_FILE
+from fourfold_coordinator.launch.run_names import ADDRESS_FILE
 from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED
 from tests.fakes.stage import Stage, check_books, successor, until
 from tests.fakes.toy import Context

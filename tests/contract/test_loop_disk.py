@@ -11,7 +11,7 @@ from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Unavailable
 from fourfold.rpc.channel import open_channel
-from fourfold_coordinator.launch.run_folder import ADDRESS_FILE
+from fourfold_coordinator.launch.run_names import ADDRESS_FILE
 from tests.fakes.stage import Stage, check_books, until, watch_for
 
 

@@ -27,7 +27,7 @@ from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
 from fourfold.security.access import COORDINATOR, Security
 from fourfold.security.principal import Principal
-from fourfold_coordinator.launch.run_folder import LEDGER_FILE
+from fourfold_coordinator.launch.run_names import LEDGER_FILE
 from fourfold_coordinator.reporting.run_files import RunFileServicer
 from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.state.eval_results import EvalRow

@@ -15,7 +15,7 @@ from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.rpc.channel import open_channel
 from fourfold.service.lifecycle import ServeOptions
-from fourfold_coordinator.launch.run_folder import ADDRESS_FILE
+from fourfold_coordinator.launch.run_names import ADDRESS_FILE
 from fourfold_coordinator.serve import Coordinator
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from tests.fakes.toy import Member, make_config

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold import config as configuration
-from fourfold_coordinator.launch.run_folder import ADDRESS_FILE
+from fourfold_coordinator.launch.run_names import ADDRESS_FILE
 from fourfold_coordinator.state.ledger import SampleState
 from tests.fakes.stage import Stage, check_books
 from tests.fakes.toy import make_config

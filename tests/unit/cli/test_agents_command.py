@@ -14,7 +14,7 @@ from fourfold.coordinator.v1 import experience_service_pb2 as pb
 from fourfold.coordinator.v1.experience_service_pb2_grpc import add_ExperienceServiceServicer_to_server
 from fourfold.rpc.server import Server
 from fourfold_coordinator.data.prompts import own_prompt
-from fourfold_coordinator.launch.run_folder import ADDRESS_FILE, CONFIG_FILE
+from fourfold_coordinator.launch.run_names import ADDRESS_FILE, CONFIG_FILE
 from fourfold_coordinator.state.faults import FaultLog
 from fourfold_coordinator.tasks.board import AgentSession, AttemptState, TaskBoard, TaskGroup
 from fourfold_coordinator.tasks.servicer import ExperienceServicer, TaskSource

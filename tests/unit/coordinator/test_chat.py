@@ -23,7 +23,8 @@ from fourfold.rollout.client import CompletionChunk
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_coordinator.cli import chat
 from fourfold_coordinator.cli.chat import Conversation, IncrementalDecoder
-from fourfold_coordinator.launch.run_folder import RUN_LOCK, locked
+from fourfold_coordinator.launch.run_folder import locked
+from fourfold_coordinator.launch.run_names import RUN_LOCK
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<e>\n{% endfor %}"

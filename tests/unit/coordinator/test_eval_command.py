@@ -18,7 +18,8 @@ from fourfold.errors import ConfigError
 from fourfold_coordinator.cli import evaluate
 from fourfold_coordinator.cli.evaluate import result_lines
 from fourfold_coordinator.launch.exports import export_checkpoint, find_weights
-from fourfold_coordinator.launch.run_folder import RUN_LOCK, is_locked, locked, make_run_dir
+from fourfold_coordinator.launch.run_folder import is_locked, locked, make_run_dir
+from fourfold_coordinator.launch.run_names import RUN_LOCK
 from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import Ledger
 from tests.fakes.toy import make_config

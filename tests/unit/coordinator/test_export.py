@@ -19,7 +19,8 @@ from fourfold import config as configuration
 from fourfold.errors import ConfigError
 from fourfold.install import install_command
 from fourfold_coordinator.cli import evaluate, export
-from fourfold_coordinator.launch.run_folder import RUN_LOCK, link_latest, locked
+from fourfold_coordinator.launch.run_folder import link_latest, locked
+from fourfold_coordinator.launch.run_names import RUN_LOCK
 from fourfold_coordinator.reporting.model_card import model_card
 from fourfold_tools.gguf import write_gguf
 from tests.fakes.hub_server import FakeHub

@@ -23,7 +23,8 @@ from fourfold_coordinator.cli.dashboard import _PHASES
 from fourfold_coordinator.launch.fleet import COORDINATOR, Fleet, services_of
 from fourfold_coordinator.launch.launcher import ServiceSpec
 from fourfold_coordinator.launch.placement import assign_gpus, bundles, check_cluster_fits, shared_gpus
-from fourfold_coordinator.launch.run_folder import DEATH_VARIABLE, make_run_dir
+from fourfold_coordinator.launch.run_folder import make_run_dir
+from fourfold_coordinator.launch.run_names import DEATH_VARIABLE
 from fourfold_coordinator.routing.registry import ROLE_NAMES
 from fourfold_coordinator.training.context import RunContext
 

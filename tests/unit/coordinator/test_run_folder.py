@@ -22,7 +22,8 @@ from fourfold.host.disk import make_private_folder
 from fourfold.tracing import export
 from fourfold_coordinator.cli import run, runs
 from fourfold_coordinator.launch import run_folder
-from fourfold_coordinator.launch.run_folder import METRICS_FILE, find_run, free_name, link_latest, make_run_dir
+from fourfold_coordinator.launch.run_folder import find_run, free_name, link_latest, make_run_dir
+from fourfold_coordinator.launch.run_names import METRICS_FILE
 from fourfold_coordinator.sinks import sink
 from fourfold_coordinator.state import experiences, recipe_history, sample_tokens, samples, timeline, trajectory_index
 from tests.fakes.toy import make_config

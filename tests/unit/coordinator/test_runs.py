@@ -14,14 +14,8 @@ import pytest
 from fourfold import config as configuration
 from fourfold.errors import ConfigError
 from fourfold_coordinator.cli import runs
-from fourfold_coordinator.launch.run_folder import (
-    COORDINATOR_LOCK,
-    LEDGER_FILE,
-    RUN_LOCK,
-    is_locked,
-    link_latest,
-    locked,
-)
+from fourfold_coordinator.launch.run_folder import is_locked, link_latest, locked
+from fourfold_coordinator.launch.run_names import COORDINATOR_LOCK, LEDGER_FILE, RUN_LOCK
 from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import Ledger
 

@@ -18,14 +18,8 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.host.program import resume_command
 from fourfold_coordinator.cli import watch
 from fourfold_coordinator.cli.watch import stopped_lines
-from fourfold_coordinator.launch.run_folder import (
-    COORDINATOR_LOCK,
-    LEDGER_FILE,
-    STOP_FILE,
-    is_locked,
-    locked,
-    write_stop_reason,
-)
+from fourfold_coordinator.launch.run_folder import is_locked, locked, write_stop_reason
+from fourfold_coordinator.launch.run_names import COORDINATOR_LOCK, LEDGER_FILE, STOP_FILE
 from fourfold_coordinator.state.ledger import Ledger, Progress
 
 CONFIG: Any = configuration.load("recipes/quickstart.toml", ["steps=30"])

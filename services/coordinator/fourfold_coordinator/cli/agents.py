@@ -22,7 +22,8 @@ from fourfold.errors import ConfigError, NotFound, Unavailable
 from fourfold.host.program import resume_command
 from fourfold.text import align_columns, format_duration
 
-from ..launch.run_folder import COORDINATOR_LOCK, find_run, is_locked
+from ..launch.run_folder import find_run, is_locked
+from ..launch.run_names import COORDINATOR_LOCK
 from .weights import add_actions, find_coordinator
 
 _TIMEOUT_SECONDS: Final = 10.0

@@ -38,7 +38,8 @@ from fourfold.text import clean, printable
 
 from ..data.question import last_message
 from ..launch.exports import way_to_export
-from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE, find_run
+from ..launch.run_folder import find_run
+from ..launch.run_names import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE
 from .evaluate import newest_model
 
 _MEMBER: Final = "chat-rollout"

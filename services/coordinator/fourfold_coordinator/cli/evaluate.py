@@ -27,7 +27,8 @@ from fourfold.model import folder as model_folder
 from fourfold.text import align_columns, format_interval
 
 from ..launch.exports import all_weights, check_exportable, export_checkpoint, find_weights
-from ..launch.run_folder import (
+from ..launch.run_folder import find_run, locked, make_run_dir
+from ..launch.run_names import (
     ANSWERS_FILE,
     CONFIG_FILE,
     EVALUATION_FILE,
@@ -36,9 +37,6 @@ from ..launch.run_folder import (
     MODEL_FOLDER,
     REPORT_FILE,
     RUN_LOCK,
-    find_run,
-    locked,
-    make_run_dir,
 )
 from ..state.files import replace_file
 from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher, warn_of_little_room

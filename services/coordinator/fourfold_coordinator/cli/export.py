@@ -19,7 +19,8 @@ from fourfold.install import find_tool
 from fourfold.model import folder as model_folder
 from fourfold.text import choices, format_bytes
 
-from ..launch.run_folder import CONFIG_FILE, MODEL_FOLDER, find_run
+from ..launch.run_folder import find_run
+from ..launch.run_names import CONFIG_FILE, MODEL_FOLDER
 from ..reporting.model_card import model_card
 from .evaluate import newest_model
 

@@ -12,7 +12,8 @@ from fourfold.config.sinks import SinkName
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.text import choices
 
-from ..launch.run_folder import CONFIG_FILE, find_run
+from ..launch.run_folder import find_run
+from ..launch.run_names import CONFIG_FILE
 from ..sinks.process import send
 from ..sinks.sink import check_sinks
 

@@ -39,17 +39,8 @@ from fourfold.security.access import VIEWER, Security
 from ..launch.fleet import Fleet, RunOutcome, services_of
 from ..launch.launcher import Launcher, LocalLauncher
 from ..launch.placement import assign_gpus, shared_gpus
-from ..launch.run_folder import (
-    CONFIG_FILE,
-    RUN_LOCK,
-    find_run,
-    free_name,
-    is_finished,
-    link_latest,
-    locked,
-    make_run_dir,
-    write_stop_reason,
-)
+from ..launch.run_folder import find_run, free_name, is_finished, link_latest, locked, make_run_dir, write_stop_reason
+from ..launch.run_names import CONFIG_FILE, RUN_LOCK
 from ..launch.stopped_run import describe_stop, last_progress
 from .dashboard import Dashboard, Schedule
 from .summary import report_lines

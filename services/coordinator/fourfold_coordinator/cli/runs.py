@@ -24,7 +24,8 @@ from fourfold.cli.numbers import number
 from fourfold.errors import ConfigError
 from fourfold.text import align_columns, format_bytes, format_duration, format_short_score
 
-from ..launch.run_folder import (
+from ..launch.run_folder import find_run, is_finished, is_locked, locked
+from ..launch.run_names import (
     CONFIG_FILE,
     COORDINATOR_LOCK,
     CRITIC_FOLDER,
@@ -36,10 +37,6 @@ from ..launch.run_folder import (
     MODEL_FOLDER,
     RUN_LOCK,
     STEP_FOLDER,
-    find_run,
-    is_finished,
-    is_locked,
-    locked,
 )
 from ..state.eval_results import EvalRow
 from ..state.ledger import read_evals, read_progress

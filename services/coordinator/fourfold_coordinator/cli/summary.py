@@ -15,7 +15,7 @@ from fourfold.host.program import program
 from fourfold.text import format_duration, format_score, printable
 
 from ..data.question import last_message
-from ..launch.run_folder import REPORT_FILE
+from ..launch.run_names import REPORT_FILE
 
 _WIDTH: Final = 80
 _GAP: Final = "  "

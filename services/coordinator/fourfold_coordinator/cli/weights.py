@@ -23,7 +23,8 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError
 from fourfold.text import align_columns
 
-from ..launch.run_folder import CONFIG_FILE, find_run, read_address
+from ..launch.run_folder import find_run, read_address
+from ..launch.run_names import CONFIG_FILE
 
 _TIMEOUT_SECONDS: Final = 10.0
 

@@ -10,7 +10,7 @@ from fourfold.coordinator.v1 import run_file_service_pb2 as pb
 from ..state.sample_tokens import TOKENS_FILE
 from ..state.samples import SAMPLES_FILE
 from ..state.timeline import TIMELINE_FILE
-from .run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FILE
+from .run_names import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 
 EVALUATIONS_FILE: Final = "evaluations.jsonl"
 """Only in a copy: what the ledger has of the evaluations."""

@@ -23,17 +23,8 @@ from fourfold.trainer.client import TrainerClient
 
 from ..state.ledger import read_evals
 from .fleet import READY_SECONDS
-from .run_folder import (
-    CONFIG_FILE,
-    COORDINATOR_LOCK,
-    LEDGER_FILE,
-    MODEL_FOLDER,
-    REPORT_FILE,
-    RUN_LOCK,
-    STEP_FOLDER,
-    is_locked,
-    locked,
-)
+from .run_folder import is_locked, locked
+from .run_names import CONFIG_FILE, COORDINATOR_LOCK, LEDGER_FILE, MODEL_FOLDER, REPORT_FILE, RUN_LOCK, STEP_FOLDER
 
 _CHECKPOINTS: Final = "checkpoints"
 _TRAINER: Final = "trainer-0"

@@ -33,7 +33,7 @@ from fourfold.text import format_duration
 
 from .launcher import Launcher, ServiceSpec
 from .placement import split_trainer
-from .run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE
+from .run_names import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE
 
 COORDINATOR: Final = "coordinator-0"
 _COORDINATOR_START_SECONDS: Final = 120.0

@@ -45,7 +45,7 @@ from fourfold.rpc.channel import is_loopback
 from .fleet import COORDINATOR
 from .launcher import ServiceSpec
 from .placement import bundles, check_cluster_fits, demand_table
-from .run_folder import CONFIG_FILE
+from .run_names import CONFIG_FILE
 
 ray: Any = untyped_ray  # half of its functions have no types
 

@@ -29,30 +29,12 @@ from fourfold.errors import ConfigError
 from fourfold.host.disk import make_private_folder
 from fourfold.text import clean, nearest_name
 
-ADDRESS_FILE: Final = "coordinator.address"
-CONFIG_FILE: Final = "config.toml"
-REPORT_FILE: Final = "report.json"
-METRICS_FILE: Final = "metrics.jsonl"
-MODEL_FOLDER: Final = "model"
-EMA_FOLDER: Final = "model-ema"
-CRITIC_FOLDER: Final = "critic"
-STEP_FOLDER: Final = "model-step-"
-EVALUATIONS_FOLDER: Final = "evaluations"  # of a run: a folder for each `fourfold eval`
-EVALUATION_FILE: Final = "evaluation.json"
-HARNESS_FILE: Final = "lm-eval.json"  # tasks of lm-evaluation-harness to run: {"tasks", "include_path"}
-ANSWERS_FILE: Final = "answers.jsonl"  # of `fourfold eval`
-LEDGER_FILE: Final = "ledger.sqlite"
-FAILED_SUFFIX: Final = ".failed"  # of the folder of a start that failed before its first step
-RUN_LOCK: Final = ".lock"  # of `fourfold run`
-COORDINATOR_LOCK: Final = "coordinator.lock"
-STOP_FILE: Final = ".stopped"  # what stopped the run
-LATEST: Final = "latest"
+from .run_names import ADDRESS_FILE, CONFIG_FILE, FAILED_SUFFIX, LATEST, METRICS_FILE, REPORT_FILE, STOP_FILE
+
 _HOLDER_CHARACTERS: Final = 200
 # `is_locked` holds a lock for a moment, in which a process that starts must not fail.
 _PROBE_SECONDS: Final = 0.5
 _MOST_REASON: Final = 100  # characters
-# In the environment of a coordinator that the launcher restarted: how the one before it died.
-DEATH_VARIABLE: Final = "FOURFOLD_COORDINATOR_DEATH"
 
 
 def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[Path, Config]:

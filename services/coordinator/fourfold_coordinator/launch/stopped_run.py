@@ -9,7 +9,8 @@ from pathlib import Path
 from fourfold.host.program import resume_command
 
 from ..state.ledger import Progress, read_progress
-from .run_folder import LEDGER_FILE, read_stop_reason
+from .run_folder import read_stop_reason
+from .run_names import LEDGER_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

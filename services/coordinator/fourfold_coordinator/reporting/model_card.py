@@ -12,7 +12,7 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.text import format_answers, format_interval
 
-from ..launch.run_folder import CONFIG_FILE, EMA_FOLDER, REPORT_FILE, STEP_FOLDER
+from ..launch.run_names import CONFIG_FILE, EMA_FOLDER, REPORT_FILE, STEP_FOLDER
 
 # No path of this machine and no address is in these.
 _TABLES: Final = ("seed", "steps", "batch", "sampling", "algorithm", "asynchrony", "trainer")

@@ -50,7 +50,7 @@ from fourfold import metrics as m
 from fourfold.config.schema import Config
 from fourfold.host.program import resume_command
 
-from ..launch.run_folder import CONFIG_FILE, REPORT_FILE
+from ..launch.run_names import CONFIG_FILE, REPORT_FILE
 from ..state.eval_results import EvalRow
 from ..state.files import replace_file
 from ..state.ledger import Ledger, StepRow

@@ -23,7 +23,7 @@ from fourfold.coordinator.v1 import run_file_service_pb2_grpc as pb_grpc
 from fourfold.errors import InvalidInput
 
 from ..launch.copied_files import FILES
-from ..launch.run_folder import LEDGER_FILE
+from ..launch.run_names import LEDGER_FILE
 from ..state.ledger import read_evals
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -20,7 +20,8 @@ from fourfold.config import Config
 from fourfold.errors import FourfoldError
 from fourfold.host.process_tree import die_with_parent
 
-from ..launch.run_folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, locked
+from ..launch.run_folder import locked
+from ..launch.run_names import CONFIG_FILE, LEDGER_FILE, METRICS_FILE
 from ..state.trajectory_index import TrajectoryIndex
 from .rows import NewRows
 from .sink import FOLDER, INDEX, RunFacts, open_sink

@@ -32,7 +32,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Internal, PeerFault
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
-from ..launch.run_folder import CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, STEP_FOLDER
+from ..launch.run_names import CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, STEP_FOLDER
 from ..reporting import report
 from ..reporting.batch_metrics import compute_batch_metrics
 from ..routing.replica import Replica, ReplicaKey

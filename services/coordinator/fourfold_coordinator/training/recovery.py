@@ -34,7 +34,7 @@ from fourfold.host.disk import append_lines
 from fourfold.seeds import derive_seed
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
-from ..launch.run_folder import METRICS_FILE
+from ..launch.run_names import METRICS_FILE
 from ..routing.replica import INFO_SECONDS
 from ..state.experiences import StoredSample
 from ..state.files import replace_file

@@ -16,7 +16,7 @@ from fourfold.config.schema import Config
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
-from ..launch.run_folder import METRICS_FILE
+from ..launch.run_names import METRICS_FILE
 from ..reporting import report
 from ..reporting.batch_metrics import SCORER_METRICS, count_scorers
 from ..reporting.diagnosis import TrainingDiagnosis

@@ -35,15 +35,8 @@ from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import is_loopback, split_target
 
 from ..launch.copied_files import EVALUATIONS_FILE, TOKENIZER_FILE
-from ..launch.run_folder import (
-    CONFIG_FILE,
-    FAILED_SUFFIX,
-    LEDGER_FILE,
-    METRICS_FILE,
-    REPORT_FILE,
-    is_finished,
-    read_address,
-)
+from ..launch.run_folder import is_finished, read_address
+from ..launch.run_names import CONFIG_FILE, FAILED_SUFFIX, LEDGER_FILE, METRICS_FILE, REPORT_FILE
 from ..state.eval_results import EvalRow, Example, SetResult, check_examples
 from ..state.ledger import Progress, read_evals, read_progress
 from ..state.sample_tokens import TOKENS_FILE

@@ -10,7 +10,7 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.config import Config
-from fourfold_coordinator.launch.run_folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE
+from fourfold_coordinator.launch.run_names import CONFIG_FILE, LEDGER_FILE, METRICS_FILE
 from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import Ledger
 

@@ -6,7 +6,7 @@ import json
 import sqlite3
 from dataclasses import asdict
 
-from fourfold_coordinator.launch.run_folder import LEDGER_FILE, METRICS_FILE
+from fourfold_coordinator.launch.run_names import LEDGER_FILE, METRICS_FILE
 from fourfold_coordinator.sinks.rows import NewRows
 from tests.support.eval_results import make_result
 

@@ -24,7 +24,7 @@ from fourfold.answers import final_answer
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.model.tokenizer import Tokenizer
 
-from ...launch.run_folder import ANSWERS_FILE, EVALUATION_FILE, HARNESS_FILE
+from ...launch.run_names import ANSWERS_FILE, EVALUATION_FILE, HARNESS_FILE
 from ...state.eval_results import SetResult, half_width, mean_of_sets
 from ...state.files import replace_file
 from ...state.samples import Trajectory

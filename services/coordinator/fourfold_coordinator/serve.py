@@ -87,6 +87,7 @@ from .state.timeline import Timeline
 from .tasks.board import TaskBoard
 from .tasks.servicer import ExperienceServicer, TaskSource
 from .training.context import RunContext
+from .training.evaluation.evaluator import Evaluator
 from .training.evaluation.standalone import StandaloneEvaluation
 from .training.live_recipe import LiveRecipe
 from .training.loop import TrainingLoop
@@ -316,16 +317,23 @@ class Coordinator:
             config_file = self._folder / CONFIG_FILE
             history = RecipeHistory(ledger, self._disk, config_file, self._recipe, self._assignments)
             context = await self._assemble(ledger, experiences, totals, history)
+            evaluator = Evaluator(
+                self._config,
+                context.prompts.held_out,
+                service_calls=context.service_calls,
+                tasks=self._tasks,
+                run_all=context.session.run_all,
+            )
             gc.collect()
             gc.freeze()  # modules and prompts live as long as the process
             gc.set_threshold(*_GC_THRESHOLDS)
             if self._evaluate:
                 background.append(asyncio.create_task(LoadedModel(context.router).run()))
-                work = StandaloneEvaluation(context, self._tokenizer).run()
+                work = StandaloneEvaluation(context, evaluator, self._tokenizer).run()
             else:
                 background.append(asyncio.create_task(context.broker.run()))
                 recipe = LiveRecipe(self._recipe, self._config, history.assignments)
-                work = TrainingLoop(context, recipe=recipe, history=history).run()
+                work = TrainingLoop(context, recipe=recipe, history=history, evaluator=evaluator).run()
             await first_of(work, background)
             await sinks.finish()
         finally:

@@ -122,6 +122,15 @@ _RESULTS: Final = TypeAdapter(tuple[SetResult, ...])
 _EXAMPLES: Final = TypeAdapter(list[Example])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The result of an evaluation, and the policy versions that sampled its answers."""
+
+    row: EvalRow
+    oldest_version: int
+    newest_version: int
+
+
 def write_results(results: Sequence[SetResult]) -> str:
     """Return results as a JSON array."""
     return json.dumps([asdict(result) for result in results])

@@ -23,7 +23,6 @@ from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
 from ..tasks.board import TaskBoard
 from ..weights.broker import WeightBroker
-from .evaluation.evaluator import Evaluator
 from .service_calls import ServiceCalls
 
 
@@ -48,16 +47,6 @@ class RunContext:
     certificates: CertificateMonitor
     totals: RunTotals
     start_seconds: float  # longest wait for the services when the run starts
-
-    def evaluator(self) -> Evaluator:
-        """Return an evaluator on the held-out sets of the run."""
-        return Evaluator(
-            self.config,
-            self.prompts.held_out,
-            service_calls=self.service_calls,
-            tasks=self.tasks,
-            run_all=self.session.run_all,
-        )
 
     def required_services(self, *, evaluate: bool = False) -> dict[int, int]:
         """Return the number of services of each role that the recipe asks for; 1 for those that users start.

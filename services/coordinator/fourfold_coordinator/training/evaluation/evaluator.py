@@ -22,7 +22,7 @@ from fourfold.text import format_score
 
 from ...data.prompts import HeldOutSet, Prompt
 from ...routing.replica import GivenUp, ReplicaKey, RetryBudget
-from ...state.eval_results import AtK, EvalRow, SetResult, half_width, mean_of_sets
+from ...state.eval_results import AtK, EvalRow, Evaluation, SetResult, half_width, mean_of_sets
 from ...state.ledger import SampleState
 from ...state.samples import Trajectory
 from ...tasks.board import TaskBoard, TaskGroup
@@ -112,15 +112,6 @@ def _estimates(
             count, width = len(fitting), half_width(bounds)
             found.append(AtK(k=k, value=value, half_width=width, prompt_count=count, interval=bounds))
     return tuple(pass_at), tuple(majority_at)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """The result of an evaluation, and the policy versions that sampled its answers."""
-
-    row: EvalRow
-    oldest_version: int
-    newest_version: int
 
 
 class Evaluator:

@@ -29,7 +29,7 @@ from ...state.eval_results import SetResult, half_width, mean_of_sets
 from ...state.files import replace_file
 from ...state.samples import Trajectory
 from ..context import RunContext
-from .evaluator import AnsweredSet
+from .evaluator import AnsweredSet, Evaluator
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -37,9 +37,9 @@ log = logging.getLogger("fourfold.coordinator")
 class StandaloneEvaluation:
     """One evaluation of the model that the engines have loaded."""
 
-    def __init__(self, context: RunContext, tokenizer: Tokenizer) -> None:
+    def __init__(self, context: RunContext, evaluator: Evaluator, tokenizer: Tokenizer) -> None:
         self._context, self._config, self._tokenizer = context, context.config, tokenizer
-        self._evaluator = context.evaluator()
+        self._evaluator = evaluator
 
     async def run(self) -> None:
         """Wait for the services, sample and score all answers, and write the files. Raises ServiceMissing."""

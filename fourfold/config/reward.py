@@ -243,6 +243,11 @@ class RewardConfig(Table):
         return "reward" if self.name == "reward" else f"reward-{self.name.lower().replace('_', '-')}"
 
     @property
+    def drop_prefix(self) -> str:
+        """What the drop reasons of its samples begin with, if it is one of several scorers."""
+        return f"{self.name.upper().replace('-', '_')}_"
+
+    @property
     def title(self) -> str:
         """What scores, as one text for users, without the keys that an address may have."""
         match self.kind:

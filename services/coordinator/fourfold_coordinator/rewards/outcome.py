@@ -101,11 +101,6 @@ def passes_gates(outcomes: Sequence[tuple[RewardConfig, Outcome]]) -> bool:
     )
 
 
-def drop_prefix(table: RewardConfig) -> str:
-    """Return what the drop reasons of a scorer begin with, if it is one of several."""
-    return f"{table.name.upper().replace('-', '_')}_"
-
-
 def mix(trajectory: Trajectory, outcomes: Sequence[tuple[RewardConfig, Outcome]]) -> Trajectory:
     """Return a trajectory with its score and the terms of it, or dropped with the reason why it has none.
 
@@ -114,7 +109,7 @@ def mix(trajectory: Trajectory, outcomes: Sequence[tuple[RewardConfig, Outcome]]
     counted = [(table, o) for table, o in outcomes if not (o.abstained and table.abstain == "omit")]
     for table, outcome in counted:
         if outcome.score is None:
-            prefix = "" if len(outcomes) == 1 else drop_prefix(table)
+            prefix = "" if len(outcomes) == 1 else table.drop_prefix
             return trajectory.with_drop_reason(f"{prefix}{outcome.reason}"[:63], abstained=outcome.abstained)
     if not counted:
         reason = outcomes[0][1].reason if outcomes else "NO_SCORER"

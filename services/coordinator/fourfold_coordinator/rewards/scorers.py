@@ -139,10 +139,10 @@ class ScorerTable:
         self.costs.update(json.loads(costs) if costs else {})
         self._saved_costs = costs
 
-    def changed_costs(self) -> str:
-        """Return the costs to save; empty if they have not changed since the last call."""
+    def changed_costs(self) -> dict[str, str]:
+        """Return the entry of the ledger with the costs; empty if they have not changed since the last call."""
         costs = json.dumps(self.costs) if self.costs else ""
-        changed = costs if costs != self._saved_costs else ""
+        changed = {COSTS_KEY: costs} if costs and costs != self._saved_costs else {}
         self._saved_costs = costs
         return changed
 
@@ -178,6 +178,11 @@ class ScorerTable:
             self._registry.remove_permanent(name)
 
     # -- use --------------------------------------------------------------------------------------------------------
+
+    @property
+    def tables(self) -> list[RewardConfig]:
+        """The tables [[reward]] of the scorers."""
+        return [scorer.table for scorer in self.scorers]
 
     def get(self, name: str) -> Scorer | None:
         """Return a scorer by its name; None if it was removed."""

@@ -81,7 +81,7 @@ class Scoring:
 
     def check_prompts(self, prompts: PromptSet) -> list[str]:
         """Return the warnings of `check_scorers`."""
-        return check_scorers(self._config, [s.table for s in self._table.scorers], prompts)
+        return check_scorers(self._config, self._table.tables, prompts)
 
     async def _ask(
         self, name: str, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool

@@ -11,9 +11,6 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..data.prompts import PromptSet
 from ..reporting.run_totals import RunTotals
-from ..rewards.scorers import ScorerTable
-from ..rewards.shadows import Shadows
-from ..routing.membership import CertificateMonitor
 from ..routing.registry import ROLE_NAMES
 from ..routing.router import Router
 from ..routing.trainer_session import TrainerSession
@@ -23,6 +20,7 @@ from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
 from ..tasks.board import TaskBoard
 from ..weights.broker import WeightBroker
+from .ports import Certificates, Scorers, ShadowScores
 from .service_calls import ServiceCalls
 
 
@@ -41,10 +39,10 @@ class RunContext:
     session: TrainerSession
     broker: WeightBroker
     service_calls: ServiceCalls
-    scorers: ScorerTable
-    shadows: Shadows
+    scorers: Scorers
+    shadows: ShadowScores
     tasks: TaskBoard  # for agents; without groups if the recipe has none
-    certificates: CertificateMonitor
+    certificates: Certificates
     totals: RunTotals
     start_seconds: float  # longest wait for the services when the run starts
 

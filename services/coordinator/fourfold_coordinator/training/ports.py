@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
+from fourfold.config.reward import RewardConfig
 from fourfold.config.schema import Config
 
-from ..routing.replica import ReplicaKey
+from ..routing.replica import ReplicaKey, RetryBudget
 from ..state.eval_results import Evaluation
+from ..state.samples import SampleGroup, Trajectory
 
 
 class ChangingRecipe(Protocol):
@@ -40,3 +42,66 @@ class HeldOutEvaluator(Protocol):
         `engine` answers as long as it is usable; then, or if it is None, any engine with this version or a later one.
         `on_progress` is called with the answers that are done, and with the number of all.
         """
+
+
+class Scores(Protocol):
+    """The scores of a run (`rewards/scoring.py`)."""
+
+    async def score(
+        self, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool = False
+    ) -> list[Trajectory]:
+        """Return trajectories of one group, each with its score, or dropped with the reason why it has none.
+
+        `evaluation` has neither canaries nor shadows: all evaluations of a run are scored alike.
+
+        Raises:
+            GivenUp: The services of a scorer failed too often.
+            ScorerFailed: They did, and `reward.on_error` ends the run for that.
+            ServiceMissing: No service of a scorer came in time.
+        """
+
+    def is_current(self, group: SampleGroup) -> bool:
+        """Return whether a group has the scores that a step may train on: by the scorers that are in use."""
+
+    @property
+    def revision(self) -> int:
+        """Revision of the scorers, which a group has that is scored now."""
+
+
+class ShadowScores(Protocol):
+    """Scorers that are compared with the live ones (`rewards/shadows.py`). They can neither delay nor stop a run."""
+
+    def start(self, group: SampleGroup) -> None:
+        """Have the shadows score a group that has its scores."""
+
+    async def with_shadow_scores(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        """Return the groups of a step, with shadow scores in every sample if the recipe compares gradients."""
+
+    def metrics(self, trained: Mapping[str, float]) -> dict[str, float]:
+        """Return the comparisons so far; `trained` has the metrics of the trainer."""
+
+
+class Scorers(Protocol):
+    """The scorers of a run, which may change while it goes on (`rewards/scorers.py`)."""
+
+    @property
+    def tables(self) -> list[RewardConfig]:
+        """The tables [[reward]] of the scorers."""
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The changes so far."""
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """US dollars that each scorer has cost in the whole run."""
+
+    def changed_costs(self) -> dict[str, str]:
+        """Return the entry of the ledger with the costs; empty if they have not changed since the last call."""
+
+
+class Certificates(Protocol):
+    """The certificates of the members (`routing/membership.py`)."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metric of a step: the seconds until the first certificate expires."""

@@ -35,7 +35,6 @@ from fourfold.config.schema import AsynchronyConfig
 from fourfold.errors import WrongState
 
 from ..data.curriculum import Curriculum, ScoredAttempt
-from ..rewards.outcome import drop_prefix
 from ..routing.replica import GivenUp
 from ..state.ledger import FILTERED, STALE
 from ..state.samples import SAMPLES_FILE, SampleGroup, StepBatch
@@ -357,10 +356,10 @@ class GroupProducer:
         batch.groups.sort(key=lambda group: group.position)
         if not batch.groups:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(batch.dropped.items()))
-            faults, tables = context.router.faults, [scorer.table for scorer in context.scorers.scorers]
+            faults, tables = context.router.faults, context.scorers.tables
             kinds, scorers = {*batch.dropped}, list[str]()
             for table in tables:
-                prefix = drop_prefix(table) if len(tables) > 1 else ""
+                prefix = table.drop_prefix if len(tables) > 1 else ""
                 own = {reason.removeprefix(prefix) for reason in batch.dropped if reason.startswith(prefix)}
                 kinds |= own
                 if table.member_prefix in {name.rpartition("-")[0] for name in faults.members(own)}:

@@ -18,13 +18,13 @@ from fourfold.rollout.group_requests import GroupRequest
 
 from ..data.prompts import Prompt
 from ..data.texts import TextDecoder
-from ..rewards.scoring import Scoring
 from ..routing.replica import Replica, ReplicaKey, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
 from ..state.sample_traces import REFERENCE, SampleTraces
 from ..state.samples import Trajectory, build_sample, last_turn, prompt_length, sampling_params
 from .group_sampling import GroupSampler
+from .ports import Scores
 
 
 class ServiceCalls:
@@ -35,7 +35,7 @@ class ServiceCalls:
         config: Config,
         router: Router,
         decode: Callable[[Sequence[Int32Array]], list[str]],
-        scoring: Scoring,
+        scoring: Scores,
         *,
         newest_version: Callable[[], int] = lambda: MAX_NUMBER,
         stop_token_ids: Sequence[int] = (),

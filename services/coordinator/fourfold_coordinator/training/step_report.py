@@ -20,7 +20,6 @@ from ..launch.run_names import METRICS_FILE
 from ..reporting import report
 from ..reporting.batch_metrics import SCORER_METRICS, count_scorers
 from ..reporting.diagnosis import TrainingDiagnosis
-from ..rewards.scorers import COSTS_KEY
 from ..state.files import MetricsWriter
 from ..state.samples import StepBatch
 from ..state.timeline import TIMELINE_FILE
@@ -146,7 +145,7 @@ class StepReporter:
         await self._disk.write(self._ledger.record_metrics, record.step, record.row, seconds=record.seconds)
         await self._disk.write(self._context.router.faults.save, self._ledger)
         if costs := self._context.scorers.changed_costs():
-            await self._disk.write(self._ledger.put, {COSTS_KEY: costs})
+            await self._disk.write(self._ledger.put, costs)
 
     async def add_evaluation(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
         """Add the metrics of an evaluation that ended while later steps were trained."""

@@ -11,7 +11,7 @@ from typing import Any
 from fourfold.model import folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold_coordinator.data.prompts import load_prompts
+from fourfold_coordinator.data.load_prompts import load_prompts
 from tests.fakes.stage import Stage, fresh_processes, hang_in_step, until
 from tests.fakes.toy import write_data
 

@@ -56,7 +56,8 @@ from fourfold.service.lifecycle import ServeOptions, ServiceHost
 
 from .cli.console import RunConsole
 from .cli.summary import report_lines
-from .data.prompts import PromptSet, load_prompts
+from .data.load_prompts import load_prompts
+from .data.prompts import PromptSet
 from .launch.run_folder import is_finished, locked, read_stop_reason, write_stop_reason
 from .launch.run_names import ADDRESS_FILE, CONFIG_FILE, COORDINATOR_LOCK, DEATH_VARIABLE, LEDGER_FILE, REPORT_FILE
 from .reporting.exported import RunSource

@@ -22,7 +22,8 @@ from fourfold.errors import ConfigError
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.seeds import derive_seed
 from fourfold_coordinator.data import sources
-from fourfold_coordinator.data.prompts import Prompt, PromptSet, load_prompts
+from fourfold_coordinator.data.load_prompts import load_prompts
+from fourfold_coordinator.data.prompts import Prompt, PromptSet
 from fourfold_coordinator.data.sources import read_rows
 from tests.fakes.toy import make_config
 from tests.support.chat_templates import write_tokenizer

@@ -31,7 +31,7 @@ from fourfold.model.chat import read_messages
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.text import choices, clean
 
-from ..data.prompts import RawPrompt, answer_of, read_prompt, tokenize
+from ..data.load_prompts import RawPrompt, answer_of, read_prompt, tokenize
 from ..data.sources import Row, read_rows
 
 _PROMPT_COLUMNS: Final[tuple[str, ...]] = (

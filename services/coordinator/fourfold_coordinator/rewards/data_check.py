@@ -15,7 +15,8 @@ from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer, chat_template
 from fourfold.plan.preflight import ExampleRow, Preflight
 
-from ..data.prompts import Prompt, PromptSet, load_prompts
+from ..data.load_prompts import load_prompts
+from ..data.prompts import Prompt, PromptSet
 from .scoring import check_scorers, scorer_names
 
 _EXAMPLES: Final = 4

@@ -317,7 +317,7 @@ class Coordinator:
         try:
             config_file = self._folder / CONFIG_FILE
             history = RecipeHistory(ledger, self._disk, config_file, self._recipe, self._assignments)
-            context = await self._assemble(ledger, experiences, totals, history)
+            context, broker = await self._assemble(ledger, experiences, totals, history)
             evaluator = Evaluator(
                 self._config,
                 context.prompts.held_out,
@@ -332,7 +332,7 @@ class Coordinator:
                 background.append(asyncio.create_task(LoadedModel(context.router).run()))
                 work = StandaloneEvaluation(context, evaluator, self._tokenizer).run()
             else:
-                background.append(asyncio.create_task(context.broker.run()))
+                background.append(asyncio.create_task(broker.run()))
                 recipe = LiveRecipe(self._recipe, self._config, history.assignments)
                 work = TrainingLoop(context, recipe=recipe, history=history, evaluator=evaluator).run()
             await first_of(work, background)
@@ -358,7 +358,8 @@ class Coordinator:
 
     async def _assemble(
         self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals, history: RecipeHistory
-    ) -> RunContext:
+    ) -> tuple[RunContext, WeightBroker]:
+        """Return the objects of the run, and the one of them that works beside the loop."""
         config = self._config
         prompts = await self._load_prompts(ledger, history)
         router = self._router
@@ -379,7 +380,16 @@ class Coordinator:
         )
         shadows = Shadows(self._scorers, self._scoring)
         self._scorer_servicer.open(self._scoring, shadows)
-        return RunContext(
+        broker = WeightBroker(
+            config,
+            router,
+            session,
+            ledger,
+            disk=self._disk,
+            probe_ids=self._probe_ids(prompts),
+            status=self._weight_status,
+        )
+        context = RunContext(
             config=config,
             folder=self._folder,
             prompts=prompts,
@@ -389,15 +399,7 @@ class Coordinator:
             board=self._board,
             router=router,
             session=session,
-            broker=WeightBroker(
-                config,
-                router,
-                session,
-                ledger,
-                disk=self._disk,
-                probe_ids=self._probe_ids(prompts),
-                status=self._weight_status,
-            ),
+            broker=broker,
             service_calls=ServiceCalls(
                 config,
                 router,
@@ -413,6 +415,7 @@ class Coordinator:
             totals=totals,
             start_seconds=self._start_seconds,
         )
+        return context, broker
 
     async def _load_prompts(self, ledger: Ledger, history: RecipeHistory) -> PromptSet:
         """Read the data; raise ConfigError when a scorer cannot score them, or the run began with other data."""

@@ -19,8 +19,7 @@ from ..state.files import DiskWriter
 from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
 from ..tasks.board import TaskBoard
-from ..weights.broker import WeightBroker
-from .ports import Certificates, Scorers, ShadowScores
+from .ports import Certificates, Scorers, ShadowScores, WeightPublisher
 from .service_calls import ServiceCalls
 
 
@@ -37,7 +36,7 @@ class RunContext:
     board: RunBoard
     router: Router
     session: TrainerSession
-    broker: WeightBroker
+    broker: WeightPublisher
     service_calls: ServiceCalls
     scorers: Scorers
     shadows: ShadowScores

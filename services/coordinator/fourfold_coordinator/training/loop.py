@@ -39,7 +39,7 @@ from ..routing.replica import Replica, ReplicaKey
 from ..routing.trainer_session import TrainerRestarted
 from ..state.sample_traces import step_attributes
 from ..state.samples import StepBatch
-from ..weights.update import WeightUpdateResult
+from ..weights.update_result import WeightUpdateResult
 from .context import RunContext
 from .evaluation.queue import EvaluationQueue
 from .lag_control import LagController

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from fourfold.config.reward import RewardConfig
-from fourfold.config.schema import Config
+from fourfold.config.schema import Config, PauseMode
 
 from ..routing.replica import ReplicaKey, RetryBudget
 from ..state.eval_results import Evaluation
 from ..state.samples import SampleGroup, Trajectory
+from ..weights.update_result import WeightUpdateResult
 
 
 class ChangingRecipe(Protocol):
@@ -105,3 +108,56 @@ class Certificates(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Return the metric of a step: the seconds until the first certificate expires."""
+
+
+class EngineSleep(Protocol):
+    """Puts engines to sleep, with `rollout.sleep_mode` (`weights/sleep.py`)."""
+
+    def asleep(self) -> AbstractAsyncContextManager[dict[str, float]]:
+        """Keep every engine asleep within the block; yield the time it took by metric name."""
+
+
+class WeightPublisher(Protocol):
+    """Keeps every engine on the trainer's current weights (`weights/broker.py`)."""
+
+    @property
+    def lock(self) -> asyncio.Lock:
+        """Held while the trainer computes or its weights change: it sends none meanwhile."""
+
+    @property
+    def version(self) -> int:
+        """The version that was published last; -1: none, or its trainer died."""
+
+    @property
+    def held(self) -> ReplicaKey | None:
+        """The engine that keeps the version that it has."""
+
+    @property
+    def sleeper(self) -> EngineSleep: ...
+
+    async def resync(self, version: int, *, step: int) -> None:
+        """Take the trainer's `version` as the current one, after a start or a restore, and update every engine.
+
+        Raises:
+            TrainerRestarted: the trainer lost the weights.
+            WeightsRefused: no engine can ever accept the weights.
+            FourfoldError: the trainer cannot send.
+        """
+
+    async def publish(
+        self, version: int, *, step: int, on_sampling: Callable[[], None] = lambda: None
+    ) -> WeightUpdateResult:
+        """Bring all engines to the trainer's `version`; the caller holds `lock`. Raises the errors of `resync`.
+
+        Engines whose update fails get no requests until one succeeds. `on_sampling` is called when all engines of an
+        update sample with the new weights and take requests.
+        """
+
+    def hold(self, key: ReplicaKey | None) -> None:
+        """Leave one engine out of updates while its weights are evaluated; None: update all."""
+
+    def invalidate(self) -> None:
+        """Update no engine until `resync`: the current version was lost with its trainer."""
+
+    def set_pause_mode(self, mode: PauseMode) -> None:
+        """Treat running samples so in the updates from now on."""

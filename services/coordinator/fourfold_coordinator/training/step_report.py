@@ -23,7 +23,7 @@ from ..reporting.diagnosis import TrainingDiagnosis
 from ..state.files import MetricsWriter
 from ..state.samples import StepBatch
 from ..state.timeline import TIMELINE_FILE
-from ..weights.update import WeightUpdateResult
+from ..weights.update_result import WeightUpdateResult
 from .context import RunContext
 from .recovery import finite, rewrite_metrics
 

@@ -33,7 +33,8 @@ from .fan_out import DescribedEngine, UpdateFailed, call_all
 from .probe import LogprobProbe
 from .sleep import EngineSleeper
 from .status import FENCED, REFUSED, SERVING, WeightPlaneStatus
-from .update import WeightUpdater, WeightUpdateResult
+from .update import WeightUpdater
+from .update_result import WeightUpdateResult
 
 log = logging.getLogger("fourfold.coordinator")
 

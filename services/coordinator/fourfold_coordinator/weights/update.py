@@ -27,7 +27,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from fourfold import metrics as m
@@ -46,6 +46,7 @@ from .backends import BackendGroup, group_by_backend, host_of
 from .fan_out import DescribedEngine, UpdateFailed, blame_trainer, call_all, service_error
 from .probe import LogprobProbe
 from .status import WeightPlaneStatus
+from .update_result import WeightUpdateResult
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -58,16 +59,6 @@ _SUMS_POLL_SECONDS: Final = 0.1
 # Backends whose receivers keep what arrived, and values of weights.backend with which engines feed others (by gloo).
 _KEPT: Final = frozenset({"shm", "gloo"})
 _FED: Final = frozenset({"auto", "gloo"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightUpdateResult:
-    """Durations and probe differences of a weight update."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By metric name: the whole update and its parts; empty when nothing was sent."""
-    probe_diffs: tuple[tuple[float, float], ...] = ()
-    """Mean and largest |trainer - engine| on the probe, in nats, of every engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -334,7 +334,7 @@ class Coordinator:
             else:
                 background.append(asyncio.create_task(broker.run()))
                 recipe = LiveRecipe(self._recipe, self._config, history.assignments)
-                work = TrainingLoop(context, recipe=recipe, history=history, evaluator=evaluator).run()
+                work = TrainingLoop(context, recipe, history, evaluator).run()
             await first_of(work, background)
             await sinks.finish()
         finally:

@@ -36,7 +36,7 @@ _Asked = list[tuple[RewardConfig, Outcome]]  # the outcomes of one sample, gates
 
 
 class Scoring:
-    """The scores of a run."""
+    """The scores of a run. Implements `Scores` (training/ports.py)."""
 
     def __init__(self, config: Config, router: Router, table: ScorerTable, *, run: str) -> None:
         """Prepare calls; `run` is the name of the run's folder."""
@@ -49,15 +49,6 @@ class Scoring:
     async def score(
         self, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool = False
     ) -> list[Trajectory]:
-        """Return trajectories of one group, each with its score, or dropped with the reason why it has none.
-
-        `evaluation` has neither canaries nor shadows: all evaluations of a run are scored alike.
-
-        Raises:
-            GivenUp: The services of a scorer failed too often.
-            ScorerFailed: They did, and `reward.on_error` ends the run for that.
-            ServiceMissing: No service of a scorer came in time.
-        """
         fresh = [without_scores(t) for t in trajectories]
         asked: dict[str, _Asked] = {t.sample.sample_id: [] for t in fresh}
         scorers = self.scorers_of(fresh[0].prompt)
@@ -107,7 +98,6 @@ class Scoring:
         return calls
 
     def is_current(self, group: SampleGroup) -> bool:
-        """Return whether a group has the scores that a step may train on: by the scorers that are in use."""
         if group.revision != self._table.revision:
             return False
         used = {(term.name, term.scorer) for t in group.trajectories for term in t.sample.terms}
@@ -123,7 +113,6 @@ class Scoring:
 
     @property
     def revision(self) -> int:
-        """Revision of the scorers, which a group has that is scored now."""
         return self._table.revision
 
     async def _check_scores(self, table: RewardConfig, deployment: Deployment) -> None:

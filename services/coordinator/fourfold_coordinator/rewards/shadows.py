@@ -31,7 +31,7 @@ _SLACK_SECONDS: Final = 10.0
 
 
 class Shadows:
-    """The shadows of a run."""
+    """The shadows of a run. Implements `ShadowScores` (training/ports.py)."""
 
     def __init__(self, table: ScorerTable, scoring: Scoring) -> None:
         self._table, self._scoring = table, scoring
@@ -43,7 +43,6 @@ class Shadows:
         return None if scorer.shadow is None else self._meters.setdefault(scorer.shadow.pool, AgreementMeter())
 
     def start(self, group: SampleGroup) -> None:
-        """Have the shadows score a group that has its scores."""
         for scorer in self._table.scorers:
             alive = [t for t in group.trajectories if not t.dropped and _term(t, scorer.name) is not None]
             if scorer.shadow is None or not alive:
@@ -82,7 +81,6 @@ class Shadows:
         return scores
 
     def metrics(self, trained: Mapping[str, float]) -> dict[str, float]:
-        """Return the comparisons so far; `trained` has the metrics of the trainer, perhaps a cosine of gradients."""
         result = dict[str, float]()
         for scorer in self._table.scorers:
             if (meter := self.agreement(scorer)) is None:
@@ -99,10 +97,6 @@ class Shadows:
         return result
 
     async def with_shadow_scores(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Return the groups of a step, with shadow scores in every sample if the recipe compares gradients.
-
-        If one sample has none, no sample gets one.
-        """
         scorer = next((s for s in self._table.scorers if s.compares_gradients), None)
         if scorer is None:
             self._tasks = {key: task for key, task in self._tasks.items() if not task.done()}

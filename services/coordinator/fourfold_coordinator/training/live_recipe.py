@@ -16,7 +16,7 @@ log = logging.getLogger("fourfold.coordinator")
 
 
 class LiveRecipe:
-    """The recipe of a run, read again when its file changes."""
+    """The recipe of a run, read again when its file changes. Implements `RecipeFile`."""
 
     def __init__(self, path: Path, config: Config, assignments: Sequence[str] = ()) -> None:
         """Follow the file that `config` was read from, with `assignments`; it may be missing."""
@@ -24,10 +24,6 @@ class LiveRecipe:
         self._stamp = self._read_stamp()
 
     async def update(self) -> bool:
-        """Read the file if it changed; return whether [asynchrony] did.
-
-        A recipe with a mistake changes nothing, and neither do other keys; both are logged once.
-        """
         stamp = await asyncio.to_thread(self._read_stamp)
         if stamp is None or stamp == self._stamp:
             return False

@@ -43,7 +43,7 @@ from ..weights.update_result import WeightUpdateResult
 from .context import RunContext
 from .evaluation.queue import EvaluationQueue
 from .lag_control import LagController
-from .ports import ChangingRecipe, HeldOutEvaluator, RecipeRecord
+from .ports import PolicyEvaluator, RecipeFile, RecipeLog
 from .producer import GroupProducer
 from .recovery import TRAINER_KEY, append_samples, restore, take_over
 from .step_report import StepRecord, StepReporter
@@ -56,18 +56,14 @@ T = TypeVar("T")
 class TrainingLoop:
     """Trains one run from start to end, over restarts of its trainer."""
 
-    def __init__(
-        self, context: RunContext, *, recipe: ChangingRecipe, history: RecipeRecord, evaluator: HeldOutEvaluator
-    ) -> None:
+    def __init__(self, context: RunContext, recipe: RecipeFile, history: RecipeLog, evaluator: PolicyEvaluator) -> None:
         self.context, self.config = context, context.config
         self.recipe, self.history = recipe, history
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
         self.producer, self.evaluator = GroupProducer(context), evaluator
         self.reporter = StepReporter(context)
-        self.evaluations = EvaluationQueue(
-            self.evaluate_beside, router=context.router, broker=context.broker, reporter=self.reporter
-        )
+        self.evaluations = EvaluationQueue(self.evaluate_beside, context, self.reporter)
         self.lag = LagController(context.config.asynchrony)
         self.step = 0  # steps done
         self.timeout = context.config.trainer.step_timeout_seconds

@@ -16,7 +16,7 @@ from ..state.samples import SampleGroup, Trajectory
 from ..weights.update_result import WeightUpdateResult
 
 
-class ChangingRecipe(Protocol):
+class RecipeFile(Protocol):
     """The recipe of a run, which its user may edit (`live_recipe.py`)."""
 
     @property
@@ -24,26 +24,33 @@ class ChangingRecipe(Protocol):
         """The recipe as it was read last."""
 
     async def update(self) -> bool:
-        """Read the file if it changed; return whether [asynchrony] did. A recipe with a mistake changes nothing."""
+        """Read the file if it changed; return whether [asynchrony] did.
+
+        A recipe with a mistake changes nothing, and neither do other keys; both are logged once.
+        """
 
 
-class RecipeRecord(Protocol):
+class RecipeLog(Protocol):
     """The recipes with which a run was trained (`state/recipe_history.py`)."""
 
     async def record(self, config: Config) -> None:
         """Record `config`, with which the next step runs; log the keys that differ from the recipe before."""
 
 
-class HeldOutEvaluator(Protocol):
+class PolicyEvaluator(Protocol):
     """Evaluates the policy on the held-out sets of the run (`evaluation/evaluator.py`)."""
 
     async def run(
         self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
     ) -> Evaluation | None:
-        """Evaluate the weights of `version` after `step` steps; None: there is no held-out set, or one has no score.
+        """Evaluate the weights of `version` after `step` steps.
 
         `engine` answers as long as it is usable; then, or if it is None, any engine with this version or a later one.
-        `on_progress` is called with the answers that are done, and with the number of all.
+        A warning in the log tells that later ones answered.
+
+        Returns None without held-out sets, or when no answer of a set got a score: the mean over the other sets could
+        not be compared with that of other steps. `on_progress` is called with the answers that are done, and with the
+        number of all.
         """
 
 
@@ -78,10 +85,13 @@ class ShadowScores(Protocol):
         """Have the shadows score a group that has its scores."""
 
     async def with_shadow_scores(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Return the groups of a step, with shadow scores in every sample if the recipe compares gradients."""
+        """Return the groups of a step, with shadow scores in every sample if the recipe compares gradients.
+
+        If one sample has none, no sample gets one.
+        """
 
     def metrics(self, trained: Mapping[str, float]) -> dict[str, float]:
-        """Return the comparisons so far; `trained` has the metrics of the trainer."""
+        """Return the comparisons so far; `trained` has the metrics of the trainer, perhaps a cosine of gradients."""
 
 
 class Scorers(Protocol):
@@ -149,8 +159,9 @@ class WeightPublisher(Protocol):
     ) -> WeightUpdateResult:
         """Bring all engines to the trainer's `version`; the caller holds `lock`. Raises the errors of `resync`.
 
-        Engines whose update fails get no requests until one succeeds. `on_sampling` is called when all engines of an
-        update sample with the new weights and take requests.
+        Engines whose update fails are fenced: they get no requests until one succeeds. With no engine left, sampling
+        waits for one. `on_sampling` is called when all engines of an update sample with the new weights and take
+        requests, while the probes are still compared.
         """
 
     def hold(self, key: ReplicaKey | None) -> None:

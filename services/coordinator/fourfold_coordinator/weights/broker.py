@@ -54,7 +54,7 @@ class WeightsRefused(WrongState):
 
 
 class WeightBroker:
-    """Keeps every engine on the trainer's current weights. `run` handles late and failed engines."""
+    """Implements `WeightPublisher` (training/ports.py). `run` handles late and failed engines."""
 
     def __init__(
         self,
@@ -89,13 +89,6 @@ class WeightBroker:
         self._failures: dict[ReplicaKey, tuple[int, float]] = {}  # failures in a row, monotonic time of the next try
 
     async def resync(self, version: int, *, step: int) -> None:
-        """Take the trainer's `version` as the current one, after a start or a restore, and update every engine.
-
-        Raises:
-            TrainerRestarted: the trainer lost the weights.
-            WeightsRefused: no engine can ever accept the weights.
-            FourfoldError: the trainer cannot send.
-        """
         async with self.lock:
             # A failed update may have been the fault of a trainer that is gone, so back-offs end here. Engines that
             # refused the model stay out.
@@ -105,26 +98,18 @@ class WeightBroker:
     async def publish(
         self, version: int, *, step: int, on_sampling: Callable[[], None] = lambda: None
     ) -> WeightUpdateResult:
-        """Bring all engines to the trainer's `version`; the caller holds `lock`. Raises the errors of `resync`.
-
-        Engines whose update fails are fenced. With no engine left, sampling waits for one. `on_sampling` is called when
-        all engines of an update sample with the new weights and take requests, while the probes are still compared.
-        """
         async with self._updates, self._show_slow_update():
             await self._set_version(version, step)
             return await self._update_or_fence(self._next_engines(), on_sampling)
 
     def hold(self, key: ReplicaKey | None) -> None:
-        """Leave one engine out of updates while its weights are evaluated; None: update all."""
         self.held = key
         self._router.notify()
 
     def invalidate(self) -> None:
-        """Update no engine until `resync`: the current version was lost with its trainer."""
         self.version = -1
 
     def set_pause_mode(self, mode: PauseMode) -> None:
-        """Treat running samples so in the updates from now on."""
         self._updater.pause_mode = mode
 
     async def run(self) -> None:

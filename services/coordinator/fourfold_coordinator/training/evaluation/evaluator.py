@@ -115,7 +115,7 @@ def _estimates(
 
 
 class Evaluator:
-    """Evaluates the policy on held-out sets."""
+    """Implements `PolicyEvaluator` (training/ports.py)."""
 
     def __init__(
         self,
@@ -134,15 +134,6 @@ class Evaluator:
     async def run(
         self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
     ) -> Evaluation | None:
-        """Evaluate the weights of `version` after `step` steps.
-
-        `engine` answers as long as it is usable; then, or if it is None, any engine with this version or a later one.
-        A warning in the log tells that later ones answered.
-
-        Returns None without held-out sets, or when no answer of a set got a score: the mean over the other sets could
-        not be compared with that of other steps. `on_progress` is called with the answers that are done, and with the
-        number of all.
-        """
         answered = await self.answer(step=step, version=version, engine=engine, on_progress=on_progress)
         results = [each.result(self._config.evaluation.success) for each in answered]
         found = [result for result in results if result is not None]
@@ -172,7 +163,7 @@ class Evaluator:
     async def answer(
         self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
     ) -> list[AnsweredSet]:
-        """Sample and score answers to the prompts of all sets at the same time; see `run` for the arguments."""
+        """Sample and score answers to the prompts of all sets at the same time; the arguments are those of `run`."""
         began, done, total = time.monotonic(), 0, sum(held_out.answer_count for held_out in self.sets)
         seconds = dict.fromkeys((held_out.name for held_out in self.sets), 0.0)
 

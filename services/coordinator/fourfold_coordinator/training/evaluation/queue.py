@@ -16,8 +16,7 @@ from typing import Final, NamedTuple
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ...routing.replica import Replica, ReplicaKey
-from ...routing.router import Router
-from ..ports import WeightPublisher
+from ..context import RunContext
 from ..step_report import StepRecord, StepReporter
 
 _TICK_SECONDS: Final = 0.25  # an engine dies without a notice
@@ -36,9 +35,10 @@ class _Entry(NamedTuple):
 class EvaluationQueue:
     """The evaluations that run while the trainer trains. `run` is a task of its own."""
 
-    def __init__(self, evaluate: Evaluate, *, router: Router, broker: WeightPublisher, reporter: StepReporter) -> None:
+    def __init__(self, evaluate: Evaluate, context: RunContext, reporter: StepReporter) -> None:
         """Evaluate with `evaluate`, which takes step, policy version and the engine to ask, and returns metrics."""
-        self._evaluate, self._router, self._broker, self._reporter = evaluate, router, broker, reporter
+        self._evaluate, self._reporter = evaluate, reporter
+        self._router, self._broker = context.router, context.broker
         self.reset()
 
     def reset(self) -> None:

@@ -35,8 +35,6 @@ if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
     from fourfold.algorithm.losses import PolicyLoss as PolicyLoss
     from fourfold.algorithm.losses import TokenLoss as TokenLoss
     from fourfold.algorithm.packed import PackedRewards as PackedRewards
-    from fourfold.arrays import Sample as Sample
-    from fourfold.arrays import VersionSpan as VersionSpan
     from fourfold.coordinator.client import AsyncCoordinatorClient as AsyncCoordinatorClient
     from fourfold.coordinator.client import AsyncScorerClient as AsyncScorerClient
     from fourfold.coordinator.client import CoordinatorClient as CoordinatorClient
@@ -77,6 +75,8 @@ if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
     from fourfold.rollout.v1.rollout_service_pb2 import FinishReason as FinishReason
     from fourfold.rollout.v1.rollout_service_pb2 import GenerateRequest as GenerateRequest
     from fourfold.rollout.v1.rollout_service_pb2 import SamplingParams as SamplingParams
+    from fourfold.sample import Sample as Sample
+    from fourfold.sample import VersionSpan as VersionSpan
     from fourfold.trainer.client import AsyncTrainerClient as AsyncTrainerClient
     from fourfold.trainer.client import ForwardBackwardOutput as ForwardBackwardOutput
     from fourfold.trainer.client import ForwardOutput as ForwardOutput
@@ -128,7 +128,7 @@ _MODULES: Final[dict[str, tuple[str, ...]]] = {
     "fourfold.coordinator.client": ("CoordinatorClient", "AsyncCoordinatorClient", "ScorerClient", "AsyncScorerClient"),
     "fourfold.coordinator.v1.run_service_pb2": ("RunStatus", "RunPhase"),
     "fourfold.types.v1.experience_pb2": ("Experience",),
-    "fourfold.arrays": ("Sample", "VersionSpan"),
+    "fourfold.sample": ("Sample", "VersionSpan"),
     "fourfold.model.tokenizer": ("Tokenizer",),
     "fourfold.algorithm.losses": ("PolicyLoss", "LossInputs", "TokenLoss"),
     "fourfold.algorithm.advantages": ("AdvantageEstimator", "GroupEstimator", "ScoredSamples"),

@@ -37,7 +37,6 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
-from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.errors import ConfigError, Internal
 from fourfold.host.disk import append_lines
@@ -52,6 +51,7 @@ from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.limits import Quotas
 from fourfold.rpc.server import Server
+from fourfold.sample import Sample
 from fourfold.security.principal import UNLIMITED
 from fourfold.trainer.client import AsyncTrainerClient
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer

@@ -26,10 +26,11 @@ import torch
 
 from fourfold import metrics
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Int32Array, Sample, VersionSpan
+from fourfold.arrays import Int32Array
 from fourfold.config import Config
 from fourfold.plan.memory import GIB, memory_plan
 from fourfold.plan.models import model_sizes
+from fourfold.sample import Sample, VersionSpan
 from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 from fourfold_bench.models import SHAPE_NAMES, SHAPES, forward_flop, parameter_count, write_model
 from fourfold_coordinator.weights.probe import LogprobProbe

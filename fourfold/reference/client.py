@@ -7,11 +7,13 @@ from functools import cached_property
 
 from numpy.typing import ArrayLike
 
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking
-from fourfold.rpc.logprobs import compute_logprobs, from_samples, from_token_ids
+from fourfold.rpc.logprobs import compute_logprobs
+from fourfold.sample import Sample
+from fourfold.sample.wire import from_samples, from_token_ids
 from fourfold.types.v1.experience_pb2 import Experience
 
 

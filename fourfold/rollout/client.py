@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from fourfold.arrays import BoolArray, Float32Array, Int32Array, VersionSpan
+from fourfold.arrays import BoolArray, Float32Array, Int32Array
 from fourfold.rollout.stream_check import StreamCheck, sample_count
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
@@ -21,6 +21,7 @@ from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 from fourfold.rpc.codec import pack_ints, read_floats, read_ints
 from fourfold.rpc.responses import MAX_DEVICES, MAX_ENGINE_VERSION
+from fourfold.sample import VersionSpan
 from fourfold.types.v1.experience_pb2 import Experience
 
 NO_MASK: Final[BoolArray] = np.empty(0, np.bool_)

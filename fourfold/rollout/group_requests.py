@@ -16,9 +16,10 @@ from itertools import groupby
 
 import numpy as np
 
-from fourfold.arrays import BoolArray, Int32Array, VersionSpan
+from fourfold.arrays import BoolArray, Int32Array
 from fourfold.rollout.client import NO_MASK, Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.sample import VersionSpan
 from fourfold.seeds import derive_seed
 
 Parts = tuple[Completion, ...]  # of one sample: what each call sampled, checked, each with at least one token

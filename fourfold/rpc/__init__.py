@@ -1,1 +1,1 @@
-"""gRPC channels, servers, limits, and the encoding of samples and errors."""
+"""gRPC channels, servers, limits, and the encoding of arrays and errors."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
-import numpy as np
 from google.protobuf.message import Message
-from numpy.typing import ArrayLike
 
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array
 from fourfold.rpc.client import AsyncClient
-from fourfold.rpc.codec import chunks, pack_ints
+from fourfold.rpc.codec import chunks
 from fourfold.tracing.spans import part_of_work
 from fourfold.types.v1 import experience_pb2 as pb
 
@@ -41,19 +39,3 @@ async def compute_logprobs(
         check.logprobs(unpacked, chunk)
         rows += unpacked
     return rows
-
-
-def from_samples(samples: Iterable[Sample]) -> Iterator[pb.Experience]:
-    """Yield the fields of samples that a forward pass needs."""
-    for sample in samples:
-        yield pb.Experience(
-            sample_id=sample.sample_id, token_ids=pack_ints(sample.token_ids), temperature=sample.temperature
-        )
-
-
-def from_token_ids(token_ids: Iterable[ArrayLike], temperature: float) -> Iterator[pb.Experience]:
-    """Yield samples of bare tokens, int [n] each, named by their index."""
-    for index, ids in enumerate(token_ids):
-        yield pb.Experience(
-            sample_id=str(index), token_ids=pack_ints(np.asarray(ids, np.int32)), temperature=temperature
-        )

@@ -14,12 +14,14 @@ import grpc
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array
 from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
-from fourfold.rpc.codec import Buffer, chunks, encode_parts, encode_stream, pack_floats
-from fourfold.rpc.logprobs import compute_logprobs, from_samples, from_token_ids
+from fourfold.rpc.codec import Buffer, chunks, encode_stream, pack_floats
+from fourfold.rpc.logprobs import compute_logprobs
 from fourfold.rpc.responses import ResponseCheck, clean_response
+from fourfold.sample import Sample
+from fourfold.sample.wire import encode_parts, from_samples, from_token_ids
 from fourfold.text import clean, is_metric_name, is_reason
 from fourfold.tracing import propagation
 from fourfold.trainer.v1 import trainer_service_pb2 as pb

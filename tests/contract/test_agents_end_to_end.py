@@ -11,11 +11,11 @@ import pytest
 
 from fourfold.agent.client import AsyncAgentClient
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.arrays import Sample
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import FourfoldError
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
+from fourfold.sample import Sample
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_coordinator.state.ledger import SampleState
 from fourfold_gateway import serve as gateway_serve

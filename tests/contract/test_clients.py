@@ -14,7 +14,8 @@ from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rpc.codec import encode, pack_floats
+from fourfold.rpc.codec import pack_floats
+from fourfold.sample.wire import encode
 from fourfold.trainer.client import AsyncTrainerClient
 from tests.conftest import Serve
 from tests.fakes.servicers import Reference, Reward, Rollout, Trainer, generated, sample, score_item

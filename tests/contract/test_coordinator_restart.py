@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import pytest
 
-from fourfold.arrays import Sample
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold.sample import Sample
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold_coordinator.launch.run_names import ADDRESS_FILE
 from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED

@@ -30,7 +30,8 @@ from fourfold.errors import (
     WrongState,
 )
 from fourfold.rpc import channel as rpc
-from fourfold.rpc.codec import decode, read_ints
+from fourfold.rpc.codec import read_ints
+from fourfold.sample.wire import decode
 from fourfold.tracing import spans
 from fourfold_gateway import coordinator_link
 from fourfold_gateway.store import StoredTurn, StoreFull

@@ -13,11 +13,11 @@ from typing import Any, Final
 import pytest
 
 from fourfold import metrics as m
-from fourfold.arrays import Sample
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.channel import open_channel
+from fourfold.sample import Sample
 from fourfold_coordinator.data.prompts import PromptSet
 from fourfold_coordinator.rewards.scoring import Scoring
 from fourfold_coordinator.training.standstill import StandstillMonitor

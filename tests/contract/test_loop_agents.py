@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from fourfold.arrays import Sample
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.reward.v1.reward_service_pb2 import ScoreItem
 from fourfold.rpc.codec import pack_floats
+from fourfold.sample import Sample
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from tests.fakes.stage import Stage, hang_in_step, successor, until
 from tests.fakes.toy import Member, Services

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from fourfold import config as configuration
-from fourfold.arrays import Sample
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold.sample import Sample
 from fourfold_coordinator.state.ledger import SampleState
 from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until, watch_for
 from tests.fakes.toy import make_config

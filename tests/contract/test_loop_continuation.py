@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fourfold.arrays import Sample
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold.sample import Sample
 from fourfold_coordinator.training import group_sampling
 from tests.fakes.stage import Stage, check_books
 from tests.fakes.toy import START

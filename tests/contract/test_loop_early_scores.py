@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fourfold.arrays import Sample
 from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.sample import Sample
 from fourfold_coordinator.training import groups
 from tests.contract.test_loop import BEFORE, digest
 from tests.contract.test_loop_filter import constant_at

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fourfold.arrays import Sample
 from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.sample import Sample
 from tests.fakes.stage import Stage
 from tests.fakes.toy_scorers import FakeReference
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fourfold import config as configuration
-from fourfold.arrays import Sample
 from fourfold.errors import Internal
+from fourfold.sample import Sample
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from tests.fakes.stage import Stage, fresh_processes, hang_in_step, until
 from tests.fakes.toy import make_config

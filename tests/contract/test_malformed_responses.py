@@ -24,7 +24,7 @@ from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import encode
+from fourfold.sample.wire import encode
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.trainer.v1 import trainer_service_pb2, trainer_weight_service_pb2
 from tests.fakes.servicers import sample, score_item

@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput, NotFound, StaleEpoch, Unavailable, WrongState
-from fourfold.rpc.codec import encode
+from fourfold.sample.wire import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1 import experience_pb2
 from fourfold_trainer.service import weight_servicer

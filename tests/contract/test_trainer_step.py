@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from fourfold import metrics
-from fourfold.arrays import Float32Array, Sample, VersionSpan
+from fourfold.arrays import Float32Array
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Unavailable, WrongState
-from fourfold.rpc.codec import encode
+from fourfold.sample import Sample, VersionSpan
+from fourfold.sample.wire import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.engine import EngineFailedError
 from fourfold_trainer.service.state import TrainerCore

@@ -14,11 +14,11 @@ from typing import Final
 
 import numpy as np
 
-from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.errors import Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats, pack_ints
+from fourfold.sample import Sample
 from tests.fakes.toy import END, VOCABULARY, Context
 from tests.fakes.toy_rollout import FakeRollout
 

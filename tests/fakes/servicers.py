@@ -10,7 +10,6 @@ import grpc
 import numpy as np
 
 from fourfold import errors
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.reference.v1 import reference_service_pb2 as reference
 from fourfold.reference.v1 import reference_service_pb2_grpc as reference_grpc
 from fourfold.reward.v1 import reward_service_pb2 as reward
@@ -18,6 +17,7 @@ from fourfold.reward.v1 import reward_service_pb2_grpc as reward_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc.codec import pack_floats, pack_ints
+from fourfold.sample import Sample, VersionSpan
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold.types.v1 import experience_pb2 as types

@@ -16,13 +16,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
 from fourfold.coordinator.v1 import experience_service_pb2_grpc as pb_grpc
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import encode
+from fourfold.sample import Sample, VersionSpan
+from fourfold.sample.wire import encode
 from tests.fakes.toy import END, START, Member, Services
 
 OBSERVATION = [START, ord("?")]

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import AlreadyExists, NotFound, StaleEpoch, Unavailable, WrongState
-from fourfold.rpc.codec import decode, pack_floats
+from fourfold.rpc.codec import pack_floats
+from fourfold.sample import Sample
+from fourfold.sample.wire import decode
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight

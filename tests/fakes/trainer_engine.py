@@ -11,9 +11,10 @@ import numpy as np
 
 from fourfold import metrics
 from fourfold.address import LOOPBACK
-from fourfold.arrays import Float32Array, Sample, VersionSpan
+from fourfold.arrays import Float32Array
 from fourfold.errors import StaleEpoch
 from fourfold.nn.batching import TokenBatch
+from fourfold.sample import Sample, VersionSpan
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SentWeights, UpdateSettings, UpdateSums

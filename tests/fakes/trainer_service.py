@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fourfold.arrays import Sample
 from fourfold.config import Config
-from fourfold.rpc.codec import encode
+from fourfold.sample import Sample
+from fourfold.sample.wire import encode
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc

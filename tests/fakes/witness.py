@@ -16,13 +16,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.errors import Unavailable, WrongState
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats, pack_ints
+from fourfold.sample import Sample
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from tests.fakes.flaky_network import FlakyLink
 from tests.fakes.toy import END, Context, Member

@@ -24,7 +24,7 @@ import pytest
 from fourfold import metrics
 from fourfold.errors import FourfoldError
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import encode
+from fourfold.sample.wire import encode
 from fourfold.trainer.client import AsyncTrainerClient
 from tests.integration.test_trainer_service import Service
 from tests.support.trainer_driver import LEARNING_RATE, REPOSITORY, batch, trainer_environment

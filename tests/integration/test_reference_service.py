@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.reference.client import AsyncReferenceClient
 from fourfold.rpc.channel import open_channel
+from fourfold.sample import Sample, VersionSpan
 from tests.support.scrape import check_exported, discovered, http, parse, value
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

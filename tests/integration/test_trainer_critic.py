@@ -15,7 +15,7 @@ import transformers
 from fourfold.errors import Unavailable
 from fourfold.nn.forward import read_value_head
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import encode
+from fourfold.sample.wire import encode
 from fourfold.trainer.client import AsyncTrainerClient
 from tests.integration.test_trainer_deepspeed import PPO, run
 from tests.integration.test_trainer_service import Service

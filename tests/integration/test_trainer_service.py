@@ -26,7 +26,7 @@ from fourfold.errors import StaleEpoch, WrongState
 from fourfold.host.scratch import Scratch
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import encode
+from fourfold.sample.wire import encode
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.transport.base import TransferGroup, make_receiver

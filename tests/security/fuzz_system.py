@@ -26,7 +26,8 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout_pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
-from fourfold.rpc.codec import encode, pack_floats, pack_ints
+from fourfold.rpc.codec import pack_floats, pack_ints
+from fourfold.sample.wire import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer_pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight_pb

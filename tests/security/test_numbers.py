@@ -11,7 +11,7 @@ import pytest
 from fourfold.bounds import MAX_NUMBER, MAX_RAISED_VERSION
 from fourfold.errors import FourfoldError, Internal, InvalidInput, NotFound, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
-from fourfold.rpc.codec import encode
+from fourfold.sample.wire import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from tests.conftest import Serve
 from tests.fakes.rollout import OPEN, Service, rollout_service

@@ -10,9 +10,9 @@ import grpc
 import numpy as np
 import pytest
 
-from fourfold.arrays import VersionSpan
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloaded, WrongState
-from fourfold.rpc.codec import encode
+from fourfold.sample import VersionSpan
+from fourfold.sample.wire import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.service import batch_stream
 from tests.fakes.trainer_engine import group_of

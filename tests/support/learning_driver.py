@@ -22,8 +22,8 @@ import torch
 import transformers
 
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
+from fourfold.sample import Sample, VersionSpan
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.step.train_step import train_step
 

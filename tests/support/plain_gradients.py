@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array
+from fourfold.sample import Sample
 from tests.fakes.trainer_engine import group_of
 from tests.support.trajectories import cut
 

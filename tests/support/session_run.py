@@ -29,7 +29,6 @@ from typing import Any, Final
 import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.arrays import Sample
 from fourfold.config import Config, dump
 from fourfold.coordinator.v1 import experience_service_pb2, membership_service_pb2, run_service_pb2
 from fourfold.coordinator.v1.experience_service_pb2_grpc import add_ExperienceServiceServicer_to_server
@@ -39,6 +38,7 @@ from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rpc.server import Server
+from fourfold.sample import Sample
 from fourfold_coordinator.data.prompts import Prompt, own_prompt
 from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.routing.membership import MembershipServicer

@@ -23,9 +23,10 @@ import safetensors.torch
 import torch
 
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.metrics import PADDING_FRACTION
+from fourfold.sample import Sample
 from fourfold_trainer.checkpoint.store import layout_of
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.service.metrics import summarise

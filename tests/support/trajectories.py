@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from fourfold.arrays import EMPTY_FLOATS, BoolArray, Sample, VersionSpan
+from fourfold.arrays import EMPTY_FLOATS, BoolArray
+from fourfold.sample import Sample, VersionSpan
 
 
 def spans_of(mask: BoolArray) -> tuple[VersionSpan, ...]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fourfold.arrays import Sample
+from fourfold.sample import Sample
 
 # Standard deviation of the factors: texts stay texts, and log-probabilities of two versions differ by far more than
 # those of two engines. A factor for each element would take seconds.

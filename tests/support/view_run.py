@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.arrays import Sample, ScoreTerm, VersionSpan
 from fourfold.host.disk import append_lines
+from fourfold.sample import Sample, ScoreTerm, VersionSpan
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.state.sample_tokens import TOKENS_FILE, to_token_lines
 from fourfold_coordinator.state.samples import SAMPLES_FILE, Trajectory, to_lines

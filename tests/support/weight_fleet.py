@@ -40,7 +40,7 @@ from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import encode
+from fourfold.sample.wire import encode
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
 from fourfold_coordinator.routing.registry import Member

@@ -10,10 +10,10 @@ from typing import Final
 import grpc
 import numpy as np
 
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import from_tables
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rpc.channel import open_channel
+from fourfold.sample import Sample, VersionSpan
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.rewards.scorers import ScorerTable
 from fourfold_coordinator.rewards.scoring import Scoring

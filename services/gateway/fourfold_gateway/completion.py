@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.arrays import VersionSpan
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import read_floats, read_ints
+from fourfold.sample import VersionSpan
 from fourfold_gateway.trajectory import SampledTokens
 
 # A text that ends with this may lack tokens of its last character.

@@ -25,10 +25,10 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.arrays import VersionSpan
 from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, Internal, Unavailable
 from fourfold.host.disk import is_full
 from fourfold.rpc import codec
+from fourfold.sample import VersionSpan
 
 from .trajectory import SampledTokens, Sampling, Turn, TurnTokens
 

@@ -17,9 +17,10 @@ from typing import Final
 import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array, Sample, VersionSpan
+from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array
 from fourfold.errors import InvalidInput, WrongState
-from fourfold.rpc import codec
+from fourfold.sample import Sample, VersionSpan
+from fourfold.sample.wire import encode
 from fourfold.types.v1 import experience_pb2
 
 CONTEXT_LENGTH: Final = "CONTEXT_LENGTH"
@@ -283,7 +284,7 @@ class Trajectory:
         truncated = truncated or turns[-1].finish_reason == pb.FINISH_REASON_LENGTH
         experiences = []
         for index, segment in enumerate(self._segments[place] for place in self._final_order()):
-            message = codec.encode(
+            message = encode(
                 _to_sample(segment, segment_id(trajectory_id, index), group_id, rewards, truncated=truncated)
             )
             message.trajectory_id = trajectory_id

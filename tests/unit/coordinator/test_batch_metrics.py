@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from fourfold import metrics as m
-from fourfold.arrays import VersionSpan
 from fourfold.errors import PeerFault
 from fourfold.metrics import METRICS
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rpc.codec import decode, encode
+from fourfold.sample import VersionSpan
+from fourfold.sample.wire import decode, encode
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
 from fourfold_coordinator.state.samples import (

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.rpc.codec import Buffer
+from fourfold.sample import Sample, VersionSpan
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.state.experiences import ExperienceStore
 from fourfold_coordinator.state.files import DiskWriter

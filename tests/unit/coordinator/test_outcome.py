@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import RewardConfig
 from fourfold.errors import InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
+from fourfold.sample import Sample, VersionSpan
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.rewards.outcome import Outcome, mix, passes_gates, to_outcome, without_scores
 from fourfold_coordinator.state.samples import Trajectory

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from fourfold.arrays import Sample, ScoreTerm, VersionSpan
+from fourfold.sample import Sample, ScoreTerm, VersionSpan
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.state.samples import Trajectory, to_lines
 

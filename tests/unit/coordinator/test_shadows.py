@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.arrays import Sample, ScoreTerm, VersionSpan
 from fourfold.config import RewardConfig
+from fourfold.sample import Sample, ScoreTerm, VersionSpan
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.rewards.outcome import Outcome
 from fourfold_coordinator.rewards.scorers import Deployment, Scorer

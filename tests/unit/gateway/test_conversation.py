@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.arrays import VersionSpan
 from fourfold.errors import InvalidInput
 from fourfold.model.tokenizer import Tokenizer
+from fourfold.sample import VersionSpan
 from fourfold_gateway.conversation import ChatTemplate, Conversation
 from fourfold_gateway.encoding import PromptLimits
 from fourfold_gateway.trajectory import Limits, SampledTokens, Sampling, Segment, Trajectory, TurnTokens

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.arrays import VersionSpan
 from fourfold.errors import ConfigError, DeadlinePassed, Internal, Unavailable
+from fourfold.sample import VersionSpan
 from fourfold_gateway import store as store_module
 from fourfold_gateway.store import SessionStore, StoredSession, StoredTurn, StoreFull
 from fourfold_gateway.trajectory import Limits, SampledTokens, Sampling, Trajectory, TurnTokens

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.arrays import VersionSpan
 from fourfold.errors import InvalidInput, WrongState
-from fourfold.rpc import codec
+from fourfold.sample import VersionSpan
+from fourfold.sample.wire import decode
 from fourfold.types.v1 import experience_pb2
 from fourfold_gateway import trajectory as trajectory_module
 from fourfold_gateway.trajectory import (
@@ -175,7 +175,7 @@ def test_experiences_have_what_the_trainer_needs() -> None:
         ("task", "task", 0, 2),
         ("task-seg1", "task", 1, 2),
     ]
-    first, second = (codec.decode(m, vocabulary_size=10, max_tokens=10) for m in messages)
+    first, second = (decode(m, vocabulary_size=10, max_tokens=10) for m in messages)
     assert first.loss_mask.tolist() == [False, False, False, True, False, True, True]
     assert first.action_mask.tolist() == [False, False, True, True, False, True, True]
     assert first.token_rewards.tolist() == [0, 0, 0, 0, 0, 0, 0.5]
@@ -195,7 +195,7 @@ def test_the_segment_with_the_last_turn_is_the_last_one() -> None:
     turn(session, [8], sampled(9))
     turn(session, [1, 2, 3, 4], sampled(5))
     messages = session.to_experiences("task", "group", turn_rewards={2: 1.0})
-    found = [codec.decode(m, vocabulary_size=10, max_tokens=10).token_ids.tolist() for m in messages]
+    found = [decode(m, vocabulary_size=10, max_tokens=10).token_ids.tolist() for m in messages]
     assert found == [[8, 9], [1, 2, 3, 4, 5]]
     assert [m.segment_index for m in messages] == [0, 1]
     assert [session.final_index(each) for each in session.turns] == [1, 0, 1]

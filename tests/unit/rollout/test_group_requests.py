@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.arrays import VersionSpan
 from fourfold.rollout.client import Completion
 from fourfold.rollout.group_requests import GroupRequest, Parts, join_parts
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.sample import VersionSpan
 from fourfold.seeds import derive_seed
 
 REQUEST = GroupRequest(

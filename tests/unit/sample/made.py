@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from fourfold.arrays import Sample, ScoreTerm, VersionSpan
+from fourfold.sample import Sample, ScoreTerm, VersionSpan
 
 VOCABULARY: Final = 1 << 17
 MAX_TOKENS: Final = 512

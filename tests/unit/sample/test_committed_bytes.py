@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import pytest
 
-from fourfold.arrays import Sample
-from fourfold.rpc.codec import decode, encode_parts, encode_stream
+from fourfold.rpc.codec import encode_stream
+from fourfold.sample import Sample
+from fourfold.sample.record import AgentTask, DamagedRecord, TrajectoryRecord, decode_record, encode_record
+from fourfold.sample.wire import decode, encode_parts
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepRequest
 from fourfold_coordinator.data.prompts import Prompt, own_prompt
-from fourfold_coordinator.state import experiences
 from fourfold_coordinator.state.sample_tokens import parse_token_line, to_token_lines
 from fourfold_coordinator.state.samples import Trajectory, to_lines
 from fourfold_coordinator.state.segments import SegmentFiles
@@ -57,6 +59,16 @@ def trajectories() -> list[Trajectory]:
     ]
 
 
+def records() -> list[TrajectoryRecord]:
+    task = AgentTask(text="Find \u00fc", answer="u", metadata_json='{"level": 2}')
+    return [
+        TrajectoryRecord(segments=(made.plain(),)),
+        TrajectoryRecord(segments=(made.full(),), abstained=True),
+        TrajectoryRecord(segments=made.segments(), task=task, metrics={"tools": 2.5}),
+        TrajectoryRecord(segments=(made.long(),)),
+    ]
+
+
 def test_a_train_step_has_the_committed_bytes() -> None:
     wanted = (DATA / "train_step.bin").read_bytes()
     (found,) = encode_stream(TrainStepRequest(step=7), 2, map(encode_parts, made.every()))
@@ -66,8 +78,24 @@ def test_a_train_step_has_the_committed_bytes() -> None:
 
 def test_a_segment_file_has_the_committed_bytes(tmp_path: Path) -> None:
     files = SegmentFiles(tmp_path)
-    files.append([experiences._to_record(t) for t in trajectories()])
+    places = files.append([encode_record(record) for record in records()])
     assert next(tmp_path.iterdir()).read_bytes() == (DATA / "00000001.segment").read_bytes()
+    for record, place in zip(records(), places, strict=True):
+        first = record.segments[0]
+        found = decode_record(files.read(*place), sample_id=first.sample_id, group_id=first.group_id, **LIMITS)
+        assert same(found.segments, record.segments)
+        assert (found.abstained, found.task, found.metrics) == (record.abstained, record.task, record.metrics)
+
+
+def test_a_damaged_record_is_refused() -> None:
+    plain, _, agent, _ = (b"".join(encode_record(record)) for record in records())
+    for body, name, fault in (
+        (plain[:-3], "p0000003-0-0", "Error parsing message"),
+        (agent[:3], "p0000003-0-2", "unpack_from requires a buffer"),
+        (plain, "p0000003-0-1", "it is of sample 'p0000003-0-0'"),
+    ):
+        with pytest.raises(DamagedRecord, match=fault):
+            decode_record(body, sample_id=name, group_id="p0000003-0", **LIMITS)
 
 
 def test_the_lines_of_a_step_have_the_committed_bytes() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from fourfold import metrics as m
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array, Int64Array, Sample
+from fourfold.arrays import Float32Array, Int64Array
 from fourfold.config import Config
 from fourfold.nn.batching import TokenBatch
+from fourfold.sample import Sample
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.step_result import StepResult

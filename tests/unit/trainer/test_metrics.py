@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold import metrics as m
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.nn.router import Routed
+from fourfold.sample import Sample
 from fourfold_trainer.flops import Work
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.train_step import train_step

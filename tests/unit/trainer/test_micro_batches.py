@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.arrays import Float32Array, Int64Array, Sample
+from fourfold.arrays import Float32Array, Int64Array
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
+from fourfold.sample import Sample
 from fourfold_trainer.batches import (
     PolicyBatch,
     ReceivedBatches,

@@ -14,9 +14,9 @@ import torch
 
 from fourfold import metrics as m
 from fourfold.algorithm.state import AlgorithmState, RunningMoments
-from fourfold.arrays import Sample, ScoreTerm
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
+from fourfold.sample import Sample, ScoreTerm
 from fourfold_trainer.optim.master_weights import MasterSlice, MasterWeights
 from fourfold_trainer.service.metrics import summarise
 from fourfold_trainer.step.batch import check_samples

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
+from fourfold.sample import Sample
 from fourfold_trainer.batches import PolicyBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.step.optimizer_step import update_critic, update_policy

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
-from fourfold.rpc.codec import decode, encode_parts, encode_stream
+from fourfold.rpc.codec import encode_stream
+from fourfold.sample import Sample, VersionSpan
+from fourfold.sample.wire import decode, encode_parts
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepRequest
 from fourfold_trainer.batches import PolicyBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums

@@ -13,10 +13,10 @@ import torch
 
 from fourfold import metrics as m
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Sample
 from fourfold.config import PRESETS, Config, CriticConfig, TrainerConfig
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch
+from fourfold.sample import Sample
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step import before_update
 from fourfold_trainer.step.batch import check_samples

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from fourfold import metrics as m
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import EMPTY_FLOATS, Sample
+from fourfold.arrays import EMPTY_FLOATS
 from fourfold.config import PRESETS, Config
 from fourfold.errors import InvalidInput
+from fourfold.sample import Sample
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.advantages import ModelOutputs, TokenTargets
 from fourfold_trainer.step.batch import StepBatch, check_samples

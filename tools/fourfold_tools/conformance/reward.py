@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from google.rpc.code_pb2 import NOT_FOUND
 
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.contract import contract_problem
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
 from fourfold.reward.client import ids_fault, rewards_fault, score_fault
 from fourfold.reward.v1 import reward_service_pb2 as pb
-from fourfold.rpc.codec import encode, read_floats
+from fourfold.rpc.codec import read_floats
+from fourfold.sample import Sample, VersionSpan
+from fourfold.sample.wire import encode
 from fourfold.text import MAX_ERROR
 from fourfold_tools.conformance.calls import unary
 from fourfold_tools.conformance.checks import Checks, Skipped, Violation

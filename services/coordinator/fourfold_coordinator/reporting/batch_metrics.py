@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from fourfold import metrics as m
-from fourfold.arrays import Sample
+from fourfold.sample import Sample
 
 from ..state.samples import SampleGroup, StepBatch, Trajectory
 

@@ -37,7 +37,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import FourfoldError, InvalidInput, PeerFault
 from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold.rpc.codec import encode
+from fourfold.sample.wire import encode
 from fourfold.types.v1.experience_pb2 import Experience
 
 from ..routing.cancellation import CancelScopes

@@ -18,13 +18,15 @@ from typing import Final
 import numpy as np
 from google.rpc import code_pb2
 
-from fourfold.arrays import EMPTY_FLOATS, Float32Array, Sample, ScoreTerm
+from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.config.reward import RewardConfig
 from fourfold.errors import FourfoldError, InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.rpc.codec import read_floats
+from fourfold.sample import Sample, ScoreTerm
+from fourfold.sample.sample import shortest
 
-from ..state.samples import Trajectory, shortest
+from ..state.samples import Trajectory
 
 # Per-sample errors that are the service's fault. A time-out is the sample's: a function that hangs on a sample hangs
 # on it again, and each try costs the whole time limit.

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Final
 
 from fourfold import metrics as m
-from fourfold.arrays import Sample
 from fourfold.errors import FourfoldError
+from fourfold.sample import Sample
+from fourfold.sample.sample import shortest
 
 from ..routing.replica import RetryBudget
-from ..state.samples import SampleGroup, Trajectory, shortest
+from ..state.samples import SampleGroup, Trajectory
 from .agreement import AgreementMeter
 from .scorers import Scorer, ScorerTable
 from .scoring import Scoring

@@ -5,10 +5,8 @@
     checkpoint of a step is durable ------------> release --> segments without live samples are deleted
     restore, new coordinator -------------------> load ----> groups that are not trained yet, as they were
 
-A record is one byte of flags and the `Experience` that the trainer would get. The text of a sample is not stored: it is
-decoded again from the token ids. The record of an agent's attempt is the flags, the length of a `LeasedTask` with the
-problem (little-endian u32), that message, and the `Trajectory` with all segments. It is stored when the attempt
-arrives (`keep`), and once more with its score when its group is READY.
+`fourfold.sample.record` defines the records. That of an agent's attempt is stored when the attempt arrives (`keep`),
+and once more with its score when its group is READY.
 """
 
 from __future__ import annotations
@@ -16,32 +14,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
-from fourfold.arrays import Sample
-from fourfold.coordinator.v1.experience_service_pb2 import LeasedTask
-from fourfold.coordinator.v1.experience_service_pb2 import Trajectory as TrajectoryMessage
 from fourfold.errors import FourfoldError
-from fourfold.rpc.codec import Buffer, decode, encode, encode_parts
-from fourfold.types.v1.experience_pb2 import Experience
+from fourfold.rpc.codec import Buffer
+from fourfold.sample import Sample
+from fourfold.sample.record import AgentTask, DamagedRecord, TrajectoryRecord, decode_record, encode_record
 
 from ..data.prompts import Prompt, own_prompt
 from .files import DiskWriter
 from .ledger import Ledger, RecordedSample, RecordPlace
-from .samples import SampleGroup, Trajectory, shortest
+from .samples import SampleGroup, Trajectory
 from .segments import BadRecord, SegmentFiles
 
 log = logging.getLogger("fourfold.coordinator")
 
 FOLDER: Final = "experiences"
-_ABSTAINED: Final = 1  # flag: the scorer abstained
-_AGENT: Final = 2  # flag: the attempt of an agent
-_LENGTH: Final = struct.Struct("<I")
 _BATCH_GROUPS: Final = 256  # of one sync: the transaction for more of them would block the event loop for long
 
 
@@ -151,58 +141,40 @@ class ExperienceStore:
 
 
 def _to_record(trajectory: Trajectory) -> list[Buffer]:
-    flags = _ABSTAINED if trajectory.abstained else 0
-    if not trajectory.by_agent:
-        return [bytes([flags]), *encode_parts(trajectory.sample)]
     prompt = trajectory.prompt
-    problem = LeasedTask(text=prompt.text, answer=prompt.answer, metadata_json=prompt.metadata_json).SerializeToString()
-    attempt = TrajectoryMessage(
-        task_id=trajectory.sample.sample_id,
-        segments=[encode(segment) for segment in trajectory.segments],
-        metrics=trajectory.metrics,
+    task = AgentTask(text=prompt.text, answer=prompt.answer, metadata_json=prompt.metadata_json)
+    return encode_record(
+        TrajectoryRecord(
+            segments=trajectory.segments,
+            abstained=trajectory.abstained,
+            task=task if trajectory.by_agent else None,
+            metrics=trajectory.metrics,
+        )
     )
-    return [bytes([flags | _AGENT]), _LENGTH.pack(len(problem)), problem, attempt.SerializeToString()]
 
 
 def _from_record(row: RecordedSample, files: SegmentFiles, vocabulary_size: int, max_tokens: int) -> StoredSample:
     """Return the sample of a row of the ledger; raise BadRecord, or InvalidInput for a sample of another recipe."""
     body = files.read(row.segment, row.offset)
-    where = f"segment {row.segment}, record at byte {row.offset}"
-    problem: Prompt | None = None
     try:
-        if body[0] & _AGENT:
-            (size,) = _LENGTH.unpack_from(body, 1)
-            start = 1 + _LENGTH.size
-            problem = _to_prompt(LeasedTask.FromString(body[start : start + size]))
-            attempt = TrajectoryMessage.FromString(body[start + size :])
-        else:
-            attempt = TrajectoryMessage(segments=[Experience.FromString(body[1:])])
-    except (DecodeError, struct.error) as error:
-        raise BadRecord(f"{where}: {error}") from None
-    names = [(message.sample_id, message.group_id) for message in attempt.segments]
-    if (row.sample_id, row.group_id) not in names[:1]:
-        raise BadRecord(f"{where}: it is of sample {names[0][0] if names else 'none'!r}")
-    first, *more = (
-        _with_short_scores(decode(message, vocabulary_size=vocabulary_size, max_tokens=max_tokens))
-        for message in attempt.segments
-    )
+        record = decode_record(
+            body,
+            sample_id=row.sample_id,
+            group_id=row.group_id,
+            vocabulary_size=vocabulary_size,
+            max_tokens=max_tokens,
+        )
+    except DamagedRecord as error:
+        raise BadRecord(f"segment {row.segment}, record at byte {row.offset}: {error}") from None
+    first, *more = record.segments
+    problem: Prompt | None = None
+    if (task := record.task) is not None:
+        problem = own_prompt(task.text, answer=task.answer, metadata_json=task.metadata_json)
     return StoredSample(
         sample=first,
         dropped=row.dropped,
-        abstained=bool(body[0] & _ABSTAINED),
+        abstained=record.abstained,
         more_segments=tuple(more),
-        metrics=dict(attempt.metrics),
+        metrics=record.metrics,
         problem=problem,
     )
-
-
-def _to_prompt(task: LeasedTask) -> Prompt:
-    return own_prompt(task.text, answer=task.answer, metadata_json=task.metadata_json)
-
-
-def _with_short_scores(sample: Sample) -> Sample:
-    if sample.score is not None:
-        sample = replace(sample, score=shortest(sample.score))
-    if sample.baseline_score is not None:
-        sample = replace(sample, baseline_score=shortest(sample.baseline_score))
-    return sample

@@ -38,12 +38,13 @@ import numpy as np
 from pydantic import Field, TypeAdapter
 
 from fourfold import metrics as m
-from fourfold.arrays import Float32Array, Sample, ScoreTerm, VersionSpan
+from fourfold.arrays import Float32Array
 from fourfold.config.schema import Config
 from fourfold.config.sources import EvalSet
 from fourfold.errors import PeerFault
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.sample import Sample, ScoreTerm, VersionSpan
 
 from ..data.prompts import Prompt
 from .ledger import FILTERED
@@ -245,11 +246,6 @@ def check_completions(
             raise PeerFault(
                 peer, "BAD_VERSION", f"tokens of policy_version {version}; {newest_version} is the newest that was sent"
             )
-
-
-def shortest(score: float) -> float:
-    """Return the shortest decimal that gives the same float32: 0.3 instead of 0.30000001192092896."""
-    return float(str(np.float32(score)))
 
 
 def sampling_params(

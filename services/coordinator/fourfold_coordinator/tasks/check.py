@@ -10,10 +10,10 @@ from typing import Final
 
 import numpy as np
 
-from fourfold.arrays import Sample
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
 from fourfold.errors import InvalidInput
-from fourfold.rpc.codec import decode
+from fourfold.sample import Sample
+from fourfold.sample.wire import decode
 from fourfold.types.v1.experience_pb2 import Experience
 
 MAX_BYTES: Final = 8 << 20

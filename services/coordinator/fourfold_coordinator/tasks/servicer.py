@@ -28,13 +28,14 @@ from fourfold.errors import (
 from fourfold.host.cancellation import completed
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rpc.codec import check_id, duration
+from fourfold.sample.sample import shortest
 from fourfold.security import principal
 from fourfold.security.principal import LOCAL
 
 from ..data.prompts import own_prompt
 from ..state.experiences import ExperienceStore
 from ..state.faults import FaultLog
-from ..state.samples import Trajectory, shortest
+from ..state.samples import Trajectory
 from .board import BAD_TRAJECTORY, AgentSession, Attempt, AttemptState, OwnProblem, TaskBoard, check_reason
 from .check import TrajectoryRules, check_trajectory
 

@@ -30,9 +30,9 @@ from typing import Final
 
 import numpy as np
 
-from fourfold.arrays import Sample
 from fourfold.config.algorithm import FilterConfig
 from fourfold.errors import FourfoldError
+from fourfold.sample import Sample
 from fourfold.seeds import derive_seed
 
 from ..data.prompts import Prompt

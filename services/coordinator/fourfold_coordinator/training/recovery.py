@@ -25,12 +25,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from fourfold.arrays import VersionSpan
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config.schema import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.host.disk import append_lines
+from fourfold.sample import VersionSpan
 from fourfold.seeds import derive_seed
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 

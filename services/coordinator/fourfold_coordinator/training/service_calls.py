@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from fourfold.arrays import Float32Array, Int32Array, Sample
+from fourfold.arrays import Float32Array, Int32Array
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config.schema import Config
 from fourfold.config.sources import EvalSet
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.rollout.client import Completion
 from fourfold.rollout.group_requests import GroupRequest
+from fourfold.sample import Sample
 
 from ..data.prompts import Prompt
 from ..data.texts import TextDecoder

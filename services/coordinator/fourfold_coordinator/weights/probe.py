@@ -12,8 +12,9 @@ from typing import Final
 
 import numpy as np
 
-from fourfold.arrays import Float32Array, Int32Array, Sample, VersionSpan
+from fourfold.arrays import Float32Array, Int32Array
 from fourfold.errors import WrongState
+from fourfold.sample import Sample, VersionSpan
 
 from ..routing.replica import ReplicaKey
 

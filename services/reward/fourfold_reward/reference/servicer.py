@@ -15,7 +15,8 @@ from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput, Overloaded, Unavailable
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
-from fourfold.rpc.codec import check_id, decode_token_ids, pack_floats
+from fourfold.rpc.codec import check_id, pack_floats
+from fourfold.sample.wire import decode_token_ids
 from fourfold_reward.reference.batcher import DynamicBatcher
 from fourfold_reward.reference.model import ReferenceModel, Stopped
 

@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from fourfold.arrays import Sample
 from fourfold.bounds import TRAIN_MESSAGE_BYTES
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded
+from fourfold.sample import Sample
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1.experience_pb2 import Experience
 

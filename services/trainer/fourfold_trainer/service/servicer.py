@@ -14,11 +14,13 @@ import numpy as np
 from google.protobuf.message import Message
 
 from fourfold import metrics
-from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Sample
+from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array
 from fourfold.bounds import MAX_RAISED_VERSION, check_number
 from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput
-from fourfold.rpc.codec import check_id, check_unique, decode, decode_token_ids, pack_floats, unpack_floats
+from fourfold.rpc.codec import check_id, pack_floats, unpack_floats
+from fourfold.sample import Sample
+from fourfold.sample.wire import check_unique, decode, decode_token_ids
 from fourfold.tracing import spans
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 from fourfold import metrics
-from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.errors import AlreadyExists, FourfoldError, InvalidInput, Unavailable, WrongState
+from fourfold.sample import Sample
 from fourfold_trainer import flops
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder, layout_of
 from fourfold_trainer.engine import TrainerEngine

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fourfold import metrics
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array
 from fourfold.config.schema import Config
 from fourfold.errors import AlreadyExists, WrongState
 from fourfold.nn.sequence import to_device
+from fourfold.sample import Sample
 from fourfold_trainer.batches import Batches, WeightedBatch, dummy_tokens
 from fourfold_trainer.checkpoint.store import StepAnswer, TrainerState
 from fourfold_trainer.engine import TrainerEngine

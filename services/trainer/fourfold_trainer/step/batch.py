@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.algorithm.advantages.base import group_members
-from fourfold.arrays import BoolArray, Float32Array, Int64Array, Sample
+from fourfold.arrays import BoolArray, Float32Array, Int64Array
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.schema import Config
 from fourfold.errors import InvalidInput
-from fourfold.rpc.codec import check_unique
+from fourfold.sample import Sample
+from fourfold.sample.wire import check_unique
 
 Number = TypeVar("Number", np.int64, np.float64)
 

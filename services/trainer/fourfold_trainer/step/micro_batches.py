@@ -25,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.algorithm import aggregation
-from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int32Array, Int64Array, Sample
+from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int32Array, Int64Array
 from fourfold.config.schema import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
+from fourfold.sample import Sample
 from fourfold_trainer import batches
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import TrainerEngine

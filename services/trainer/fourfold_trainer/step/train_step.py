@@ -19,8 +19,8 @@ from dataclasses import replace
 from functools import partial
 
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Sample
 from fourfold.config.schema import Config
+from fourfold.sample import Sample
 from fourfold_trainer.batches import dummy_tokens
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work

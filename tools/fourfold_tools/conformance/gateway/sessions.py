@@ -11,7 +11,8 @@ import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import InvalidInput
-from fourfold.rpc.codec import decode, read_ints
+from fourfold.rpc.codec import read_ints
+from fourfold.sample.wire import decode
 from fourfold.types.v1 import experience_pb2 as types
 from fourfold_tools.conformance.calls import refuse
 from fourfold_tools.conformance.checks import Checks, Skipped, Violation

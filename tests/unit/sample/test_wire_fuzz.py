@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.errors import InvalidInput
 from fourfold.rpc import codec
-from fourfold.rpc.codec import chunks, decode, encode
+from fourfold.rpc.codec import chunks
+from fourfold.sample import Sample, VersionSpan, wire
+from fourfold.sample.wire import decode, encode
 from fourfold.types.v1 import experience_pb2 as pb
 
 VOCABULARY = 1000
@@ -109,7 +110,7 @@ def test_a_damaged_message_is_refused_or_decoded_but_never_breaks_the_reader(
 def test_decoded_arrays_are_read_only() -> None:
     message = pb.Experience(token_ids=b"\1\0\0\0\2\0\0\0")
     with pytest.raises(ValueError, match="read-only"):
-        codec.decode_token_ids(message, vocabulary_size=VOCABULARY, max_tokens=8)[0] = 7
+        wire.decode_token_ids(message, vocabulary_size=VOCABULARY, max_tokens=8)[0] = 7
 
 
 @given(st.lists(st.integers(0, 300), max_size=30), st.integers(1, 400))

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fourfold.arrays import Sample, VersionSpan
 from fourfold.errors import InvalidInput
 from fourfold.rpc import codec
-from fourfold.rpc.codec import decode, encode
+from fourfold.sample import Sample, VersionSpan, wire
+from fourfold.sample.wire import decode, encode
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.types.v1 import experience_pb2 as pb
 
@@ -160,7 +160,7 @@ def test_an_equal_loss_mask_does_not_travel() -> None:
 def test_a_stream_is_the_messages_that_protobuf_would_encode() -> None:
     samples = [make(prompt=1 + i, sampled=20, sample_id=f"s{i}", score=1.0) for i in range(60)]
     samples[3] = make(sample_id="s3", loss_mask=np.zeros(8, np.bool_), token_rewards=np.zeros(8, np.float32))
-    items = [codec.encode_parts(sample) for sample in samples]
+    items = [wire.encode_parts(sample) for sample in samples]
     size = max(sum(map(len, item)) for item in items)
     head, number = trainer.TrainStepRequest(step=300), trainer.TrainStepRequest.EXPERIENCES_FIELD_NUMBER
     for limit in (1, 3 * size, 1 << 20):
@@ -178,15 +178,15 @@ def test_a_stream_is_the_messages_that_protobuf_would_encode() -> None:
 
 def test_parts_are_not_copies_of_the_arrays() -> None:
     sample = make(prompt=100, sampled=400)
-    arrays = [np.frombuffer(part, np.uint8) for part in codec.encode_parts(sample)]
+    arrays = [np.frombuffer(part, np.uint8) for part in wire.encode_parts(sample)]
     for values in (sample.token_ids, sample.behavior_logprobs, sample.action_mask):
         assert any(np.shares_memory(values, array) for array in arrays)
 
 
 def test_a_repeated_sample_id_is_refused() -> None:
-    codec.check_unique(["a", "b"])
+    wire.check_unique(["a", "b"])
     with pytest.raises(InvalidInput, match="sample a occurs twice"):
-        codec.check_unique(["a", "b", "a"])
+        wire.check_unique(["a", "b", "a"])
 
 
 def test_lists_and_arrays_pack_to_the_same_bytes() -> None:

@@ -51,7 +51,7 @@ from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.limits import Quotas
 from fourfold.rpc.server import Server
-from fourfold.sample import Sample
+from fourfold.sample.columns import Samples
 from fourfold.security.principal import UNLIMITED
 from fourfold.trainer.client import AsyncTrainerClient
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
@@ -202,8 +202,8 @@ class ReadyCore:
         """Call a method of the core at once; the real core calls it in the engine's thread."""
         return method(*args)
 
-    def train_step(self, step: int, samples: list[Sample], _batch_sha256: str) -> StepAnswer:
-        tokens = float(sum(len(sample.token_ids) for sample in samples))
+    def train_step(self, step: int, samples: Samples, _batch_sha256: str) -> StepAnswer:
+        tokens = float(samples.starts[-1])
         return StepAnswer(step=step, policy_version=step, skipped_reason="", metrics={"train/tokens_per_step": tokens})
 
 

@@ -31,6 +31,7 @@ from fourfold.config import Config
 from fourfold.plan.memory import GIB, memory_plan
 from fourfold.plan.models import model_sizes
 from fourfold.sample import Sample, VersionSpan
+from fourfold.sample.columns import Samples
 from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 from fourfold_bench.models import SHAPE_NAMES, SHAPES, forward_flop, parameter_count, write_model
 from fourfold_coordinator.weights.probe import LogprobProbe
@@ -170,7 +171,7 @@ class Stopwatch:
         """Compute the log-probabilities of 64 tokens, as for the comparison after a weight update."""
         ids = np.arange(_PROBE_TOKENS, dtype=np.int32)
         probe = LogprobProbe(ids, tolerance=math.inf).sample()
-        forward_all(self.engine, [probe], self._config, entropies=False, values=False)
+        forward_all(self.engine, Samples.of([probe]), self._config, entropies=False, values=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

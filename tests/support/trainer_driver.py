@@ -27,6 +27,7 @@ from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.metrics import PADDING_FRACTION
 from fourfold.sample import Sample
+from fourfold.sample.columns import Samples
 from fourfold_trainer.checkpoint.store import layout_of
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.service.metrics import summarise
@@ -219,7 +220,7 @@ class Run:
         self.engine.discard_gradient()
 
     def _add(self, samples: Sequence[Sample], weights: Sequence[Float32Array]) -> float:
-        rows = add_gradient(self.engine.forward_backward, samples, weights, self.config)
+        rows = add_gradient(self.engine.forward_backward, Samples.of(samples), weights, self.config)
         return sum(float(w[w != 0] @ row) for w, row in zip(weights, rows, strict=True))
 
     def logprobs(self) -> Float32Array:
@@ -228,7 +229,7 @@ class Run:
 
     def entropies(self) -> Float32Array:
         """Return the entropies of the same batch."""
-        found = forward_all(self.engine, batch(99), self.config, entropies=True, values=False)
+        found = forward_all(self.engine, Samples.of(batch(99)), self.config, entropies=True, values=False)
         return np.concatenate([row[1:] for row in found.entropies])
 
     def values(self) -> Float32Array:
@@ -238,7 +239,7 @@ class Run:
         return self._look_up(self.engine.compute_values, ranks=self.config.critic_data_parallel_size)
 
     def _look_up(self, compute: Compute, *, ranks: int = 0) -> Float32Array:
-        samples = batch(99)
+        samples = Samples.of(batch(99))
         every = [np.arange(1, len(s.token_ids)) for s in samples]
         counts = [len(positions) for positions in every]
         return np.concatenate(compute_per_token(compute, samples, every.__getitem__, counts, self.config, ranks=ranks))

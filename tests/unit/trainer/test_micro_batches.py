@@ -14,6 +14,7 @@ from fourfold.arrays import Float32Array, Int64Array
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
 from fourfold.sample import Sample
+from fourfold.sample.columns import Samples
 from fourfold_trainer.batches import (
     PolicyBatch,
     ReceivedBatches,
@@ -156,7 +157,7 @@ def test_a_look_up_gives_every_sample_its_own_numbers(lengths: list[tuple[int, i
         return [[b.targets.astype(np.float32) for b in share] for share in shares]
 
     positions = [np.arange(1 + i % 3, len(s.token_ids)) for i, s in enumerate(batch)]  # some ask for nothing
-    rows = compute_per_token(compute, batch, positions.__getitem__, [len(p) for p in positions], config)
+    rows = compute_per_token(compute, Samples.of(batch), positions.__getitem__, [len(p) for p in positions], config)
     for one, asked, row in zip(batch, positions, rows, strict=True):
         assert row.tolist() == one.token_ids[asked].tolist()
 
@@ -218,9 +219,9 @@ def test_a_pass_without_gradients_takes_more_tokens_where_it_keeps_less(
     def every(_index: int) -> Int64Array:
         return np.arange(1, 16)
 
-    rows = compute_per_token(compute, batch, every, [15] * 16, config)
+    rows = compute_per_token(compute, Samples.of(batch), every, [15] * 16, config)
     assert seen == passes
     assert [row.tolist() for row in rows] == [one.token_ids[1:].tolist() for one in batch]
     seen.clear()
-    compute_per_token(compute, batch, every, [15] * 16, config, ranks=4)  # those of the critic
+    compute_per_token(compute, Samples.of(batch), every, [15] * 16, config, ranks=4)  # those of the critic
     assert len(seen) == 4 and {sum(share) for share in seen} == {64}

@@ -18,6 +18,7 @@ from fourfold.bounds import TRAIN_MESSAGE_BYTES
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded
 from fourfold.sample import Sample
+from fourfold.sample.columns import Samples, SamplesBuilder
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1.experience_pb2 import Experience
 
@@ -99,7 +100,12 @@ class IncomingBatch:
         self._most_bytes = self._most * (config.model.max_context_tokens * _TOKEN_BYTES + _SAMPLE_BYTES)
         self._count = self._bytes = 0
         self._digest = hashlib.sha256()
-        self.samples: list[Sample] = []
+        self._samples = SamplesBuilder()
+
+    @property
+    def samples(self) -> Samples:
+        """Return the samples, in the caller's order, once the last message is added."""
+        return self._samples.build()
 
     @property
     def sha256(self) -> str:
@@ -132,4 +138,4 @@ class IncomingBatch:
             self._digest.update(len(data).to_bytes(8, "little"))
             self._digest.update(data)
             if self._keep:
-                self.samples.append(self._decode(message))
+                self._samples.add(self._decode(message))

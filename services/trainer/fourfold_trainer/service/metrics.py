@@ -50,12 +50,11 @@ def summarise(result: StepResult, config: Config) -> dict[str, float]:
 
 
 def _advantages(result: StepResult) -> dict[str, float]:
-    trajectories = result.batch.trajectories
-    scores = np.array([sample.score for sample in trajectories], np.float64)
+    scores = np.array(result.batch.values("score"), np.float64)
     found = {
         m.SCORE_MEAN: float(scores.mean()),
         m.REWARD_PENALTY: float((result.outcomes - scores).mean()),
-        m.TRAINED_SEGMENTS: len(result.batch.samples) / len(trajectories),
+        m.TRAINED_SEGMENTS: len(result.batch.samples) / len(scores),
         m.TRAINED_TURNS: float(result.batch.turn_counts.mean()),
     }
     # Sample by sample: all advantages at once would take as much memory as the samples.

@@ -20,6 +20,7 @@ from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import check_id, pack_floats, unpack_floats
 from fourfold.sample import Sample
+from fourfold.sample.columns import Samples
 from fourfold.sample.wire import check_unique, decode, decode_token_ids
 from fourfold.tracing import spans
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
@@ -112,7 +113,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         """Compute log-probabilities under the current weights, and entropies and values if asked for."""
         more = request.include_entropies or request.include_values
         _check_size(request, request.experiences, limit=_REQUEST_BYTES // 2 if more else _REQUEST_BYTES)
-        samples = [self._lookup_sample(message) for message in request.experiences]
+        samples = Samples.of(map(self._lookup_sample, request.experiences))
         found, version = await self._run(
             context,
             Phase.COMPUTING,
@@ -185,9 +186,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         step, number = check_number(request.step, "step", least=1), check_number(request.part, "part", least=1)
         experiences = [message.experience for message in request.samples]
         _check_size(request, experiences, limit=_REQUEST_BYTES)
-        samples = [self._lookup_sample(message) for message in experiences]
+        samples = Samples.of(map(self._lookup_sample, experiences))
         weights = [
-            _loss_weights(message, len(s.token_ids)) for message, s in zip(request.samples, samples, strict=True)
+            _loss_weights(message, count) for message, count in zip(request.samples, samples.lengths, strict=True)
         ]
         return Part(step=step, number=number, samples=samples, weights=weights, sha256=_sha256(request))
 

@@ -25,7 +25,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from fourfold import metrics
 from fourfold.config import Config
 from fourfold.errors import AlreadyExists, FourfoldError, InvalidInput, Unavailable, WrongState
-from fourfold.sample import Sample
+from fourfold.sample.columns import Samples
 from fourfold_trainer import flops
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder, layout_of
 from fourfold_trainer.engine import TrainerEngine
@@ -174,7 +174,7 @@ class TrainerCore:
 
     # ---- called in the engine thread, by `run` ----
 
-    def train_step(self, step: int, samples: list[Sample] | None, batch_sha256: str) -> StepAnswer:
+    def train_step(self, step: int, samples: Samples | None, batch_sha256: str) -> StepAnswer:
         """Train one step, or return the stored answer of the last one.
 
         Args:
@@ -261,7 +261,7 @@ class TrainerCore:
             self._set(gradient=PendingGradient())
         return parts
 
-    def forward(self, samples: list[Sample], *, entropies: bool, values: bool) -> tuple[Forward, int]:
+    def forward(self, samples: Samples, *, entropies: bool, values: bool) -> tuple[Forward, int]:
         """Return log-probabilities, and entropies and values if asked for, with the policy version."""
         found = forward_all(self.engine, samples, self.config, entropies=entropies, values=values)
         return found, self._status.state.policy_version

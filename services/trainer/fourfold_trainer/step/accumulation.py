@@ -21,7 +21,7 @@ from fourfold.arrays import Float32Array
 from fourfold.config.schema import Config
 from fourfold.errors import AlreadyExists, WrongState
 from fourfold.nn.sequence import to_device
-from fourfold.sample import Sample
+from fourfold.sample.columns import Samples
 from fourfold_trainer.batches import Batches, WeightedBatch, dummy_tokens
 from fourfold_trainer.checkpoint.store import StepAnswer, TrainerState
 from fourfold_trainer.engine import TrainerEngine
@@ -37,7 +37,7 @@ class Part:
 
     step: int
     number: int  # 1 for the first of the step
-    samples: Sequence[Sample]
+    samples: Samples
     weights: Sequence[Float32Array]  # [n] of each sample, the first 0
     sha256: str  # digest of the call, hexadecimal
 

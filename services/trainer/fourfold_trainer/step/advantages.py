@@ -27,6 +27,7 @@ from fourfold.algorithm.turns import ScoredTurns
 from fourfold.arrays import Float32Array, Float64Array, Int64Array
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.schema import Config
+from fourfold.sample import ScoreTerm
 from fourfold_trainer.step.batch import StepBatch
 
 
@@ -57,7 +58,7 @@ class TokenTargets:
 def shape_rewards(batch: StepBatch, config: Config, state: AlgorithmState) -> tuple[Float64Array, AlgorithmState]:
     """Return each trajectory's score after normalisation and length penalties, float64 [B], and the next state."""
     shaping = config.algorithm.shaping
-    scores: Float64Array = np.array([sample.score for sample in batch.trajectories], np.float64)
+    scores: Float64Array = np.array(batch.values("score"), np.float64)
     if shaping.normalize:
         state = replace(state, scores=state.scores.updated(scores))
         scores = state.scores.normalise(scores)
@@ -90,7 +91,7 @@ def compute_advantages(
         kl_coef: of this step.
     """
     algorithm, lengths, compared_turns = config.algorithm, batch.trajectory_lengths, 0
-    streams = any(len(s.token_rewards) for s in batch.samples)
+    streams = bool(batch.samples.present["token_rewards"].any())
     relative, turns, sums = outcomes, np.empty(0, np.float64), np.zeros_like(outcomes)
     distances, in_reward = _reference_kl(batch, outputs.old_logprobs, algorithm), algorithm.kl.placement == "reward"
     if algorithm.advantage.compares_turns:
@@ -139,16 +140,17 @@ def _compare(
     batch: StepBatch, outcomes: Float64Array, streams: Float64Array, algorithm: AlgorithmConfig
 ) -> Float64Array:
     """Return the score of each trajectory relative to others, [B]; `streams`: the sum of its token rewards, [B]."""
-    greedy = [sample.baseline_score for sample in batch.trajectories]
     terms = weights = None
     if algorithm.advantage.compares_terms:
         terms, weights = _terms(batch, outcomes, streams)
     return algorithm.advantage.compare(
         ScoredSamples(
             scores=outcomes + streams,
-            groups=[sample.group_id for sample in batch.trajectories],
+            groups=batch.values("group_id"),
             lengths=batch.trajectory_lengths,
-            greedy_scores=np.array(greedy, np.float64) if algorithm.advantage.needs_greedy_sample else None,
+            greedy_scores=np.array(batch.values("baseline_score"), np.float64)
+            if algorithm.advantage.needs_greedy_sample
+            else None,
             terms=terms,
             weights=weights,
         )
@@ -161,16 +163,17 @@ def _terms(batch: StepBatch, outcomes: Float64Array, streams: Float64Array) -> t
     A score without terms is a term of its own, and so are token rewards, with weight 1.
     """
     columns: dict[str, int] = {}
-    for sample in batch.trajectories:
-        for name in [term.name for term in sample.terms] or [""]:  # no scorer has an empty name
+    found: list[tuple[ScoreTerm, ...]] = batch.values("terms")
+    for parts in found:
+        for name in [term.name for term in parts] or [""]:  # no scorer has an empty name
             columns.setdefault(name, len(columns))
     shape = len(outcomes), len(columns)
     terms, weights = np.full(shape, np.nan, np.float64), np.zeros(shape, np.float64)
-    for row, sample in enumerate(batch.trajectories):
-        for term in sample.terms:
+    for row, parts in enumerate(found):
+        for term in parts:
             if term.weight:
                 terms[row, columns[term.name]], weights[row, columns[term.name]] = term.score, term.weight
-        if not sample.terms:
+        if not parts:
             terms[row, columns[""]], weights[row, columns[""]] = outcomes[row], 1.0
     if streams.any():
         terms, weights = np.column_stack([terms, streams]), np.column_stack([weights, np.ones(len(streams))])
@@ -196,7 +199,7 @@ def _compare_turns(batch: StepBatch, outcomes: Float64Array, algorithm: Algorith
     turns = ScoredTurns(
         rewards=np.concatenate(sums),
         counts=np.concatenate(counts),
-        groups=[sample.group_id for sample in batch.trajectories],
+        groups=batch.values("group_id"),
     )
     return _clipped(algorithm.advantage.compare_turns(turns), algorithm)
 
@@ -213,7 +216,7 @@ def _compare_tokens(
         returns=np.concatenate(returns),
         energies=np.where(np.isfinite(found), found, 0.0),  # a token that a grammar forced has no gradient
         lengths=batch.trajectory_lengths,
-        groups=[sample.group_id for sample in batch.trajectories],
+        groups=batch.values("group_id"),
     )
     return unpack(algorithm.advantage.compare_tokens(tokens), batch.lengths)
 
@@ -258,13 +261,7 @@ def next_kl_coef(
 
 def _token_rewards(batch: StepBatch, members: Iterable[int]) -> Float64Array:
     """Return the scorer's rewards of single tokens, packed; 0 for a sample without any."""
-    parts = [
-        batch.samples[i].token_rewards[batch.positions(i)]
-        if len(batch.samples[i].token_rewards)
-        else np.zeros(int(batch.lengths[i]))
-        for i in members
-    ]
-    return np.concatenate(parts).astype(np.float64)
+    return batch.pack("token_rewards", members).astype(np.float64)
 
 
 def _reference_kl(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.schema import Config
 from fourfold.errors import InvalidInput
 from fourfold.sample import Sample
+from fourfold.sample.columns import Samples
 from fourfold.sample.wire import check_unique
 
 Number = TypeVar("Number", np.int64, np.float64)
@@ -32,7 +33,7 @@ class StepBatch:
     memory as the sample.
     """
 
-    samples: Sequence[Sample]  # S; the segments of a trajectory are neighbours, in their order
+    samples: Samples  # S; the segments of a trajectory are neighbours, in their order
     bounds: Int64Array  # [B + 1]: trajectory j has the samples bounds[j] to bounds[j + 1] - 1
     left_out: BoolArray  # [S], samples whose tokens are not in the loss: those of truncated trajectories, if so asked
     lengths: Int64Array  # [S], action tokens of each sample
@@ -40,28 +41,31 @@ class StepBatch:
     loss_lengths: Int64Array  # [S], action tokens that are in the loss
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], algorithm: AlgorithmConfig) -> StepBatch:
+    def of(cls, found: Iterable[Sample], algorithm: AlgorithmConfig) -> StepBatch:
         """Order samples by trajectory, in the order of their first samples, and count their action tokens."""
-        members = group_members([sample.trajectory for sample in samples])
-        if len(members) < len(samples):
-            samples = [samples[i] for part in members for i in sorted(part, key=lambda i: samples[i].segment_index)]
+        samples = Samples.of(found)
+        members = group_members(samples.trajectories)
+        order = [i for part in members for i in sorted(part, key=samples.values["segment_index"].__getitem__)]
+        if order != list(range(len(samples))):
+            samples = Samples.of([samples[i] for i in order])
         bounds = np.cumsum([0, *map(len, members)], dtype=np.int64)
         truncated = _any_truncated(samples, bounds)
         left_out = np.repeat(truncated & algorithm.shaping.mask_truncated, np.diff(bounds))
-        free = np.array([np.count_nonzero(s.loss_mask & s.action_mask) for s in samples], np.int64)
+        actions = [samples.array("action_mask", i) for i in range(len(samples))]
+        free = [np.count_nonzero(samples.array("loss_mask", i) & mask) for i, mask in enumerate(actions)]
         return cls(
             samples=samples,
             bounds=bounds,
             left_out=left_out,
-            lengths=np.array([np.count_nonzero(s.action_mask) for s in samples], np.int64),
-            free_lengths=free,
+            lengths=np.array([np.count_nonzero(mask) for mask in actions], np.int64),
+            free_lengths=np.array(free, np.int64),
             loss_lengths=np.where(left_out, 0, free),
         )
 
-    @property
-    def trajectories(self) -> Sequence[Sample]:
-        """The first segment of each trajectory, [B]: it has the score and the group of all."""
-        return [self.samples[i] for i in self.bounds[:-1]]
+    def values(self, name: str) -> list[Any]:
+        """Return a field of the first segment of each trajectory, [B]: it has the score and the group of all."""
+        column = self.samples.values[name]
+        return [column[i] for i in self.bounds[:-1]]
 
     @property
     def trajectory_of(self) -> Int64Array:
@@ -81,7 +85,8 @@ class StepBatch:
     @property
     def turn_counts(self) -> Int64Array:
         """Turns of each trajectory, [B]: runs of action tokens without other text between; a segment ends one."""
-        starts = [np.count_nonzero(s.action_mask[1:] & ~s.action_mask[:-1]) for s in self.samples]
+        masks = [self.samples.array("action_mask", i) for i in range(len(self.samples))]
+        starts = [np.count_nonzero(mask[1:] & ~mask[:-1]) for mask in masks]
         return self.total(np.array(starts, np.int64))
 
     def total(self, values: NDArray[Number]) -> NDArray[Number]:
@@ -91,12 +96,12 @@ class StepBatch:
 
     def positions(self, index: int) -> Int64Array:
         """Return the positions of a sample's action tokens."""
-        return np.flatnonzero(self.samples[index].action_mask)
+        return np.flatnonzero(self.samples.array("action_mask", index))
 
     def free(self, index: int) -> BoolArray:
         """Return which action tokens of a sample no grammar forced."""
-        sample = self.samples[index]
-        return sample.loss_mask[sample.action_mask]
+        free: BoolArray = self.samples.array("loss_mask", index)[self.samples.array("action_mask", index)]
+        return free
 
     def selected(self, index: int) -> BoolArray:
         """Return which action tokens of a sample are in the loss."""
@@ -132,8 +137,8 @@ class StepBatch:
         return packed
 
     def pack(self, name: str, members: Iterable[int]) -> Float32Array:
-        """Return the token-aligned array `name` of the action tokens of some samples, packed: float32 [k]."""
-        parts = [getattr(self.samples[i], name)[self.positions(i)] for i in members]
+        """Return the token column `name` of the action tokens of some samples, packed: float32 [k]."""
+        parts = [self.samples.array(name, i)[self.positions(i)] for i in members]
         packed: Float32Array = np.concatenate(parts).astype(np.float32, copy=False)
         return packed
 
@@ -219,8 +224,8 @@ def _check_segments(samples: Sequence[Sample], alike: Sequence[str], *, most_tok
             )
 
 
-def _any_truncated(samples: Sequence[Sample], bounds: Int64Array) -> BoolArray:
-    found: BoolArray = np.logical_or.reduceat(np.array([s.truncated for s in samples], np.bool_), bounds[:-1])
+def _any_truncated(samples: Samples, bounds: Int64Array) -> BoolArray:
+    found: BoolArray = np.logical_or.reduceat(np.array(samples.values["truncated"], np.bool_), bounds[:-1])
     return found
 
 

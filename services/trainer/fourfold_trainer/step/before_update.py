@@ -100,7 +100,7 @@ def compute_before(
     values: list[list[Float32Array]] = []
 
     def critic() -> None:
-        asked = (len(s.token_ids) for s, count in zip(batch.samples, batch.lengths, strict=True) if count)
+        asked: list[int] = batch.samples.lengths[batch.lengths > 0].tolist()
         work[1].add(asked, rows=0, backward=False)
         ranks = config.critic_data_parallel_size
         values.append(
@@ -113,7 +113,7 @@ def compute_before(
 def _add_forward(work: Work, batch: StepBatch, members: Sequence[int]) -> None:
     """Add the pass of `compute_as_updates` over some samples."""
     rows = int(batch.free_lengths[list(members)].sum())
-    work.add((len(batch.samples[i].token_ids) for i in members), rows=rows, backward=False)
+    work.add(batch.samples.lengths[list(members)].tolist(), rows=rows, backward=False)
 
 
 def with_old_logprobs(

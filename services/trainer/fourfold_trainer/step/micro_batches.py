@@ -29,7 +29,7 @@ from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int32Array, Int64Array
 from fourfold.config.schema import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
-from fourfold.sample import Sample
+from fourfold.sample.columns import Samples
 from fourfold_trainer import batches
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import TrainerEngine
@@ -53,7 +53,7 @@ ForwardBackward: TypeAlias = Callable[[Sequence[Sequence[WeightedBatch]]], list[
 
 
 def compute_per_token(
-    compute: Compute, samples: Sequence[Sample], positions: Positions, counts: Counts, config: Config, *, ranks: int = 0
+    compute: Compute, samples: Samples, positions: Positions, counts: Counts, config: Config, *, ranks: int = 0
 ) -> list[Float32Array]:
     """Return a float32 number, or a row of them, for each target token of each sample, in order.
 
@@ -78,9 +78,7 @@ class Forward:
     values: list[Float32Array]
 
 
-def forward_all(
-    engine: TrainerEngine, samples: Sequence[Sample], config: Config, *, entropies: bool, values: bool
-) -> Forward:
+def forward_all(engine: TrainerEngine, samples: Samples, config: Config, *, entropies: bool, values: bool) -> Forward:
     """Compute the log-probability of every token and, where asked for, entropies and values.
 
     Raises:
@@ -91,7 +89,7 @@ def forward_all(
             "values are asked for, but the recipe has no critic; leave include_values out, or train one: "
             "algorithm.advantage.kind = `gae`"
         )
-    counts = [len(s.token_ids) - 1 for s in samples]
+    counts = samples.lengths - 1
 
     def every(index: int) -> Int64Array:
         return np.arange(1, counts[index] + 1, dtype=np.int64)
@@ -108,7 +106,7 @@ def forward_all(
 
 
 def add_gradient(
-    compute: ForwardBackward, samples: Sequence[Sample], weights: Sequence[Float32Array], config: Config
+    compute: ForwardBackward, samples: Samples, weights: Sequence[Float32Array], config: Config
 ) -> list[Float32Array]:
     """Add the gradient of a weighted sum of log-probabilities to the pending gradient.
 
@@ -247,8 +245,8 @@ class LossTokens:
         )
 
     def _aligned(self, name: str, index: int) -> Float32Array:
-        """Return the token-aligned array `name` of a sample at its loss tokens."""
-        values: Float32Array = getattr(self.batch.samples[index], name)[self.batch.loss_positions(index)]
+        """Return the token column `name` of a sample at its loss tokens."""
+        values: Float32Array = self.batch.samples.array(name, index)[self.batch.loss_positions(index)]
         return values
 
     def _chosen(self, parts: Sequence[NDArray[Any]], index: int) -> NDArray[Any]:
@@ -316,14 +314,13 @@ def _policy_shares(batch: StepBatch, config: Config, members: Sequence[int]) -> 
     The members of a trajectory stay in one micro-batch if they fit in one. Otherwise, they are split, unless a token's
     loss depends on the whole trajectory.
     """
-    trajectory_of, budget = batch.trajectory_of, config.batch.tokens_per_micro_batch
+    trajectory_of, lengths, budget = batch.trajectory_of, batch.samples.lengths, config.batch.tokens_per_micro_batch
     units: dict[int, list[int]] = {}
     for i in members:
         units.setdefault(int(trajectory_of[i]), []).append(i)
     result = []
     for unit in units.values():
-        tokens = sum(len(batch.samples[i].token_ids) for i in unit)
-        whole = tokens <= budget or config.algorithm.needs_whole_trajectories
+        whole = lengths[unit].sum() <= budget or config.algorithm.needs_whole_trajectories
         result += [unit] if whole else [[i] for i in unit]
     return _split(batch.samples, result, config, ranks=config.trainer.data_parallel_size)
 
@@ -350,7 +347,7 @@ class MicroBatches(Sequence[T]):
 
 
 def _split(
-    samples: Sequence[Sample],
+    samples: Samples,
     units: Sequence[Sequence[int]],
     config: Config,
     *,
@@ -365,7 +362,8 @@ def _split(
         InvalidInput: a unit is longer than a micro-batch.
     """
     factor = 1 if gradient or config.trainer.gradient_checkpointing else _NO_GRADIENT_FACTOR
-    lengths, shares = [sum(len(samples[i].token_ids) for i in unit) for unit in units], []
+    sizes = samples.lengths.tolist()
+    lengths, shares = [sum(sizes[i] for i in unit) for unit in units], []
     for share in deal(lengths, ranks):
         parts = split_by_tokens([lengths[i] for i in share], max_tokens=config.batch.tokens_per_micro_batch * factor)
         shares.append([[i for index in part for i in units[share[index]]] for part in parts])
@@ -391,10 +389,11 @@ def _fill(
     return [MicroBatches(share, make, dummy) for share in shares]
 
 
-def _pack_tokens(samples: Sequence[Sample], positions: Positions, members: Sequence[int]) -> TokenBatch:
+def _pack_tokens(samples: Samples, positions: Positions, members: Sequence[int]) -> TokenBatch:
     """Return one micro-batch of `members` that asks for the tokens at their positions, each in [1, n)."""
-    chosen = [samples[i] for i in members]
-    return pack([s.token_ids for s in chosen], [positions(i) for i in members], [s.temperature for s in chosen])
+    temperatures = samples.values["temperature"]
+    ids = [samples.array("token_ids", i) for i in members]
+    return pack(ids, [positions(i) for i in members], [temperatures[i] for i in members])
 
 
 def _numbered(ids: Int64Array) -> Int32Array:

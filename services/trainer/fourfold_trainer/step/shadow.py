@@ -68,15 +68,16 @@ def compare_gradients(
 def _has_shadow_scores(tokens: LossTokens) -> bool:
     # No shadow has scored the greedy completion that `needs_greedy_sample` compares with.
     greedy = tokens.config.algorithm.advantage.needs_greedy_sample
-    return not greedy and all(sample.shadow_score is not None for sample in tokens.batch.trajectories)
+    return not greedy and None not in tokens.batch.values("shadow_score")
 
 
 def _shadow_targets(tokens: LossTokens, state: AlgorithmState, kl_coef: float) -> TokenTargets:
     """Return the targets that the step would have if the shadow scores were the scores."""
     config = tokens.config
     # The terms are those of the live score; a shadow has one number.
-    samples = [replace(sample, score=sample.shadow_score, terms=()) for sample in tokens.batch.samples]
-    batch = replace(tokens.batch, samples=samples)
+    samples = tokens.batch.samples
+    scores, terms = samples.values["shadow_score"], [()] * len(samples)
+    batch = replace(tokens.batch, samples=samples.with_values(score=scores, terms=terms))
     outcomes, _ = shape_rewards(batch, config, state)
     return compute_advantages(batch, outcomes, config, tokens.targets.outputs, kl_coef=kl_coef)
 
@@ -101,7 +102,7 @@ def _one_update(tokens: LossTokens, settings: UpdateSettings) -> tuple[list[Micr
     """Return the whole batch as the micro-batches of one update, and the settings of that update."""
     every = list(range(len(tokens.batch.samples)))
     members = tokens.to_train(every)
-    count = sum(len(tokens.batch.samples[i].token_ids) for i in members)
+    count = int(tokens.batch.samples.lengths[members].sum())
     return tokens.policy_micro_batches(members, tokens.weights(every)), replace(settings, token_count=count)
 
 

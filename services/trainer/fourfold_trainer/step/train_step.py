@@ -125,7 +125,7 @@ def _update_policy(
     if not members:
         return
     shares = tokens.policy_micro_batches(members, tokens.weights(mini_batch))
-    lengths = [len(tokens.batch.samples[i].token_ids) for i in members]
+    lengths: list[int] = tokens.batch.samples.lengths[members].tolist()
     settings = replace(settings, token_count=sum(lengths))
     sums = engine.update_policy(shares, settings)  # optimizer_step.py, on every rank
     if not result.policy_norms and tokens.targets.outputs.old_logprobs is not None:
@@ -152,7 +152,6 @@ def _update_critic(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequen
     config = tokens.config
     settings = UpdateSettings(learning_rate=learning_rate(config.critic, result.step, config.steps))
     sums = engine.update_critic(tokens.value_micro_batches(members, tokens.weights(mini_batch)), settings)
-    lengths = (len(tokens.batch.samples[i].token_ids) for i in members)
-    result.critic_work.add(lengths, rows=0, backward=True)
+    result.critic_work.add(tokens.batch.samples.lengths[members].tolist(), rows=0, backward=True)
     result.critic_norms.append(sums.grad_norm)
     result.critic.add(sums)

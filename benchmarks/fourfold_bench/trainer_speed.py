@@ -38,7 +38,7 @@ from fourfold_coordinator.weights.probe import LogprobProbe
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.flops import speed
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
-from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.micro_batches import compute_old_logprobs, forward_all
 from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.train_step import train_step
@@ -250,7 +250,7 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
 
 
 def _measure(settings: TrainerSettings, engine: Stopwatch, config: Config, samples: Sequence[Sample]) -> dict[str, Any]:
-    batch = StepBatch.of(samples, config.algorithm)
+    batch = TrainBatch.of(samples, config.algorithm)
     every = [list(range(len(samples)))]
     state, steps, passes, shadows, dummies = AlgorithmState(), list[float](), list[float](), list[float](), 0.0
     cosine, peak = math.nan, 0.0

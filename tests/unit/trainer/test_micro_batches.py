@@ -25,7 +25,7 @@ from fourfold_trainer.batches import (
 )
 from fourfold_trainer.ranks.rank_processes import SharedBatches
 from fourfold_trainer.step.advantages import ModelOutputs, TokenTargets
-from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.micro_batches import LossTokens, MicroBatches, compute_per_token, deal
 from tests.fakes.trainer_engine import sample
 from tests.support.recipes import make_recipe
@@ -80,7 +80,7 @@ def test_each_sample_is_dealt_to_the_rank_with_the_fewest_tokens() -> None:
 def loss_tokens(batch: list[Sample], advantages: list[float], *, ranks: int, budget: int) -> LossTokens:
     table = {"prompts_per_step": 8, "group_size": 2, "tokens_per_micro_batch": budget}
     config = make_recipe(model={"max_context_tokens": 32}, batch=table, trainer={"ranks": ranks})
-    step = StepBatch.of(batch, config.algorithm)
+    step = TrainBatch.of(batch, config.algorithm)
     every = [np.full(n, advantage) for n, advantage in zip(step.lengths, advantages, strict=True)]
     values = [part.astype(np.float32) for part in every]
     targets = TokenTargets(advantages=every, returns=every, outputs=ModelOutputs(values=values), kl=None)

@@ -19,7 +19,7 @@ from fourfold.errors import InvalidInput
 from fourfold.sample import Sample
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.advantages import ModelOutputs, TokenTargets
-from fourfold_trainer.step.batch import StepBatch, check_samples
+from fourfold_trainer.step.batch import TrainBatch, check_samples
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
@@ -141,7 +141,7 @@ def test_segments_are_split_only_where_a_loss_of_single_tokens_allows_it() -> No
     counts = {}
     for kind in ("ppo", "gspo"):
         config = recipe(ranks=2, budget=64, algorithm={"loss": {"kind": kind}})
-        batch = StepBatch.of(samples, config.algorithm)
+        batch = TrainBatch.of(samples, config.algorithm)
         advantages = [np.ones(n) for n in batch.lengths]
         targets = TokenTargets(advantages=advantages, returns=None, outputs=ModelOutputs(), kl=None)
         for budget in (64, 24):
@@ -211,5 +211,5 @@ def test_a_trajectory_with_missing_doubled_or_different_segments_is_refused() ->
 def test_a_trajectory_that_a_budget_ended_is_left_out_with_all_of_its_segments() -> None:
     one, two = cut(trajectory("s", "g", [(1, 2), (1, 2)], np.random.default_rng(0)), [1, 2])
     algorithm = recipe(algorithm={"shaping": {"mask_truncated": True}}).algorithm
-    batch = StepBatch.of([replace(one, truncated=False), replace(two, truncated=True)], algorithm)
+    batch = TrainBatch.of([replace(one, truncated=False), replace(two, truncated=True)], algorithm)
     assert batch.left_out.tolist() == [True, True] and batch.loss_lengths.tolist() == [0, 0]

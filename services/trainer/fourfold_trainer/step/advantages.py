@@ -28,7 +28,7 @@ from fourfold.arrays import Float32Array, Float64Array, Int64Array
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.schema import Config
 from fourfold.sample import ScoreTerm
-from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.batch import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +55,7 @@ class TokenTargets:
     kl: Sequence[Float64Array] | None  # estimated distance of the old policy to the reference, where it was needed
 
 
-def shape_rewards(batch: StepBatch, config: Config, state: AlgorithmState) -> tuple[Float64Array, AlgorithmState]:
+def shape_rewards(batch: TrainBatch, config: Config, state: AlgorithmState) -> tuple[Float64Array, AlgorithmState]:
     """Return each trajectory's score after normalisation and length penalties, float64 [B], and the next state."""
     shaping = config.algorithm.shaping
     scores: Float64Array = np.array(batch.values("score"), np.float64)
@@ -76,7 +76,7 @@ def shape_rewards(batch: StepBatch, config: Config, state: AlgorithmState) -> tu
 
 
 def compute_advantages(
-    batch: StepBatch,
+    batch: TrainBatch,
     outcomes: Float64Array,
     config: Config,
     outputs: ModelOutputs,
@@ -137,7 +137,7 @@ def compute_advantages(
 
 
 def _compare(
-    batch: StepBatch, outcomes: Float64Array, streams: Float64Array, algorithm: AlgorithmConfig
+    batch: TrainBatch, outcomes: Float64Array, streams: Float64Array, algorithm: AlgorithmConfig
 ) -> Float64Array:
     """Return the score of each trajectory relative to others, [B]; `streams`: the sum of its token rewards, [B]."""
     terms = weights = None
@@ -157,7 +157,7 @@ def _compare(
     )
 
 
-def _terms(batch: StepBatch, outcomes: Float64Array, streams: Float64Array) -> tuple[Float64Array, Float64Array]:
+def _terms(batch: TrainBatch, outcomes: Float64Array, streams: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Return the terms of each trajectory's score, NaN where there is none, and their weights, both [B, K].
 
     A score without terms is a term of its own, and so are token rewards, with weight 1.
@@ -180,7 +180,7 @@ def _terms(batch: StepBatch, outcomes: Float64Array, streams: Float64Array) -> t
     return terms, weights
 
 
-def _compare_turns(batch: StepBatch, outcomes: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:
+def _compare_turns(batch: TrainBatch, outcomes: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:
     """Return the advantage of each turn of all trajectories, [u]."""
     lengths = batch.trajectory_lengths
     sums, counts = list[Float64Array](), list[Int64Array]()
@@ -205,7 +205,7 @@ def _compare_turns(batch: StepBatch, outcomes: Float64Array, algorithm: Algorith
 
 
 def _compare_tokens(
-    batch: StepBatch,
+    batch: TrainBatch,
     returns: Sequence[Float64Array],
     energies: Sequence[Float32Array],
     algorithm: AlgorithmConfig,
@@ -237,7 +237,7 @@ def _constant(part: Float64Array) -> Float64Array:
 
 
 def next_kl_coef(
-    batch: StepBatch, distance: Sequence[Float64Array] | None, coef: float, config: Config
+    batch: TrainBatch, distance: Sequence[Float64Array] | None, coef: float, config: Config
 ) -> float | None:
     """Return the KL coefficient of the next step, after `coef`; None when it never moves.
 
@@ -259,13 +259,13 @@ def next_kl_coef(
     )
 
 
-def _token_rewards(batch: StepBatch, members: Iterable[int]) -> Float64Array:
+def _token_rewards(batch: TrainBatch, members: Iterable[int]) -> Float64Array:
     """Return the scorer's rewards of single tokens, packed; 0 for a sample without any."""
     return batch.pack("token_rewards", members).astype(np.float64)
 
 
 def _reference_kl(
-    batch: StepBatch, old: Sequence[Float32Array] | None, algorithm: AlgorithmConfig
+    batch: TrainBatch, old: Sequence[Float32Array] | None, algorithm: AlgorithmConfig
 ) -> list[Float64Array] | None:
     """Return the distance of the old policy to the reference for each sample's action tokens, where something needs it.
 

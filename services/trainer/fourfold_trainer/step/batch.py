@@ -24,7 +24,7 @@ _CHUNK_TOKENS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepBatch:
+class TrainBatch:
     """The trajectories of a step, their samples and action tokens: B trajectories of one or more samples, S in total.
 
     Each sample is a segment of a trajectory. Weights, scores, advantages and statistics are those of trajectories.
@@ -41,7 +41,7 @@ class StepBatch:
     loss_lengths: Int64Array  # [S], action tokens that are in the loss
 
     @classmethod
-    def of(cls, found: Iterable[Sample], algorithm: AlgorithmConfig) -> StepBatch:
+    def of(cls, found: Iterable[Sample], algorithm: AlgorithmConfig) -> TrainBatch:
         """Order samples by trajectory, in the order of their first samples, and count their action tokens."""
         samples = Samples.of(found)
         members = group_members(samples.trajectories)

@@ -15,7 +15,7 @@ from fourfold.config.schema import Config
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import ModelOutputs
-from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.micro_batches import (
     LossTokens,
     compute_as_updates,
@@ -58,7 +58,7 @@ class LaterNoise:
 
 def compute_before(
     engine: TrainerEngine,
-    batch: StepBatch,
+    batch: TrainBatch,
     config: Config,
     steps: Sequence[Sequence[int]],
     work: tuple[Work, Work],
@@ -110,7 +110,7 @@ def compute_before(
     return replace(engine.in_parallel(critic, policy), values=values[0])
 
 
-def _add_forward(work: Work, batch: StepBatch, members: Sequence[int]) -> None:
+def _add_forward(work: Work, batch: TrainBatch, members: Sequence[int]) -> None:
     """Add the pass of `compute_as_updates` over some samples."""
     rows = int(batch.free_lengths[list(members)].sum())
     work.add(batch.samples.lengths[list(members)].tolist(), rows=rows, backward=False)

@@ -25,7 +25,7 @@ from fourfold.algorithm.ratios import clamp
 from fourfold.arrays import Float32Array
 from fourfold.nn.router import Routed
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT, UpdateSums
-from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.batch import TrainBatch
 
 _TensorLists = defaultdict[str, list[Tensor]]  # by metric name
 
@@ -55,7 +55,7 @@ def _mismatch_distances(old: Tensor, behavior: Tensor) -> dict[str, Tensor]:
     }
 
 
-def untrained_mismatch(batch: StepBatch, old: Sequence[Float32Array], trained: Collection[int]) -> UpdateSums:
+def untrained_mismatch(batch: TrainBatch, old: Sequence[Float32Array], trained: Collection[int]) -> UpdateSums:
     """Return the sums of the mismatch over tokens whose old log-probabilities are known, but that no update has read.
 
     Args:

@@ -34,7 +34,7 @@ from fourfold_trainer import batches
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.step.advantages import TokenTargets
-from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.batch import TrainBatch
 
 T = TypeVar("T")
 
@@ -152,8 +152,8 @@ def mini_batches(bounds: Int64Array, config: Config, *, step: int) -> list[list[
     A mini-batch that has all trajectories keeps their order, so that each epoch has the micro-batches of the first,
     whose log-probabilities have no noise of packing.
 
-    `bounds` are those of `StepBatch`: the segments of a trajectory are in one optimizer step, which gives the weight of
-    one sample to them together.
+    `bounds` are those of `TrainBatch`: the segments of a trajectory are in one optimizer step, which gives the weight
+    of one sample to them together.
     """
     if config.batch.mini_batches_per_step == 1:
         return [list(range(int(bounds[-1]))) for _ in range(config.batch.epochs_per_step)]
@@ -171,7 +171,7 @@ class LossTokens:
     """The tokens of the loss, sample by sample."""
 
     config: Config
-    batch: StepBatch
+    batch: TrainBatch
     targets: TokenTargets
     kl_in_loss: bool
 
@@ -261,7 +261,7 @@ class LossTokens:
 
 
 def compute_old_logprobs(
-    compute: Compute, batch: StepBatch, config: Config, updates: Sequence[Sequence[int]]
+    compute: Compute, batch: TrainBatch, config: Config, updates: Sequence[Sequence[int]]
 ) -> list[Float32Array]:
     """Return the log-probability of each sample's action tokens, as the first update on the sample will compute it.
 
@@ -273,7 +273,7 @@ def compute_old_logprobs(
     return of_action_tokens(batch, compute_as_updates(compute, batch, config, updates))
 
 
-def of_action_tokens(batch: StepBatch, rows: Sequence[Float32Array]) -> list[Float32Array]:
+def of_action_tokens(batch: TrainBatch, rows: Sequence[Float32Array]) -> list[Float32Array]:
     """Return float32 [n_i] for each sample from the numbers of its tokens that no grammar forced; NaN elsewhere."""
     found = [np.full(int(length), np.nan, np.float32) for length in batch.lengths]
     for index, row in enumerate(rows):
@@ -283,7 +283,7 @@ def of_action_tokens(batch: StepBatch, rows: Sequence[Float32Array]) -> list[Flo
 
 
 def compute_as_updates(
-    compute: Compute, batch: StepBatch, config: Config, updates: Sequence[Sequence[int]], *, limit: int | None = None
+    compute: Compute, batch: TrainBatch, config: Config, updates: Sequence[Sequence[int]], *, limit: int | None = None
 ) -> list[Float32Array]:
     """Return a float32 number, or a row of them, for each of a sample's tokens that no grammar forced.
 
@@ -308,7 +308,7 @@ def compute_as_updates(
     return _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, batch.free_lengths)
 
 
-def _policy_shares(batch: StepBatch, config: Config, members: Sequence[int]) -> list[list[list[int]]]:
+def _policy_shares(batch: TrainBatch, config: Config, members: Sequence[int]) -> list[list[list[int]]]:
     """Return for each rank the micro-batches of an update on `members`, as `_split` does.
 
     The members of a trajectory stay in one micro-batch if they fit in one. Otherwise, they are split, unless a token's

@@ -12,7 +12,7 @@ from fourfold.arrays import Float64Array
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import TokenTargets
-from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.before_update import LaterNoise
 from fourfold_trainer.step.micro_batches import LossTokens
 
@@ -31,7 +31,7 @@ class StepResult:
 
     step: int  # 1 for the first
     algorithm_state: AlgorithmState  # for the next step
-    batch: StepBatch
+    batch: TrainBatch
     outcomes: Float64Array  # [B], shaped scores of trajectories, before they are compared within groups
     targets: TokenTargets
     kl_coef: float

@@ -25,7 +25,7 @@ from fourfold_trainer.batches import dummy_tokens
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
-from fourfold_trainer.step.batch import StepBatch
+from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.before_update import compute_before, later_noise, with_old_logprobs
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.metric_accumulator import untrained_mismatch
@@ -51,7 +51,7 @@ def train_step(
     """
     algorithm = config.algorithm
     kl_coef = algorithm.kl.coef if state.kl_coef is None else state.kl_coef
-    batch = StepBatch.of(samples, algorithm)
+    batch = TrainBatch.of(samples, algorithm)
     outcomes, following = shape_rewards(batch, config, state)
     policy_work, critic_work = Work(), Work()
     steps = mini_batches(batch.bounds, config, step=step)

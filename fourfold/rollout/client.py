@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 
@@ -21,23 +20,19 @@ from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 from fourfold.rpc.codec import pack_ints, read_floats, read_ints
 from fourfold.rpc.responses import MAX_DEVICES, MAX_ENGINE_VERSION
-from fourfold.sample import VersionSpan
+from fourfold.sample.sampled import NO_MASK, SampledTokens, TokenDraft
 from fourfold.types.v1.experience_pb2 import Experience
-
-NO_MASK: Final[BoolArray] = np.empty(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Completion:
-    """One sample of a prompt, without the prompt; finished, unless `finish_reason` is UNSPECIFIED or ABORTED."""
+class Completion(SampledTokens):
+    """One sample of a prompt, without the prompt; finished, unless `finish_reason` is UNSPECIFIED or ABORTED.
+
+    Its n tokens may be 0 when the engine aborted the request.
+    """
 
     sample_index: int
-    token_ids: Int32Array  # [n]; n may be 0 when the engine aborted the request
-    logprobs: Float32Array  # [n], natural log, at most 0
-    version_spans: tuple[VersionSpan, ...]  # consecutive; their token counts add up to n
     finish_reason: pb.FinishReason.ValueType
-    constrained: BoolArray = field(default_factory=lambda: NO_MASK)
-    """[n] or [0], whether a grammar changed the distribution of a token, which is not for training; [0]: of none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,56 +47,24 @@ class CompletionChunk:
     constrained: BoolArray = field(default_factory=lambda: NO_MASK)  # [n] or [0], as of Completion
 
 
-class CompletionDraft:
-    """The chunks of one sample as they come."""
+class CompletionDraft(TokenDraft):
+    """The chunks of one sample as they come, with the reason of the last one."""
 
-    __slots__ = ("_constrained", "_logprobs", "_spans", "_token_ids", "finish_reason", "index", "token_count")
+    __slots__ = ("finish_reason", "index")
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self.index = index
-        self.token_count = 0
         self.finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED  # of the last chunk
-        self._token_ids: list[bytes] = []
-        self._logprobs: list[bytes] = []
-        self._constrained: list[tuple[int, bytes]] = []  # (index of the first token, its mask) of chunks with one
-        self._spans: list[tuple[int, int]] = []  # (policy version, tokens)
 
     def add(self, chunk: pb.SampleChunk) -> None:
         """Append a chunk that `AsyncRolloutClient.generate` has yielded."""
-        # Read each field once: every access copies the bytes out of the message.
-        ids, version = chunk.token_ids, chunk.policy_version
         self.finish_reason = chunk.finish_reason
-        if not ids:
-            return
-        count = len(ids) // 4
-        if mask := chunk.constrained_mask:
-            self._constrained.append((self.token_count, mask))
-        self.token_count += count
-        self._token_ids.append(ids)
-        self._logprobs.append(chunk.logprobs)
-        if self._spans and self._spans[-1][0] == version:
-            self._spans[-1] = (version, self._spans[-1][1] + count)
-        else:
-            self._spans.append((version, count))
+        self.append(chunk, len(chunk.token_ids) // 4)
 
     def join(self) -> Completion:
         """Return the tokens so far."""
-        return Completion(
-            sample_index=self.index,
-            token_ids=read_ints(b"".join(self._token_ids)),
-            logprobs=read_floats(b"".join(self._logprobs)),
-            version_spans=tuple(VersionSpan(policy_version=v, token_count=n) for v, n in self._spans),
-            finish_reason=self.finish_reason,
-            constrained=self._joined_mask(),
-        )
-
-    def _joined_mask(self) -> BoolArray:
-        if not self._constrained:
-            return NO_MASK
-        mask = np.zeros(self.token_count, np.bool_)
-        for start, part in self._constrained:
-            mask[start : start + len(part)] = np.frombuffer(part, np.bool_)
-        return mask
+        return Completion(sample_index=self.index, finish_reason=self.finish_reason, **self.fields())
 
 
 class AsyncRolloutClient(AsyncClient):

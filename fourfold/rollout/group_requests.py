@@ -16,10 +16,10 @@ from itertools import groupby
 
 import numpy as np
 
-from fourfold.arrays import BoolArray, Int32Array
-from fourfold.rollout.client import NO_MASK, Completion
+from fourfold.arrays import Int32Array
+from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.sample import VersionSpan
+from fourfold.sample.sampled import join_fields
 from fourfold.seeds import derive_seed
 
 Parts = tuple[Completion, ...]  # of one sample: what each call sampled, checked, each with at least one token
@@ -101,26 +101,4 @@ def join_parts(index: int, parts: Parts, finish_reason: rollout.FinishReason.Val
     """Return a sample of at least one part as one completion; every token keeps the version that sampled it."""
     if len(parts) == 1 and parts[0].finish_reason == finish_reason:
         return parts[0]
-    return Completion(
-        sample_index=index,
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        version_spans=_merge(span for part in parts for span in part.version_spans),
-        finish_reason=finish_reason,
-        constrained=_join_masks(parts),
-    )
-
-
-def _join_masks(parts: Parts) -> BoolArray:
-    if not any(len(part.constrained) for part in parts):
-        return NO_MASK
-    masks = [part.constrained if len(part.constrained) else np.zeros(len(part.token_ids), np.bool_) for part in parts]
-    return np.concatenate(masks)
-
-
-def _merge(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Return the spans, with equal neighbours as one."""
-    merged: list[VersionSpan] = []
-    for version, run in groupby(spans, key=lambda span: span.policy_version):
-        merged.append(VersionSpan(policy_version=version, token_count=sum(span.token_count for span in run)))
-    return tuple(merged)
+    return Completion(sample_index=index, finish_reason=finish_reason, **join_fields(parts))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fourfold.arrays import BoolArray, Int64Array
 from fourfold.sample.sample import Sample
-from fourfold.sample.token_columns import COLUMNS, TokenColumn
+from fourfold.sample.token_columns import COLUMNS, ColumnBuffer
 
 _COLUMNS: Final = {column.name: column for column in COLUMNS}
 _VALUES: Final = tuple(field.name for field in fields(Sample) if field.name not in _COLUMNS)
@@ -69,7 +69,7 @@ class Samples(Sequence[Sample]):
     def array(self, name: str, index: int) -> NDArray[Any]:
         """Return the token column `name` of a sample, [n]; the column's value `absent` if the sample has none."""
         start, stop, column = self.starts[index], self.starts[index + 1], self.tokens[name]
-        return column[start:stop] if len(column) else _fill(_COLUMNS[name], stop - start)
+        return column[start:stop] if len(column) else _COLUMNS[name].fill(stop - start)
 
     def with_values(self, **values: Sequence[Any]) -> Samples:
         """Return the samples with other values, [S], of some fields."""
@@ -81,7 +81,7 @@ class SamplesBuilder:
 
     def __init__(self) -> None:
         self._lengths: list[int] = []
-        self._tokens = {name: bytearray() for name in _COLUMNS}  # grow in place, without a copy of a large column
+        self._tokens = {name: ColumnBuffer(column) for name, column in _COLUMNS.items()}
         self._present: dict[str, list[bool]] = {name: [] for name in _COLUMNS}
         self._values: dict[str, list[Any]] = {name: [] for name in _VALUES}
         self._count = 0  # tokens
@@ -92,8 +92,7 @@ class SamplesBuilder:
             array = np.ascontiguousarray(getattr(sample, name), column.dtype)
             self._present[name].append(len(array) > 0)
             if len(array):
-                self._fill_up(column)
-                self._tokens[name] += array.view(np.uint8).data
+                self._tokens[name].append(array.view(np.uint8).data, self._count)
         for name, values in self._values.items():
             values.append(getattr(sample, name))
         self._lengths.append(len(sample.token_ids))
@@ -101,25 +100,9 @@ class SamplesBuilder:
 
     def build(self) -> Samples:
         """Return the samples, in the order in which they were added. Add none afterwards."""
-        tokens = {}
-        for name, column in _COLUMNS.items():
-            if self._tokens[name]:
-                self._fill_up(column)
-            data = np.frombuffer(memoryview(self._tokens[name]).toreadonly(), column.dtype)
-            tokens[name] = data.astype(column.dtype.newbyteorder("="), copy=False)
         return Samples(
             starts=np.cumsum([0, *self._lengths], dtype=np.int64),
-            tokens=tokens,
+            tokens={name: buffer.array(self._count, copy=False) for name, buffer in self._tokens.items()},
             present={name: np.array(flags, np.bool_) for name, flags in self._present.items()},
             values=self._values,
         )
-
-    def _fill_up(self, column: TokenColumn) -> None:
-        """Give the samples so far values of a column that they do not have."""
-        data = self._tokens[column.name]
-        if missing := self._count - len(data) // column.dtype.itemsize:
-            data += _fill(column, missing).tobytes()
-
-
-def _fill(column: TokenColumn, count: int) -> NDArray[Any]:
-    return np.full(count, column.absent, column.dtype)

@@ -1,7 +1,9 @@
 """The token columns of samples: their arrays of one value per token.
 
-The codec of the wire, the form on the disk and `Samples` loop over `COLUMNS`. A new column is a row here, a field of
-`Sample`, and a field of `Experience` with the same name.
+`COLUMNS` are those of a finished sample. The codec of the wire, the form on the disk and `Samples` loop over them. A
+new one is a row here, a field of `Sample`, and a field of `Experience` with the same name.
+
+`SAMPLED_COLUMNS` are those that an engine returns of the tokens that it samples.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.arrays import BoolArray, Float32Array
+from fourfold.rollout.v1.rollout_service_pb2 import SampleChunk
 from fourfold.types.v1.experience_pb2 import Experience
 
 Rule = Callable[[NDArray[Any], BoolArray], str]
@@ -24,12 +27,40 @@ Rule = Callable[[NDArray[Any], BoolArray], str]
 class TokenColumn:
     """One value per token."""
 
-    name: str  # of the field of `Sample` and of `Experience`
-    number: int  # of the field of `Experience`
+    name: str  # of the field of `Sample` and of `Experience`, or of `SampledTokens`
+    number: int  # of the field of the message
     dtype: np.dtype[Any]  # of the bytes on the wire and on the disk
     required: bool = True  # in an experience; otherwise a sample may have an array [0]
     absent: float = 0.0  # value of each token of a sample without the column, beside samples that have it
     rule: Rule | None = None
+
+    def fill(self, count: int) -> NDArray[Any]:
+        """Return the values of tokens that do not have the column."""
+        return np.full(count, self.absent, self.dtype)
+
+
+class ColumnBuffer:
+    """Grows a column, in place. It takes no memory until a token has a value."""
+
+    def __init__(self, column: TokenColumn) -> None:
+        self._column = column
+        self._data = bytearray()
+
+    def append(self, data: bytes | memoryview, start: int) -> None:
+        """Append the bytes of the tokens from `start` on; tokens before it that have no value get `absent`."""
+        self._fill_up(start)
+        self._data += data
+
+    def array(self, count: int, *, copy: bool) -> NDArray[Any]:
+        """Return the values of all `count` tokens, read-only; [0] if none has one. Without a copy, append no more."""
+        if self._data:
+            self._fill_up(count)
+        data = bytes(self._data) if copy else memoryview(self._data).toreadonly()
+        return np.frombuffer(data, self._column.dtype).astype(self._column.dtype.newbyteorder("="), copy=False)
+
+    def _fill_up(self, count: int) -> None:
+        if missing := count - len(self._data) // self._column.dtype.itemsize:
+            self._data += self._column.fill(missing).tobytes()
 
 
 def _check_behavior(values: Float32Array, action_mask: BoolArray) -> str:
@@ -106,4 +137,9 @@ COLUMNS: Final = (
         rule=_check_rewards,
     ),
     LOSS_MASK,
+)
+SAMPLED_COLUMNS: Final = (
+    TokenColumn(name="token_ids", number=SampleChunk.TOKEN_IDS_FIELD_NUMBER, dtype=_INT32),
+    TokenColumn(name="logprobs", number=SampleChunk.LOGPROBS_FIELD_NUMBER, dtype=_FLOAT32),
+    TokenColumn(name="constrained", number=SampleChunk.CONSTRAINED_MASK_FIELD_NUMBER, dtype=_FLAG, required=False),
 )

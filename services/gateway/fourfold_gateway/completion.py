@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -10,9 +11,8 @@ import numpy as np
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rpc.codec import read_floats, read_ints
-from fourfold.sample import VersionSpan
-from fourfold_gateway.trajectory import SampledTokens
+from fourfold.rpc.codec import read_ints
+from fourfold.sample.sampled import NO_MASK, SampledTokens, TokenDraft
 
 # A text that ends with this may lack tokens of its last character.
 _INCOMPLETE: Final = "\ufffd"
@@ -54,9 +54,7 @@ class Completion:
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._sent = 0  # characters of `text` that were passed on
-        self._logprobs: list[bytes] = []
-        self._mask: list[bytes] = []
-        self._spans: list[tuple[int, int]] = []
+        self._draft = TokenDraft()
 
     def add(self, chunk: rollout.SampleChunk) -> pb.TurnChunk:
         """Add a checked chunk; return what the agent gets of it, without a finish_reason."""
@@ -67,14 +65,8 @@ class Completion:
             logprobs = logprobs[: 4 * len(ids)]
         else:
             self.text += self._stream.add(ids, last=finished)
-        if ids:
-            self.ids += ids
-            self._logprobs.append(logprobs)
-            self._mask.append(chunk.constrained_mask[: len(ids)] or bytes(len(ids)))
-            if self._spans and self._spans[-1][0] == chunk.policy_version:
-                self._spans[-1] = (chunk.policy_version, self._spans[-1][1] + len(ids))
-            else:
-                self._spans.append((chunk.policy_version, len(ids)))
+        self.ids += ids
+        self._draft.append(chunk, len(ids))
         if self.stopped:
             self.finish_reason = pb.FINISH_REASON_STOP
         elif finished:
@@ -89,13 +81,8 @@ class Completion:
 
     def tokens(self) -> SampledTokens:
         """Return what was sampled."""
-        mask = b"".join(self._mask)
-        return SampledTokens(
-            token_ids=np.array(self.ids, np.int32),
-            logprobs=read_floats(b"".join(self._logprobs)),
-            version_spans=tuple(VersionSpan(policy_version=v, token_count=n) for v, n in self._spans),
-            constrained=np.frombuffer(mask if any(mask) else b"", np.bool_),
-        )
+        tokens = SampledTokens(**self._draft.fields())
+        return tokens if tokens.constrained.any() else replace(tokens, constrained=NO_MASK)
 
     def raw_text(self) -> str:
         """Return the text with special tokens, for the parsers of tool calls and reasoning.

@@ -29,8 +29,9 @@ from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, Internal
 from fourfold.host.disk import is_full
 from fourfold.rpc import codec
 from fourfold.sample import VersionSpan
+from fourfold.sample.sampled import SampledTokens
 
-from .trajectory import SampledTokens, Sampling, Turn, TurnTokens
+from .trajectory import Sampling, Turn, TurnTokens
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ the segment that their prompts continue, and each of the others opens a segment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -20,6 +20,7 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array
 from fourfold.errors import InvalidInput, WrongState
 from fourfold.sample import Sample, VersionSpan
+from fourfold.sample.sampled import SampledTokens, join_spans
 from fourfold.sample.wire import encode
 from fourfold.types.v1 import experience_pb2
 
@@ -49,17 +50,6 @@ class Sampling:
     temperature: float
     top_p: float = 1.0
     top_k: int = 0  # 0: all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampledTokens:
-    """The tokens of one completion, n of them."""
-
-    token_ids: Int32Array  # [n]
-    logprobs: Float32Array  # [n], natural log, at most 0
-    version_spans: tuple[VersionSpan, ...]  # their token counts add up to n
-    constrained: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
-    """[n], True for tokens whose distribution a grammar changed; [0]: none. They are not in the loss mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,17 +385,10 @@ def _extend(segment: Segment, tokens: TurnTokens) -> Segment:
             (segment.behavior_logprobs, np.full(count, np.nan, np.float32), completion.logprobs), dtype=np.float32
         ),
         constrained=np.concatenate((segment.constrained, zeros, constrained)),
-        version_spans=_join_spans(segment.version_spans, spans),
+        version_spans=join_spans(segment.version_spans + spans),
         turn_ends=(*segment.turn_ends, (tokens.turn.number, tokens.turn.end)),
         sampling=segment.sampling,
     )
-
-
-def _join_spans(first: tuple[VersionSpan, ...], second: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    if first and second and first[-1].policy_version == second[0].policy_version:
-        joined = replace(first[-1], token_count=first[-1].token_count + second[0].token_count)
-        return (*first[:-1], joined, *second[1:])
-    return first + second
 
 
 def _cut_spans(spans: tuple[VersionSpan, ...], begin: int, end: int) -> tuple[VersionSpan, ...]:

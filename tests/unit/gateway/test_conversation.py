@@ -17,9 +17,10 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import InvalidInput
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.sample import VersionSpan
+from fourfold.sample.sampled import SampledTokens
 from fourfold_gateway.conversation import ChatTemplate, Conversation
 from fourfold_gateway.encoding import PromptLimits
-from fourfold_gateway.trajectory import Limits, SampledTokens, Sampling, Segment, Trajectory, TurnTokens
+from fourfold_gateway.trajectory import Limits, Sampling, Segment, Trajectory, TurnTokens
 from tests.support.chat_templates import FAMILIES, SPECIAL, SPECIAL_MISTRAL, family_tokenizer
 
 LIMITS = Limits(max_segments=64, max_context_tokens=1 << 20)

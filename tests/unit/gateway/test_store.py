@@ -22,9 +22,10 @@ import pytest
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import ConfigError, DeadlinePassed, Internal, Unavailable
 from fourfold.sample import VersionSpan
+from fourfold.sample.sampled import SampledTokens
 from fourfold_gateway import store as store_module
 from fourfold_gateway.store import SessionStore, StoredSession, StoredTurn, StoreFull
-from fourfold_gateway.trajectory import Limits, SampledTokens, Sampling, Trajectory, TurnTokens
+from fourfold_gateway.trajectory import Limits, Sampling, Trajectory, TurnTokens
 
 LIMITS = Limits(max_segments=8, max_context_tokens=1000)
 OPEN = StoredSession(session_id="a", owner="agent", key_digest=b"k", state=pb.SESSION_STATE_OPEN)

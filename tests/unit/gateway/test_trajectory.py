@@ -8,6 +8,7 @@ import pytest
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.errors import InvalidInput, WrongState
 from fourfold.sample import VersionSpan
+from fourfold.sample.sampled import SampledTokens
 from fourfold.sample.wire import decode
 from fourfold.types.v1 import experience_pb2
 from fourfold_gateway import trajectory as trajectory_module
@@ -16,7 +17,6 @@ from fourfold_gateway.trajectory import (
     TOO_MANY_SEGMENTS,
     Limits,
     PendingTurn,
-    SampledTokens,
     Sampling,
     Trajectory,
     TurnTokens,

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from fourfold.errors import ConfigError
+from fourfold.workers.child import Child
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.scorers import command as command_module
 from fourfold_reward.scorers.command import CommandPool
-from fourfold_reward.scorers.command_process import CommandProcess
 from fourfold_reward.worker_sandbox import WorkerSandbox
 from tests.fakes.stage import until
 from tests.support.reward_jobs import make_job
@@ -216,18 +216,18 @@ async def test_programs_that_it_started_end_with_it(program: Path, tmp_path: Pat
 
 
 async def test_a_failed_start_leaves_no_other_program(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, ready, real = list[CommandProcess](), asyncio.Event(), CommandProcess.start
+    started, ready, real = list[Child](), asyncio.Event(), Child.start_program
 
-    async def start(*args: Any) -> CommandProcess:
+    async def start(*args: Any, **kwargs: Any) -> Child:
         if not ready.is_set():
             ready.set()
             while not started:
                 await asyncio.sleep(0.01)
             raise OSError("no process is left")
-        started.append(await real(*args))
+        started.append(await real(*args, **kwargs))
         return started[-1]
 
-    monkeypatch.setattr(CommandProcess, "start", start)
+    monkeypatch.setattr(Child, "start_program", start)
     with pytest.raises(ConfigError, match="no process is left"):
         async with backend(str(program), processes=2):
             pass

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from fourfold.workers import frames
+from fourfold.workers.child import Child, WorkerDied
 from fourfold_reward import protocol
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
-from fourfold_reward.worker_process import WorkerDied, WorkerProcess
 
 STUCK_SECONDS: Final = 0.1
 """A sample that runs for a shorter time never counts as stuck."""
@@ -96,12 +97,18 @@ class FunctionTimes:
         self.mean += (weight if self.mean else 1.0) * (each - self.mean)
 
 
+class Worker(Child):
+    """A process of `fourfold_reward.worker`."""
+
+    warm = False  # its function has scored a sample
+
+
 class Batch:
     """One batch in one worker, which has loaded the function."""
 
     def __init__(
         self,
-        worker: WorkerProcess,
+        worker: Worker,
         entries: Sequence[Entry],
         times: FunctionTimes,
         *,
@@ -143,7 +150,7 @@ class Batch:
         rest = self.rest
         if rest:
             self._given_up = self._position + 1
-            self._worker.send(protocol.pack({"drop": self._first}))
+            self._worker.send(frames.pack({"drop": self._first}))
         return rest
 
     async def run(self) -> None:
@@ -161,7 +168,7 @@ class Batch:
                 expected = self._times.mean * (len(self._entries) - self._position)
                 if len(self._entries) - self._position >= _COLLECTED_SAMPLES and not self._stuck:
                     await asyncio.sleep(min(expected, _COLLECT_SECONDS))
-                replies = self._worker.read_replies()
+                replies = self._worker.read()
                 if replies:
                     self._take(replies, loop.time())
                 else:
@@ -177,7 +184,7 @@ class Batch:
             raise TimeoutError
         if now >= stuck:
             self._set_stuck(True)
-        await self._worker.wait_for_replies(limit if self._stuck else min(limit, stuck))
+        await self._worker.wait(limit if self._stuck else min(limit, stuck))
 
     @property
     def _stuck_seconds(self) -> float:
@@ -189,7 +196,7 @@ class Batch:
         """Hand out outcomes. Raises ValueError: they are not those of the next samples."""
         began = self._position
         for body in replies:
-            reply = protocol.unpack(body)
+            reply = frames.unpack(body)
             number = reply.pop("n", None)
             if self._over or number != self._first + self._position:
                 raise ValueError(f"a reply for sample {number!r:.40} of this worker, which does not run")

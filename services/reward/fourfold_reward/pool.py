@@ -27,21 +27,25 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
 from fourfold.host.timing import Histogram
+from fourfold.workers import frames
+from fourfold.workers.child import WorkerDied
 from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
-from fourfold_reward.batch import Batch, Call, Entry, FunctionTimes
+from fourfold_reward.batch import Batch, Call, Entry, FunctionTimes, Worker
 from fourfold_reward.job import Job
 from fourfold_reward.loader import Verifier, VerifierError
-from fourfold_reward.protocol import Outcome
+from fourfold_reward.protocol import MAX_REPLY_BYTES, Outcome
 from fourfold_reward.signatures import Reads
 from fourfold_reward.verifiers import GymOptions
-from fourfold_reward.worker_process import WorkerDied, WorkerProcess
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
 _log = logging.getLogger(__name__)
+
+_MODULE: Final = "fourfold_reward.worker"
 
 # The import of a verifier's libraries has a limit of its own, because no sample causes it.
 LOAD_TIMEOUT_SECONDS: Final = 120.0
@@ -96,8 +100,8 @@ class WorkerPool:
         self._runners = 0
         self._idle = 0  # runners that wait for samples
         self.stuck = 0  # runners whose sample runs much longer than usual
-        self._workers: dict[int, WorkerProcess] = {}
-        self._spares: list[WorkerProcess] = []
+        self._workers: dict[int, Worker] = {}
+        self._spares: list[Worker] = []
         self._spares_starting = 0
         self._keeps_spares = False
         self._spare_taken = asyncio.Event()
@@ -233,7 +237,7 @@ class WorkerPool:
         most = self._processes + min(_EXTRA_PER_PROCESS * self._processes, MAX_EXTRA_WORKERS)
         return max(most - self._runners - len(self._spares) - self._spares_starting, 0)
 
-    def _add_runner(self, worker: WorkerProcess | None) -> None:
+    def _add_runner(self, worker: Worker | None) -> None:
         self._runners += 1
         self._add_task(self._run(worker))
 
@@ -248,7 +252,7 @@ class WorkerPool:
             _log.error("task of the worker pool failed", exc_info=error)
             self._on_failure(f"the worker pool failed: {type(error).__name__}: {error}")
 
-    async def _run(self, worker: WorkerProcess | None) -> None:
+    async def _run(self, worker: Worker | None) -> None:
         while self._active <= self._processes:
             while not self._queue:
                 self._queue_filled.clear()
@@ -264,7 +268,7 @@ class WorkerPool:
         elif worker is not None:
             await self._discard(worker)
 
-    async def _score_next(self, worker: WorkerProcess | None) -> WorkerProcess | None:
+    async def _score_next(self, worker: Worker | None) -> Worker | None:
         """Score the next batch; start or replace the worker if that is necessary. Return the worker for the next."""
         scored = False
         self.busy += 1
@@ -279,7 +283,7 @@ class WorkerPool:
             worker = await self._usable(None)
         return worker
 
-    async def _usable(self, worker: WorkerProcess | None) -> WorkerProcess | None:
+    async def _usable(self, worker: Worker | None) -> Worker | None:
         """Return the worker, or a new one if there is none, or it ended or wrote something while it had no work."""
         if worker is not None and not worker.usable:
             await self._discard(worker)
@@ -288,7 +292,7 @@ class WorkerPool:
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    async def _score_batch(self, worker: WorkerProcess | None, entries: Sequence[Entry]) -> WorkerProcess | None:
+    async def _score_batch(self, worker: Worker | None, entries: Sequence[Entry]) -> Worker | None:
         """Hand out the outcomes of a batch; return the worker unless it had to be killed."""
         if worker is None:
             entries[0].set_outcome(
@@ -377,12 +381,13 @@ class WorkerPool:
             await self._discard(worker)
         self._wake_runners()  # a sample may have got stuck meanwhile, with no room for another worker
 
-    def _take_spare(self) -> WorkerProcess | None:
+    def _take_spare(self) -> Worker | None:
         self._spare_taken.set()
         return self._spares.pop() if self._spares else None
 
-    async def _start_worker(self) -> WorkerProcess:
-        worker = await WorkerProcess.start(self._sandbox, builtin=self.verifier.builtin, timeout_seconds=self._timeout)
+    async def _start_worker(self) -> Worker:
+        rights = partial(self._sandbox.rights, builtin=self.verifier.builtin, timeout_seconds=self._timeout)
+        worker = await Worker.start(_MODULE, rights, frames.Frames(MAX_REPLY_BYTES), purpose="reward-worker")
         self._workers[worker.pid] = worker
         try:
             self.verifier = await self._load(worker)
@@ -394,7 +399,7 @@ class WorkerPool:
             raise VerifierError(f"{self.verifier.name!r}: {error} while it imported the function") from None
         return worker
 
-    async def _try_start_worker(self) -> WorkerProcess | None:
+    async def _try_start_worker(self) -> Worker | None:
         try:
             return await self._start_worker()
         except (VerifierError, OSError) as error:
@@ -402,13 +407,18 @@ class WorkerPool:
             _log.error("worker start failed: %s", error)
         return None
 
-    async def _load(self, worker: WorkerProcess) -> Verifier:
+    async def _load(self, worker: Worker) -> Verifier:
         """Load the verifier in a worker; return it with its version."""
-        request = {"load": asdict(self.verifier), "options": self._options}
+        worker.send(frames.pack({"load": asdict(self.verifier), "options": self._options}))
         try:
-            reply = await worker.call(request, timeout=LOAD_TIMEOUT_SECONDS)
+            replies = await worker.receive(timeout=LOAD_TIMEOUT_SECONDS)
+            if len(replies) > 1:
+                raise ValueError(f"{len(replies)} replies to one request")
+            reply = frames.unpack(replies[0])
         except TimeoutError:
             raise WorkerDied(f"the worker was stopped after {LOAD_TIMEOUT_SECONDS:g} s") from None
+        except ValueError as error:
+            raise WorkerDied(f"the worker sent an invalid reply: {error}") from None
         if "error" in reply:
             raise VerifierError(str(reply["error"]))
         if not {"version", "reads_tokens", "reads_messages", "pure"} <= reply.keys():  # the module wrote into the pipe
@@ -417,7 +427,7 @@ class WorkerPool:
         self.pure = reply["pure"] is True
         return replace(self.verifier, version=str(reply["version"]))
 
-    async def _discard(self, worker: WorkerProcess) -> None:
+    async def _discard(self, worker: Worker) -> None:
         await worker.kill()
         self._workers.pop(worker.pid, None)
 

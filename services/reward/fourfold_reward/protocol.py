@@ -1,4 +1,4 @@
-"""Defines the messages between the reward service and its workers: length-prefixed JSON frames and scoring outcomes.
+"""Defines the messages between the reward service and its workers, as frames, and scoring outcomes.
 
     service -> worker    {"load": verifier, "options": ...}              one reply
                          {"first": N, "sizes": ...}                      a batch, then its texts; one reply per sample
@@ -10,13 +10,12 @@ Samples are numbered through the life of a worker, from a random number on. A re
 begins, so the service knows which sample runs. Texts follow the frame of a batch as they are: as JSON they would cost
 twice the rest.
 
-Reward functions run in the worker and can write any bytes into its pipe. The service therefore reads JSON, never
-pickle, limits the size of a frame, checks the number of each reply, and checks every field of an outcome.
+Reward functions run in the worker and can write any bytes into its pipe. The service therefore checks the number of
+each reply, and every field of an outcome.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from array import array
@@ -26,10 +25,10 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 from fourfold.reward.function import Abstain, Score
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_metric_name
+from fourfold.workers import frames
 from fourfold_reward.job import Job
 from fourfold_reward.sample import MAX_FLOAT32, components_of
 
-HEADER: Final = struct.Struct("<I")  # bytes of JSON text that follow
 MAX_REPLY_BYTES: Final = 4 << 20  # an outcome has a few KiB, but may have a reward for each of 128k tokens
 MAX_TOKEN_REWARDS: Final = 1 << 17  # so that they fit the frame
 NO_SCORE: Final = "NO_SCORE"  # abstain reason of a function that returned None
@@ -58,39 +57,6 @@ ERROR_CODES: Final[dict[str, str]] = {
 _RESULT_KEYS: Final = frozenset({"score", "components", "token_rewards", "turn_rewards"})
 
 
-def pack(message: Mapping[str, Any]) -> bytes:
-    """Return a message as a frame."""
-    # Texts can contain unpaired surrogates, which UTF-8 cannot encode.
-    body = json.dumps(message, ensure_ascii=False).encode(errors="replace")
-    return HEADER.pack(len(body)) + body
-
-
-def unpack(body: bytes) -> dict[str, Any]:
-    """Parse the JSON text of a frame. Raises ValueError: the text is not a JSON object."""
-    try:
-        message = json.loads(body)
-    except RecursionError:
-        raise ValueError("the JSON text is nested too deeply") from None
-    if not isinstance(message, dict):
-        raise ValueError(f"the JSON text is a {type(message).__name__}; it must be an object")
-    return message
-
-
-def read(stream: BinaryIO, *, max_bytes: int | None = None) -> dict[str, Any] | None:
-    """Block until a message arrives; return None at the end of the stream.
-
-    Raises ValueError: the text is longer than `max_bytes`, or not a JSON object.
-    """
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    if max_bytes is not None and size > max_bytes:
-        raise ValueError(f"the frame has {size} bytes; at most {max_bytes} are allowed")
-    body = stream.read(size)
-    return unpack(body) if len(body) == size else None
-
-
 class SampleFields(NamedTuple):
     """What a worker gets of one sample."""
 
@@ -108,7 +74,7 @@ def pack_batch(first: int, jobs: Sequence[Job]) -> bytes:
     sizes, texts = [], []
     for job in jobs:
         parts = [
-            # Unpaired surrogates, as in `pack`.
+            # Unpaired surrogates, as in `frames.pack`.
             job.sample_id.encode(errors="replace"),
             job.prompt.encode(errors="replace"),
             job.completion.encode(errors="replace"),
@@ -119,7 +85,7 @@ def pack_batch(first: int, jobs: Sequence[Job]) -> bytes:
         ]
         sizes.append([len(part) for part in parts])
         texts += parts
-    return pack({"first": first, "sizes": sizes}) + b"".join(texts)
+    return frames.pack({"first": first, "sizes": sizes}) + b"".join(texts)
 
 
 def read_batch(stream: BinaryIO, sizes: Sequence[Sequence[int]]) -> Iterator[SampleFields]:
@@ -151,9 +117,9 @@ def pack_outcome(number: int, outcome: Outcome) -> bytes:
     """Return the reply for one sample as a frame."""
     data = outcome.to_json()
     if len(data) > 1 or outcome.score is None:
-        return pack({"n": number, **data})
+        return frames.pack({"n": number, **data})
     body = b'{"n":%d,"score":%r}' % (number, outcome.score)  # nearly all outcomes; `json` takes three times as long
-    return HEADER.pack(len(body)) + body
+    return frames.HEADER.pack(len(body)) + body
 
 
 @dataclass(slots=True, kw_only=True)  # a frozen one would take three times as long to make

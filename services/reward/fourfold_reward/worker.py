@@ -29,6 +29,7 @@ from fourfold import sandbox
 from fourfold.host.process_tree import die_with_parent
 from fourfold.reward.function import RewardFunction, ScoreInput
 from fourfold.text import MAX_ERROR, clean
+from fourfold.workers import frames, inside
 from fourfold_reward import loader, protocol, verifiers
 from fourfold_reward.columns import parse_messages, parse_metadata, take_answer
 from fourfold_reward.loader import Verifier, VerifierError
@@ -45,15 +46,10 @@ _LONG_SECONDS: Final = 0.05
 
 def main(arguments: list[str]) -> int:
     """Answer requests of the service, `arguments[0]`, in the sandbox policy `arguments[1]` (JSON; empty: none)."""
-    die_with_parent(int(arguments[0]))
-    requests, replies = take_pipes()
-    sys.path.append(str(Path.cwd()))  # last, so that no file there hides an installed package
-    policy = sandbox.Policy.from_json(arguments[1]) if arguments[1] else None
-    if policy is not None:
-        sandbox.enter(policy)
+    requests, replies, policy = inside.begin(arguments)
     worker = Worker(policy, pipes=(requests.fileno(), replies.fileno()))
     own_pid = os.getpid()
-    while (request := protocol.read(requests)) is not None:
+    while (request := frames.read(requests)) is not None:
         for reply in worker.answer(request, requests):
             if os.getpid() != own_pid:  # a fork by the function returned here: its reply would shift all later ones
                 os._exit(0)
@@ -79,7 +75,7 @@ class Worker:
     def answer(self, request: Mapping[str, Any], requests: BinaryIO) -> Iterator[bytes]:
         """Yield the replies to a request as frames; the texts of a batch follow in `requests`."""
         if "load" in request:
-            yield protocol.pack(self.load(request))
+            yield frames.pack(self.load(request))
         elif "sizes" in request:
             yield from self._answer_batch(request, requests)
         # Otherwise the service wanted the end of a batch that has ended by itself.
@@ -95,7 +91,7 @@ class Worker:
             ended = time.monotonic()
             last = number == first + len(request["sizes"]) - 1
             if not last and ended - began > _LONG_SECONDS and _is_told_to_drop(requests, first):
-                yield protocol.pack({"n": number + 1, "dropped": True})
+                yield frames.pack({"n": number + 1, "dropped": True})
                 return
             began = ended
 
@@ -170,7 +166,7 @@ class Worker:
         outcome = None
         try:
             with os.fdopen(reader, "rb") as replies, contextlib.suppress(ValueError):
-                reply = protocol.read(replies, max_bytes=protocol.MAX_REPLY_BYTES)
+                reply = frames.read(replies, max_bytes=protocol.MAX_REPLY_BYTES)
                 outcome = Outcome.from_json(reply) if reply is not None else None
         finally:
             os.kill(child, signal.SIGKILL)
@@ -190,7 +186,7 @@ class Worker:
                 sandbox.enter(replace(self._policy, processes=0))
             self._evaluates = False
             with os.fdopen(writer, "wb") as replies:
-                replies.write(protocol.pack(self.score(sample).to_json()))
+                replies.write(frames.pack(self.score(sample).to_json()))
         finally:
             os._exit(1)
 
@@ -214,7 +210,7 @@ def _is_told_to_drop(requests: BinaryIO, first: int) -> bool:
     """Return whether the service has asked to end the batch that began with the sample `first`."""
     if not select.select([requests], [], [], 0)[0]:
         return False
-    request = protocol.read(requests)
+    request = frames.read(requests)
     return request is not None and request.get("drop") == first
 
 
@@ -258,19 +254,6 @@ def _file_of(function: RewardFunction) -> str:
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return str(code.co_filename) if code else ""
-
-
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the pipes of the service to other descriptors; print() then writes to stderr and input() reads nothing.
-
-    C code that uses descriptors 0 and 1 cannot disturb the protocol either.
-    """
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return requests, replies
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Final
 from fourfold.config import Config, RewardConfig
 from fourfold.errors import ConfigError
 from fourfold.sandbox import Policy, environment, probe, python_paths
+from fourfold.workers.child import Rights
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +52,12 @@ class WorkerSandbox:
     memory_gib: int = 8
     environment: tuple[str, ...] = ()  # names of additional environment variables
 
-    def policy(self, *, builtin: bool, timeout_seconds: float, scratch: Path) -> Policy | None:
-        """Return the policy of a worker; None if it has all rights. `scratch` is for a function's temporary files."""
-        if not self.enabled:
-            return None
+    def rights(self, scratch: Path, *, builtin: bool, timeout_seconds: float) -> Rights:
+        """Return the rights of a child with this folder for its temporary files, for calls of limited time."""
+        policy = self._policy(builtin, timeout_seconds, scratch) if self.enabled else None
+        return Rights(policy=policy, variables=self._variables(builtin, scratch), starts_programs=not builtin)
+
+    def _policy(self, builtin: bool, timeout_seconds: float, scratch: Path) -> Policy:
         cpu_seconds = int(timeout_seconds) + _CPU_MARGIN_SECONDS
         if builtin:
             return Policy(
@@ -79,8 +82,7 @@ class WorkerSandbox:
             open_files=4096,
         )
 
-    def variables(self, *, builtin: bool, scratch: Path) -> dict[str, str]:
-        """Return the environment variables of a worker."""
+    def _variables(self, builtin: bool, scratch: Path) -> dict[str, str]:
         if not self.enabled:
             return dict(os.environ)
         if builtin:

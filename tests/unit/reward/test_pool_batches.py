@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.workers import frames
 from fourfold_reward import batch as batch_module
 from fourfold_reward import loader, protocol
 from fourfold_reward import pool as pool_module
@@ -19,7 +19,6 @@ from fourfold_reward.batch import STUCK_SECONDS, Batch, FunctionTimes
 from fourfold_reward.job import Job
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
-from fourfold_reward.worker_process import WorkerProcess
 from tests.support.reward_jobs import make_job
 
 # The first word of a completion selects the behaviour; each call is a line in the log.
@@ -260,21 +259,6 @@ async def test_worker_that_writes_without_a_request_is_replaced_before_the_next_
     assert worker not in pool.worker_pids()
 
 
-def test_a_frame_of_the_largest_size_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_REPLY_BYTES", 100)
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    worker = WorkerProcess.__new__(WorkerProcess)
-    worker._reader, worker._unread, worker._ended = reader, bytearray(), False
-    frame = protocol.HEADER.pack(100) + b"x" * 100
-    os.write(writer, frame[:-2])
-    assert worker.read_replies() == []
-    os.write(writer, frame[-2:])
-    assert worker.read_replies() == [b"x" * 100]
-    os.close(reader)
-    os.close(writer)
-
-
 @pytest.mark.slow
 async def test_cancelled_and_late_calls_leave_nothing_in_the_queue(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -313,7 +297,7 @@ def test_samples_of_a_batch_arrive_as_they_were_sent() -> None:
     texts = {"sample_id": "a", "prompt": "\u00e9\n", "metadata_json": '{"a": 1}'}
     job = make_job("\ud800x", **texts, completion_ids=[1, 2**31 - 1])
     stream = io.BytesIO(protocol.pack_batch(7, [job, job]) + b"rest")
-    request = protocol.read(stream)
+    request = frames.read(stream)
     assert request is not None
     assert request["first"] == 7
     first, second = protocol.read_batch(stream, request["sizes"])

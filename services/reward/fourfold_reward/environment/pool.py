@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
+from fourfold.workers.child import WorkerDied
 from fourfold_reward.environment import wire
 from fourfold_reward.environment.process import EnvironmentProcess, EnvironmentRaised
 from fourfold_reward.environment.protocol import Action, Done, Endpoint, Observation, Task
 from fourfold_reward.environment.spec import EnvironmentSpec
-from fourfold_reward.worker_process import WorkerDied
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
 _log = logging.getLogger(__name__)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, Self
 
-from fourfold_reward import protocol
+from fourfold.workers import frames
+from fourfold.workers.child import Child, WorkerDied
 from fourfold_reward.environment import wire
-from fourfold_reward.worker_process import ChildProcess, WorkerDied
 from fourfold_reward.worker_sandbox import WorkerSandbox
 
 _MODULE: Final = "fourfold_reward.environment.worker"
 
 
-class EnvironmentProcess(ChildProcess):
+class EnvironmentProcess(Child):
     """A worker process that answers many requests at the same time."""
 
     @classmethod
     async def launch(cls, sandbox: WorkerSandbox, *, step_seconds: float) -> Self:
         """Start a process with the rights of users' functions."""
-        return await cls.start_child(_MODULE, sandbox, builtin=False, timeout_seconds=step_seconds)
+        rights = partial(sandbox.rights, builtin=False, timeout_seconds=step_seconds)
+        return await cls.start(_MODULE, rights, frames.Frames(wire.MAX_FRAME_BYTES), purpose="reward-worker")
 
     def begin(self) -> None:
         """Read replies from now on. Call it once."""
@@ -31,7 +33,7 @@ class EnvironmentProcess(ChildProcess):
         self.died = asyncio.Event()
         self.episodes = 0
         self.retired = False  # takes no new episodes
-        self._reading = asyncio.create_task(self._read())
+        self._reading = asyncio.create_task(self._take_replies())
 
     async def call(self, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
         """Send a request and return the result.
@@ -47,13 +49,7 @@ class EnvironmentProcess(ChildProcess):
         self._waiting[number] = reply
         try:
             async with asyncio.timeout(timeout):
-                writer = self._process.stdin
-                assert writer is not None
-                try:
-                    writer.write(protocol.pack({"id": number, **request}))
-                    await writer.drain()
-                except ConnectionError:
-                    pass  # the reader finds out why
+                self.send(frames.pack({"id": number, **request}))
                 answer: dict[str, Any] = await reply
         finally:
             self._waiting.pop(number, None)
@@ -70,20 +66,15 @@ class EnvironmentProcess(ChildProcess):
         self._reading.cancel()
         await self.kill()
 
-    async def _read(self) -> None:
-        reader = self._process.stdout
-        assert reader is not None
+    async def _take_replies(self) -> None:
         try:
             while True:
-                (size,) = protocol.HEADER.unpack(await reader.readexactly(protocol.HEADER.size))
-                if size > wire.MAX_FRAME_BYTES:
-                    raise ValueError(f"it announced {size} bytes; at most {wire.MAX_FRAME_BYTES} are allowed")
-                reply = protocol.unpack(await reader.readexactly(size))
-                waiting = self._waiting.get(reply["id"]) if isinstance(reply.get("id"), int) else None
-                if waiting is not None and not waiting.done():  # a late reply of a call that timed out has no waiter
-                    waiting.set_result(reply)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            cause = await self.describe_end()
+                for reply in map(frames.unpack, await self.receive()):
+                    waiting = self._waiting.get(reply["id"]) if isinstance(reply.get("id"), int) else None
+                    if waiting is not None and not waiting.done():  # a late reply of a call that timed out has none
+                        waiting.set_result(reply)
+        except WorkerDied as error:
+            cause = str(error)
         except ValueError as error:
             cause = f"the worker broke the protocol: {error}"
         self._fail(cause)

@@ -23,13 +23,12 @@ from urllib.parse import urlsplit
 
 from fourfold import sandbox
 from fourfold.host import proxies
-from fourfold.host.process_tree import die_with_parent
 from fourfold.text import MAX_ERROR, clean
-from fourfold_reward import protocol
+from fourfold.workers import frames, inside
 from fourfold_reward.environment import adapters, tools, wire
 from fourfold_reward.environment.protocol import Done, Endpoint, Observation
 from fourfold_reward.environment.spec import EnvironmentSpec
-from fourfold_reward.worker import describe, place_of, report_once, take_pipes, type_name
+from fourfold_reward.worker import describe, place_of, report_once, type_name
 
 _THREADS: Final = 256
 _THREAD_SECONDS: Final = 1.0  # that a running call may still take when its episode is truncated
@@ -38,12 +37,7 @@ _PACKAGE: Final = str(Path(__file__).parent)
 
 def main(arguments: list[str]) -> int:
     """Answer requests of the service, `arguments[0]`, in the sandbox policy `arguments[1]` (JSON; empty: none)."""
-    die_with_parent(int(arguments[0]))
-    requests, replies = take_pipes()
-    sys.path.append(str(Path.cwd()))  # last, so that no file there hides an installed package
-    policy = sandbox.Policy.from_json(arguments[1]) if arguments[1] else None
-    if policy is not None:
-        sandbox.enter(policy)
+    requests, replies, policy = inside.begin(arguments)
     asyncio.run(_serve(Worker(policy), requests, replies))
     os._exit(0)  # threads of a user's program must not keep the process alive
 
@@ -55,13 +49,12 @@ async def _serve(worker: Worker, requests: BinaryIO, replies: BinaryIO) -> None:
     running: set[asyncio.Task[None]] = set()
 
     async def reply(request: Mapping[str, Any]) -> None:
-        replies.write(protocol.pack({"id": request["id"], **await worker.answer(request)}))
+        replies.write(frames.pack({"id": request["id"], **await worker.answer(request)}))
         replies.flush()
 
     while True:
         try:
-            (size,) = protocol.HEADER.unpack(await reader.readexactly(protocol.HEADER.size))
-            request = protocol.unpack(await reader.readexactly(size))
+            request = await frames.receive(reader)
         except asyncio.IncompleteReadError:
             os._exit(0)
         task = asyncio.create_task(reply(request))

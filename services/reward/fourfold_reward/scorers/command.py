@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
 from fourfold.reward.function import Abstain
 from fourfold.text import clean
+from fourfold.workers.child import Child, Rights, WorkerDied
+from fourfold.workers.frames import Lines
 from fourfold_reward.columns import parse_metadata, to_json
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome, outcome_of
 from fourfold_reward.sample import InvalidSample
-from fourfold_reward.scorers.command_process import CommandProcess, ProgramFault
 from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.signatures import Reads
 from fourfold_reward.worker_sandbox import WorkerSandbox
@@ -30,6 +33,17 @@ _log = logging.getLogger(__name__)
 
 # A program that cannot run usually ends at once, such as a script with a missing import.
 _WATCHED_SECONDS: Final = 0.5
+_MAX_LINE_BYTES: Final = 1 << 20
+# No one can grant the program more CPU time for each sample, as a worker does. The time limit of a sample ends it.
+_CPU_SECONDS: Final = 1 << 30
+
+
+class ProgramFault(Exception):
+    """The program did not answer one sample with one line. `reason` is a key of ERROR_CODES."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class CommandPool(QueuedScorer):
@@ -53,7 +67,7 @@ class CommandPool(QueuedScorer):
         except ProgramFault as error:
             raise ConfigError(f"reward.command: {error}") from None
         self._timeout, self._sandbox = timeout_seconds, sandbox
-        self._processes: list[CommandProcess | None] = [None] * processes
+        self._processes: list[Child | None] = [None] * processes
         super().__init__(SampleQueue(self._score_batch, slots=processes, on_failure=on_failure))
         self.reads = Reads()
 
@@ -99,12 +113,18 @@ class CommandPool(QueuedScorer):
     async def _start_slot(self, slot: int) -> None:
         self._processes[slot] = await self._start_process()
 
-    async def _start_process(self) -> CommandProcess:
+    async def _start_process(self) -> Child:
         if _digest(self._files) != self._version:
             raise ProgramFault(
                 "WORKER_DIED", f"the files of {self.scorer} changed while the service ran; restart the service"
             )
-        return await CommandProcess.start(str(self._program), self._words, self._sandbox)
+        return await Child.start_program(
+            str(self._program), self._words, self._rights, Lines(_MAX_LINE_BYTES), purpose="reward-command"
+        )
+
+    def _rights(self, scratch: Path) -> Rights:
+        rights = self._sandbox.rights(scratch, builtin=False, timeout_seconds=0)
+        return replace(rights, policy=rights.policy and replace(rights.policy, cpu_seconds=_CPU_SECONDS))
 
     async def _score_batch(self, slot: int, jobs: Sequence[Job]) -> Sequence[Outcome]:
         (job,) = jobs
@@ -121,15 +141,17 @@ class CommandPool(QueuedScorer):
     async def _score_one(self, slot: int, job: Job, request: bytes) -> tuple[Outcome, bool]:
         """Return the outcome of a sample, and whether the process can score another one."""
         process = self._processes[slot]
-        if process is not None and process.fault:  # between two samples: not the fault of this one
-            _log.warning("program restarted: cause=%s", process.fault)
+        # Between two samples: not the fault of this one.
+        if process is not None and (fault := await _idle_fault(process)):
+            _log.warning("program restarted: cause=%s", fault)
             await self._end(slot)
             process = None
         try:
             if process is None:
                 process = self._processes[slot] = await self._start_process()
-            outcome = _outcome(await process.ask(request, timeout=self._timeout), job.sample_id)
-            return outcome, not process.fault and outcome.error_reason in ("", "RAISED")
+            result, more = await _ask(process, request, timeout=self._timeout)
+            outcome = _outcome(result, job.sample_id)
+            return outcome, not more and outcome.error_reason in ("", "RAISED")
         except TimeoutError:
             text = f"the program took longer than {self._timeout:g} s and was killed; raise reward.timeout_seconds"
             return Outcome.error("TIMEOUT", text), False
@@ -144,6 +166,49 @@ class CommandPool(QueuedScorer):
         process, self._processes[slot] = self._processes[slot], None
         if process is not None:
             await process.kill()
+
+
+async def _ask(process: Child, request: bytes, *, timeout: float) -> tuple[Any, bool]:
+    """Send one line, without its end; return the JSON value of the answer, and whether another line followed it.
+
+    Raises:
+        ProgramFault: there is no such line. Kill the program then.
+        TimeoutError: there is none within `timeout` seconds. Kill the program then.
+    """
+    process.send(request + b"\n")
+    try:
+        line, *more = await process.receive(timeout=timeout)
+    except WorkerDied:
+        raise await _died(process) from None
+    except ValueError as error:
+        raise ProgramFault("BAD_RESPONSE", f"the program wrote {error}") from None
+    try:
+        return json.loads(line), bool(more)
+    except (ValueError, RecursionError):
+        raise ProgramFault("BAD_RESPONSE", f"the program wrote no JSON: {_excerpt(line)}") from None
+
+
+async def _idle_fault(process: Child) -> str:
+    """Return what a program did between two samples that it must not do; empty: nothing.
+
+    The next sample would take a line that no sample waits for as its own answer.
+    """
+    try:
+        lines = process.read()
+    except ValueError as error:
+        return f"the program wrote {error}"
+    if lines:
+        return f"the program wrote a line that no sample asked for: {_excerpt(lines[0])}"
+    return str(await _died(process)) if process.closed else ""
+
+
+async def _died(process: Child) -> ProgramFault:
+    rest = f" after {_excerpt(process.unread)}" if process.unread else ""
+    return ProgramFault("WORKER_DIED", f"the program {await process.ended() or 'closed its stdout'}{rest}")
+
+
+def _excerpt(line: bytes) -> str:
+    return repr(line[:200].decode(errors="replace"))
 
 
 def _request(job: Job) -> bytes:

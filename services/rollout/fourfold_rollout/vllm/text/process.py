@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fourfold.errors import ConfigError, DeadlinePassed, InvalidInput, Overloaded, Unavailable
+from fourfold.workers import frames
 from fourfold_rollout.engine import GrammarConstraint, ParsedText
-from fourfold_rollout.vllm.text import frames
+from fourfold_rollout.vllm.text.worker import MAX_FRAME_BYTES
 
 _FORKS: Final = 2
 _START_SECONDS: Final = 180.0
@@ -114,7 +115,7 @@ class TextProcess:
         if self._process is None:
             self.start()
         sockets, self._sockets = self._sockets, []
-        streams = [await asyncio.open_unix_connection(sock=ours, limit=frames.MAX_FRAME_BYTES) for ours in sockets]
+        streams = [await asyncio.open_unix_connection(sock=ours, limit=MAX_FRAME_BYTES) for ours in sockets]
         self._writers = [writer for _, writer in streams]
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -192,8 +193,7 @@ class TextProcess:
 async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
     """Read one message. Raises Unavailable: the process has ended, or sent something else."""
     try:
-        size = frames.size_of(await reader.readexactly(frames.HEADER.size))
-        return frames.unpack(await reader.readexactly(size))
+        return await frames.receive(reader, max_bytes=MAX_FRAME_BYTES)
     except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
         raise Unavailable(
             f"the process that parses texts has ended: {type(error).__name__}; see the service's log",

@@ -22,10 +22,12 @@ from typing import Any, Final
 from fourfold.errors import ConfigError, InvalidInput
 from fourfold.host.imports import fast_imports
 from fourfold.host.process_tree import die_with_parent
+from fourfold.workers import frames
 from fourfold_rollout.engine import GrammarConstraint
-from fourfold_rollout.vllm.text import frames
 
 CPU_SECONDS: Final = {"parse": 2.0, "grammar": 8.0}
+MAX_FRAME_BYTES: Final = 16 << 20
+"""Bytes of one message: a text of 1 MiB whose every character JSON escapes, twice."""
 _WALL_FACTOR: Final = 4.0  # of a limit of CPU seconds, for busy machines
 _MEMORY_BYTES: Final = 2 << 30  # besides that of the parent
 
@@ -103,7 +105,7 @@ def _fork(work: Work, descriptor: int) -> int:
             os.dup2(null, standard)
         _limit_memory()
         with os.fdopen(os.dup(descriptor), "rb") as requests:
-            while (request := frames.read(requests)) is not None:
+            while (request := frames.read(requests, max_bytes=MAX_FRAME_BYTES)) is not None:
                 _send(descriptor, work.answer(request))
         code = 0
     finally:

@@ -1,0 +1,1 @@
+"""Child processes that run programs of users and models for a service; README.md has the parts and their users."""

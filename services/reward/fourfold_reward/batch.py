@@ -19,6 +19,7 @@ from typing import Final
 
 from fourfold.workers import frames
 from fourfold.workers.child import Child, WorkerDied
+from fourfold.workers.queue import BatchQueue, Entry
 from fourfold_reward import protocol
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
@@ -35,48 +36,8 @@ _NEWEST_WEIGHT: Final = 0.1
 _NUMBER_BITS: Final = 48
 
 
-class Call:
-    """The samples of one Score call, and their outcomes so far."""
-
-    __slots__ = ("closed", "done", "left", "outcomes")
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.outcomes: list[Outcome | None] = [None] * len(jobs)
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Resolved when all samples have an outcome, or by `close`."""
-        self.closed = False
-        self.left = len(jobs)  # samples without an outcome
-
-    def close(self) -> None:
-        """Take no more outcomes: the caller has left, or gets an answer now."""
-        self.closed = True
-        if not self.done.done():
-            self.done.set_result(None)
-
-    def set_outcome(self, index: int, outcome: Outcome) -> None:
-        """Keep the first outcome of a sample."""
-        if self.outcomes[index] is None and not self.closed:
-            self.outcomes[index] = outcome
-            self.left -= 1
-            if not self.left:
-                self.close()
-
-
-class Entry:
-    """One sample of a call, in the queue or in a batch."""
-
-    __slots__ = ("call", "index", "job")
-
-    def __init__(self, call: Call, index: int, job: Job) -> None:
-        self.call, self.index, self.job = call, index, job
-
-    @property
-    def pending(self) -> bool:
-        """Return whether somebody waits for its outcome."""
-        return not self.call.closed and self.call.outcomes[self.index] is None
-
-    def set_outcome(self, outcome: Outcome) -> None:
-        self.call.set_outcome(self.index, outcome)
+Queue = BatchQueue[Job, Outcome]
+QueuedJob = Entry[Job, Outcome]
 
 
 @dataclass(slots=True)
@@ -109,7 +70,7 @@ class Batch:
     def __init__(
         self,
         worker: Worker,
-        entries: Sequence[Entry],
+        entries: Sequence[QueuedJob],
         times: FunctionTimes,
         *,
         timeout: float,
@@ -136,16 +97,16 @@ class Batch:
         self._given_up = len(entries)  # position of the first sample that other workers score
 
     @property
-    def current(self) -> Entry | None:
+    def current(self) -> QueuedJob | None:
         """Return the sample that runs; None if all have outcomes, or if it was given to other workers."""
         return self._entries[self._position] if self._position < self._given_up else None
 
     @property
-    def rest(self) -> Sequence[Entry]:
+    def rest(self) -> Sequence[QueuedJob]:
         """Return the samples that have not begun."""
         return self._entries[self._position + 1 : self._given_up]
 
-    def give_up_rest(self) -> Sequence[Entry]:
+    def give_up_rest(self) -> Sequence[QueuedJob]:
         """Tell the worker to stop after this sample; return those behind it, which it may still score by accident."""
         rest = self.rest
         if rest:
@@ -161,7 +122,7 @@ class Batch:
             WorkerDied: the worker ended, or broke the protocol, while `current` ran.
         """
         loop = asyncio.get_running_loop()
-        self._worker.send(protocol.pack_batch(self._first, [entry.job for entry in self._entries]))
+        self._worker.send(protocol.pack_batch(self._first, [entry.item for entry in self._entries]))
         self._began = loop.time()
         try:
             while not self._over:
@@ -203,7 +164,7 @@ class Batch:
             if "dropped" in reply and self._position >= self._given_up:
                 self._over = True
                 continue
-            self._entries[self._position].set_outcome(Outcome.from_json(reply))
+            self._entries[self._position].set_result(Outcome.from_json(reply))
             self._position += 1
             self._over = self._position == len(self._entries)
         if count := self._position - began:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -35,7 +34,7 @@ from fourfold.host.timing import Histogram
 from fourfold.workers import frames
 from fourfold.workers.child import WorkerDied
 from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
-from fourfold_reward.batch import Batch, Call, Entry, FunctionTimes, Worker
+from fourfold_reward.batch import Batch, FunctionTimes, Queue, QueuedJob, Worker
 from fourfold_reward.job import Job
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import MAX_REPLY_BYTES, Outcome
@@ -92,8 +91,7 @@ class WorkerPool:
         self._on_failure = on_failure
         self._sandbox = sandbox
         self._max_waiting = max_waiting_samples
-        self._queue: deque[Entry] = deque()
-        self._queued_bytes = 0
+        self._queue = Queue(self._wake_runners)
         self._queue_filled = asyncio.Event()
         self._times = FunctionTimes()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,24 +135,15 @@ class WorkerPool:
         Raises:
             Overloaded: the queue is full. No sample was queued.
         """
-        size = check_room(
+        check_room(
             jobs,
             waiting=len(self._queue),
-            waiting_bytes=self._queued_bytes,
+            waiting_bytes=self._queue.size_bytes,
             max_waiting=self._max_waiting,
             seconds_per_sample=self._mean_seconds / self._processes,
         )
-        call = Call(jobs)
-        self._queue.extend([Entry(call, index, job) for index, job in enumerate(jobs)])
-        self._queued_bytes += size
-        self._wake_runners()
-        timer = asyncio.get_running_loop().call_later(timeout, call.close)
-        try:
-            await call.done
-            return [outcome or self._too_late() for outcome in call.outcomes]
-        finally:  # also when the caller went away
-            timer.cancel()
-            self._withdraw(call)
+        outcomes = await self._queue.put(jobs, timeout=timeout)
+        return [outcome or self._too_late() for outcome in outcomes]
 
     async def close(self) -> None:
         """Stop the runners and kill the workers. Queued samples get no outcome."""
@@ -185,36 +174,13 @@ class WorkerPool:
 
     # -- queue --------------------------------------------------------------------------------------------------------
 
-    def _requeue(self, entries: Sequence[Entry]) -> None:
-        """Put samples that have not begun back to the front of the queue, in order."""
-        again = [entry for entry in entries if entry.pending]
-        if again:
-            self._queue.extendleft(reversed(again))
-            self._queued_bytes += sum(entry.job.size_bytes for entry in again)
-            self._wake_runners()
-
-    def _take_batch(self) -> list[Entry]:
+    def _take_batch(self) -> list[QueuedJob]:
         """Take samples from the queue: at most about 50 ms of work, and a share of each idle worker."""
-        batch: list[Entry] = []
-        most, size = 1, 0
-        while self._queue and len(batch) < most and size < _BATCH_BYTES:
-            entry = self._queue.popleft()
-            self._queued_bytes -= entry.job.size_bytes
-            if not entry.pending:
-                continue
-            if not batch and (mean := self._times.mean):  # without a known time a sample goes alone
-                share = max(-(-(len(self._queue) + 1) // (1 + self._idle)), int(_UNDIVIDED_SECONDS / mean))
-                most = max(min(int(_BATCH_SECONDS / mean), _BATCH_SAMPLES, share), 1)
-            batch.append(entry)
-            size += entry.job.size_bytes
-        return batch
-
-    def _withdraw(self, call: Call) -> None:
-        """Remove the samples without an outcome from the queue."""
-        if call.left:
-            call.close()
-            self._queue = deque(entry for entry in self._queue if entry.call is not call)
-            self._queued_bytes = sum(entry.job.size_bytes for entry in self._queue)
+        most = 1
+        if mean := self._times.mean:  # without a known time a sample goes alone
+            share = max(-(-len(self._queue) // (1 + self._idle)), int(_UNDIVIDED_SECONDS / mean))
+            most = max(min(int(_BATCH_SECONDS / mean), _BATCH_SAMPLES, share), 1)
+        return self._queue.take(most, _BATCH_BYTES)
 
     # -- runners ------------------------------------------------------------------------------------------------------
 
@@ -292,13 +258,13 @@ class WorkerPool:
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    async def _score_batch(self, worker: Worker | None, entries: Sequence[Entry]) -> Worker | None:
+    async def _score_batch(self, worker: Worker | None, entries: Sequence[QueuedJob]) -> Worker | None:
         """Hand out the outcomes of a batch; return the worker unless it had to be killed."""
         if worker is None:
-            entries[0].set_outcome(
+            entries[0].set_result(
                 Outcome.error("WORKER_DIED", f"no worker process could be started: {self._start_error}")
             )
-            self._requeue(entries[1:])
+            self._queue.put_back(entries[1:])
             return None
         batch = Batch(
             worker,
@@ -324,11 +290,11 @@ class WorkerPool:
             cause = str(error)
             outcome = Outcome.error("WORKER_DIED", f"{error} while {self.verifier.name} scored this sample")
         current = batch.current
-        _log.warning("worker lost: sample=%s cause=%s", current.job.sample_id if current else "", cause)
-        self._requeue(batch.rest)
+        _log.warning("worker lost: sample=%s cause=%s", current.item.sample_id if current else "", cause)
+        self._queue.put_back(batch.rest)
         await self._discard(worker)
         if current is not None:
-            current.set_outcome(outcome)
+            current.set_result(outcome)
         return None
 
     def _on_scored(self, count: int, seconds: float) -> None:
@@ -340,7 +306,7 @@ class WorkerPool:
     def _on_stuck(self, batch: Batch) -> None:
         self.stuck += 1
         self._stuck_at = asyncio.get_running_loop().time()
-        self._requeue(batch.give_up_rest())
+        self._queue.put_back(batch.give_up_rest())
         self._wake_runners()
         self._spare_taken.set()  # more are wanted now
         if not self._keeps_spares:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from fourfold.host.timing import Histogram
+from fourfold.workers.queue import BatchQueue, Entry
 from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
@@ -27,12 +26,6 @@ _NEWEST_WEIGHT: Final = 0.1
 
 ScoreBatch = Callable[[int, Sequence[Job]], Awaitable[Sequence[Outcome]]]
 """Scores the samples of one slot; it returns one outcome for each, and never later than its own time limit."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    job: Job
-    outcome: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class SampleQueue:
@@ -56,9 +49,8 @@ class SampleQueue:
         """
         self._score_batch, self._slot_count, self._batch = score_batch, slots, batch
         self._on_failure, self._max_waiting = on_failure, max_waiting
-        self._entries: deque[_Entry] = deque()
-        self._bytes = 0
         self._filled = asyncio.Event()
+        self._queue = BatchQueue[Job, Outcome](self._filled.set)
         self._slots: list[asyncio.Task[None]] = []
         self._mean_seconds = 0.0
         self._busy_slots = 0
@@ -81,7 +73,7 @@ class SampleQueue:
 
     @property
     def waiting_samples(self) -> int:
-        return len(self._entries)
+        return len(self._queue)
 
     @property
     def slot_count(self) -> int:
@@ -92,35 +84,29 @@ class SampleQueue:
 
         Raises Overloaded: the queue is full. No sample was queued.
         """
-        size = check_room(
+        check_room(
             jobs,
-            waiting=len(self._entries),
-            waiting_bytes=self._bytes,
+            waiting=len(self._queue),
+            waiting_bytes=self._queue.size_bytes,
             max_waiting=self._max_waiting,
             seconds_per_sample=self._mean_seconds / self._slot_count,
         )
-        queued = [_Entry(job) for job in jobs]
-        self._entries.extend(queued)
-        self._bytes += size
-        self._filled.set()
-        try:
-            await asyncio.wait([entry.outcome for entry in queued], timeout=timeout)
-            return [entry.outcome.result() if entry.outcome.done() else self._too_late() for entry in queued]
-        finally:  # also when the caller went away
-            self._withdraw(queued)
+        outcomes = await self._queue.put(jobs, timeout=timeout)
+        return [outcome or self._too_late() for outcome in outcomes]
 
     async def _run_slot(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            while not self._entries:
+            while not self._queue:
                 self._filled.clear()
                 await self._filled.wait()
-            taken = self._take()
+            if not (taken := self._take()):  # their call ended just now
+                continue
             self.busy += len(taken)
             self._busy_slots += 1
             started = loop.time()
             try:
-                outcomes = await self._score_batch(number, [entry.job for entry in taken])
+                outcomes = await self._score_batch(number, [entry.item for entry in taken])
             finally:
                 self.busy -= len(taken)
                 self._busy_slots -= 1
@@ -128,32 +114,17 @@ class SampleQueue:
             self._mean_seconds += _NEWEST_WEIGHT * (seconds / len(taken) - self._mean_seconds)
             for entry, outcome in zip(taken, outcomes, strict=True):
                 self.seconds.add(seconds)
-                if not entry.outcome.done():
-                    entry.outcome.set_result(outcome)
+                entry.set_result(outcome)
 
-    def _take(self) -> list[_Entry]:
+    def _take(self) -> list[Entry[Job, Outcome]]:
         """Remove the next batch from the queue: the share of one of the slots that are free."""
         free = self._slot_count - self._busy_slots
-        count = min(self._batch, max(-(-len(self._entries) // free), 1))
-        taken, size = list[_Entry](), 0
-        while self._entries and len(taken) < count and (not taken or size < MAX_BATCH_BYTES):
-            taken.append(self._entries.popleft())
-            size += taken[-1].job.size_bytes
-        self._bytes -= size
-        return taken
-
-    def _withdraw(self, queued: Sequence[_Entry]) -> None:
-        pending = [entry for entry in queued if not entry.outcome.done()]
-        for entry in pending:
-            entry.outcome.cancel()
-        if pending:
-            self._entries = deque(entry for entry in self._entries if not entry.outcome.done())
-            self._bytes = sum(entry.job.size_bytes for entry in self._entries)
+        return self._queue.take(min(self._batch, max(-(-len(self._queue) // free), 1)), MAX_BATCH_BYTES)
 
     def _too_late(self) -> Outcome:
         return Outcome.error(
             "TIMEOUT",
-            f"not scored before the call's deadline; {len(self._entries)} samples wait for {self._slot_count} slots: "
+            f"not scored before the call's deadline; {len(self._queue)} samples wait for {self._slot_count} slots: "
             "try again, give the call more time, or start more reward services",
             code="UNAVAILABLE",
         )

@@ -17,12 +17,13 @@ class Measured(Protocol):
     size_bytes: int
 
 
+AnyItemT = TypeVar("AnyItemT")
 ItemT = TypeVar("ItemT", bound=Measured)
 ResultT = TypeVar("ResultT")
 
 
 class Call(Generic[ResultT]):
-    """The results of the items of one `put`, so far."""
+    """The results of the items of one caller, so far. Other threads may read `closed`."""
 
     __slots__ = ("closed", "done", "left", "results")
 
@@ -39,13 +40,23 @@ class Call(Generic[ResultT]):
         if not self.done.done():
             self.done.set_result(None)
 
+    def set_result(self, index: int, result: ResultT) -> bool:
+        """Keep the first result of an item. Return whether this one was kept."""
+        if self.closed or self.results[index] is not None:
+            return False
+        self.results[index] = result
+        self.left -= 1
+        if not self.left:
+            self.close()
+        return True
 
-class Entry(Generic[ItemT, ResultT]):
+
+class Entry(Generic[AnyItemT, ResultT]):
     """One item of a call, in the queue or in a batch."""
 
     __slots__ = ("call", "index", "item")
 
-    def __init__(self, call: Call[ResultT], index: int, item: ItemT) -> None:
+    def __init__(self, call: Call[ResultT], index: int, item: AnyItemT) -> None:
         self.call, self.index, self.item = call, index, item
 
     @property
@@ -55,11 +66,7 @@ class Entry(Generic[ItemT, ResultT]):
 
     def set_result(self, result: ResultT) -> None:
         """Keep the first result of an item."""
-        if self.pending:
-            self.call.results[self.index] = result
-            self.call.left -= 1
-            if not self.call.left:
-                self.call.close()
+        self.call.set_result(self.index, result)
 
 
 class BatchQueue(Generic[ItemT, ResultT]):

@@ -22,12 +22,12 @@ from fourfold.config.reward import RewardModelConfig  # noqa: E402
 from fourfold.errors import ConfigError, Overloaded  # noqa: E402
 from fourfold.model.classifier import ClassifierFolder  # noqa: E402
 from fourfold.model.tokenizer import Tokenizer  # noqa: E402
+from fourfold.workers.queue import Call, Entry  # noqa: E402
 from fourfold_reward.job import Job  # noqa: E402
 from fourfold_reward.models import fused, load  # noqa: E402
 from fourfold_reward.models.backend import RewardModelBackend  # noqa: E402
-from fourfold_reward.models.calls import Call, Entry  # noqa: E402
 from fourfold_reward.models.packed import PackedPasses  # noqa: E402
-from fourfold_reward.models.passes import PassThread  # noqa: E402
+from fourfold_reward.models.passes import PassThread, Text  # noqa: E402
 from fourfold_reward.protocol import Outcome  # noqa: E402
 from tests.support.reward_jobs import make_job  # noqa: E402
 from tests.support.reward_models import change_config, plain_scores, write_reward_model  # noqa: E402
@@ -366,7 +366,7 @@ class Harness:
 
     def _deliver(self, outcomes: Any, seconds: float) -> None:
         with self.changed:
-            self.outcomes += [(len(entry.token_ids), outcome) for entry, outcome in outcomes]
+            self.outcomes += [(len(entry.item), outcome) for entry, outcome in outcomes]
             self.changed.notify()
 
     def _fail(self, message: str) -> None:
@@ -379,9 +379,9 @@ class Harness:
             assert self.changed.wait_for(ready, 30)
 
 
-def entries(*lengths: int, withdrawn: bool = False) -> list[Entry]:
-    call = Call([])
-    call.withdrawn = withdrawn
+def entries(*lengths: int, withdrawn: bool = False) -> list[Text]:
+    call = Call[Outcome](0)
+    call.closed = withdrawn
     return [Entry(call, index, np.zeros(length, np.int32)) for index, length in enumerate(lengths)]
 
 

@@ -23,9 +23,9 @@ from fourfold.errors import ConfigError
 from fourfold.host.timing import Histogram
 from fourfold.install import install_command
 from fourfold.model.classifier import ClassifierFolder
+from fourfold.workers.queue import Call, Entry
 from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
 from fourfold_reward.job import Job
-from fourfold_reward.models.calls import Call, Entry
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.signatures import Reads
 
@@ -77,7 +77,7 @@ class RewardModelBackend:
         self._open_samples = self._open_bytes = 0  # of all calls
         self._mean_seconds = 0.01  # moving average of the time of a pass, divided by its samples
         self._failure = ""
-        self._calls: set[Call] = set()
+        self._calls: set[Call[Outcome]] = set()
         self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-texts")
         self._encoder: TextEncoder | None = None
         self._thread: PassThread | None = None
@@ -135,22 +135,22 @@ class RewardModelBackend:
         )
         if self._failure:
             return [Outcome.error("WORKER_DIED", self._failure) for _ in jobs]
-        call = Call(jobs)
+        call = Call[Outcome](len(jobs))
         self._calls.add(call)
         self._open_samples += len(jobs)
         self._open_bytes += size
         try:
             for first in range(0, len(jobs), _ENCODED_AT_ONCE):
-                self._encoding.submit(self._encode, call, first)
+                self._encoding.submit(self._encode, call, jobs[first : first + _ENCODED_AT_ONCE], first)
             await asyncio.wait([call.done], timeout=timeout)
             self._check_stuck()
-            return [self._too_late() if outcome is None else outcome for outcome in call.outcomes]
+            return [self._too_late() if outcome is None else outcome for outcome in call.results]
         finally:  # also when the caller went away
-            call.withdrawn = True
+            call.close()
             self._calls.discard(call)
-            self._open_samples -= call.remaining
+            self._open_samples -= call.left
             self._open_bytes -= size
-            if call.remaining and self._thread is not None:
+            if call.left and self._thread is not None:
                 self._thread.withdraw()
 
     async def close(self) -> None:
@@ -199,11 +199,10 @@ class RewardModelBackend:
 
     # -- the queue -----------------------------------------------------------------------------------------------------
 
-    def _encode(self, call: Call, first: int) -> None:
-        """Encode some samples of a call and queue them for the forward passes. Runs in the encoding thread."""
-        if call.withdrawn:
+    def _encode(self, call: Call[Outcome], jobs: Sequence[Job], first: int) -> None:
+        """Encode some samples of a call, from `first` on, and queue them for passes. Runs in the encoding thread."""
+        if call.closed:
             return
-        jobs = call.jobs[first : first + _ENCODED_AT_ONCE]
         assert self._encoder is not None
         try:
             encoded = self._encoder.encode(jobs)
@@ -234,20 +233,15 @@ class RewardModelBackend:
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _settle(self, outcomes: Sequence[tuple[Call, int, Outcome]], seconds: float) -> None:
+    def _settle(self, outcomes: Sequence[tuple[Call[Outcome], int, Outcome]], seconds: float) -> None:
         """Give outcomes to their calls. `seconds` is the time of their forward pass, 0 if there was none."""
         if seconds:
             self._mean_seconds += _NEWEST_WEIGHT * (seconds / len(outcomes) - self._mean_seconds)
         for call, index, outcome in outcomes:
             if seconds:
                 self.seconds.add(seconds)
-            if call.withdrawn or call.outcomes[index] is not None:
-                continue
-            call.outcomes[index] = outcome
-            call.remaining -= 1
-            self._open_samples -= 1
-            if not call.remaining and not call.done.done():
-                call.done.set_result(None)
+            if call.set_result(index, outcome):
+                self._open_samples -= 1
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -262,8 +256,7 @@ class RewardModelBackend:
             return
         self._failure = message
         for call in self._calls:
-            if not call.done.done():
-                call.done.set_result(None)
+            call.close()
         self.on_failure(message)
 
     def _too_late(self) -> Outcome:

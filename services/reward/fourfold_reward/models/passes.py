@@ -19,9 +19,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from fourfold.arrays import Float32Array
+from fourfold.arrays import Float32Array, Int32Array
 from fourfold.nn.gpu_errors import is_fatal
-from fourfold_reward.models.calls import Entry
+from fourfold.workers.queue import Entry
 from fourfold_reward.models.packed import Passes
 from fourfold_reward.protocol import Outcome
 
@@ -29,15 +29,16 @@ _log = logging.getLogger(__name__)
 # Many passes waste little on a last, partly filled one. Few keep the wait of a new sample short.
 _PASSES_PER_ROUND: Final = 8
 
-
-Delivered = Sequence[tuple[Entry, Outcome]]
+Text = Entry[Int32Array, Outcome]
+"""Token ids of a sample that waits for a pass."""
+Delivered = Sequence[tuple[Text, Outcome]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
     """A pass whose results have not been read."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[Text]
     finish: Callable[[], Float32Array]
     since: float
 
@@ -66,8 +67,8 @@ class PassThread:
         self._deliver = deliver
         self._on_failure = on_failure
         self._changed = threading.Condition()
-        self._waiting: deque[Entry] = deque()
-        self._round: deque[list[Entry]] = deque()  # of the thread alone
+        self._waiting: deque[Text] = deque()
+        self._round: deque[list[Text]] = deque()  # of the thread alone
         self._closing = False
         # Totals, written by the thread.
         self.samples = self.tokens = self.out_of_memory = 0
@@ -81,16 +82,16 @@ class PassThread:
         """How texts share a pass: "packed", "padded" or "one text at a time"."""
         return self._passes.kind
 
-    def put(self, entries: Sequence[Entry]) -> None:
+    def put(self, entries: Sequence[Text]) -> None:
         """Queue samples with tokens."""
         with self._changed:
             self._waiting.extend(entries)
             self._changed.notify()
 
     def withdraw(self) -> None:
-        """Forget the queued samples of withdrawn calls."""
+        """Forget the queued samples of closed calls."""
         with self._changed:
-            self._waiting = deque(entry for entry in self._waiting if not entry.call.withdrawn)
+            self._waiting = deque(entry for entry in self._waiting if not entry.call.closed)
 
     def close(self, timeout: float) -> bool:
         """End the thread after the running pass; return whether it ended within `timeout` seconds."""
@@ -115,41 +116,41 @@ class PassThread:
             _log.critical("forward passes ended", exc_info=error)
             self._on_failure(f"the reward model failed: {type(error).__name__}: {error}"[:2000])
 
-    def _next(self, *, wait: bool) -> list[Entry]:
+    def _next(self, *, wait: bool) -> list[Text]:
         """Return the next batch; [] if there is none now, or after `close`."""
         while not self._closing:
             if not self._round:
                 self._round.extend(self._new_round(wait=wait))
             if not self._round:
                 break
-            if batch := [entry for entry in self._round.popleft() if not entry.call.withdrawn]:
+            if batch := [entry for entry in self._round.popleft() if not entry.call.closed]:
                 return batch
         return []
 
-    def _new_round(self, *, wait: bool) -> list[list[Entry]]:
+    def _new_round(self, *, wait: bool) -> list[list[Text]]:
         """Take the oldest samples that fit a round, at least one, and divide them into passes."""
-        entries: list[Entry] = []
+        entries: list[Text] = []
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing or not wait)
             room = self._budget * _PASSES_PER_ROUND
-            while self._waiting and (not entries or len(self._waiting[0].token_ids) <= room):
+            while self._waiting and (not entries or len(self._waiting[0].item) <= room):
                 entries.append(self._waiting.popleft())
-                room -= len(entries[-1].token_ids)
-        lengths = [len(entry.token_ids) for entry in entries]
+                room -= len(entries[-1].item)
+        lengths = [len(entry.item) for entry in entries]
         return [[entries[i] for i in each] for each in self._passes.split(lengths, max_tokens=self._budget)]
 
-    def _start(self, batch: list[Entry]) -> _Running | None:
+    def _start(self, batch: list[Text]) -> _Running | None:
         """Start a pass; None if it failed: its samples are then queued in halves, or have their error."""
         since = time.monotonic()
         self.running += len(batch)
         try:
-            finish = self._passes.start([entry.token_ids for entry in batch])
+            finish = self._passes.start([entry.item for entry in batch])
         except Exception as error:
             self._divide(batch, error)
             return None
         return _Running(entries=batch, finish=finish, since=since)
 
-    def _divide(self, batch: list[Entry], error: Exception) -> None:
+    def _divide(self, batch: list[Text], error: Exception) -> None:
         """Queue the halves of a batch that failed before all others. Raises `error` if the GPU is lost."""
         if is_fatal(error):
             raise error
@@ -157,7 +158,7 @@ class PassThread:
         if no_memory:
             self.out_of_memory += 1
             torch.cuda.empty_cache()
-        tokens = sum(len(entry.token_ids) for entry in batch)
+        tokens = sum(len(entry.item) for entry in batch)
         if len(batch) == 1:
             self._deliver([(batch[0], _outcome_of(error, tokens, no_memory=no_memory))], 0.0)
             return
@@ -178,7 +179,7 @@ class PassThread:
             return
         seconds = time.monotonic() - running.since
         self.samples += len(running.entries)
-        self.tokens += sum(len(entry.token_ids) for entry in running.entries)
+        self.tokens += sum(len(entry.item) for entry in running.entries)
         outcomes = [(entry, _scored(float(score))) for entry, score in zip(running.entries, scores, strict=True)]
         self._deliver(outcomes, seconds)
 

@@ -14,7 +14,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import read_ints
 from fourfold.sample.sampled import NO_MASK, SampledTokens, TokenDraft
 
-# A text that ends with this may lack tokens of its last character.
+# Decoded text ends with this character when tokens of its last character are still missing.
 _INCOMPLETE: Final = "\ufffd"
 _REASONS: Final = {
     rollout.FINISH_REASON_STOP: pb.FINISH_REASON_STOP,
@@ -23,15 +23,15 @@ _REASONS: Final = {
 
 
 class TextStream:
-    """Converts token ids to text as they come."""
+    """Converts token ids to text incrementally."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._begin = self._read = 0  # decoding begins before the unread tokens: the first of a text may lose its space
+        self._begin = self._read = 0  # decode from an earlier token: a tokenizer may drop the space of the first one
 
     def add(self, token_ids: Sequence[int], *, last: bool = False) -> str:
-        """Return the new text. A character whose tokens are incomplete comes later, at the latest with `last`."""
+        """Return the new text. A character with missing tokens is held back until they arrive, or until `last`."""
         self._ids += token_ids
         before = self._tokenizer.decode(self._ids[self._begin : self._read])
         text = self._tokenizer.decode(self._ids[self._begin :])
@@ -42,14 +42,14 @@ class TextStream:
 
 
 class Completion:
-    """One sample while it is sampled."""
+    """The tokens and the text of one sample in progress."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self.index = index
         self.finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
         self.ids: list[int] = []
         self.text = ""  # without special tokens, before a stop string
-        self.stopped = False  # by a stop string: later chunks are ignored
+        self.stopped = False  # a stop string was found: later chunks are ignored
         self._tokenizer, self._stream = tokenizer, TextStream(tokenizer)
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
@@ -57,7 +57,7 @@ class Completion:
         self._draft = TokenDraft()
 
     def add(self, chunk: rollout.SampleChunk) -> pb.TurnChunk:
-        """Add a checked chunk; return what the agent gets of it, without a finish_reason."""
+        """Add a checked chunk; return the agent's chunk for it, without a finish_reason."""
         ids, logprobs = read_ints(chunk.token_ids).tolist(), chunk.logprobs
         finished = chunk.finish_reason != rollout.FINISH_REASON_UNSPECIFIED
         if self._stop:
@@ -87,7 +87,7 @@ class Completion:
     def raw_text(self) -> str:
         """Return the text with special tokens, for the parsers of tool calls and reasoning.
 
-        The stop token at the end is left out, as in vLLM's own API: parsers would leave its text in the content.
+        The stop token at the end is left out, as in vLLM's own API, because parsers would keep its text in the content.
         """
         if self.stopped:
             return self.text
@@ -108,7 +108,7 @@ class Completion:
         return len(ids)
 
     def _new_text(self) -> str:
-        """Return the text that was not passed on yet, without an end that may become a stop string."""
+        """Return the text that the agent does not have yet, without an end that may begin a stop string."""
         end = len(self.text)
         if self.finish_reason == pb.FINISH_REASON_UNSPECIFIED and self._longest:
             end = max(end - self._longest + 1, self._sent)

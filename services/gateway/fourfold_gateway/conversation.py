@@ -4,9 +4,9 @@
     prompt ids            = [ids of the segment up to that reply]            + [end of its turn, if it was not sampled]
                                                                              + [rendering of the new messages]
 
-The rendering of the new messages is what the chat template writes after the earlier ones. Templates that write earlier
-messages differently when others follow (they drop the reasoning of earlier turns, or move the tools) have no such part:
-then, as for a history that the agent edited, all messages are encoded, and the turn opens a segment.
+The rendering of the new messages is the text that the chat template writes after the earlier ones. Some templates write
+earlier messages differently when others follow: they drop the reasoning of earlier turns, or move the tools. For these,
+and for a history that the agent edited, all messages are encoded again and the turn opens a segment.
 
 Texts of special tokens in messages are encoded as ordinary text (`Tokenizer.escape`), so that the content of a message
 cannot end it and forge another one.
@@ -32,10 +32,10 @@ from fourfold.model.tokenizer import Tokenizer
 from .encoding import PromptLimits
 from .trajectory import Trajectory, Turn
 
-_ANSWER: Final = "4F6rAnswer"  # stands for a reply in a rendering, to find what follows it
-_BASE: Final = struct.Struct("<ii")  # segment and number of its messages that a stored turn continues; -1, 0: none
+_ANSWER: Final = "4F6rAnswer"  # placeholder for a reply in a rendering, to find the text after it
+_BASE: Final = struct.Struct("<ii")  # segment that a stored turn continues, and its messages in the turn; -1, 0: none
 _NO_BASE: Final = -1
-_MAX_VARIABLE: Final = 200  # characters of a variable of the chat template that an agent gives
+_MAX_VARIABLE: Final = 200  # most characters of an agent's variable for the chat template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,25 +43,25 @@ class _Entry:
     """A message of a conversation."""
 
     message: pb.Message
-    key: tuple[object, ...]  # what an equal message has, without reasoning
+    key: tuple[object, ...]  # equal for equal messages; excludes the reasoning
     reasoning: str
-    rendered: Mapping[str, Any]  # for the chat template, escaped
+    rendered: Mapping[str, Any]  # the escaped message for the chat template
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
     """The place of a reply in a thread and in its segment."""
 
-    entry_count: int  # up to and with the reply
+    entry_count: int  # messages up to the reply, which is included
     token_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Thread:
-    """The messages that the tokens of a segment stand for. The last one is a reply."""
+    """The messages whose tokens are in a segment. The last one is a reply."""
 
     entries: tuple[_Entry, ...]
-    replies: tuple[_Reply, ...]  # whose tokens are in the segment as sampled, ascending
+    replies: tuple[_Reply, ...]  # replies whose sampled tokens are in the segment, in order
     tools: tuple[bytes, ...]  # each an encoded Tool
 
 
@@ -71,9 +71,9 @@ class ChatPrompt:
 
     token_ids: Int32Array  # [p]
     thread: _Thread
-    """The request; its replies are those that the ids hold as sampled."""
+    """The messages of the request; `replies` lists those whose sampled tokens are in the ids."""
     base: int
-    """Segment whose first entries it has; -1: none."""
+    """Segment that begins with the same entries; -1: none."""
     base_count: int
     """Number of these entries."""
 
@@ -83,7 +83,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, limits: PromptLimits) -> None:
         self.tokenizer, self._limits = tokenizer, limits
-        self._ending: str | None = None  # what follows a reply; None: not known yet
+        self._ending: str | None = None  # the text after a reply; None: not known yet
 
     def encode(self, chat: pb.Chat) -> tuple[str, list[int]]:
         """Return the rendered messages as text and as token ids, up to the beginning of the assistant's answer.
@@ -135,7 +135,7 @@ class ChatTemplate:
         return rendered
 
     def _arguments(self, text: str) -> tuple[Any, str]:
-        """Return the escaped `argument_value` of a text, and a text that equal values have."""
+        """Return the escaped `argument_value` of a text, and a text that is equal for equal values."""
         value = argument_value(text)
         try:
             return self.tokenizer.escape(value), text if value == text else json.dumps(value, sort_keys=True)
@@ -166,8 +166,8 @@ class ChatTemplate:
             sampled: the replies that the segment has as sampled, in order.
 
         Returns:
-            None if the template writes the earlier messages differently when the new ones follow, or leaves out a part
-            of a sampled reply.
+            None if the template changes the earlier messages when the new ones follow, or leaves out a part of a
+            sampled reply.
         """
         before, ending = self.render(earlier, tools, add_generation_prompt=False), self._end_of_reply()
         text = self.render([*earlier, *new], tools)
@@ -185,8 +185,8 @@ class ChatTemplate:
         """Return the ids of `rest` after a completion whose last token is `last_id`."""
         stop, stripped = self.tokenizer.added_text(last_id), text.lstrip()
         if stop and stripped.startswith(stop):
-            # The policy sampled the end of its turn itself. Encoded with the text, this token decides, as in a whole
-            # prompt, how the text after it is split.
+            # The policy sampled the end of its turn itself. The token is encoded together with the text after it,
+            # because it decides how that text is split, as in a whole prompt.
             ids = self.encode_text(stripped)
             if ids[:1] == [last_id]:
                 return ids[1:]
@@ -198,7 +198,7 @@ class ChatTemplate:
         return self.tokenizer.encode(text)
 
     def is_neutral(self, variables: Mapping[str, Any]) -> bool:
-        """Return whether variables leave the text of a conversation with reasoning, and of the next turn, as it is.
+        """Return whether variables change neither the text of a conversation with reasoning nor that of the next turn.
 
         Only switches and short texts are tried, because they are rendered on the event loop.
         """
@@ -225,7 +225,7 @@ class ChatTemplate:
             chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
             try:
                 text = self.tokenizer.render_chat(chat, add_generation_prompt=False)
-            except InvalidInput:  # a template may ask for more than these messages have
+            except InvalidInput:  # a template may need fields that these messages lack
                 return None
             self._ending = text.rpartition(_ANSWER)[2]
         return self._ending
@@ -236,7 +236,7 @@ class Conversation:
 
     def __init__(self, template: ChatTemplate, trajectory: Trajectory) -> None:
         self._template, self._trajectory = template, trajectory
-        self._threads: dict[int, _Thread] = {}  # by segment; those of finished turns with messages
+        self._threads: dict[int, _Thread] = {}  # by segment; only segments of finished turns with messages have one
         self._replies: dict[int, pb.Message] = {}  # by number of the turn
 
     @staticmethod
@@ -276,7 +276,7 @@ class Conversation:
             index, thread, reply = found
             count = reply.entry_count
             replies = tuple(r for r in thread.replies if r.entry_count <= count)
-            # As recorded: the client may have left out the reasoning.
+            # Use the recorded message: the client may have left out the reasoning.
             earlier, new = thread.entries[:count], entries[count:]
             sampled = [earlier[r.entry_count - 1] for r in replies]
             rest = self._template.rest(earlier, new, rendered_tools, sampled)
@@ -298,7 +298,7 @@ class Conversation:
         )
 
     def record(self, prompt: ChatPrompt, turn: Turn, reply: pb.Message) -> tuple[bytes, bytes]:
-        """Remember what a finished turn stands for.
+        """Remember the messages of a finished turn.
 
         Args:
             prompt: from `make_prompt`; several turns may have the same one.
@@ -311,7 +311,7 @@ class Conversation:
         base, count = prompt.base, prompt.base_count
         thread = self._threads.get(base)
         if thread is None or thread.entries[:count] != prompt.thread.entries[:count]:
-            base, count = _NO_BASE, 0  # a turn with equal ids and other messages came first
+            base, count = _NO_BASE, 0  # another turn with equal ids and other messages finished first
         chat = pb.Chat(
             messages=[entry.message for entry in prompt.thread.entries[count:]],
             tools=[pb.Tool.FromString(tool) for tool in prompt.thread.tools] if base == _NO_BASE else [],
@@ -320,7 +320,7 @@ class Conversation:
         return _BASE.pack(base, count) + chat.SerializeToString(), reply.SerializeToString()
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that forgets what is recorded after this call."""
+        """Return a function that forgets all turns that are recorded after this call."""
         threads, replies = dict(self._threads), dict(self._replies)
 
         def go_back() -> None:
@@ -329,7 +329,7 @@ class Conversation:
         return go_back
 
     def _entries(self, messages: Sequence[pb.Message]) -> tuple[_Entry, ...]:
-        """Return the entries of a request; those of messages that the session has are not made again."""
+        """Return the entries of a request; reuse those of messages that the session has."""
         threads, found = list(self._threads.values()), list[_Entry]()
         for index, message in enumerate(messages):
             known = (t.entries[index] for t in threads if index < len(t.entries))
@@ -338,7 +338,7 @@ class Conversation:
         return tuple(found)
 
     def _find(self, entries: Sequence[_Entry], tools: tuple[bytes, ...]) -> tuple[int, _Thread, _Reply] | None:
-        """Return the reply up to which the most messages are equal; if several, one at the end of its segment."""
+        """Return the reply after the most equal messages; of several, one at the end of its segment."""
         best: tuple[int, _Thread, _Reply] | None = None
         highest = (0, False)
         for index, thread in list(self._threads.items()):

@@ -1,4 +1,4 @@
-"""Connects a gateway with the coordinator of its run: tasks come from there, finished trajectories go there.
+"""Connects a gateway with the coordinator of its run: leases tasks and delivers finished trajectories.
 
     agent --NextTask--> LeaseTasks --> task --OpenSession--> tracked --RenewTasks--> ... --> close --> outbox
                                                                                                        |
@@ -7,8 +7,8 @@
 The outbox is in the session store: a trajectory stays there until the run has it or refuses it, also while the
 coordinator or this gateway restarts.
 
-Each call names the lease of the task. The ids of tasks alone would not do: those of another run are equal, and the
-coordinator leases a task again when this gateway was cut off for too long.
+Each call names the lease of the task. The id of a task is not enough: another run has equal ids, and the coordinator
+leases a task again when this gateway was cut off for too long.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ _MAX_RETRY_SECONDS: Final = 10.0
 FIRST_RENEWAL_SECONDS: Final = 5.0
 """Longest time between two renewals."""
 _PUT_COUNT: Final = 32
-# Encoded; a Put may have 8 MiB, and a trajectory alone may be larger than this.
+# Largest sum of encoded trajectories in one Put, which may have 8 MiB. A single trajectory may be larger than this.
 _PUT_BYTES: Final = 4 << 20
 MAX_TRAJECTORY_BYTES: Final = 8 << 20
-"""Of one trajectory, encoded; the run refuses larger ones."""
-_MAX_RENEWALS: Final = 10_000  # of one call
+"""Size of the largest encoded trajectory; the run refuses larger ones."""
+_MAX_RENEWALS: Final = 10_000  # leases in one call
 _MAX_STOP_IDS: Final = 64
-# Agents that wait at the coordinator; further ones wait here. All together would take the calls that it allows, and
-# those that renew leases would be refused.
+# Most calls that wait at the coordinator; further agents wait here. Otherwise waiting agents could use up the calls
+# that the coordinator allows, and it would refuse renewals of leases.
 _MAX_LEASE_CALLS: Final = 256
-# The run will not take the trajectory, however often it is sent.
+# Codes after which the run refuses the trajectory in every later call, too.
 _FINAL: Final = frozenset(
     {code_pb2.NOT_FOUND, code_pb2.INVALID_ARGUMENT, code_pb2.ALREADY_EXISTS, code_pb2.FAILED_PRECONDITION}
 )
 
 OnDelivered = Callable[[str, str], Awaitable[None]]
-"""Takes a session id, and the reason of a refusal; empty: the run has the trajectory."""
+"""Receives a session id and the reason of a refusal; an empty reason: the run has stored the trajectory."""
 
 
 class CoordinatorLink:
@@ -83,10 +83,10 @@ class CoordinatorLink:
         self._store, self._peer, self._clock = store, peer, clock
         self._on_delivered, self._on_gone = on_delivered, on_gone
         self._gateway, self._sessions = gateway, sessions
-        # Set once the run has the first renewal, with all tasks that the last process of this gateway left. The run
-        # would take a task that is leased earlier for one that this gateway lost.
+        # Set when the run has the first renewal, which names all tasks of the last process of this gateway. The run
+        # would treat a task that is leased before this renewal as one that the gateway lost.
         self._named = asyncio.Event()
-        self._tracked: set[tuple[str, str]] = set()  # tasks, with leases, of open sessions and of the outbox
+        self._tracked: set[tuple[str, str]] = set()  # (task, lease) of open sessions and of the outbox
         self._ttl = 3 * FIRST_RENEWAL_SECONDS
         self._wake = asyncio.Event()
         self._lease_calls = asyncio.Semaphore(_MAX_LEASE_CALLS)
@@ -113,7 +113,7 @@ class CoordinatorLink:
         self._tracked.discard((task.task_id, task.lease))
 
     def wake(self) -> None:
-        """Deliver the outbox at once."""
+        """Start the delivery of the outbox now."""
         self._wake.set()
 
     async def lease(self, wait: float, *, agent: str = "") -> pb.LeasedTask | None:
@@ -139,7 +139,7 @@ class CoordinatorLink:
 
     async def join_group(self, request: pb.JoinGroupRequest) -> pb.LeasedTask:
         """Take a place in a group of the agents."""
-        try:  # the run would return a task that the first renewal does not name
+        try:  # the run would give a task to another agent if the first renewal does not name it
             async with asyncio.timeout(_RETRY_SECONDS):
                 await self._named.wait()
         except TimeoutError:
@@ -185,7 +185,7 @@ class CoordinatorLink:
             try:
                 info = await self._call(self._stub.GetRunInfo, pb.GetRunInfoRequest(), _TIMEOUT_SECONDS)
                 self.info, wait = self._checked_info(info), _INFO_SECONDS
-            except PeerFault as error:  # it does not end by itself, and meanwhile agents get no task
+            except PeerFault as error:  # this fault persists, and agents get no task meanwhile
                 if error.message != reported:
                     reported = error.message
                     _log.warning("the description of the run is refused, no task can begin: %s", error)
@@ -211,7 +211,7 @@ class CoordinatorLink:
         while True:
             first, failed = not self._named.is_set(), False
             all_leases = list(self._renewals()) or [{}] * first
-            for leases in all_leases:  # at once: the sessions of an earlier process may have little time left
+            for leases in all_leases:  # renew now: leases of the earlier process may end soon
                 try:
                     await self._renew_some(leases, are_all=first and len(all_leases) == 1)
                 except FourfoldError as error:
@@ -269,7 +269,7 @@ class CoordinatorLink:
     async def _put(self, entries: list[OutboxEntry]) -> int:
         """Send trajectories; return how many of them were settled."""
         trajectories = [pb.Trajectory.FromString(entry.trajectory) for entry in entries]
-        # The store returns a large trajectory alone. gRPC does not send it, and all later ones would wait behind it.
+        # The store returns a large trajectory alone. gRPC does not send it, so it would block all later ones.
         if len(entries[0].trajectory) > MAX_TRAJECTORY_BYTES:
             self.untrack(trajectories[0])
             await self._on_delivered(entries[0].session_id, TOO_LARGE)
@@ -280,7 +280,7 @@ class CoordinatorLink:
                 self._stub.PutTrajectories, request, 2 * _TIMEOUT_SECONDS
             )
         except (InvalidInput, NotFound, WrongState) as error:
-            if len(entries) > 1:  # one of them is the cause
+            if len(entries) > 1:  # find the trajectory that was refused
                 return sum([await self._put([entry]) for entry in entries])
             await self._on_delivered(entries[0].session_id, error.reason)
             return 1

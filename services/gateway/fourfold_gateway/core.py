@@ -57,12 +57,12 @@ _SCORE_SECONDS: Final = 60.0
 _TICK_SECONDS: Final = 0.5
 _PRUNE_SECONDS: Final = 60.0
 _MAX_METRICS: Final = 64
-# The run refuses others, with the whole trajectory.
+# Names of metrics. The run refuses a trajectory with any other name.
 _METRIC: Final = re.compile(r"[A-Za-z0-9_./-]{1,63}")
 _MAX_REWARD: Final = 3.4028234663852886e38
 _MAX_LEASED: Final = 10_000
 _REASON: Final = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
-# Reasons of environment services that are not the fault of the task: it is attempted again, a few times at most.
+# Reasons of environment services that are not the fault of the task. The task is attempted again, a few times at most.
 _AGAIN: Final = frozenset({"ENVIRONMENT_DRAINED", "ENVIRONMENT_DIED", "NO_ENVIRONMENT", "GATEWAY_ERROR"})
 # Methods of AgentService that the key of a session allows.
 _KEY_METHODS: Final = frozenset(
@@ -105,9 +105,9 @@ class GatewayCore:
             max_context_tokens=config.model.max_context_tokens,
             run_info=lambda: self._run().run_info(),
         )
-        self.link: CoordinatorLink | None = None  # None: a gateway without a run
+        self.link: CoordinatorLink | None = None  # None: the gateway has no run
         self.http_url = ""
-        self._leased: dict[str, tuple[experience.LeasedTask, str, float]] = {}  # with owner and end, monotonic
+        self._leased: dict[str, tuple[experience.LeasedTask, str, float]] = {}  # task, owner, monotonic end
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class GatewayCore:
                 if now - pruned > _PRUNE_SECONDS:
                     pruned = now
                     await self.sessions.prune()
-            except FourfoldError as error:  # such as a full disk, which the next tick may find mended
+            except FourfoldError as error:  # such as a full disk; the next tick tries again
                 _log.warning("sessions could not be expired: %s", error)
 
     async def _expire_idle(self) -> None:
@@ -145,13 +145,14 @@ class GatewayCore:
             await self.sessions.settle(session, state, reason)
 
     async def on_gone(self, task_id: str, lease: str) -> None:
-        """Note that the run ended a lease: the group closed, another agent has the task, or it is of another run."""
+        """Expire the session of an ended lease: the group closed, another agent has the task, or the run is another
+        one."""
         for session in self.sessions.live:
             if (session.stored.task_id, session.lease) == (task_id, lease):
                 await self._expire(session, "TASK_GONE")
 
     def task_sessions(self) -> dict[tuple[str, str], experience.TaskSession]:
-        """Return what the run may know of the open sessions, by task and lease."""
+        """Return the open sessions as the run sees them, by task and lease."""
         return {
             (session.stored.task_id, session.lease): session.task_message()
             for session in self.sessions.live
@@ -162,7 +163,7 @@ class GatewayCore:
         async with session.closing:
             if session.stored.state == pb.SESSION_STATE_OPEN:
                 await self.sessions.settle(session, pb.SESSION_STATE_EXPIRED, reason)
-                if reason == "IDLE":  # a task that is gone may have been leased again: a release would end that attempt
+                if reason == "IDLE":  # a task that is gone may have a new lease, and a release would end that attempt
                     await self._release(session, "SESSION_EXPIRED", again=True)
 
     async def _release(self, session: Session, reason: str, *, again: bool) -> None:
@@ -190,7 +191,7 @@ class GatewayCore:
             session_id, owner = found
             role, _, name = owner.partition("/")
             return Caller(Principal(role, name) if name else LOCAL_AGENT, session_id)
-        if self._security is None:  # on loopback; client libraries send some key
+        if self._security is None:  # loopback without TLS: ignore the key, which client libraries always send
             return Caller(LOCAL_AGENT)
         return Caller(Principal("agent", check_token(f"Bearer {key}", method, self._security.tokens).name))
 
@@ -233,13 +234,13 @@ class GatewayCore:
 
     async def detokenize(self, caller: Caller, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         size = self._tokenizer.vocabulary_size
-        count, most = len(request.token_ids), self._encoder.limits.text_bytes  # as many as Tokenize can return
+        count, most = len(request.token_ids), self._encoder.limits.text_bytes  # the most ids that Tokenize can return
         if count > most:
             raise InvalidInput(f"{count} token ids; at most {most} are decoded in one call: send them in parts")
         ids = list(request.token_ids)
         if wrong := [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < size]:
             raise InvalidInput(f"token id {wrong[0]} is outside the vocabulary [0, {size})")
-        if len(ids) <= _FEW_TOKENS:  # a thread would take longer
+        if len(ids) <= _FEW_TOKENS:  # decoding takes less time than the start of a thread
             return pb.DetokenizeResponse(text=self._tokenizer.decode(ids))
         return pb.DetokenizeResponse(text=await asyncio.to_thread(self._tokenizer.decode, ids))
 
@@ -276,7 +277,7 @@ class GatewayCore:
         if task is None:
             return pb.NextTaskResponse()
         ttl = task.ttl.ToNanoseconds() / 1e9
-        # A session that opens later could find its lease ended before the first renewal.
+        # If the session opened later, the lease could end before its first renewal.
         end = time.monotonic() + ttl - min(ttl / 3, FIRST_RENEWAL_SECONDS)
         self._leased[task.task_id] = (task, owner_of(caller.principal), end)
         return pb.NextTaskResponse(task=_agent_task(task))
@@ -302,7 +303,7 @@ class GatewayCore:
         async def add() -> Session:
             try:
                 session = await self.sessions.add(request.session_id, owner, attempt, task, idle)
-            except DeadlinePassed:  # the session is open, and a repeated call finds it
+            except DeadlinePassed:  # the session is open; a repeated call finds it
                 self._track(task)
                 raise
             except FourfoldError:
@@ -312,7 +313,7 @@ class GatewayCore:
             self._track(task)
             return session
 
-        # Completed, also when the caller leaves: it repeats the call, and must find the session with its key.
+        # Completed even if the caller leaves, because its repeated call must find the session with its key.
         session = await completed(add())
         return pb.OpenSessionResponse(session=session.message(), session_key=session.key)
 
@@ -393,7 +394,7 @@ class GatewayCore:
                 else:
                     await self._close(session, request, digest)
 
-        # Completed, also when the caller leaves: the store would have a closed session that still takes turns here.
+        # Completed even if the caller leaves: the store could have a closed session that still takes turns here.
         await completed(end())
         return pb.CloseSessionResponse(session=session.message())
 
@@ -413,7 +414,7 @@ class GatewayCore:
         if task is None:
             if scored:
                 raise WrongState("only a session of a task or of a group can be scored by the run", reason="NO_TASK")
-            # The run does not take it. Only its agent can read it, with ExportSession.
+            # A session without a task is not sent to the run. Only its agent can read it, with ExportSession.
             changes: dict[str, Any] = {"reward": stored.reward, "metrics": stored.metrics, "outcome_sha256": digest}
             return await self.sessions.settle(session, pb.SESSION_STATE_CLOSED, **changes)
         if scored and not self._run().run_info().has_scorer:
@@ -463,7 +464,7 @@ class GatewayCore:
 
 
 def _attempt(request: pb.OpenSessionRequest) -> bytes:
-    """Return the SHA-256 of what a session is an attempt at."""
+    """Return the SHA-256 of the task or group that a session attempts."""
     same = pb.OpenSessionRequest()
     same.CopyFrom(request)
     same.ClearField("session_id")

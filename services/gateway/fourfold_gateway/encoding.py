@@ -31,10 +31,10 @@ _MIN_TEXT_BYTES: Final = 1 << 16
 _TOKENS_PER_MESSAGE: Final = 4
 _MIN_MESSAGES: Final = 64
 _UNRENDERED_FACTOR: Final = 4
-_ESCAPE_FACTOR: Final = 3  # JSON writes a character of 2 bytes of UTF-8 as \u00e9
+_ESCAPE_FACTOR: Final = 3  # JSON may write a character of 2 bytes of UTF-8 in 6 bytes, as \u00e9
 _CHARGED_BYTES_PER_TOKEN: Final = 4  # of ordinary text for each token
-_INLINE_BYTES: Final = 1 << 12  # encoded on the event loop, in less than 5 ms; most would take longer in a thread
-_LARGE_BYTES: Final = 1 << 17  # larger prompts have a slot of their own, and delay no others
+_INLINE_BYTES: Final = 1 << 12  # encoded on the event loop, in less than 5 ms; a thread would usually take longer
+_LARGE_BYTES: Final = 1 << 17  # larger prompts share a slot of their own, so that they delay no others
 _MAX_WAITING_BYTES: Final = 64 << 20
 
 
@@ -98,7 +98,7 @@ class PromptEncoder:
             Overloaded: the caller has too many tokens in flight, or too many prompts wait.
         """
         size = self.limits.check(prompt)
-        # At most the whole quota: the estimate may be too high, and the exact number is checked afterwards.
+        # Reserve at most the whole quota: the estimate may be too high. The exact number is checked afterwards.
         most = min(self._quotas.usage(principal)[0].tokens_in_flight, self.limits.max_context_tokens)
         with self._quotas.tokens(principal, int(min(size // _CHARGED_BYTES_PER_TOKEN, most))):
             if size <= _INLINE_BYTES:
@@ -119,4 +119,4 @@ def _encode(work: Callable[[], T], *, trim: bool) -> T:
         return work()
     finally:
         if trim and (release := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-            release(0)  # glibc keeps freed memory: 250 MiB after 2 MB of text
+            release(0)  # return freed memory to the kernel: glibc kept 250 MiB after 2 MB of text

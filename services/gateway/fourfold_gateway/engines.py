@@ -4,10 +4,10 @@
                                                 |
     session's key --rendezvous hash--> engine with its prefix in the cache, or the next one if it has too much work
 
-A usable engine has the tokenizer of the gateway and answered GetInfo lately. A call that fails starts a rest of its
-engine (`CircuitBreaker`); an engine that drains refuses its next call, which has the same effect. An engine that the
+A usable engine has the tokenizer of the gateway and answered GetInfo lately. When a call fails, the engine gets no
+calls for a while (`CircuitBreaker`). The same happens when a draining engine refuses a call. An engine that the
 coordinator no longer lists loses its calls after `_ABSENT_SECONDS`, because a coordinator that restarts lists none.
-Calls wait here while all engines are full: an engine would refuse them, and rest.
+While all engines are full, calls wait here, because an engine would refuse them and then get no calls for a while.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from fourfold.security.principal import Principal
 _log = logging.getLogger("fourfold.gateway.engines")
 T = TypeVar("T")
 
-# Errors of an engine or of the way to it: another engine may do the work. Others are those of the request. An agent
-# would read NotFound, AlreadyExists and StaleEpoch as errors of its session.
+# Errors of an engine or of the connection to it: another engine may do the work. All other errors come from the
+# request. NotFound, AlreadyExists and StaleEpoch are listed because an agent would read them as errors of its session.
 ENGINE_ERRORS: Final = (
     Unavailable,
     Internal,
@@ -67,10 +67,10 @@ _INSPECT_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 0.5
 _INFO_TIMEOUT_SECONDS: Final = 5.0
 _ABSENT_SECONDS: Final = 10.0
-# An update usually takes less: calls wait for its end in the engine.
+# During a shorter update, calls wait in the engine.
 _LONG_UPDATE_SECONDS: Final = 5.0
-# Consistent hashing with bounded loads: an engine takes at most this share of the mean load, and never less than the
-# least one, or two sessions would already be spread.
+# Consistent hashing with bounded loads: the limit of an engine is `_LOAD_SHARE` times the mean load, and at least
+# `_LEAST_LOAD` samples. Without that minimum, two sessions would be enough to exceed the limit.
 _LOAD_SHARE: Final = 1.25
 _LEAST_LOAD: Final = 8
 _WAIT_STEP_SECONDS: Final = 0.1
@@ -88,18 +88,18 @@ class Engine:
 
     def __init__(self, member_id: str, target: str, channel: grpc.aio.Channel, on_freed: Callable[[int], None]) -> None:
         self.member_id, self.target, self.channel = member_id, target, channel
-        self._on_freed = on_freed  # gets the number of samples of a call that ended
+        self._on_freed = on_freed  # called with the number of samples of a call that ended
         self.client = AsyncRolloutClient(channel, peer=f"{member_id} at {target}")
         self.load, self.breaker = EngineLoad(), CircuitBreaker()
-        self.info: rollout.GetInfoResponse | None = None  # of an engine that fits; None: it gets no calls
-        self.fault = "it did not answer yet"  # why it gets no calls; for users
-        self.in_flight = 0  # samples of this gateway
-        self.absent_since: float | None = None  # the coordinator does not list it; None: it does
+        self.info: rollout.GetInfoResponse | None = None  # answer of a compatible engine; None: it gets no calls
+        self.fault = "it did not answer yet"  # the reason why it gets no calls, for users
+        self.in_flight = 0  # samples of this gateway in the engine
+        self.absent_since: float | None = None  # time since which the coordinator does not list it; None: it is listed
         self.inspect = asyncio.Event()  # set to make the next inspection begin at once
 
     @property
     def policy_version(self) -> int:
-        """Return the newest version that it is known to serve; 0 if it is not known."""
+        """Return the newest version that the engine has reported; 0 without a report."""
         reported = self.info.policy_version if self.info else 0
         return max(reported, self.load.report.policy_version)
 
@@ -120,19 +120,19 @@ class Engine:
             self._on_freed(samples)
 
     def has_room(self, samples: int) -> bool:
-        """Return whether the engine takes the samples of a call, beside those of this gateway.
+        """Return whether the engine has room for the samples of a call, in addition to those of this gateway.
 
-        One call alone always goes to the engine, whose error says why it does not fit.
+        A call always fits into an engine without samples: if it is too large, the engine's error says why.
         """
         capacity = self.info.max_concurrent_samples if self.info else 0
         return not samples or not capacity or not self.in_flight or self.in_flight + samples <= capacity
 
     def end_probe(self) -> None:
-        """Let further calls in, because the one that is the probe brought tokens: its turn may take minutes."""
+        """Admit further calls: the call that probes the engine has returned tokens, and may take minutes."""
         self.breaker.probing = False
 
     def healthy(self, now: float) -> bool:
-        """Return whether its load reports let expect that a call makes progress soon."""
+        """Return whether a call would make progress soon, by the engine's load reports."""
         late = self.load.silent(now) or self.load.stalled(now)
         return not late and self.load.updating_for(now) <= _LONG_UPDATE_SECONDS and self.absent_since is None
 
@@ -158,12 +158,12 @@ class EnginePool:
 
     @property
     def usable(self) -> list[Engine]:
-        """Return the engines that fit; some of them may rest."""
+        """Return the compatible engines, including those whose circuit breaker is open."""
         return [engine for engine in self._engines.values() if engine.info is not None]
 
     @property
     def policy_version(self) -> int:
-        """Return the newest version that an engine serves; 0: that of the model folder."""
+        """Return the newest version that any engine serves; version 0 is the model folder."""
         return max((engine.policy_version for engine in self.usable), default=0)
 
     def max_context_tokens(self) -> int:
@@ -209,13 +209,13 @@ class EnginePool:
     def choose(
         self, key: str, *, samples: int = 1, without: Collection[Engine] = (), min_version: int = 0
     ) -> Engine | None:
-        """Return the engine for a call; None: no engine may get one now.
+        """Return the engine for a call; None: no engine may get a call now.
 
         Args:
-            key: calls with equal keys go to the same engine, as long as it has not too much work.
+            key: calls with equal keys go to the same engine until its load exceeds the limit.
             samples: of the call; engines without room for them get none.
-            without: engines that already failed.
-            min_version: engines that serve it are preferred; the others may have it by now.
+            without: engines to leave out, because they failed.
+            min_version: engines that serve it are preferred. The other reports may be out of date.
         """
         now = self.clock.monotonic()
         found = [e for e in self.usable if e not in without and e.breaker.admits(now) and e.has_room(samples)]
@@ -236,11 +236,11 @@ class EnginePool:
     ) -> Engine:
         """Return the engine for a call; wait for one if none may get it now.
 
-        Engines of `without` count when no other is left.
+        Engines in `without` are used when no other is left.
 
         Raises:
             Unavailable: no engine came within `seconds`.
-            Overloaded: engines serve, and none had room within `seconds`.
+            Overloaded: no engine had room within `seconds`.
         """
         end = self.clock.monotonic() + seconds
         while True:
@@ -255,7 +255,7 @@ class EnginePool:
             await self._room_or_step()
 
     async def _room_or_step(self) -> None:
-        """Wait until a call of this gateway ended, which may have made room; at most `_WAIT_STEP_SECONDS`."""
+        """Wait until a call of this gateway has ended and may have made room; at most `_WAIT_STEP_SECONDS`."""
         freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(freed)
         step = asyncio.ensure_future(self.clock.sleep(_WAIT_STEP_SECONDS))
@@ -267,7 +267,7 @@ class EnginePool:
                 self._waiting.remove(freed)
 
     def _wake(self, samples: int) -> None:
-        """Let as many waiting calls try again as samples ended, the oldest first."""
+        """Let one waiting call try again for each sample that ended, the oldest first."""
         for _ in range(min(samples, len(self._waiting))):
             self._waiting.popleft().set_result(None)
 
@@ -275,7 +275,7 @@ class EnginePool:
         """Return the result of a unary call that any engine can answer; try others when one fails.
 
         Raises:
-            FourfoldError: the error of the last try, or one that no other engine would mend.
+            FourfoldError: the error of the last try, or an error of the request itself.
         """
         tried: list[Engine] = []
         end = self.clock.monotonic() + timeout
@@ -294,12 +294,12 @@ class EnginePool:
             return result
 
     def record_failure(self, engine: Engine, error: FourfoldError) -> None:
-        """Note a call that failed: the engine rests, and is inspected again."""
+        """Record a failed call: open the engine's circuit breaker and inspect the engine again."""
         if isinstance(error, WrongState):
-            return  # such as a policy that is too old: no failure
+            return  # not a failure; for example, the policy is too old
         self.failures += 1
         engine.breaker.record_failure(error, self.clock.monotonic())
-        engine.breaker.first = None  # its traceback would keep the turn in memory until the engine has a success
+        engine.breaker.first = None  # the traceback would keep the turn in memory until a call succeeds
         if not isinstance(error, Overloaded):
             engine.inspect.set()
 
@@ -309,7 +309,7 @@ class EnginePool:
         server = Principal("rollout", member_id) if member_id != target else ROLLOUT
         try:
             channel = open_channel(target, self._security, server=server)
-        except FourfoldError as error:  # a target that the coordinator reports, and that cannot be dialed
+        except FourfoldError as error:  # the coordinator reported an invalid target
             _log.error("engine cannot be used: member=%s error=%s", member_id, error)
             return
         engine = self._engines[member_id] = Engine(member_id, target, channel, self._wake)
@@ -324,14 +324,15 @@ class EnginePool:
         engine.info, engine.fault = None, "it has left"
         for task in self._watches.pop(engine.member_id):
             task.cancel()
-        # Its calls raise Unavailable, and continue on other engines.
+        # Calls in flight raise Unavailable and continue on other engines.
         closing = asyncio.create_task(engine.channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         _log.info("engine dropped: member=%s target=%s", engine.member_id, engine.target)
 
     async def _inspect(self, engine: Engine) -> None:
-        """Ask the engine what it is, regularly, and whenever a call failed; drop it when it has left for long."""
+        """Call GetInfo regularly and after a failed call; remove an engine that the coordinator has not listed for
+        long."""
         while True:
             now = self.clock.monotonic()
             if engine.absent_since is not None and now - engine.absent_since > _ABSENT_SECONDS:
@@ -346,7 +347,7 @@ class EnginePool:
             try:
                 async with asyncio.timeout(wait):
                     await engine.inspect.wait()
-                await self.clock.sleep(_RETRY_SECONDS)  # failures that come together cause one inspection
+                await self.clock.sleep(_RETRY_SECONDS)  # failures at the same time cause one inspection
             except TimeoutError:
                 continue
 
@@ -379,9 +380,9 @@ class EnginePool:
 
 
 def caller_error(error: FourfoldError) -> FourfoldError:
-    """Return an engine's error as one for an agent: it names no faults of identities or answers inside the run."""
+    """Return an engine's error as one for an agent, without details of identities or responses inside the run."""
     if isinstance(error, Overloaded | WrongState | DeadlinePassed):
-        if isinstance(error, Overloaded) and error.retry_after is None:  # of an engine that breaks the contract
+        if isinstance(error, Overloaded) and error.retry_after is None:  # the engine broke the contract
             error.retry_after = 1.0
         return error
     return Unavailable(

@@ -1,4 +1,4 @@
-"""Samples the turns of agents, in sessions and outside of them: prompt, limits, engines, message, durable turn."""
+"""Samples the turns of agents, in sessions and outside of them: checks the request, calls engines, stores the turn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MAX_STOP_CHARACTERS: Final = 256
 _MAX_STOP_IDS: Final = 64
 _MAX_SEED: Final = 1 << 53
 _MAX_FLUSH_SECONDS: Final = 10.0
-_STOP_FLUSH_SECONDS: Final = 0.05  # a stop string is found this late, and the tokens after it are lost work
+_STOP_FLUSH_SECONDS: Final = 0.05  # delay until a stop string is found; the tokens sampled meanwhile are wasted
 _PARSE_SECONDS: Final = 10.0
 
 
@@ -83,8 +83,8 @@ class Generator:
         self._encoder, self._store, self._quotas, self._run_info = encoder, store, quotas, run_info
         self._max_context_tokens = max_context_tokens
         self._sampler = TurnSampler(engines, stop_token_ids=tokenizer.stop_token_ids)
-        self.turns = 0  # finished
-        self.tokens = 0  # of finished turns
+        self.turns = 0  # number of finished turns
+        self.tokens = 0  # number of sampled tokens of finished turns
 
     async def generate(
         self, caller: Caller, session: Session | None, request: pb.GenerateRequest, *, timeout: float
@@ -98,7 +98,7 @@ class Generator:
                         yield chunk
             return
         session.check_open()
-        if session.closing.locked():  # a turn that begins now would not be in the trajectory
+        if session.closing.locked():  # the trajectory would not contain a turn that begins now
             raise WrongState(
                 f"session {session.session_id} is being closed; open another one", reason="SESSION_NOT_OPEN"
             )
@@ -124,7 +124,7 @@ class Generator:
         finally:
             session.turns_in_flight -= 1
             session.touch()
-            if own is not None:  # that of another call is not ours to end
+            if own is not None:  # only the call that created the event sets it
                 del session.running[request.request_id]
                 own.set()
 
@@ -132,7 +132,7 @@ class Generator:
 
     async def _plan(self, caller: Caller, request: pb.GenerateRequest, session: Session | None) -> _Plan:
         most = min(self._max_context_tokens, self._engines.max_context_tokens() or self._max_context_tokens) - 1
-        _check_length(len(request.token_ids.ids), most, least=0)  # a conversion of very many takes long
+        _check_length(len(request.token_ids.ids), most, least=0)  # first, because the conversion of many ids is slow
         ids, chat = await self._prompt(caller, request, session)
         _check_length(len(ids), most)
         room = most + 1 - len(ids)
@@ -180,11 +180,11 @@ class Generator:
         _check("sampling_params.stop_token_ids", len(asked.stop_token_ids), 0, _MAX_STOP_IDS)
         seed = asked.seed if asked.HasField("seed") else secrets.randbelow(_MAX_SEED)
         _check("sampling_params.seed", seed, 0, _MAX_SEED - 1)
-        seed %= _MAX_SEED - MAX_SAMPLES  # the seed of the last sample is valid, too
+        seed %= _MAX_SEED - MAX_SAMPLES  # so that the seed of the last sample is valid, too
         if asked.HasField("max_tokens"):
             _check("sampling_params.max_tokens", asked.max_tokens, 1, 1 << 30)
             room = min(room, asked.max_tokens)
-        # The engine checks the ranges of the others.
+        # The engine checks the ranges of the other parameters.
         params = rollout.SamplingParams(
             temperature=asked.temperature if asked.HasField("temperature") else 1.0,
             top_p=asked.top_p if asked.HasField("top_p") else 1.0,
@@ -192,7 +192,7 @@ class Generator:
             stop_token_ids=asked.stop_token_ids,
             seed=seed,
         )
-        if training:  # the trainer needs the distribution of the recipe
+        if training:  # trained samples must come from the distribution of the recipe
             run = self._run_info()
             params.temperature, params.top_p = run.temperature, 1.0
             params.ClearField("top_k")
@@ -212,7 +212,7 @@ class Generator:
     async def _sample_in_session(
         self, session: Session, plan: _Plan, digest: bytes, timeout: float
     ) -> AsyncGenerator[pb.TurnChunk, None]:
-        """Sample a turn, and add its samples to the session before their last chunks are passed on."""
+        """Sample a turn; add its samples to the session before the agent gets their last chunks."""
         pending: list[PendingTurn] = []
         last: list[pb.TurnChunk] = []
         try:
@@ -223,11 +223,11 @@ class Generator:
                 async for chunk in chunks:
                     if chunk.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
                         yield chunk
-                    else:  # a turn belongs to the session with all of its samples, or not at all
+                    else:  # add all samples of the turn to the session, or none
                         last.append(chunk)
             session.check_open()
             last.sort(key=lambda chunk: chunk.sample_index)
-            # Completed, also when the agent leaves: otherwise the session could close before the turn is stored.
+            # Completed even if the agent leaves: otherwise the session could close before the turn is stored.
             await completed(self._commit(session, plan, pending, completions, last, digest))
         finally:
             for turn in pending:
@@ -270,12 +270,12 @@ class Generator:
                 for go_back in undo:
                     go_back()
                 raise
-        session.set(session.stored)  # tells those who watch it
+        session.set(session.stored)  # wakes the watchers of the session
 
     async def _chunks(
         self, plan: _Plan, timeout: float, completions: dict[int, Completion]
     ) -> AsyncGenerator[pb.TurnChunk, None]:
-        """Yield the chunks of all samples, the last ones with their messages."""
+        """Yield the chunks of all samples; the last chunk of each has its message."""
         stop, whole = plan.request.sampling_params.stop, not plan.request.HasField("flush_interval")
         for index in range(plan.count):
             completions[index] = Completion(index, self._tokenizer, stop)
@@ -341,7 +341,7 @@ class Generator:
         return message
 
     def _replay(self, session: Session, request: pb.GenerateRequest, turn: Turn) -> list[pb.TurnChunk]:
-        """Return a stored turn, one chunk for each policy version, with the text that it had."""
+        """Return the chunks of a stored turn with its text, one for each policy version."""
         tokens, reply = session.trajectory.completion_of(turn), session.conversation.reply_of(turn)
         completion = Completion(turn.sample_index, self._tokenizer, request.sampling_params.stop)
         chunks, begin = list[pb.TurnChunk](), 0
@@ -353,7 +353,7 @@ class Generator:
                 logprobs=pack_floats(tokens.logprobs[part]),
                 policy_version=span.policy_version,
             )
-            if begin == turn.completion_token_count:  # the reason is that of the turn, below
+            if begin == turn.completion_token_count:  # replaced below by the finish reason of the turn
                 sampled.finish_reason = rollout.FINISH_REASON_STOP
             chunks.append(completion.add(sampled))
         chunks[-1].finish_reason = turn.finish_reason
@@ -365,10 +365,10 @@ class Generator:
 
 
 def _stored_turns(session: Session, request: pb.GenerateRequest, digest: bytes) -> list[Turn]:
-    """Return the turns of an earlier call with this request_id; raise when that call differed."""
+    """Return the stored turns of an earlier call with this request_id; raise if that call had another request."""
     turns = [turn for turn in session.trajectory.turns if turn.request_id == request.request_id]
     if turns and turns[0].request_sha256 != digest:
-        # The class stands for ABORTED.
+        # ABORTED is reported as this error.
         raise StaleEpoch(
             f"request_id {request.request_id} belongs to another turn of this session; choose a new one",
             reason="REQUEST_ID_REUSED",

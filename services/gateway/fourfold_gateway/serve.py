@@ -96,7 +96,7 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    host.on_drain.append(end_tasks)  # before `start` adds the channel: a call on a closed one is an error of the caller
+    host.on_drain.append(end_tasks)  # added before `start` adds the channel: tasks must end before it closes
     servicer = AgentServicer(core)
     host.server.add(_SERVICE, add_AgentServiceServicer_to_server, servicer)
     if config.gateway.public_listen:
@@ -111,7 +111,7 @@ async def _serve(host: ServiceHost, tokenizer: Tokenizer) -> int:
 
 
 def _report_end(task: asyncio.Task[None], host: ServiceHost) -> None:
-    """End the process when a task that never ends has failed: without it, trajectories would wait for ever."""
+    """End the process when a background task has failed: otherwise trajectories would wait for ever."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("a background task failed", exc_info=error)
         host.fatal("a background task of the gateway failed; its traceback is in the log")

@@ -78,5 +78,5 @@ class AgentServicer(AgentServiceServicer):
 
 def _caller() -> Caller:
     found = principal.current()
-    # Programs of this machine have one identity over gRPC and HTTP.
+    # Without TLS, programs of this machine have the same identity over gRPC and HTTP.
     return Caller(LOCAL_AGENT if found == LOCAL else found)

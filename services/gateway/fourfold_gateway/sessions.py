@@ -1,4 +1,4 @@
-"""Keeps the sessions of a gateway: opening, keys, expiry, the end, and what a restart finds.
+"""Keeps the sessions of a gateway: opens, expires and settles them, checks keys, and restores them after a restart.
 
     open --> turns --> closed --> stored | refused
       '--> expired | abandoned
@@ -36,8 +36,8 @@ KEY_PREFIX: Final = "ffs_"
 _KEEP_SECONDS: Final = 3600.0
 _RETRY_SECONDS: Final = 2.0
 _DIGEST_BYTES: Final = 32
-_MAX_ENDINGS: Final = 64  # kinds that are counted; agents invent reasons
-_PRUNE_COUNT: Final = 200  # of one transaction, for which turns wait
+_MAX_ENDINGS: Final = 64  # most reasons that are counted: agents may invent any
+_PRUNE_COUNT: Final = 200  # sessions deleted in one transaction; turns wait for its end
 
 
 def owner_of(principal: Principal) -> str:
@@ -51,11 +51,11 @@ class Session:
     def __init__(self, stored: StoredSession, trajectory: Trajectory, conversation: Conversation, *, key: str) -> None:
         self.stored, self.trajectory, self.conversation = stored, trajectory, conversation
         task = self.task
-        self.lease = task.lease if task is not None else ""  # read once: the task never changes
-        self.key = key  # until the first turn, for a repeated OpenSession; afterwards only its digest is known
+        self.lease = task.lease if task is not None else ""  # cached, because the task never changes
+        self.key = key  # kept until the first turn, for a repeated OpenSession; later only its digest is known
         self.used = time.monotonic()
         self.turns_in_flight = 0
-        self.running: dict[str, asyncio.Event] = {}  # by request_id; set when the turn has ended
+        self.running: dict[str, asyncio.Event] = {}  # by request_id; the event is set when the turn has ended
         self.closing = asyncio.Lock()
         self.writing = asyncio.Lock()  # held while finished turns are added and written
         self._changed = asyncio.Event()
@@ -72,15 +72,15 @@ class Session:
 
     @property
     def attempt(self) -> bytes:
-        """Return the digest of what the session is an attempt at."""
+        """Return the digest of the task or group that the session attempts."""
         return self.stored.task[:_DIGEST_BYTES]
 
     def touch(self) -> None:
-        """Begin the idle time anew."""
+        """Restart the idle time."""
         self.used = time.monotonic()
 
     def set(self, stored: StoredSession) -> None:
-        """Replace the state and tell those who watch it."""
+        """Replace the state and wake the watchers."""
         self.stored = stored
         self._changed.set()
         self._changed = asyncio.Event()
@@ -140,20 +140,21 @@ class Sessions:
     ) -> None:
         """Prepare; `most` sessions may be open in all, and `most_each` of one owner.
 
-        Sessions that the run trains on have these numbers to themselves. Without TLS the environments of the run and
-        all other programs of the machine are one owner: sessions without a task must not take the room of theirs.
+        Sessions with and without a task are counted apart. Without TLS, the environments of the run and all other
+        programs of the machine are one owner, and sessions without a task must not use up the limits of the
+        environments.
         """
         self.store, self._template, self._limits = store, template, limits
         self._most, self.most_each = most, most_each
         self._live: dict[str, Session] = {}  # not settled
         self._by_key: dict[bytes, str] = {}
-        self._open: Counter[tuple[str, bool]] = Counter()  # by owner, and whether the run trains on them
+        self._open: Counter[tuple[str, bool]] = Counter()  # by owner, and whether the session has a task
         self.ended: Counter[str] = Counter()  # settled sessions by state and reason
 
     async def restore(self) -> list[Session]:
         """Read the sessions that were not settled when the last gateway ended; their idle time begins anew.
 
-        A session whose turns do not fit together, because the disk lost one, ends alone.
+        If the disk lost a turn of a session, only that session ends.
         """
         for stored in await self.store.load_unsettled():
             try:
@@ -163,7 +164,7 @@ class Sessions:
                 trajectory = Trajectory(self._limits)
                 session, damaged = Session(stored, trajectory, Conversation(self._template, trajectory), key=""), True
             self._add(session)
-            if damaged and stored.state == pb.SESSION_STATE_OPEN:  # a closed one has its trajectory in the outbox
+            if damaged and stored.state == pb.SESSION_STATE_OPEN:  # the trajectory of a closed session is in the outbox
                 await self.settle(session, pb.SESSION_STATE_EXPIRED, "DAMAGED")
         return list(self._live.values())
 
@@ -172,7 +173,7 @@ class Sessions:
         return list(self._live.values())
 
     def open_count(self, owner: str) -> int:
-        """Return the number of an owner's open sessions, of the kind that has more."""
+        """Return the number of an owner's open sessions with a task, or without one, whichever is larger."""
         return max(self._open[owner, trained] for trained in (False, True))
 
     def caller_of_key(self, key: str) -> tuple[str, str] | None:
@@ -220,7 +221,7 @@ class Sessions:
     async def add(
         self, session_id: str, owner: str, attempt: bytes, task: experience.LeasedTask | None, idle_seconds: float
     ) -> Session:
-        """Open a session with a new key. After DeadlinePassed it is open, and may not survive a restart."""
+        """Open a session with a new key. After DeadlinePassed the session is open, but may be lost in a restart."""
         self.check_room(owner, trained=task is not None)
         if session_id in self._live:
             raise AlreadyExists(f"session {session_id} is being opened by another call")
@@ -280,7 +281,7 @@ class Sessions:
         """Yield the session now and after every change, until it is settled."""
         settled = False
         while not settled:
-            # Read together, so that no change is missed while the reader of this iterator is busy.
+            # Read state and event together: otherwise a change could be missed while the consumer is busy.
             change, message, settled = session.next_change, session.message(), session.stored.settled_at is not None
             yield message
             if not settled:
@@ -313,5 +314,5 @@ class Sessions:
 
 
 def _kind(session: Session) -> tuple[str, bool]:
-    """Return what a session counts as: its owner, and whether the run trains on it."""
+    """Return the owner of a session, and whether it has a task."""
     return session.stored.owner, bool(session.stored.task_id)

@@ -65,14 +65,14 @@ _PUT_SESSION: Final = (
     "reward = excluded.reward, metrics = excluded.metrics, outcome_sha256 = excluded.outcome_sha256"
 )
 _PUT_TURN: Final = f"INSERT INTO turns VALUES (NULL{', ?' * 18})"
-# A call whose time ended may have taken effect, and is repeated.
+# The row may exist: a call is repeated after its deadline, although it may have taken effect.
 _PUT_OUTBOX: Final = (
     "INSERT INTO outbox (session_id, trajectory) VALUES (?, ?) "
     "ON CONFLICT (session_id) DO UPDATE SET trajectory = excluded.trajectory"
 )
 _GET_TURNS: Final = "SELECT * FROM turns WHERE session_id = ? ORDER BY id"
 _SPAN: Final = np.dtype([("version", "<i8"), ("count", "<i4")])
-_BATCH_CHANGES: Final = 256  # of one transaction
+_BATCH_CHANGES: Final = 256  # changes in one transaction
 _FULL_RETRY_SECONDS: Final = 5.0
 _STOP: Final = None
 
@@ -94,23 +94,23 @@ class StoredSession:
     task_id: str = ""
     group_id: str = ""
     task: bytes = b""
-    """What the gateway must know of the task, in its own encoding."""
+    """The gateway's own encoding of the task."""
     idle_seconds: float = 600.0
     created_at: float = 0.0
     used_at: float = 0.0
     """Time of the last call that was written."""
     settled_at: float | None = None
-    """Time from which nothing will change any more; `prune` deletes the session some time later."""
+    """Time of the last change of the state; `prune` deletes the session some time later."""
     reason: str = ""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     outcome_sha256: bytes = b""
-    """Digest of the CloseSession request, to recognise a repeated one."""
+    """Digest of the CloseSession request, which identifies a repeated request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTurn:
-    """A turn, and what its conversation added."""
+    """A turn and the messages that it added to its conversation."""
 
     tokens: TurnTokens
     chat: bytes = b""
@@ -270,7 +270,7 @@ class SessionStore:
         return f"{self.folder}: the session store did not finish within {self._timeout:g} s; check the disk"
 
     def _run(self) -> None:
-        """Commit what waits in the queue, again and again, until `stop`."""
+        """Commit the changes in the queue until `stop`."""
         more = True
         while more:
             batch = [first] if (first := self._queue.get()) is not _STOP else []
@@ -291,13 +291,13 @@ class SessionStore:
     def _commit(self, batch: Sequence[_Change[Any]]) -> None:
         """Make changes in one transaction, or, when it fails, each in one of its own."""
         try:
-            # A commit with FULL also flushes the earlier ones, which are in the same log.
+            # A commit with FULL also flushes the earlier commits, which are in the same log.
             self._db.execute(f"PRAGMA synchronous = {'FULL' if any(c.flush for c in batch) else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             for change in batch:
                 change.result = change.work(self._db)
             self._db.execute("COMMIT")
-        except Exception as error:  # a fault of one change must not end the thread, on which all others wait
+        except Exception as error:  # an error of one change must not end the thread that makes all changes
             with contextlib.suppress(sqlite3.Error):
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -326,7 +326,7 @@ class _Change(Generic[T]):
 
 
 def _report(batch: Sequence[_Change[Any]]) -> None:
-    """Give the callers their results, with one wake-up of each event loop."""
+    """Pass the results to the callers, with one wake-up of each event loop."""
 
     def report() -> None:
         for change in batch:
@@ -337,7 +337,7 @@ def _report(batch: Sequence[_Change[Any]]) -> None:
             else:
                 change.done.set_exception(change.error)
 
-    with contextlib.suppress(RuntimeError):  # the loop was closed, and with it the callers ended
+    with contextlib.suppress(RuntimeError):  # the event loop is closed, so the callers have ended
         batch[0].loop.call_soon_threadsafe(report)
 
 
@@ -353,7 +353,7 @@ def _explain(error: Exception, folder: Path) -> Exception:
 
 
 def _lock(folder: Path) -> int:
-    """Return a descriptor that holds the folder for this process."""
+    """Lock the folder for this process; return the descriptor that holds the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -397,7 +397,7 @@ def _put_session(db: sqlite3.Connection, row: tuple[object, ...]) -> None:
 
 
 def _ignore(_: object) -> None:
-    """Return None in place of a value."""
+    """Accept any value and return None."""
 
 
 def _session_row(session: StoredSession) -> tuple[object, ...]:

@@ -1,11 +1,11 @@
-"""Keeps the tokens of one session as segments: as they were sampled, never encoded again from text.
+"""Keeps the sampled tokens of one session as segments; never encodes them again from text.
 
     prompt begins with all tokens of a segment --> the rest of it is an observation; the turn extends the segment
     any other prompt                           --> the turn opens a segment; the whole prompt is its context
 
-Only sampled tokens are in the action mask of a segment, so that a token is trained once: one that a new segment repeats
-from an earlier segment is part of its prompt. Turns of one session may overlap. The first one that finishes extends
-the segment that their prompts continue, and each of the others opens a segment.
+Only sampled tokens are in the action mask of a segment, so that a token is trained once. A token that a new segment
+repeats from an earlier one belongs to the prompt of the new segment. Turns of one session may overlap. The first one
+that finishes extends the segment that their prompts continue, and each of the others opens a segment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fourfold.types.v1 import experience_pb2
 CONTEXT_LENGTH: Final = "CONTEXT_LENGTH"
 TOO_MANY_SEGMENTS: Final = "TOO_MANY_SEGMENTS"
 TOO_LARGE: Final = "TRAJECTORY_TOO_LARGE"
-# Of all segments: 9 bytes each, and the run takes no trajectory of more than 8 MiB.
+# Most tokens of all segments: a token takes 9 bytes, and the run refuses trajectories above 8 MiB.
 _MAX_TOKENS: Final = 900_000
 _NOT_SAMPLED: Final = -1
 _MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
@@ -57,7 +57,7 @@ class Turn:
     """A finished turn, without its tokens, which are in its segment."""
 
     number: int
-    """Rises in the order of `begin_turn`. Cancelled turns leave gaps; `Trajectory.turns` is in this order."""
+    """Number in the order of `begin_turn`, with gaps for cancelled turns. `Trajectory.turns` has this order."""
     segment_index: int
     prompt_token_count: int
     """Tokens of the segment before the completion."""
@@ -65,7 +65,7 @@ class Turn:
     finish_reason: pb.FinishReason.ValueType
     request_id: str = ""
     request_sha256: bytes = b""
-    """Digest of the request, to recognise a repeated one; may be empty."""
+    """Digest of the request, which identifies a repeated request; may be empty."""
     sample_index: int = 0
 
     @property
@@ -76,7 +76,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnTokens:
-    """What a turn adds to a trajectory: the store keeps these, and `Trajectory.restore` applies them again."""
+    """The tokens that a turn adds to a trajectory. The store keeps them, and `Trajectory.restore` adds them again."""
 
     turn: Turn
     observation: Int32Array  # [m]: the prompt, without the tokens that the segment had before
@@ -150,7 +150,7 @@ class Trajectory:
 
         Args:
             prompt_ids: int [p], at least one, all in the vocabulary.
-            sampling: what its tokens are drawn from. Another distribution than that of a segment cannot extend it.
+            sampling: the distribution of its tokens. Only a turn with the same distribution extends a segment.
 
         Raises:
             InvalidInput: the prompt is empty, or leaves no room in the context.
@@ -219,12 +219,12 @@ class Trajectory:
         del self._claims[pending.number]
         for number, claim in self._claims.items():
             if claim is not None and claim == index:
-                self._claims[number] = None  # its prompt lacks the tokens of this turn
+                self._claims[number] = None  # the prompt of the other turn lacks the tokens of this one
         self._add(tokens)
         return tokens
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that takes the turns away that finish after this call; turns in flight stay."""
+        """Return a function that removes the turns that finish after this call; turns in flight stay."""
         segments, turns = list(self._segments), dict(self._turns)
 
         def go_back() -> None:
@@ -291,7 +291,7 @@ class Trajectory:
         return sorted(range(len(self._segments)), key=lambda index: max(n for n, _ in self._segments[index].turn_ends))
 
     def _continued_segment(self, prompt: Int32Array, sampling: Sampling) -> int | None:
-        """Return the index of the longest segment whose tokens all begin the prompt; None: no segment's do."""
+        """Return the index of the longest segment that is a prefix of the prompt; None: there is none."""
         best, longest = None, 0
         for index, segment in enumerate(self._segments):
             size = segment.token_ids.size
@@ -305,7 +305,7 @@ class Trajectory:
         return best
 
     def _check_segment_limit(self) -> None:
-        """Raise WrongState when the segments, with those that pending turns may open, leave no room for another."""
+        """Raise WrongState if the segments and those that pending turns may open have reached the limit."""
         most = self._limits.max_segments
         opening = sum(claim is None for claim in self._claims.values())
         if len(self._segments) + opening >= most:

@@ -1,4 +1,4 @@
-"""Samples one turn: calls engines until every sample is finished, and passes on each token once.
+"""Samples one turn: calls engines until every sample is finished; the agent gets each token once.
 
     turn --> engine A --> tokens --> agent
                 | dead, draining, aborted by an update, an answer that breaks the contract
@@ -26,22 +26,23 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.responses import MAX_ENGINE_VERSION
 from fourfold_gateway.engines import ENGINE_ERRORS, Engine, EnginePool, caller_error
 
-# Tokens wait in an engine at most this long when the agent does not ask for them: what a dead engine kept is lost.
+# An engine sends tokens at least this often, even if the agent wants none before the end: a dead engine loses the
+# tokens that it has not sent.
 _FLUSH_SECONDS: Final = 2.0
 _WAIT_SECONDS: Final = 10.0
-_TRIES: Final = 4  # in a row that brought no token
+_TRIES: Final = 4  # failed calls in a row without a new token
 _UNFINISHED: Final = rollout.FINISH_REASON_UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """What a turn asks of the engines."""
+    """The request of a turn to the engines."""
 
     group: GroupRequest
-    key: str  # for the choice of the engine
-    flush_seconds: float | None  # the agent's wish; None: a sample is passed on when it is finished
-    separate: bool = False  # one call for each sample, so that each can end alone
-    stopped: set[int] = field(default_factory=set)  # samples whose call the reader of the chunks ends; needs `separate`
+    key: str  # calls with equal keys prefer the same engine
+    flush_seconds: float | None  # longest delay of tokens; None: the agent gets finished samples
+    separate: bool = False  # make one call per sample, so that each can end alone
+    stopped: set[int] = field(default_factory=set)  # samples that the reader of the chunks ends; needs `separate`
 
 
 class TurnSampler:
@@ -68,14 +69,14 @@ class TurnSampler:
 
 
 class _Turn:
-    """One turn while it is sampled."""
+    """One turn in progress."""
 
     def __init__(self, engines: EnginePool, turn: TurnRequest, stop_ids: frozenset[int], timeout: float) -> None:
         self._engines, self._turn, self._stop_ids = engines, turn, stop_ids
         self._timeout, self._end = timeout, engines.clock.monotonic() + timeout
         self._queue: asyncio.Queue[rollout.SampleChunk | None] = asyncio.Queue()
         self._tries = 0
-        self._held: dict[int, list[rollout.SampleChunk]] = {}  # by sample: not passed on before it is finished
+        self._held: dict[int, list[rollout.SampleChunk]] = {}  # chunks by sample, kept until the sample is finished
 
     async def chunks(self) -> AsyncGenerator[rollout.SampleChunk, None]:
         count = self._turn.group.count
@@ -139,12 +140,12 @@ class _Turn:
         self._tries += 1
         plan = self._turn.group.plan(dict(sorted(parts.items())), number=self._tries, flush_seconds=flush)
         with engine.call(len(parts)):
-            if len(plan) == 1:  # nearly always; a task and two gathers cost a tenth of a millisecond
+            if len(plan) == 1:  # the usual case, without the 0.1 ms of a task and two gathers
                 return await self._call(engine, *plan[0], parts)
             calls = [asyncio.create_task(self._call(engine, *call, parts)) for call in plan]
             try:
                 errors = await asyncio.gather(*calls)
-            finally:  # an error of one must not leave the others in the engine, to which nobody listens
+            finally:  # after an error of one call, cancel the others: nothing would read their tokens
                 for call in calls:
                     call.cancel()
                 await asyncio.gather(*calls, return_exceptions=True)
@@ -170,7 +171,7 @@ class _Turn:
                     self._pass_on(index, chunk)
         except ENGINE_ERRORS as error:
             fault = error
-        except asyncio.CancelledError:  # the agent left, or has its stop string
+        except asyncio.CancelledError:  # the agent left, or a stop string was found
             if any(draft.token_count for draft in drafts.values()):
                 engine.breaker.record_success()
             raise
@@ -179,7 +180,7 @@ class _Turn:
         return fault
 
     def _keep(self, index: int, draft: CompletionDraft, parts: dict[int, Parts]) -> None:
-        """Keep the tokens of an unfinished sample; end it if they need no continuation."""
+        """Keep the tokens of an unfinished sample; finish the sample if they complete it."""
         if draft.token_count:
             parts[index] = (*parts[index], draft.join())
         if not parts[index]:
@@ -191,7 +192,8 @@ class _Turn:
             self._pass_on(index, rollout.SampleChunk(policy_version=version, finish_reason=reason))
 
     def _check(self, engine: Engine, chunk: rollout.SampleChunk, has_tokens: bool) -> None:
-        """Check what the client cannot know: the vocabulary, the highest version, the mask and the finish reason."""
+        """Check the values that the client cannot check: the vocabulary, the highest version, the mask and the finish
+        reason."""
         peer, ids = engine.client.peer, chunk.token_ids
         vocabulary_size = self._engines.vocabulary_size
         if ids and int(np.frombuffer(ids, "<u4").max()) >= vocabulary_size:
@@ -209,7 +211,7 @@ class _Turn:
             raise PeerFault(peer, "BAD_SAMPLE", "a sample without tokens")
 
     def _pass_on(self, index: int, chunk: rollout.SampleChunk) -> None:
-        """Give a chunk to the agent; without a wish for early tokens, when its sample is finished."""
+        """Give a chunk to the agent now, or when its sample is finished if the agent asks for no early tokens."""
         chunk.sample_index = index
         if self._turn.flush_seconds is None:
             self._held.setdefault(index, []).append(chunk)

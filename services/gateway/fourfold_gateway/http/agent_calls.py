@@ -1,4 +1,4 @@
-"""The endpoints of AgentService in JSON: tasks, sessions, quota. With them the `openai` package alone can train."""
+"""The endpoints of AgentService in JSON: tasks, sessions, quota. With them an agent needs only the `openai` package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _json(message: Message) -> dict[str, Any]:
 
 
 async def next_task(api: AgentApi, caller: Caller, body: dict[str, Any], session_id: str) -> dict[str, Any]:
-    """Lease a task; {} when none came in time."""
+    """Lease a task; return {} when none came in time."""
     return _json(await api.next_task(caller, _request(body, pb.NextTaskRequest())))
 
 

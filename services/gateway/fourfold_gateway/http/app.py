@@ -44,15 +44,15 @@ _SESSION_PATH: Final = re.compile(r"/v1/sessions/(?P<id>[A-Za-z0-9_-]{1,128})(?P
 _JSON: Final = (b"content-type", b"application/json")
 _SSE: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _CLOSE: Final = (b"connection", b"close")
-_DRAIN_FACTOR: Final = 8  # of a body that is too large, this multiple of the limit is read before the answer
-_PING_SECONDS: Final = 10.0  # silence of a stream after which a comment is sent, so that no proxy closes it
+_DRAIN_FACTOR: Final = 8  # read at most this multiple of the limit of a body that is too large, then answer
+_PING_SECONDS: Final = 10.0  # after this time without an event, send a comment, so that no proxy closes the stream
 
 
 class _Route(NamedTuple):
     verb: str
-    method: str  # of AgentService, for the permission of the key
+    method: str  # method of AgentService, which decides whether the key allows the call
     dialect: Dialect = "openai"
-    turns: ModuleType | None = None  # has parse, respond and Stream
+    turns: ModuleType | None = None  # a module with parse, respond and Stream
     call: _AgentCall | None = None
 
 
@@ -97,7 +97,7 @@ class GatewayApp:
         await _Exchange(self, scope, receive, send).run()
 
     async def max_body_bytes(self, caller: Caller) -> int:
-        """Return the bytes of the largest body: prompts of more cannot fit the context."""
+        """Return the size of the largest body in bytes: a larger prompt cannot fit the context."""
         context = (await self.info(caller)).max_context_tokens
         return min(self._most_bytes, PromptLimits(context).body_bytes) if context else self._most_bytes
 
@@ -117,7 +117,7 @@ class _Exchange:
         self._path: str = scope["path"]
         self._anthropic = self._path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
         self._started = False
-        self._written: Any = None  # the stream that is sent
+        self._written: Any = None  # the stream of the response
         self._body_read = False
         self._answering = False
         self._gone = False  # the client disconnected
@@ -128,7 +128,7 @@ class _Exchange:
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await self._serve(task)
-        except TimeoutError as error:  # also DeadlinePassed, which the gateway raises
+        except TimeoutError as error:  # includes DeadlinePassed of the gateway
             late = DeadlinePassed(f"the request took longer than {TURN_SECONDS:g} s; sample fewer tokens")
             await self._fail(error if isinstance(error, DeadlinePassed) else late)
         except FourfoldError as error:
@@ -144,17 +144,17 @@ class _Exchange:
 
     async def _serve(self, task: asyncio.Task[Any]) -> None:
         self._check_origin()
-        if self._path == "/health" and self._scope["method"] in ("GET", "HEAD"):  # for probes, which have no key
+        if self._path == "/health" and self._scope["method"] in ("GET", "HEAD"):  # health probes have no key
             return await self._reply(200, b'{"status":"ok"}')
         route, session_id = self._route()
         caller = self._app._api.check_key(self._key(), route.method)
         if caller.session_id and session_id and caller.session_id != session_id:
             raise PermissionDenied("the key belongs to another session than the one of the URL; use its own key")
-        with self._app._api.admit(caller), self._spans(route):  # before the body: slow and large ones count, too
+        with self._app._api.admit(caller), self._spans(route):  # before the body: slow and large bodies count, too
             await self._serve_admitted(task, route, caller, session_id or caller.session_id)
 
     def _check_origin(self) -> None:
-        """Refuse web pages where a token does not keep them out."""
+        """Refuse requests of web pages on ports without a token."""
         names = self._app._names
         if names is not None and (refused := refusal(self._scope["method"], self._headers, names)):
             raise RequestError(clean(refused[1], 300), status=refused[0])
@@ -162,7 +162,7 @@ class _Exchange:
     async def _serve_admitted(self, task: asyncio.Task[Any], route: _Route, caller: Caller, session_id: str) -> None:
         body = parse_json(await self._body(await self._app.max_body_bytes(caller))) if route.verb == "POST" else {}
         self._answering = self._body_read
-        watcher = asyncio.ensure_future(self._receive())  # the body is read: it returns when the client disconnects
+        watcher = asyncio.ensure_future(self._receive())  # the body was read: returns at the disconnect
         watcher.add_done_callback(lambda _: self._disconnected(task))
         try:
             await self._answer(route, caller, session_id, body)
@@ -216,7 +216,7 @@ class _Exchange:
         kind = self._headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(f"content-type is {clean(kind, 60)!r}; send application/json", status=415)
-        if "transfer-encoding" in self._headers:  # a body of tiny chunks would take the event loop's time
+        if "transfer-encoding" in self._headers:  # a body of tiny chunks would block the event loop
             raise RequestError("the body has no length; send content-length, and no chunks", status=411)
         if self._headers.get("content-encoding", "identity").lower() != "identity":
             raise RequestError("the body is compressed; send plain JSON", status=415)
@@ -270,7 +270,7 @@ class _Exchange:
                 await self._reply(200, response if isinstance(response, bytes) else encode(response))
         elif route.method == "GetInfo":
             model = {"id": (await app.info(caller)).model, "object": "model", "created": 0, "owned_by": "fourfold"}
-            # The last three are Anthropic's names; both SDKs read this list.
+            # The last three names are Anthropic's; the SDKs of OpenAI and Anthropic read these headers.
             model |= {"type": "model", "display_name": model["id"], "created_at": "1970-01-01T00:00:00Z"}
             await self._reply(200, encode({"object": "list", "data": [model], "has_more": False}))
         else:
@@ -308,7 +308,7 @@ class _Exchange:
             body = {**body["error"], "type": "error", "sequence_number": number}
         name = b"event: error\n" if "type" in body else b""
         event = name + b"data: " + encode(body) + b"\n\n"
-        with suppress(TimeoutError):  # a client that does not read
+        with suppress(TimeoutError):  # the client does not read
             async with asyncio.timeout(self._app._body_seconds):
                 await self._send({"type": "http.response.body", "body": event})
 

@@ -166,7 +166,7 @@ def _call(call: pb.ToolCall) -> dict[str, Any]:
 async def _logprobs(turn: Turn, texts: TokenTexts, ids: list[int], values: list[float]) -> bytes:
     if not turn.options.logprobs:
         return b"null"
-    # Not by `encode`, which takes 1.4 ms for 512 tokens; this takes a quarter of it.
+    # `encode` would take 1.4 ms for 512 tokens; this takes a quarter of that.
     tokens = zip(await texts.json_of(turn.caller, ids), values, strict=True)
     content = ",".join([f'{{{text},"top_logprobs":[],"logprob":{finite(value)!r}}}' for text, value in tokens])
     return f'{{"content":[{content}],"refusal":null}}'.encode()

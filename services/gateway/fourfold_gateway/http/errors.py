@@ -11,7 +11,7 @@ from fourfold.errors import FourfoldError, InvalidInput, Overloaded, Unavailable
 
 Dialect = Literal["openai", "anthropic"]
 
-# By the gRPC status code of a FourfoldError. WrongState becomes 400, because SDKs repeat a request after 409.
+# HTTP status by the gRPC status code of a FourfoldError. WrongState becomes 400: SDKs repeat a request after 409.
 _STATUS: Final = {
     "INVALID_ARGUMENT": 400,
     "UNAUTHENTICATED": 401,
@@ -24,7 +24,7 @@ _STATUS: Final = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-# By reason. After 410 no call succeeds again; an agent need not read the body to know that.
+# HTTP status by reason. 410 tells an agent, without reading the body, that no later call succeeds.
 _STATUS_OF_REASON: Final = {"RUN_ENDED": 410}
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -34,7 +34,7 @@ _TYPES: Final = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_SECONDS: Final = 1.0  # Retry-After of an error that may be retried and has no delay of its own
+_SECONDS: Final = 1.0  # Retry-After of a retryable error without a delay of its own
 
 
 class RequestError(InvalidInput):

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 from fourfold.text import clean, nearest_name
 from fourfold_gateway.http.errors import RequestError
 
-# The parser holds the interpreter while it works. 500,000 empty arrays take it 0.1 s.
+# The parser holds the interpreter lock: 500,000 empty arrays block all threads for 0.1 s.
 MAX_JSON_VALUES: Final = 500_000
 
 

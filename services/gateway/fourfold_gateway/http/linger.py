@@ -11,7 +11,7 @@ _MAX_LINGERING: Final = 256
 
 
 class Lingering:
-    """Counts the connections of a server that wait for the end of their clients; further ones close at once."""
+    """Limits the connections of a server that wait for their clients to close; further ones close at once."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -24,7 +24,7 @@ class Lingering:
         return True
 
     def leave(self) -> None:
-        """Count it no more."""
+        """Stop counting a connection."""
         self._count -= 1
 
 
@@ -32,8 +32,9 @@ class LingeringTransport(asyncio.Transport):
     """A transport whose `close` first waits until the client has closed its side, at most for a second.
 
     A kernel resets a connection that is closed while the client sends, and the client may then lose the answer that it
-    has not read. So `close` sends the end of the stream, and what comes is read until the client ends. Protocols must
-    ignore bytes that come while `is_closing()`. TLS has no half-closed streams: there the client sees the end later.
+    has not read. So `close` sends the end of the stream and reads the client's bytes until the client closes. Protocols
+    must ignore bytes that come while `is_closing()`. With TLS, which has no half-closed streams, the client sees the
+    end later.
     """
 
     def __init__(self, inner: asyncio.Transport, lingering: Lingering, client_is_done: Callable[[], bool]) -> None:
@@ -55,7 +56,7 @@ class LingeringTransport(asyncio.Transport):
             self._inner.write_eof()
 
     def lost(self) -> None:
-        """Note the end of the connection, of which its protocol was told."""
+        """Note that the connection has ended and its protocol knows it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

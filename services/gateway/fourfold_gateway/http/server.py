@@ -36,8 +36,8 @@ log = logging.getLogger("fourfold.gateway.http")
 _MAX_HEADER_BYTES: Final = 32 * 1024
 _KEEP_ALIVE_SECONDS: Final = 75
 _BACKLOG: Final = 1024
-# h11 spends about 10 us on each event. The first bytes go to it alone, so that a body of tiny chunks is noticed before
-# 256 KiB of them are parsed in one turn of the event loop.
+# h11 spends about 10 us on each event. The first bytes are parsed separately, so that a body of tiny chunks is noticed
+# before 256 KiB of them are parsed in one turn of the event loop.
 _FIRST_BYTES: Final = 8 * 1024
 
 
@@ -46,7 +46,7 @@ class _Connection(H11Protocol):
 
     gateway: HttpServer
     _half_open: asyncio.TimerHandle | None = None
-    _refused = False  # its bytes are ignored from now on
+    _refused = False  # later bytes of the client are ignored
     _host = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -91,7 +91,7 @@ class _Connection(H11Protocol):
         return self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
 
     def _watch(self) -> None:
-        """Close the connection if no headers come in time. The time runs on while more of the same headers come."""
+        """Close the connection unless its headers are complete in time."""
         if self._half_open is None and self.timeout_keep_alive_task is None:
             self._half_open = self.loop.call_later(self.gateway.body_seconds, self._expire)
 
@@ -152,7 +152,7 @@ class HttpServer:
             lifespan="off",
             interface="asgi3",
             log_config=None,
-            log_level="error",  # every malformed request would be a line in the log
+            log_level="error",  # uvicorn would log a line for every malformed request
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -173,7 +173,7 @@ class HttpServer:
         return self.url_by(self._host)
 
     def url_by(self, host: str) -> str:
-        """Return the base URL for other machines, which reach this one by `host` if the server has every address."""
+        """Return the base URL for other machines; it contains `host` if the server listens on every address."""
         address = join_target(host if is_wildcard(self._host) else self._host, self._port)
         return f"{'http' if self._security is None else 'https'}://{address}"
 
@@ -271,7 +271,7 @@ def _server_context(security: Security) -> ssl.SSLContext:
         connection.context = inner
 
     outer = _load(used.certificate + used.key)
-    outer.sni_callback = refresh  # called without a server name, too
+    outer.sni_callback = refresh  # OpenSSL calls it without a server name, too
     return outer
 
 

@@ -17,13 +17,13 @@ from fourfold_gateway.api import AgentApi, Caller
 
 TURN_SECONDS: Final = 600.0
 """Deadline of a turn; the SDKs of OpenAI and Anthropic give up after this time too."""
-_FLUSH_NANOSECONDS: Final = 20_000_000  # tokens of a stream wait at most this long
-_PART: Final = "\ufffd"  # in the text of a token that has a part of a character
+_FLUSH_NANOSECONDS: Final = 20_000_000  # longest delay of tokens in a stream
+_PART: Final = "\ufffd"  # stands for an incomplete character in the text of a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnOptions:
-    """What an HTTP request asks of its turn, beside the request to the gateway."""
+    """Options of an HTTP request that are not part of the request to the gateway."""
 
     request: pb.GenerateRequest
     stream: bool = False
@@ -37,7 +37,7 @@ class TurnOptions:
 
 @dataclass(slots=True)
 class Sample:
-    """One sample of a turn, as far as it was received."""
+    """The received part of one sample of a turn."""
 
     index: int
     ids: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Sample:
     def drop_calls(self) -> None:
         """Drop all tool calls of the message but the first."""
         if self.message is not None and len(self.message.tool_calls) > 1:
-            whole, self.message = self.message, pb.Message()  # the gateway keeps the whole one
+            whole, self.message = self.message, pb.Message()  # the gateway keeps the whole message
             self.message.CopyFrom(whole)
             del self.message.tool_calls[1:]
 
@@ -104,11 +104,11 @@ class Turn:
             request.flush_interval.nanos = _FLUSH_NANOSECONDS
 
     async def chunks(self) -> AsyncGenerator[tuple[Sample, pb.TurnChunk], None]:
-        """Yield each chunk with its sample, which has the chunk already.
+        """Yield each chunk and its sample, after the chunk was added to the sample.
 
         Raises:
             PeerFault: the turn ended before all its samples did.
-            FourfoldError: what the gateway raises.
+            FourfoldError: the error of the gateway.
         """
         stream = self.api.generate(self.caller, self.options.request, timeout=TURN_SECONDS)
         try:
@@ -146,7 +146,7 @@ class Turn:
 
 
 class TokenTexts:
-    """Texts of single tokens, which log-probabilities are listed with. Keeps each text that it asked for."""
+    """Cache of the texts of single tokens, for lists of log-probabilities."""
 
     def __init__(self, api: AgentApi) -> None:
         self._api = api
@@ -164,7 +164,7 @@ class TokenTexts:
         """Return the fields "token" and "bytes" of each token, as JSON without the braces of an object."""
         missing = list(set(ids).difference(self._json))
         for token, text in zip(missing, await self.of(caller, missing), strict=True):
-            # Those of a part of a character are not in its text.
+            # The text of a token lacks the bytes of an incomplete character.
             fields = {"token": text, "bytes": list(self._api.token_bytes(token) if _PART in text else text.encode())}
             self._json[token] = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1]
         return [self._json[token] for token in ids]

@@ -103,15 +103,15 @@ log = logging.getLogger("fourfold.coordinator")
 _PROMPTS_KEY: Final = "prompts_sha256"
 _DATA_KEYS: Final = ("data", "model", "seed")  # tables and keys of a recipe from which its prompts follow
 _RUN_ID_KEY: Final = "run_id"
-_TRACING: Final = "tracing"  # subject of a condition
+_TRACING: Final = "tracing"  # subject of a condition on the board
 _PROBE_TEXT: Final = "The quick brown fox jumps over the lazy dog."
-# Services load models at the start, and users start some of them by hand, so the first wait is longer than later ones.
+# The first wait is the longest: services load models at the start, and users start some of them by hand.
 _START_SECONDS: Final = 900.0
 _TICK_SECONDS: Final = 0.25
 # With one acceptor, the renewals of a thousand leases waited for more than ten seconds while samples arrived.
 _ACCEPTORS: Final = 32
-# Of the garbage collector. With Python's own (700, 10, 10) it took a fifth of the event loop while samples arrived, and
-# looked at every sample in memory many times in a step.
+# Thresholds of the garbage collector. With Python's default (700, 10, 10) it took a fifth of the event loop's time
+# while samples arrived, and visited every sample in memory many times in a step.
 _GC_THRESHOLDS: Final = (20_000, 5, 1_000)
 
 
@@ -125,7 +125,7 @@ def main(options: ServeOptions) -> int:
                 f"give --run-dir for another run.\n"
             )
             return 0
-        write_stop_reason(folder, "")  # of an earlier start
+        write_stop_reason(folder, "")  # remove the address of an earlier start
         check_sinks(options.config.logging.sinks)
         if warning := check_room(folder):
             log.warning("%s", warning)
@@ -172,7 +172,7 @@ class Coordinator:
             clock=SYSTEM_CLOCK,
             tokenizer_sha256=self._tokenizer.sha256,
             security=self._host.security,
-            # A service that names no scorer serves the first one that needs services.
+            # A reward service that names no scorer serves the first scorer that needs services.
             scorers=[table.name for table in sorted(config.reward, key=lambda table: bool(table.target))],
         )
         self._router = Router(
@@ -221,7 +221,7 @@ class Coordinator:
     def _on_member(self, member: Member, change: MemberChange) -> None:
         """Return the tasks of an environment service or a gateway that has left.
 
-        The next process of a gateway has the sessions of the one before, and names their tasks (`RenewTasks`).
+        The next process of a gateway restores the sessions and names their tasks (`RenewTasks`).
         """
         if member.role == Role.ROLE_ENVIRONMENT:
             joined = change is MemberChange.JOINED
@@ -230,7 +230,7 @@ class Coordinator:
             self._left_gateways.add(member.member_id)
             live = {each.member_id for each in self._registry.members(Role.ROLE_GATEWAY)}
             self._left_gateways -= live
-            if live:  # with no other gateway, the tasks wait for the next process of this one, which has their sessions
+            if live:  # without another gateway, the tasks wait for its next process, which restores their sessions
                 for name in self._left_gateways:
                     self._tasks.return_tasks(name)
 
@@ -246,7 +246,7 @@ class Coordinator:
         """Serve until the run is over; return the exit code."""
         out = sys.stdout if sys.stdout.isatty() else None
         displays = [asyncio.create_task(d.run()) for d in (RunConsole(self._board, out=out), self._standstill)]
-        for display in displays:  # not in `background`: a fault of a display must not end the run
+        for display in displays:  # apart from `background`, because an error of a display must not end the run
             display.add_done_callback(_log_fault)
         try:
             return await self._host.run(start=self._announce, until=self._drive())
@@ -270,11 +270,11 @@ class Coordinator:
         except FourfoldError as error:
             self._board.close(failure=error.message)
             raise
-        except Exception as error:  # a bug ends the run, and watchers see it
+        except Exception as error:  # a bug ends the run and is shown to watchers
             log.exception("training loop failed")
             self._board.close(failure=f"internal error: {error!r}")
             raise Internal(f"internal error: {error!r}; the log has the traceback") from error
-        except asyncio.CancelledError:  # a signal: the watchers' streams end with this status
+        except asyncio.CancelledError:  # after a signal, the watchers' streams end with this status
             self._board.close(stopped=self._stopped())
             raise
         finally:
@@ -284,7 +284,7 @@ class Coordinator:
         return 0
 
     def _stopped(self) -> str:
-        """Return what stopped this process, after which step; log it, and store it for `fourfold watch`."""
+        """Return the reason of this process's stop and the last step; log it, and store it for `fourfold watch`."""
         if not (reason := read_stop_reason(self._folder)):
             reason = self._host.signal_name or "a call to drain"
             write_stop_reason(self._folder, reason)
@@ -326,7 +326,7 @@ class Coordinator:
                 run_all=context.session.run_all,
             )
             gc.collect()
-            gc.freeze()  # modules and prompts live as long as the process
+            gc.freeze()  # exclude modules and prompts, which live as long as the process
             gc.set_threshold(*_GC_THRESHOLDS)
             if self._evaluate:
                 background.append(asyncio.create_task(LoadedModel(context.router).run()))
@@ -427,7 +427,7 @@ class Coordinator:
         return prompts
 
     def _probe_ids(self, prompts: PromptSet) -> Int32Array:
-        """Return the tokens that engines and trainer compare after an update: a prompt, or any text without one."""
+        """Return the tokens that engines and trainer compare after an update: a prompt, or else a fixed text."""
         if prompts.train:
             return prompts.train[0].token_ids
         return np.asarray(self._tokenizer.encode(_PROBE_TEXT), np.int32)

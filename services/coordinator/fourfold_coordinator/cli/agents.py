@@ -69,7 +69,7 @@ async def _act(args: argparse.Namespace, client: AsyncTaskClient) -> list[str]:
 
 
 def chosen(tasks: Sequence[pb.TaskState], names: Sequence[str], idle: float | None) -> list[pb.TaskState]:
-    """Return the tasks with these ids or these sessions, or those whose sessions are idle for so many seconds.
+    """Return the tasks with these ids or sessions, or those whose sessions are idle for at least `idle` seconds.
 
     Raises NotFound: a name is unknown.
     """

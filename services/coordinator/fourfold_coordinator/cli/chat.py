@@ -1,8 +1,8 @@
 """`fourfold chat RUN_DIR|MODEL_DIR`: chats with a model through a rollout service, like any agent.
 
-Of a run, the chat has the trained model, and what it was trained with: system message, chat template or plain texts,
-temperature, stop tokens, and the length of an answer. Its context is that of the run, at least 4096 tokens if the model
-allows. After an answer that was cut it says so.
+For a run, the chat uses the trained model with the settings of its training: system message, chat template or plain
+texts, temperature, stop tokens, and the length of an answer. The context length is that of the run, but at least 4096
+tokens if the model allows. The chat marks answers that were cut.
 
 The command starts a service for the chat, or uses a running one (`--target`). Prompts and answers travel as token ids:
 the next prompt is all ids so far plus the ids of the new turn. The model's answers are never tokenised again, because
@@ -46,11 +46,11 @@ _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
 _ANSWER_SECONDS: Final = 600.0
 _INFO_SECONDS: Final = 10.0
-_MAX_CONTEXT: Final = 4096  # a chat is longer than the prompts of a run; if those are longer, the run has the limit
+_MAX_CONTEXT: Final = 4096  # a chat is longer than the prompts of most runs; a larger limit of the run is kept
 _MAX_TOKENS: Final = 256
 _TOKEN_VARIABLE: Final = "FOURFOLD_TOKEN"  # as in examples/
-_SHOWN: Final = 200  # characters of a text of the run
-_PLACEHOLDER: Final = "\u2042answer\u2042"  # an answer in a rendered template, to find the text that follows it
+_SHOWN: Final = 200  # most characters shown of a text of the run
+_PLACEHOLDER: Final = "\u2042answer\u2042"  # marks the answer in a rendered template, to find the text after it
 _HELP: Final = "An empty line or Ctrl-D ends the chat, /new starts a new one, Ctrl-C stops an answer."
 _PLAIN_NOTE: Final = "The model was trained on plain texts: each line is a prompt of its own, without the lines before."
 
@@ -113,7 +113,7 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
     `max_context`, which no option sets.
     """
     args.chat, args.date, args.stop_token_ids, args.max_context = True, "", (), _MAX_CONTEXT
-    is_run = (folder / CONFIG_FILE).is_file()  # its name may be that of an export
+    is_run = (folder / CONFIG_FILE).is_file()  # the path may name an export of a run
     run_dir = folder.parent if not is_run and folder.name.startswith(MODEL_FOLDER) else folder
     if not (run_dir / CONFIG_FILE).is_file():
         args.temperature = 1.0 if args.temperature is None else args.temperature
@@ -139,7 +139,7 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
 
 
 def run_notes(system: str, run_dir: Path) -> list[str]:
-    """Return the system message, and a prompt of the run's data: a small model answers no other form."""
+    """Return the system message and an example prompt of the run; a small model answers only prompts of this form."""
     lines = [f"System message: {clean(system, _SHOWN)}"] if system else []
     with suppress(OSError, ValueError, KeyError, TypeError, IndexError):  # no report yet, or no held-out prompts
         report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ class Conversation:
 
     def ask(self, text: str) -> list[int]:
         """Return the prompt that adds a turn of the user. The caller sets `token_ids` when it has the answer."""
-        if not self._is_chat:  # as data/prompts.py makes the prompts of training
+        if not self._is_chat:  # the same text as data/prompts.py makes for training
             return self.tokenizer.encode("\n\n".join(filter(None, (self._system, text))), add_special=True)
         user = {"role": "user", "content": text}
         if not self.token_ids:
@@ -269,7 +269,7 @@ def _recipe(folder: Path, max_tokens: int, max_context: int) -> Config:
             "sampling": {"max_new_tokens": max_tokens},
             "rollout": {
                 "gpus_per_replica": 1 if visible_gpus() else 0,
-                "enforce_eager": True,  # one reader needs a fast start more than fast decoding
+                "enforce_eager": True,  # for a single reader, a fast start matters more than fast decoding
                 "max_concurrent_samples": 4,
             },
         }

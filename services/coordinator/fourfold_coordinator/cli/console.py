@@ -1,7 +1,7 @@
-"""Prints the events of a run on the terminal of a coordinator that was started by hand, as `fourfold run` prints them.
+"""Prints the events of a run, like `fourfold run`, on the terminal of a coordinator that a user started.
 
-The log lines of this terminal are warnings only: the log file in the folder of the run has all of them. The lines about
-waits are in it, too, with and without a terminal.
+The terminal shows only warnings of the log; the log file in the folder of the run has all lines. Lines about waits are
+in the log file, too, with and without a terminal.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RunConsole:
         lines = list(self._events.waits(status, now))
         for line in lines:
             log.info("%s", line)
-        if self._out is None:  # the other lines would take time of the event loop of the run
+        if self._out is None:  # writing the other lines would block the event loop of the run
             return
         services = [(member.member_id, "ready") for member in status.members]
         lines += self._events.new(status, services, (), now)

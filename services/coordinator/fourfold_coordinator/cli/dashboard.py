@@ -38,7 +38,7 @@ _ASCII_BLOCKS: Final = "_.-=+*%#"
 _NOTES: Final = 5
 _SILENT_SECONDS: Final = 2 * HEARTBEAT_SECONDS + 2.0
 _RECOVERIES: Final = 2
-_LAG_CHANGE_STEPS: Final = 50  # for which a change of the lag limit is shown
+_LAG_CHANGE_STEPS: Final = 50  # number of steps for which a change of the lag limit is shown
 _NOTE: Final = "an old note"
 # Rows that a small terminal leaves out, the least important first.
 _OPTIONAL: Final = (
@@ -111,7 +111,7 @@ class Dashboard:
         self._name, self._run_dir, self._began = name, run_dir, time.monotonic()
         self._status = pb.RunStatus()
         self._updated_at = 0.0  # when the last status came, monotonic; 0: none came
-        self._silent_since = 0.0  # the same time, once a note says that the coordinator is silent; 0: it answers
+        self._silent_since = 0.0  # time of the last status before the silence that a note reports; 0: none
         self._services: list[tuple[str, str]] = []
         self._notes: list[str] = []
         self._lines = EventLines(self._began)
@@ -123,7 +123,7 @@ class Dashboard:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Draw the last state, which stays on the screen."""
+        """Draw the last state and leave it on the screen."""
         self.refresh()
         if self._live is not None:
             self._guarded(self._live.stop)
@@ -172,7 +172,7 @@ class Dashboard:
         self._live.start()
 
     def _check_contact(self) -> None:
-        """Tell that the coordinator is silent: what the other lines say may be old."""
+        """Add a note when the coordinator is silent, because the other lines may be out of date."""
         silent = time.monotonic() - self._updated_at
         if self._updated_at and not self._silent_since and silent >= _SILENT_SECONDS and self._status.phase not in OVER:
             self._silent_since = self._updated_at
@@ -191,7 +191,7 @@ class Dashboard:
 
     def _panel(self) -> RenderableType:
         seconds = time.monotonic() - self._began
-        if self._status.HasField("start_time"):  # `fourfold watch` begins later than the run
+        if self._status.HasField("start_time"):  # `fourfold watch` may begin later than the run
             seconds = max(seconds, time.time() - self._status.start_time.ToNanoseconds() / 1e9)
         footer = f"{format_duration(seconds)} elapsed"
         if self._schedule is not None and (left := self._schedule.time_left(self._status)) is not None:
@@ -250,7 +250,7 @@ class Dashboard:
         parts: list[RenderableType] = [grid, *messages]
         if total := self._status.step_count if self._schedule is not None else self._status.answer_count:
             done = self._status.step if self._schedule is not None else self._status.answers_done
-            bar = Table.grid(expand=True)  # a bar alone does not end its line
+            bar = Table.grid(expand=True)  # a bar does not end its line
             bar.add_row(ProgressBar(total=total, completed=done))
             parts.insert(0, bar)
         return Panel(Group(*parts), title=title, subtitle=footer, title_align="left", subtitle_align="left")
@@ -258,10 +258,10 @@ class Dashboard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What the recipe of a run says about its steps."""
+    """The number of steps and the intervals of evaluations and checkpoints in a recipe."""
 
     samples_per_step: int = 0  # 0: unknown
-    evaluations: Sequence[int] = ()  # steps after which the run waits for one
+    evaluations: Sequence[int] = ()  # interval of steps after which the run waits for an evaluation
     checkpoints: Sequence[int] = ()
 
     @classmethod

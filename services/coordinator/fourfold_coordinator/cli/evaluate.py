@@ -41,8 +41,8 @@ from ..launch.run_names import (
 from ..state.files import replace_file
 from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher, warn_of_little_room
 
-_FILE_WIDTH: Final = 200  # of output that is no terminal
-_MOST_SIZES: Final = 3  # k of pass@k in the table; with more, it has the smallest and the largest one
+_FILE_WIDTH: Final = 200  # columns of output that is no terminal
+_MOST_SIZES: Final = 3  # most values of k in the table; of more, it shows the smallest and the largest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _find_model(args: argparse.Namespace) -> tuple[int | None, str, Path]:
-    """Return the step of the weights, None if they are of no run, their folder, and where evaluations are kept."""
+    """Return the step of the weights (None: not of a run), their folder, and the folder for evaluations."""
     if args.run is None:
         return None, args.model, Path(EVALUATIONS_FOLDER)
     run_dir = find_run(args.run)
@@ -153,8 +153,8 @@ def exported_weights(run_dir: Path, wanted: str) -> tuple[int, Path]:
 def newest_model(run_dir: Path) -> Path:
     """Return the folder of the newest weights of a run; export them if they are a checkpoint alone.
 
-    If that is not possible, as while the run is in progress, the newest that it has exported. Raises ConfigError if it
-    has none.
+    If the export is not possible, for example while the run is in progress, return the newest exported folder. Raises
+    ConfigError if there is none.
     """
     model = run_dir / MODEL_FOLDER
     if model.is_dir() and not (run_dir / REPORT_FILE).is_file():  # the last export comes before the report
@@ -177,9 +177,9 @@ def _evaluation_config(args: argparse.Namespace, model: str) -> Config:
     tables = configuration.fix_date(configuration.load(recipe, args.set), run_dir).model_dump(exclude_none=True)
     tables["model"]["source"] = model
     tables["logging"]["sinks"] = []
-    tables["placement"].pop("colocated", None)  # with the trainer, which an evaluation does not have
+    tables["placement"].pop("colocated", None)  # this key needs a trainer, which an evaluation does not have
     for name in ("view", "rollout", *(["gateway"] if tables["environment"]["replicas"] else [])):
-        tables[name]["public_listen"] = ""  # the run itself may listen there; agents of others may need the gateway's
+        tables[name]["public_listen"] = ""  # the run itself may listen on these addresses
     tables["data"]["eval"] = [*tables["data"]["eval"], *({"path": path} for path in args.data)]
     config = configuration.from_tables(tables, source="fourfold eval")
     if not config.data.held_out and not args.lm_eval:

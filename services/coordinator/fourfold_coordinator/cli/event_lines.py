@@ -1,8 +1,8 @@
 """Prints one plain line per event of a run, for consoles without a terminal such as CI and nohup.
 
 An event is a difference between two snapshots of the run's status: a service became ready, a step or an evaluation was
-done, the run restored a checkpoint, a lease became overdue, a problem or a wait began or ended. Problems and waits that
-end within 3 seconds are only in the log.
+done, the run restored a checkpoint, a lease became overdue, a problem or a wait began or ended. Problems and waits of
+less than 3 seconds are only in the log.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fourfold.text import format_duration, format_score
 
 OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_STOPPED)
 _MIN_SECONDS: Final = 3.0
-# Several callers may wait for the same service in turn, so a wait has ended when no other follows within this time.
+# Several callers may wait for the same service in turn. A wait has ended when no other begins within this time.
 _SETTLE_SECONDS: Final = 1.0
-_REMINDER_SECONDS: Final = 30.0  # between two lines about a wait that goes on
-_LONG_SECONDS: Final = 10.0  # from this age on, the first line of a wait gives the age
-# The parts of a wait's text that change while the run waits for the same thing: reasons in parentheses, and counts.
+_REMINDER_SECONDS: Final = 30.0  # interval of the lines about a wait that continues
+_LONG_SECONDS: Final = 10.0  # a wait of at least this age is printed with its age
+# The parts of a wait's text that change during one wait: reasons in parentheses, and counts.
 _DETAILS: Final = re.compile(r" \((?:[^()]|\([^()]*\))*\)| \d+ of \d+")
 # Metric and label of each part of a step, in their order.
 _PARTS: Final = (
@@ -151,7 +151,7 @@ class EventLines:
             if key in self._recoveries:
                 continue
             self._recoveries.add(key)
-            if not (recovery.trainer_kept and self._printed):  # with none printed, this display is as new as the run
+            if not (recovery.trainer_kept and self._printed):  # nothing was printed: the display began with the run
                 self._printed = {printed for printed in self._printed if printed[1] <= recovery.step}
                 self._printed |= {key for key, _ in _records(status, ()) if key[1] <= recovery.step}
             yield recovery_line(recovery)
@@ -171,7 +171,7 @@ class EventLines:
 def _records(status: pb.RunStatus, printed: Collection[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], str]]:
     """Yield kind, step and line of each record that is not in `printed`.
 
-    The console of a coordinator calls this on the event loop of the run. To write the lines of 1,000 steps takes 35 ms.
+    The console of a coordinator calls this on the event loop of the run. Writing the lines of 1,000 steps takes 35 ms.
     """
     for record in status.steps:
         step = record.step

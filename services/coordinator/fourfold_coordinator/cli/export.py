@@ -97,6 +97,6 @@ def _title(folder: Path, source: str) -> str:
     """Return the name of a model: that of its run or repository, if it has one."""
     if (folder.parent / CONFIG_FILE).is_file():
         return f"{folder.parent.name}{folder.name.removeprefix(MODEL_FOLDER)}"
-    if source.startswith(hub.PREFIX):  # its folder has the name of a commit
+    if source.startswith(hub.PREFIX):  # the name of its folder is a commit
         return hub.Repository.parse(source, "model").name.rpartition("/")[2]
     return folder.name

@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
             count = send(run_dir, config, name)
         except FourfoldError:
             raise
-        except Exception as error:  # of the tracker's library, which has its own classes
+        except Exception as error:  # any class: the tracker's library has its own errors
             raise ConfigError(f"{name} failed: {type(error).__name__}: {error}") from error
         print(f"{name}: sent {count} steps" if count else f"{name}: has every step already")
     return 0

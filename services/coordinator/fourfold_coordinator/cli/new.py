@@ -1,6 +1,6 @@
 """`fourfold new RECIPE.toml`: writes a commented recipe for one's own data, model and GPUs.
 
-Options that are missing are asked for on a terminal, with what the data and the machine suggest as the default.
+On a terminal, the command asks for missing options; the data and the machine suggest the defaults.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ..data.sources import Row, read_rows
 _PROMPT_COLUMNS: Final[tuple[str, ...]] = (
     "question", "prompt", "problem", "query", "instruction", "messages", "conversations", "input", "text"
 )  # fmt: skip
-_CONTEXT_COLUMNS: Final = ("input", "context", "passage")  # what a prompt of another column is about, as in Alpaca
+_CONTEXT_COLUMNS: Final = ("input", "context", "passage")  # the column that a prompt refers to, as in Alpaca
 _ANSWER_COLUMNS: Final = (
     "reward_model.ground_truth", "answer", "solution", "label", "ground_truth", "reference_answer", "target",
     "expected", "completion", "response", "output",
 )  # fmt: skip
 _READ_ROWS: Final = 200
 _NUMBER: Final = re.compile(r"\s*[-+]?[\d,]*\.?\d+\s*")
-_MARK: Final = "####"  # before the final answer of a worked solution, as in GSM8K
+_MARK: Final = "####"  # mark before the final answer of a worked solution, as in GSM8K
 _ENDS_WITH_NUMBER: Final = re.compile(r"\d\W*$")
 _FEW_WORDS: Final = 5
 _PRESETS_SHOWN: Final = "grpo, dapo, gspo, rloo, ppo; others: docs/algorithms.md"
-_PASSES: Final = 20  # over a small data set, by default
+_PASSES: Final = 20  # default passes over a small data set
 _BRIEF: Final = "Reply with only the final answer."
 _LONG: Final = {
     "last_number": "Think step by step. The last number of the reply is the final answer.",
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What the recipe is made from."""
+    """The values from which the recipe is made."""
 
     name: str
     model: str
@@ -72,9 +72,9 @@ class Answers:
     reward: str
     preset: str
     max_new_tokens: int
-    has_long_answers: bool  # of more than a few words
+    has_long_answers: bool  # whether the reference answers have more than a few words
     longest_prompt: int  # tokens of the prompts that were read, with the system message
-    rows: int  # that were read; at most _READ_ROWS
+    rows: int  # number of rows that were read, at most _READ_ROWS
     steps: int
     gpus: int
 
@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write a recipe, check it, and say what to do next; return the exit code."""
+    """Write a recipe, check it, and print the next command; return the exit code."""
     _check_place(args.recipe)
     ask = _ask_terminal if sys.stdin.isatty() and not args.yes else _take_default
     text = recipe_text(_collect(args, ask))
@@ -137,7 +137,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check_place(recipe: Path) -> None:
-    """Raise ConfigError if the recipe cannot be written there, before anything is asked."""
+    """Raise ConfigError if the recipe cannot be written to its path; called before any question."""
     try:
         if recipe.exists():
             raise ConfigError(f"{recipe} exists already; give another name, or remove it")
@@ -152,7 +152,8 @@ def _unwritable(recipe: Path, error: OSError) -> ConfigError:
 
 
 Ask = Callable[[str, str, Callable[[str], T]], T]
-"""Takes a question, its default, and a function that returns the value of an answer, or raises ConfigError."""
+"""Asks a question. The arguments are the question, its default, and a function that returns the value of an answer or
+raises ConfigError."""
 
 
 def _ask_terminal(question: str, default: str, parse: Callable[[str], T]) -> T:
@@ -171,7 +172,7 @@ def _take_default(question: str, default: str, parse: Callable[[str], T]) -> T:
 
 
 def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
-    """Complete the options by questions, whose defaults come from the data and the machine."""
+    """Ask for the missing options, with defaults from the data and the machine."""
 
     def option(given: str | None, question: str, default: str, parse: Callable[[str], T]) -> T:
         value: T = parse(given) if given is not None else ask(question, default, parse)
@@ -203,7 +204,7 @@ def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
         _reward(answers),
         partial(_check_reward, has_answers=bool(answers)),
     )
-    # It is put before texts alone.
+    # The system message is put only before plain texts.
     has_texts = "{" in prompt_field or any(isinstance(row.get(prompt_field), str) for row in rows)
     default = _system_prompt(reward, gpus) if has_texts and not data.answer_from_messages else ""
     data = data.model_copy(update={"system_prompt": option(args.system_prompt, "System message", default, str)})
@@ -293,7 +294,7 @@ def _longest(prompts: Sequence[tuple[str, RawPrompt]], data: DataConfig, model: 
 
 
 def _likely_prompt(rows: Sequence[Row]) -> str:
-    """Return the column that its name tells, or the only one, or a template of two columns; empty if there is none."""
+    """Return the column with a typical name, or the only one, or a template of two columns; empty if there is none."""
     names = [name for name in _PROMPT_COLUMNS if name in rows[0]] or (list(rows[0]) if len(rows[0]) == 1 else [])
     if not names:
         return ""
@@ -305,7 +306,7 @@ def _likely_prompt(rows: Sequence[Row]) -> str:
 
 
 def _likely_answer(rows: Sequence[Row]) -> str:
-    """Return the column, or COLUMN.KEY, that its name tells; empty if there is none."""
+    """Return the column, or COLUMN.KEY, with a typical name; empty if there is none."""
     for name in _ANSWER_COLUMNS:
         column, _, key = name.partition(".")
         values = [row.get(column) for row in rows]
@@ -446,12 +447,12 @@ def recipe_text(answers: Answers) -> str:
 
 
 def _interval(steps: int, times: int, most: int) -> int:
-    """Return the steps between two events that happen at least so many times in a run, as far as it has steps."""
+    """Return the interval of an event that is to happen at least `times` times in a run, as far as it has steps."""
     return max(1, min(most, steps // times))
 
 
 def _keys(table: DataConfig | DataSourceConfig) -> list[str]:
-    """Return the lines of the keys that were set, without empty ones."""
+    """Return the lines of the keys that have a value."""
     values = table.model_dump(exclude_unset=True)
     return [f"{key} = {configuration.toml_value(value)}" for key, value in values.items() if value]
 

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do one action, and print the scorers that it leaves."""
+    """Do one action, and print the scorers of the run after it."""
     if not 0 < args.timeout <= _MAX_TIMEOUT:  # false for NaN, too
         raise ConfigError(f"--timeout {args.timeout:g}: it must be above 0 and at most {_MAX_TIMEOUT:g} s")
     address, certs = find_coordinator(args.where, args.recipe)

@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
                 check_sequence_parallel(config)
         else:
             config = configuration.load(args.recipe, args.set)
-            # A mistake in the recipe must leave no run folder: check all that is known before it is made.
+            # Check the recipe before the folder is made, so that a mistake leaves no run folder.
             warn_of_little_room(Path.cwd())
             _check_recipe(config, args.recipe, args)
             if args.launcher == "local":
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
                 model_folder.resolve(config.model.source)
                 launcher = make_launcher(args, config, run_dir)
             except BaseException:
-                if args.resume is None:  # nothing was started, so there is nothing to see
+                if args.resume is None:  # nothing was started, so the folder has nothing to keep
                     shutil.rmtree(run_dir, ignore_errors=True)
                 raise
             link_latest(run_dir)
@@ -117,7 +117,7 @@ def warn_of_little_room(folder: Path) -> None:
 
 
 def _check_recipe(config: Config, recipe: Path, args: argparse.Namespace) -> None:
-    """Check all that is known before anything is started; print probable mistakes."""
+    """Check the recipe before anything is started; print probable mistakes."""
     _check_security(config, args.listen)
     check_models(config)
     check_context(config)
@@ -141,7 +141,7 @@ class SignalHandler:
     """Handles Ctrl-C, SIGTERM and SIGHUP: the first stops the run cleanly, the second kills it."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the first signal; 0: none
+        self.number = 0  # number of the first signal; 0: none
         self.polled = False  # whether the main loop polls `number`; otherwise the handler raises KeyboardInterrupt
         self.launcher: Launcher | None = None
         self.dashboard: Dashboard | None = None
@@ -225,11 +225,11 @@ class RunCommand:
         return 1
 
     def print_result(self) -> int:
-        """Print what was measured; return the exit code."""
+        """Print the measurements; return the exit code."""
         return _print_report(self._run_dir)
 
     def print_failure(self, lines: list[str]) -> None:
-        """Print why the run failed, and what to do."""
+        """Print the cause of the failure and the next command."""
         folder = self._run_dir
         if self._args.resume is None and (folder := free_name(self._run_dir)) != self._run_dir:
             lines += [f"No step was done. Its logs are in {folder}; correct the cause, and start it again."]
@@ -273,7 +273,7 @@ class RunCommand:
             self._dashboard.note(f"start this service yourself (replicas = 0): {program()} {shlex.join(words)}")
 
     def next_command(self) -> str:
-        """Return how to go on after a stop."""
+        """Return the command that continues the run after a stop."""
         stop, pending = describe_stop(self._run_dir, last_progress(self._run_dir)), self._fleet.assignments
         kept = f"{self._run_dir / CONFIG_FILE} is as it was, without {', '.join(pending)}. " if pending else ""
         return f"{kept}{stop.resumption}: {stop.command}"
@@ -306,7 +306,7 @@ def make_launcher(args: argparse.Namespace, config: Config, run_dir: Path, *, ev
     for gpu, names in shared_gpus(assigned).items():
         print(f"GPU {gpu} is shared by {', '.join(names)}{advice}.")
     dtypes = {pool.name: pool.dtype for pool in config.rollout_pools}
-    on_cpu = [  # services that run the model in bfloat16 on the CPU
+    on_cpu = [  # services that compute the model in bfloat16 on the CPU
         service.name
         for service in services
         if service.role != "reward" and not service.gpus

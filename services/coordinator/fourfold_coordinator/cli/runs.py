@@ -42,7 +42,7 @@ from ..state.eval_results import EvalRow
 from ..state.ledger import read_evals, read_progress
 
 _ROOT: Final = Path("runs")
-_DELETED_SUFFIX: Final = ".deleted"  # of a folder whose deletion was interrupted
+_DELETED_SUFFIX: Final = ".deleted"  # suffix of a folder whose deletion was interrupted
 _DAY_SECONDS: Final = 86_400
 _USED: Final = ("running", "evaluating")  # states in which the folder may not be deleted
 # Folders of a run by the part that `--only` names.
@@ -117,14 +117,14 @@ def read_run(folder: Path) -> Run:
 
 
 def _is_touched(path: Path) -> bool:
-    """Return whether a mere reader changes the file, as SQLite does beside the ledger; or whether it is a link."""
+    """Return whether the file is a link, or may change when the run is read, like SQLite's files beside the ledger."""
     return path.name.startswith((f"{LEDGER_FILE}-", RUN_LOCK)) or path.is_symlink()
 
 
 def _change_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:  # a run replaces some of its files all the time
+    except FileNotFoundError:  # deleted meanwhile: a run replaces some of its files
         return 0.0
 
 
@@ -201,7 +201,7 @@ def _delete(runs: Sequence[Run], only: Sequence[str], *, ask: bool) -> int:
     if ask and not _confirmed(f"Delete {total}? [y/N] "):
         print("nothing was deleted")
         return 1
-    _check_unused([read_run(_checked(run.folder)) for run in runs])  # time has passed since the question
+    _check_unused([read_run(_checked(run.folder)) for run in runs])  # the run may have started since the question
     for run in runs:
         gone = run.folder.with_name(run.folder.name + _DELETED_SUFFIX)
         shutil.rmtree(gone, ignore_errors=True)
@@ -212,7 +212,7 @@ def _delete(runs: Sequence[Run], only: Sequence[str], *, ask: bool) -> int:
                 if path.is_relative_to(run.folder):
                     shutil.rmtree(path)
         if not only:
-            shutil.rmtree(gone)  # not under the lock: NFS keeps an open file, and the folder with it
+            shutil.rmtree(gone)  # after the lock is released: NFS keeps an open file and its folder
     _unlink_latest(run.folder.parent for run in runs)
     print(f"deleted {total}")
     return 0

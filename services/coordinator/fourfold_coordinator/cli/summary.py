@@ -24,8 +24,8 @@ _MAX_FINDINGS: Final = 5
 _FRAME_WIDTH: Final = 200
 _QUESTION_WIDTH: Final = 24
 _RIGHT_WIDTH: Final = 8
-_MAX_LINES: Final = 3  # of a prompt, and of an answer
-_NO_BREAK: Final = "\N{NO-BREAK SPACE}"  # keeps the mark on the answer's last line
+_MAX_LINES: Final = 3  # most lines of a prompt and of an answer
+_NO_BREAK: Final = "\N{NO-BREAK SPACE}"  # a no-break space keeps the mark on the answer's last line
 
 
 def report_lines(run_dir: Path) -> list[str]:
@@ -91,7 +91,7 @@ def _asynchrony(found: dict[str, Any]) -> list[str]:
 
 
 def _interruptions(report: dict[str, Any]) -> list[str]:
-    """Return how often the run was resumed and its services were restarted; no lines when neither happened."""
+    """Return the numbers of resumes and of restarted services; no lines when both are 0."""
     words = [f"{name} {count}x" for name, count in sorted((report.get("restarts") or {}).items())]
     resumes = report.get("resumes") or 0
     lines = [f"Resumed {resumes} time{'s' if resumes > 1 else ''}."] if resumes else []
@@ -114,7 +114,7 @@ def _diagnosis(report: dict[str, Any]) -> list[str]:
 
 
 def _sets(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return a line for each of several held-out sets."""
+    """Return a line for each held-out set, if there are several."""
     pairs = zip(before.get("sets") or [], after.get("sets") or [], strict=False)
     lines = [f"  {each['name']}: {_score(_as_eval(old))} before, {_score(_as_eval(each))} after" for old, each in pairs]
     return lines if len(lines) > 1 else []
@@ -146,7 +146,7 @@ def answer_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any
         return []
     messages = [last_message(old["prompt"]) for old, _ in pairs]
     last_lines = [message.rpartition("\n")[2].strip() for message in messages]
-    # With a template, the last line may be the same in all.
+    # With a template, all prompts may have the same last line.
     frame, questions = _split(last_lines if len(set(last_lines)) > 1 else [" ".join(m.split()) for m in messages])
     title = f'Answers to the held-out prompts "{_cut(frame, _FRAME_WIDTH)}"' if frame else "Answers to held-out prompts"
     rights = [_cut(printable(old["answer"]), _RIGHT_WIDTH) for old, _ in pairs]
@@ -179,7 +179,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _split(texts: list[str]) -> tuple[str, list[str]]:
-    """Split long texts into the words that all of them begin and end with, and the remaining words of each text."""
+    """Return the words that all texts begin and end with, and the remaining words of each text."""
     texts = [printable(text) for text in texts]
     if len(texts) < 2 or max(map(len, texts)) <= _QUESTION_WIDTH:
         return "", texts
@@ -190,7 +190,7 @@ def _split(texts: list[str]) -> tuple[str, list[str]]:
         before += 1
     while before + after < shortest - 1 and len({line[-1 - after] for line in words}) == 1:
         after += 1
-    if before + after < 2:  # one common word is too little to print separately
+    if before + after < 2:  # a single common word is not printed separately
         return "", texts
     first = words[0]
     frame = " ".join([*first[:before], "...", *first[len(first) - after :]])

@@ -20,7 +20,7 @@ from fourfold.rpc.channel import is_loopback, join_target, split_target
 from ..launch.run_folder import find_run
 
 if TYPE_CHECKING:
-    from ..view.reader import RunFolders  # needs packages that `main` checks first
+    from ..view.reader import RunFolders  # imported late: `main` first checks that its packages are installed
 
 _ROOT: Final = Path("runs")
 _PORT: Final = 8440
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _open_runs(args: argparse.Namespace, opened: ExitStack) -> RunFolders:
-    """Return the runs of the command line, those of other machines until `opened` is closed."""
+    """Return the runs of the command line; runs of other machines are open until `opened` is closed."""
     from ..view.reader import REMOTE, RunFolders, cache_folder
     from ..view.remote import COPY_GIB, CopyRoom, open_remote
 
@@ -116,7 +116,7 @@ def _serve(args: argparse.Namespace, runs: RunFolders, host: str, port: int, tok
     )
     try:
         config.load()
-    except OSError as error:  # among them ssl.SSLError
+    except OSError as error:  # includes ssl.SSLError
         raise ConfigError(
             f"--tls-cert {args.tls_cert} with --tls-key {args.tls_key}: they cannot be used ({error}); give a "
             f"certificate and its private key, both in PEM"
@@ -156,7 +156,7 @@ def _read_token(path: Path, flag: str) -> str:
         raise ConfigError(f"{flag} {path}: it cannot be read ({error}); write one line of ASCII to it") from None
     if len(token) < _MIN_TOKEN or not token.replace("-", "").replace("_", "").isalnum():
         command = "python -c 'import secrets; print(secrets.token_urlsafe())'"
-        if flag == "--run-token-file":  # the coordinator must know it
+        if flag == "--run-token-file":  # the coordinator must know the token
             command = f"fourfold certs token add DIR NAME --scope view > {shlex.quote(str(path))}"
         raise ConfigError(
             f"{flag} {path}: a token has {_MIN_TOKEN} or more of A-Z a-z 0-9 - _; make one with: {command}"
@@ -170,7 +170,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen()  # a browser that is faster than the start of the server waits
+        listener.listen()  # listen first: a browser that connects early waits
     except OSError as error:
         listener.close()
         raise ConfigError(f"--listen {host}:{port}: {error.strerror or error}; choose another port, or 0") from None

@@ -25,7 +25,7 @@ from .summary import report_lines
 _REFRESH_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 0.5
 _MAX_FAILURES: Final = 3
-# After a connection that worked: `fourfold run` restarts a dead coordinator within seconds.
+# More attempts after a connection that worked, because `fourfold run` restarts a dead coordinator within seconds.
 _MAX_RECONNECTS: Final = 20
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Show the run until it ends or Ctrl-C, and then its report, or where it has stopped; return the exit code."""
+    """Show the run until it ends or Ctrl-C, then its report or the step at which it stopped; return the exit code."""
     run_dir = find_run(args.run_dir)
     address = read_address(run_dir)
     config = configuration.load(run_dir / CONFIG_FILE)
@@ -50,11 +50,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _print_end(run_dir: Path, config: Config, status: pb.RunStatus) -> int:
-    """Print how a run ended, of which `status` is the last one that came; return the exit code."""
+    """Print the end of a run with this last status; return the exit code."""
     if is_finished(run_dir, config):
         print("\n".join(report_lines(run_dir)))
         return 0
-    if status.phase == pb.RUN_PHASE_DONE:  # its report is not in this folder
+    if status.phase == pb.RUN_PHASE_DONE:  # the report is in another folder
         return 0
     if status.phase == pb.RUN_PHASE_FAILED and not last_progress(run_dir).step:
         where = f"{run_dir}/logs, or in {run_dir}{FAILED_SUFFIX}/logs if `fourfold run` started it"
@@ -66,7 +66,7 @@ def _print_end(run_dir: Path, config: Config, status: pb.RunStatus) -> int:
 
 
 def stopped_lines(run_dir: Path, config: Config) -> list[str]:
-    """Return where a run has stopped, and how to continue it."""
+    """Return the step at which a run has stopped, and the command that continues it."""
     progress = last_progress(run_dir)
     stop = describe_stop(run_dir, progress)
     lines = [f"{run_dir} does not run: it {stop.how} after step {progress.step} of {config.steps}."]
@@ -95,9 +95,9 @@ async def follow(
 ) -> None:
     """Pass every status of the run to the dashboard until the run is over; reconnect when the connection is lost.
 
-    Raises the error of the last of `max_failures` attempts in a row; with None it retries until it is cancelled. A
-    connection that is lost gets more attempts, because the coordinator may be restarted. `ended`, of a launcher, is set
-    when the run has ended: until then, a coordinator that was stopped is one that the launcher restarts.
+    Raises the error of the last of `max_failures` attempts in a row; with None it retries until it is cancelled. A lost
+    connection gets more attempts, because the coordinator may be restarted. A launcher sets `ended` when the run has
+    ended; until then it restarts a stopped coordinator.
     """
     restarts, ended = ended is not None, ended or asyncio.Event()
     failures, phase = 0, pb.RUN_PHASE_UNSPECIFIED

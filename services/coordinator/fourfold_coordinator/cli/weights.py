@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, str]) -> dict[str, argparse.ArgumentParser]:
-    """Add a subcommand on a running run for each action, which has a text for users; return their parsers by name."""
+    """Add a subcommand for each action on a running run, with its help text; return the parsers by name."""
     parsers = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in actions.items():
         add_arguments(parsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))

@@ -1,11 +1,11 @@
-"""Skips prompts that teach little now: those that the policy lately solved always, or never (`[data.curriculum]`).
+"""Skips training prompts that the policy recently solved always or never (`[data.curriculum]`).
 
     position p of the endless order --> recent success rate r of its prompt --> drawn if u(seed, p) < weight(r)
                                                                            '--> skipped, p + 1 is next
 
-The order of the prompts stays that of the seed, so that a position still names one prompt in every process. Only the
-skips depend on what happened: on the scores of the steps before, all of which are in samples.jsonl. A run that is
-resumed reads them again, and then skips what it would have skipped.
+The seed alone decides the order of the prompts, so that a position names the same prompt in every process. The skips
+depend on the scores of the earlier steps, all of which are in samples.jsonl. A resumed run reads them again and then
+skips the same prompts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Final, NamedTuple
 from fourfold.config.schema import CURRICULUM_GROUPS, CURRICULUM_LEAST, CurriculumConfig
 from fourfold.seeds import derive_seed
 
-# `dropped` of attempts that count: without a score, or scored too late, others do not.
+# Drop reasons of attempts that count. Attempts with other reasons have no score, or were scored too late.
 _COUNTED: Final = ("", "FILTERED")
-_RANGE: Final = 1 << 52  # of `derive_seed`
+_RANGE: Final = 1 << 52  # range of `derive_seed`
 
 
 class ScoredAttempt(NamedTuple):
-    """An attempt of a step, as samples.jsonl has it."""
+    """One attempt in samples.jsonl."""
 
     group_id: str
     score: float | None
@@ -34,12 +34,12 @@ class ScoredAttempt(NamedTuple):
 
 
 class Curriculum:
-    """The recent success rates of the training prompts, and the prompts that are skipped for them."""
+    """The recent success rates of the training prompts, which decide the prompts to skip."""
 
     def __init__(self, config: CurriculumConfig, *, seed: int, prompt_at: Callable[[int], int]) -> None:
         """Start without scores: then no prompt is skipped. `prompt_at` gives the index of the prompt at a position."""
         self._config, self._seed, self._prompt_at = config, seed, prompt_at
-        # Of each prompt: successes and attempts of its latest groups.
+        # Successes and attempts of the latest groups, by prompt.
         self._groups: defaultdict[int, deque[tuple[int, int]]] = defaultdict(lambda: deque(maxlen=CURRICULUM_GROUPS))
 
     def accepts(self, position: int) -> bool:
@@ -47,7 +47,7 @@ class Curriculum:
         return derive_seed(self._seed, "curriculum", position) < self.weight(self._prompt_at(position)) * _RANGE
 
     def weight(self, prompt: int) -> float:
-        """Return the probability with which a prompt is drawn when its turn comes.
+        """Return the probability that a prompt is drawn when its position comes.
 
         It is 1 for a prompt without scores, and otherwise
 

@@ -1,4 +1,4 @@
-"""Gives the endless order of the training prompts: passes over one pool of rows, or a mixture of sources by weight.
+"""Computes the endless order of the training prompts: passes over one pool of rows, or a weighted mixture of sources.
 
 Every position is a function of the seed and of the position alone, so that a checkpoint stores nothing but a position.
 
@@ -19,7 +19,7 @@ from fourfold.arrays import Int32Array
 from fourfold.config.sources import MIXTURE_BLOCK, block_counts
 from fourfold.seeds import derive_seed
 
-# Shuffled passes and blocks in memory: positions of groups in flight may be in the pass before the newest one.
+# Number of shuffled passes and blocks in memory. Groups in flight may be in the pass before the newest one.
 _KEPT: Final = 4
 
 

@@ -24,18 +24,18 @@ from .order import MixtureOrder, PassOrder
 class Prompt:
     """One task: the text for the policy, and the fields for a scorer."""
 
-    index: int  # of its row, from 0; the rows of several training sources are numbered one after the other
+    index: int  # index of its row from 0; the rows of all training sources are numbered consecutively
     text: str  # with the chat template
     messages_json: str = ""  # its chat messages, a JSON array; empty: a plain text
     token_ids: Int32Array  # [n], n >= 1
     answer: str  # reference answer as text; empty if the task has none
     metadata_json: str  # the other fields of the row, a JSON object
-    group_key: str  # task group: held out as a whole, and a cluster in the confidence interval of the evaluation
+    group_key: str  # task group; held out as a whole, and one cluster in the confidence interval of the evaluation
     source: str = ""  # name of its training source; empty if the recipe names none
 
 
 def own_prompt(text: str, *, answer: str, metadata_json: str) -> Prompt:
-    """Return the prompt of a group that agents made themselves; it has no row and no tokens."""
+    """Return the prompt of a group of the agents' own, without row and tokens."""
     return Prompt(
         index=0,
         text=text,
@@ -48,7 +48,7 @@ def own_prompt(text: str, *, answer: str, metadata_json: str) -> Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldOutSet:
-    """The prompts of a held-out set, and how their answers are sampled."""
+    """The prompts of a held-out set and their sampling parameters."""
 
     rule: EvalSet
     prompts: tuple[Prompt, ...]

@@ -25,11 +25,11 @@ from fourfold.text import choices, clean
 
 Row = dict[str, Any]
 
-_STATE: Final = "state.json"  # of a folder of `Dataset.save_to_disk`
-_DICT: Final = "dataset_dict.json"  # of a folder of `DatasetDict.save_to_disk`, which has a folder for each split
+_STATE: Final = "state.json"  # file of a folder that `Dataset.save_to_disk` wrote
+_DICT: Final = "dataset_dict.json"  # file of a `DatasetDict.save_to_disk` folder, which has a folder for each split
 
-_PART: Final = 1 << 20  # characters of a JSON array that are read at once
-_GAP: Final = re.compile(r"[\s,]*")  # between the elements of a JSON array; fits everywhere
+_PART: Final = 1 << 20  # number of characters of a JSON array that are read at once
+_GAP: Final = re.compile(r"[\s,]*")  # allowed between the elements of a JSON array
 
 _KINDS: Final = "give a .jsonl, .json, .csv, .tsv or .parquet file, a dataset folder, or hf:OWNER/NAME"
 
@@ -49,7 +49,7 @@ def describe(source: DataSourceConfig) -> str:
 
 
 def _files(source: DataSourceConfig) -> list[Path]:
-    """Return the files of a source, in order, or the dataset folder that it is."""
+    """Return the files of a source in order, or its dataset folder."""
     if source.path.startswith(hub.PREFIX):
         return hub.dataset_files(source.path, config=source.config, split=source.split)
     where = f"path = {source.path!r}"
@@ -67,7 +67,7 @@ def _files(source: DataSourceConfig) -> list[Path]:
 
 
 def _repository_files(path: Path, source: DataSourceConfig, where: str) -> list[Path]:
-    """Return the files of a split of a folder with the layout of a data set on the hub."""
+    """Return the files of a split in a folder with the hub's layout of data sets."""
     names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     if not names:
         raise ConfigError(f"{where} is an empty folder; {_KINDS}")
@@ -123,14 +123,14 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _json_array(path: Path, file: TextIO) -> Iterator[Row]:
-    """Yield the objects of a JSON array after its bracket, of which only a part is in memory at a time."""
+    """Yield the objects of a JSON array after its bracket; only a part of the array is in memory at a time."""
     decoder, text, number, start = json.JSONDecoder(), "", 0, 0
     while not text.startswith("]", start := _GAP.search(text, start).end()):  # type: ignore[union-attr]
         try:
             row, end = decoder.raw_decode(text, start)
             row = _checked(row, text[start:end])
         except ValueError as error:
-            # A longer part each time, so that a long row is parsed a few times only.
+            # Double the part each time, so that a long row is parsed only a few times.
             if not (more := file.read(max(_PART, len(text)))):
                 raise ConfigError(f"{path}: element {number} of the array: not valid JSON: {error}") from None
             text, start = text[start:] + more, 0
@@ -142,20 +142,20 @@ def _json_array(path: Path, file: TextIO) -> Iterator[Row]:
 
 
 def _checked(row: Any, text: str) -> Row:
-    """Return a row of JSON. Raises ValueError: it is no object, or has half of a pair of UTF-16."""
+    """Return a row of JSON. Raises ValueError: it is no object, or has an unpaired UTF-16 surrogate."""
     match row:  # Open-Reasoner-Zero: the messages, and the reference answer in place of the last one
         case [*messages, {"ground_truth": {"value": answer}}]:
             row = {"conversations": messages, "answer": answer}
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} in place of an object")
-    if "\\ud" in text.lower():  # half of a pair is no text: no tokenizer and no message takes it
+    if "\\ud" in text.lower():  # tokenizers and messages refuse an unpaired surrogate
         json.dumps(row, ensure_ascii=False).encode()
     return row
 
 
 def _csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a file with a header line; all values are texts."""
-    csv.field_size_limit(1 << 30)  # by default 131,072 characters, fewer than a long prompt
+    csv.field_size_limit(1 << 30)  # the default of 131,072 characters is less than a long prompt has
     with path.open("rb") as raw:
         names = raw.readline()
     # Spreadsheets separate by semicolons where a comma is the decimal point.
@@ -220,7 +220,7 @@ def _arrow(path: Path) -> Iterator[Row]:
 def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # SyntaxWarnings: a dependency has invalid escape sequences
+            warnings.simplefilter("ignore")  # ignore SyntaxWarnings of a dependency with invalid escape sequences
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
     except ImportError:
@@ -240,6 +240,6 @@ def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
             raise ConfigError(f"{where}: it has no {name!r}; {choices(name, known)}")
     try:
         yield from reasoning_gym.create_dataset(task, size=source.size, seed=source.seed, **source.options)
-    # Generators check their options by assertions, or fail later with whatever a wrong value causes.
+    # Generators check their options by assertions, or raise any error later because of a wrong value.
     except (TypeError, ValueError, AssertionError, AttributeError, KeyError) as error:
         raise ConfigError(f"reasoning_gym {task!r} with options {source.options}: {error}") from None

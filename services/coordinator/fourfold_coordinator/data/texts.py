@@ -9,7 +9,7 @@ from typing import Final
 
 from fourfold.arrays import Int32Array
 
-_BATCH_TOKENS: Final = 1 << 20  # one call decodes about so many, in 15 ms
+_BATCH_TOKENS: Final = 1 << 20  # most tokens of one call, which takes about 15 ms
 
 
 @dataclass(slots=True)
@@ -22,16 +22,17 @@ class _Batch:
 
 
 class TextDecoder:
-    """Decodes off the event loop. A call of another thread costs more than the decoding of a group of short samples."""
+    """Decodes off the event loop. Calls are batched, because a call of a thread costs more than decoding a group of
+    short samples."""
 
     def __init__(self, decode: Callable[[Sequence[Int32Array]], list[str]]) -> None:
         """`decode` returns the texts of token ids, and is called in other threads, once at a time."""
         self._decode = decode
-        self._lock = asyncio.Lock()  # held by the task whose call of the other thread runs
-        self._batch = _Batch()  # that token ids may still join
+        self._lock = asyncio.Lock()  # held by the task whose thread is decoding
+        self._batch = _Batch()  # the batch that accepts further token ids
 
     async def decode(self, sequences: Sequence[Int32Array]) -> list[str]:
-        """Return the text of each sequence. Calls that come while others are decoded are decoded together."""
+        """Return the text of each sequence. Calls that arrive during a decode share the next one."""
         if self._batch.tokens > _BATCH_TOKENS:
             self._batch = _Batch()
         batch, start = self._batch, len(self._batch.sequences)

@@ -13,7 +13,7 @@ from ..state.timeline import TIMELINE_FILE
 from .run_names import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 
 EVALUATIONS_FILE: Final = "evaluations.jsonl"
-"""Only in a copy: what the ledger has of the evaluations."""
+"""File of a copy with the evaluations of the ledger."""
 TOKENIZER_FILE: Final = "model/tokenizer.json"
 FILES: Final[Mapping[pb.RunFile.ValueType, str]] = {  # in the order of copying: small ones first
     pb.RUN_FILE_RECIPE: CONFIG_FILE,

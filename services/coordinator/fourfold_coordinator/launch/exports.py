@@ -34,13 +34,13 @@ class Weights(NamedTuple):
     """Weights of a run."""
 
     step: int
-    folder: Path | None  # of the exported model; None: a checkpoint that is not exported yet
+    folder: Path | None  # folder of the exported model; None: a checkpoint that is not exported yet
 
 
 def find_weights(run_dir: Path, wanted: str) -> Weights:
     """Return the weights of a step, or the `last` or the `best` ones that the run has on disk.
 
-    The best ones have the highest held-out score of the run's evaluations; of equal ones the newer.
+    The best weights have the highest held-out score of the run's evaluations; of equal scores, the newer weights.
 
     Raises:
         ConfigError: there are none, or none of that step.
@@ -96,7 +96,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def way_to_export(run_dir: Path) -> str:
-    """Return what to do about a run that has not exported a model."""
+    """Return the instruction for a run that has not exported a model."""
     return "wait: it is in progress" if _in_progress(run_dir) else f"continue it: {resume_command(run_dir)}"
 
 
@@ -136,7 +136,7 @@ def export_checkpoint(config: Config, run_dir: Path, step: int, gpus: Sequence[s
     """
     argv = [sys.executable, "-m", "fourfold", "serve", "trainer", str(run_dir / CONFIG_FILE)]
     argv += ["--member-id", _TRAINER, "--run-dir", str(run_dir)]
-    with locked(run_dir / RUN_LOCK, "`fourfold eval`"):  # the run is neither continued nor deleted meanwhile
+    with locked(run_dir / RUN_LOCK, "`fourfold eval`"):  # so that the run is neither continued nor deleted
         supervisor.start(Command(name=_TRAINER, argv=tuple(argv), env=gpu_environment(gpus)))
         try:
             target = supervisor.wait_ready([_TRAINER], timeout_seconds=READY_SECONDS)[_TRAINER]

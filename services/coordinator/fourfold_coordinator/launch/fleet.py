@@ -7,8 +7,8 @@
 
 A process that dies before it was ever ready ends the run: a restart would fail for the same reason.
 
-The loss of a cluster's node is no fault of its processes. They start again when the cluster has room, and this counts
-for no limit; the run goes on meanwhile, or the coordinator ends it after retry.service_wait_seconds without a service.
+Processes that are lost with their cluster node start again when the cluster has room; this restart is not counted.
+Meanwhile the run continues, or the coordinator ends it after retry.service_wait_seconds without a service.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _COORDINATOR_START_SECONDS: Final = 120.0
 # The coordinator itself gives up after 900 s without its services, and names those that are missing. This limit is for
 # a coordinator that hangs.
 READY_SECONDS: Final = 960.0
-# Between restarts of a trainer that lacks the ranks of a lost node. It waits for them itself, unless it fails at once.
+# Delay between restarts of a trainer that lacks the ranks of a lost node. The trainer usually waits for the ranks
+# itself, but may fail at once.
 _PART_LOST_SECONDS: Final = 5.0
-# A coordinator that another program than the launcher ends drains first, and exits by itself.
+# A coordinator that receives SIGTERM from another program drains first and exits by itself.
 _ENDED_BY_SIGTERM: Final = 128 + signal.SIGTERM
 
 
@@ -59,24 +60,24 @@ class _Slot:
     """A service and the restarts of its process. Times are of the monotonic clock."""
 
     spec: ServiceSpec
-    restarts: int = 0  # since a step was trained while the process was ready
+    restarts: int = 0  # number of restarts since a step was trained while the process was ready
     restart_at: float | None = None
-    died_at: float | None = None  # the last death, until the process is ready again
+    died_at: float | None = None  # time of the last death, until the process is ready again
     death: str = ""  # cause of the last death, one line
-    lost: bool = False  # it used up its restarts
-    node_lost: bool = False  # the last death was that of its node; until the process is ready again
-    obstacle: str = ""  # what keeps it from being ready, as the user was told
-    uncertain: int = 0  # restarts since it was ready last: perhaps a node that is not known as lost is the cause
+    lost: bool = False  # the process has used up its restarts
+    node_lost: bool = False  # the process was lost with its node and is not ready again
+    obstacle: str = ""  # the reported reason why the process is not ready
+    uncertain: int = 0  # number of restarts since it was ready; the loss of a node may be the unknown cause
 
 
 def services_of(config: Config, *, manual: bool = False, evaluate: bool = False) -> list[ServiceSpec]:
     """Return the services that the launcher starts besides the coordinator, the slowest to load first.
 
     With `manual`, return instead one service for each needed role that the recipe leaves to the user (`replicas = 0`).
-    With `evaluate`, leave out those that only training needs; the GPUs of the others are numbered without a gap.
+    With `evaluate`, leave out services that only training needs, and number the GPUs of the others without a gap.
     """
     trainer = config.trainer
-    # Beginning of the member ids, replicas, and the service without name and place.
+    # Prefix of the member ids, number of replicas, and a template of the service.
     kinds = [
         (pool.member_prefix, pool.replicas, _spec("rollout", 2, pool=pool.name, gpu=pool.gpu))
         for pool in config.rollout_pools
@@ -86,7 +87,7 @@ def services_of(config: Config, *, manual: bool = False, evaluate: bool = False)
         kinds.append(("reference", config.reference.replicas, _spec("reference", 1, gpu=config.reference.gpu)))
     if config.agents.source != "none":
         kinds.append(("gateway", config.gateway.replicas, _spec("gateway", 1)))
-        if config.environment.replicas:  # agents need not be environments
+        if config.environment.replicas:  # agents may be programs other than environments
             kinds.append(
                 ("environment", config.environment.replicas, _spec("environment", config.environment.processes))
             )
@@ -160,28 +161,28 @@ class Fleet:
         """
         self.config = config
         run_dir = run_dir.absolute()
-        self.address = ""  # of the coordinator; empty until it listens
+        self.address = ""  # address of the coordinator; empty until it listens
         self.survived_deaths: list[str] = []  # one line for each death that did not end the run
         self._run_dir, self._launcher, self._notify, self._clock = run_dir, launcher, notify, clock
         self._listen = coordinator_listen
         self._coordinator = _Slot(ServiceSpec(role="coordinator", name=COORDINATOR))
         self._slots = {service.name: _Slot(service) for service in services_of(config, evaluate=evaluate)}
         self._evaluate = evaluate
-        self._step = 0  # the last one that the run has reached
+        self._step = 0  # highest step that the run has reached
         self._recipe = run_dir / CONFIG_FILE
         known = not assignments or dump(load(self._recipe)) == dump(config)
         self._assignments = () if known else assignments
         self._recipe_before = b"" if known else self._recipe.read_bytes()
-        self._deadline: float | None = None  # of the first start of all processes
-        self._listen_deadline: float | None = None  # of a restarted coordinator
+        self._deadline: float | None = None  # time of the first start of all processes
+        self._listen_deadline: float | None = None  # restart time of the coordinator
 
     @property
     def assignments(self) -> Sequence[str]:
-        """Return those that config.toml does not have yet: the coordinator writes them when the run goes on."""
+        """Return the assignments that config.toml lacks; the coordinator writes them when the run continues."""
         return self._assignments if self._assignments and self._recipe.read_bytes() == self._recipe_before else ()
 
     def arguments(self, service: ServiceSpec, *, coordinator: str, listen: str = "") -> list[str]:
-        """Return what `serve_arguments` does, with the keys that config.toml does not have yet."""
+        """Return `serve_arguments` with the assignments that config.toml does not have yet."""
         words = serve_arguments(service, run_dir=self._run_dir, coordinator=coordinator, listen=listen)
         return [*words, *(word for key in self.assignments for word in ("--set", key))]
 
@@ -219,8 +220,8 @@ class Fleet:
     def on_step(self, step: int) -> None:
         """Count restarts anew for the ready processes when `step` is further than the run has ever been.
 
-        The limit of restarts ends a run that makes no progress. One that trains on may lose a process now and then for
-        weeks. A step that is trained again after a checkpoint was restored is no progress.
+        The limit of restarts ends a run that makes no progress. A run that makes progress may lose a process now and
+        then for weeks. Training a step again after a restored checkpoint is no progress.
         """
         if step <= self._step:
             return
@@ -249,7 +250,7 @@ class Fleet:
         return "ready" if self._launcher.is_ready(slot.spec.name) else "starting"
 
     def _tell_obstacle(self, slot: _Slot) -> None:
-        """Notify the user of what a process that cannot become ready has printed, once for each cause."""
+        """Notify the user of the message of a process that cannot become ready, once for each message."""
         obstacle = self._launcher.obstacle(slot.spec.name)
         if obstacle and obstacle != slot.obstacle:
             self._notify(f"{slot.spec.name} is not ready: {obstacle}")
@@ -260,7 +261,7 @@ class Fleet:
         if not path.is_file():  # the coordinator does not listen yet
             return
         self.address = path.read_text(encoding="utf-8").strip()
-        # A coordinator that is restarted listens here again.
+        # A restarted coordinator listens at this address again.
         self._listen = join_target(split_target(self._listen)[0], split_target(self.address)[1])
         for slot in self._slots.values():
             self._launch(slot)
@@ -285,7 +286,7 @@ class Fleet:
         if is_coordinator and not death.signal and death.exit_code != _ENDED_BY_SIGTERM:
             if not death.exit_code:
                 return RunOutcome(done=True)
-            if death.was_ready:  # it ended by itself: the run cannot continue, and it has said why
+            if death.was_ready:  # it ended by itself: the run cannot continue, and its log has the reason
                 return RunOutcome(done=False, text=death.explain())
         slot.died_at, slot.death = now if slot.died_at is None else slot.died_at, death.brief
         died = f"{time.strftime('%H:%M:%S', time.localtime(death.time))} {death.name} died ({death.brief})"
@@ -302,7 +303,7 @@ class Fleet:
             slot.restart_at = now + 2.0**slot.restarts - 1  # at once, then after 1, 3, 7 ... seconds
             slot.restarts += 1
             slot.uncertain += 1
-            # From here on the coordinator limits the wait: a restart may take longer than the first start.
+            # The coordinator limits the wait for a restarted service, which may take longer than its first start.
             self._deadline = None
             self._survive(f"{died}; restarting it (log: {death.log})")
             return None
@@ -315,9 +316,9 @@ class Fleet:
         return None
 
     def _on_lost_node(self, slot: _Slot, died: str) -> None:
-        """Start a service again that was lost with its node: it waits until the cluster has room."""
+        """Restart a service that was lost with its node; it waits until the cluster has room."""
         slot.restart_at, slot.node_lost, self._deadline = self._clock.monotonic(), True, None
-        for part in self._other_parts(slot):  # it ended because of this node, which was not known yet
+        for part in self._other_parts(slot):  # the loss of this node, which was not known yet, ended the process
             part.restarts, part.uncertain = part.restarts - part.uncertain, 0
         self._survive(f"{died}; it starts again when the cluster has room")
 

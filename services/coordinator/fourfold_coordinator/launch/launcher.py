@@ -18,13 +18,13 @@ class ServiceSpec:
     """A service process that a recipe asks for."""
 
     role: str
-    name: str  # of the process: the member id, except for ranks of a trainer that has its rank 0 on another node
+    name: str  # name of the process: the member id, except for ranks whose rank 0 is on another node
     place: tuple[int, ...] = ()  # indices of its GPUs within the run; services with the same index share that GPU
-    scorer: str = ""  # of a reward service: the name of its table
-    pool: str = ""  # of a rollout service: the name of its table
+    scorer: str = ""  # for a reward service: the name of its table
+    pool: str = ""  # for a rollout service: the name of its table
     gpu: str = ""  # type of its GPUs; empty: any
-    cpus: int = 1  # that a cluster scheduler reserves; no process is pinned
-    ranks: range | None = None  # of a trainer on several nodes: those that this process holds
+    cpus: int = 1  # CPUs that a cluster scheduler reserves; no process is pinned
+    ranks: range | None = None  # for a trainer on several nodes: the ranks of this process
     trainer: str = ""  # member id of the trainer that has `ranks`
 
     @property
@@ -49,7 +49,7 @@ class Launcher(Protocol):
         """Return whether the process has printed its READY line."""
 
     def obstacle(self, name: str) -> str:
-        """Return what keeps a process that has started from being ready, as it printed it; empty: nothing known."""
+        """Return the printed reason why a started process is not ready; empty: none is known."""
 
     def is_placed(self, name: str) -> bool:
         """Return whether a machine has the process; False while a cluster has no room for it."""
@@ -73,7 +73,7 @@ class LocalLauncher:
         self.stop, self.kill = self._supervisor.stop, self._supervisor.kill
 
     def start(self, service: ServiceSpec, command: Command) -> None:
-        # A service without GPUs must see none: libraries would use any that they see.
+        # A service without GPUs must see none, because libraries use every GPU that they see.
         env = {**command.env, **gpu_environment(self._gpus.get(service.name, ()))}
         self._supervisor.start(dataclasses.replace(command, env=env))
 

@@ -51,7 +51,7 @@ def assign_gpus(
 
 
 def _choose(services: Sequence[ServiceSpec], gpus: Sequence[Gpu], *, share: bool) -> dict[int, Gpu]:
-    """Return a GPU of this machine for each GPU index of the run; the types with the fewest GPUs choose first."""
+    """Return a GPU of this machine for each GPU index of the run; assign the types with the fewest GPUs first."""
     fitting = {s.gpu: [gpu for gpu in gpus if is_of_type(gpu.name, s.gpu)] for s in services if s.gpus}
     chosen: dict[int, Gpu] = {}
     for kind, found in sorted(fitting.items(), key=lambda item: (not item[0], len(item[1]))):
@@ -187,7 +187,7 @@ def check_cluster_fits(
         asked, where = [_together(asked)], 'fit on no node of the cluster together (placement.strategy = "strict_pack")'
     elif strategy == "strict_spread":
         where = 'finds no node of its own (placement.strategy = "strict_spread")'
-    # Bundles of a type first: others may take what is left.
+    # Place bundles with a GPU type first; the others may use any node.
     for bundle in sorted(asked, key=lambda b: (not b.gpu_types, -b.gpus, -b.cpus)):
         wanted = bundle.resources
         fitting = [node for node in free if all(node.get(key, 0.0) >= count for key, count in wanted.items())]

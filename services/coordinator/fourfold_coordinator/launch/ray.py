@@ -9,8 +9,8 @@ Every node must have the folder of the run, and the one in which `fourfold run` 
 Services work in the latter, as they do without Ray, so relative paths of a recipe mean the same everywhere. A service
 gets the interpreter of its node, and the variables of this process that concern Fourfold and its libraries.
 
-A node that is lost takes its actors along. Ray gives their bundles another node when one has room, and a new actor
-waits for it. When Ray gives notice (a preemption, or SIGTERM to `ray start --block`), services stop first.
+The actors of a lost node are lost with it. Ray moves their bundles to another node when one has room, and a new actor
+waits for it. If Ray announces the loss (a preemption, or SIGTERM to `ray start --block`), services stop first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _PLACEMENT_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 3.5
 _POLL_SECONDS: Final = 0.3
 _NOTICE_SECONDS: Final = 1.0
-# Before a node leaves: a service drains within 4 s, and this process learns of the notice 2 s late at most.
+# Time before a node leaves at which its services are stopped: a service drains within 4 s, and this process sees the
+# announcement up to 2 s late.
 _DRAIN_SECONDS: Final = 10.0
 # Variables of the driver that its services get on other machines. CUDA_VISIBLE_DEVICES and all of Ray are the node's.
 _PASSED: Final = re.compile(
@@ -64,7 +65,7 @@ _PASSED: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """Where an actor started its child, or why it did not."""
+    """The place where an actor started its child, or the reason why it did not."""
 
     node_id: str
     node: str  # address
@@ -119,7 +120,7 @@ class ServiceActor:
         os.chdir(self._working_dir)
 
     def poll(self) -> tuple[list[Death], bool, str]:
-        """Return the deaths since the last call, whether the child is ready, and what keeps it from that."""
+        """Return the deaths since the last call, whether the child is ready, and the reason if it is not."""
         supervisor, names = self._supervisor, list(self._supervisor.children)
         obstacle = next((text for text in map(supervisor.obstacle, names) if text), "")
         return supervisor.deaths(), any(map(supervisor.is_ready, names)), obstacle
@@ -223,7 +224,7 @@ class RayLauncher:
         self._notices: Future[dict[str, float]] | None = None
         self._noticed_at = 0.0
         self._trainers = {service.name for service in services if service.role == "trainer"}
-        self._noticed: set[str] = set()  # parts of the trainer on nodes that leave, which save checkpoints
+        self._noticed: set[str] = set()  # parts of the trainer on nodes that leave; they save checkpoints
         self._group: Any = None
         self._ray_processes = Supervisor(self._run_dir / "logs")
         self._is_local = not address
@@ -301,7 +302,7 @@ class RayLauncher:
         """End every process, then the actors, the placement group and a local Ray."""
         if not ray.is_initialized():
             return
-        # An actor without a node answers nothing.
+        # An actor without a node does not answer.
         stopping = [actor.stop.remote() for name, actor in self._actors.items() if name in self._nodes]
         self._supervisor.stop()
         if stopping:
@@ -325,7 +326,7 @@ class RayLauncher:
     def _disconnect(self) -> None:
         if self._is_local:
             self._ray_processes.adopt(descendants({os.getpid()}))
-        if self._notices is not None:  # Ray's state must not go while it is read
+        if self._notices is not None:  # Ray must not shut down while its state is read
             futures_wait([self._notices], timeout=_NOTICE_SECONDS)
         self._executor.shutdown(wait=False, cancel_futures=True)
         ray.shutdown()
@@ -350,8 +351,8 @@ class RayLauncher:
         try:
             answer = ray.get(reference)
         except ray.exceptions.ActorUnavailableError as error:
-            # Its connection broke. Ray finds out within 25 s whether node and actor live, and later calls tell.
-            if call.kind == "start":  # perhaps it never arrived
+            # The connection broke. Ray detects within 25 s whether node and actor live, and later calls return that.
+            if call.kind == "start":  # the call may never have arrived
                 self._record_lost_actor(call.name, error)
         except ray.exceptions.RayError as error:
             self._record_lost_actor(call.name, error)
@@ -376,7 +377,7 @@ class RayLauncher:
         if not self._notices.done():
             return
         leaving: dict[str, float] = {}
-        with contextlib.suppress(Exception):  # a private function of Ray: without it there is no notice
+        with contextlib.suppress(Exception):  # a private function of Ray; without it, losses are not announced
             leaving = self._notices.result()
         self._notices = None
         stopping = {call.name for call in self._polls.values() if call.kind == "stop"}
@@ -402,7 +403,7 @@ class RayLauncher:
     def _lose(
         self, name: str, node: str, *, message: str, lines: tuple[str, ...] = (), number: int = signal.SIGKILL
     ) -> None:
-        """End an actor, and record it as the death of its child, which dies with it. `node` is lost, too, if any."""
+        """End an actor and record the death of its child. `node`: the node that was lost with the actor, if any."""
         was_ready = name in self._ready
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._actors.pop(name))
@@ -443,8 +444,8 @@ def _connect(services: Sequence[ServiceSpec], address: str) -> None:
     if address:
         options["address"] = address
     else:
-        # "local" starts a new Ray even where files of another one remain. The CPUs are only counted: on one machine
-        # the services share its cores, as they do with the local launcher.
+        # "local" starts a new Ray even if files of an earlier one remain. The number of CPUs is nominal: the services
+        # share the cores of the machine, as with the local launcher.
         cpus = max(os.cpu_count() or 1, sum(service.cpus for service in services))
         options |= {"address": "local", "num_cpus": cpus, "_node_ip_address": "127.0.0.1"}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -1,4 +1,4 @@
-"""The folder of a run: creation, lock, coordinator address, whether the run in it is finished, or failed to start.
+"""The folder of a run: creation, lock, coordinator address, and whether the run finished or failed to start.
 
 runs/demo           the first run with this name
 runs/demo-2         the second one
@@ -32,7 +32,7 @@ from fourfold.text import clean, nearest_name
 from .run_names import ADDRESS_FILE, CONFIG_FILE, FAILED_SUFFIX, LATEST, METRICS_FILE, REPORT_FILE, STOP_FILE
 
 _HOLDER_CHARACTERS: Final = 200
-# `is_locked` holds a lock for a moment, in which a process that starts must not fail.
+# `is_locked` holds a lock for a moment; a starting process waits this long for it.
 _PROBE_SECONDS: Final = 0.5
 _MOST_REASON: Final = 100  # characters
 
@@ -85,7 +85,7 @@ def link_latest(run_dir: Path) -> None:
 
 
 def find_run(path: Path) -> Path:
-    """Return the folder of a run, for runs/latest the one that it points to now; other paths stay as they are.
+    """Return the folder of a run; runs/latest is resolved, and other paths are returned unchanged.
 
     Raises ConfigError: there is no such path, but a run with a similar name; or the path cannot be read by this user.
     """
@@ -117,7 +117,7 @@ def find_run(path: Path) -> Path:
 def free_name(run_dir: Path) -> Path:
     """Rename the folder of a run that failed before its first step, if there is none; return where it is.
 
-    A start that failed would otherwise keep the name of the run from the one that works.
+    Otherwise the next start could not have the name of the failed one.
     """
     try:
         if (run_dir / METRICS_FILE).stat().st_size:
@@ -140,7 +140,7 @@ def locked(file: Path, holder: str) -> Iterator[None]:
 
     The kernel releases the lock when this process dies.
     """
-    with file.open("a+", encoding="utf-8", errors="replace") as lock:  # what it has is of the holder
+    with file.open("a+", encoding="utf-8", errors="replace") as lock:  # its text describes the holder
         end = time.monotonic() + _PROBE_SECONDS
         while not _try_lock(lock, fcntl.LOCK_EX):
             if time.monotonic() >= end:
@@ -180,7 +180,7 @@ def read_address(run_dir: Path) -> str:
 
 
 def write_stop_reason(run_dir: Path, reason: str) -> None:
-    """Store what stopped a run, for its coordinator and for what describes its stop; an empty reason forgets it."""
+    """Store the reason of a run's stop, for its coordinator and for later reports; an empty reason deletes it."""
     with suppress(OSError):
         if reason:
             (run_dir / STOP_FILE).write_text(reason, encoding="utf-8")
@@ -189,7 +189,7 @@ def write_stop_reason(run_dir: Path, reason: str) -> None:
 
 
 def read_stop_reason(run_dir: Path) -> str:
-    """Return what stopped the run, such as "SIGINT (Ctrl-C)"; empty if no signal did."""
+    """Return the signal that stopped the run, such as "SIGINT (Ctrl-C)"; empty if there was none."""
     try:
         with (run_dir / STOP_FILE).open(encoding="utf-8", errors="replace") as file:
             return clean(file.read(_MOST_REASON)).strip()
@@ -204,7 +204,7 @@ def is_finished(run_dir: Path, config: Config | None = None) -> bool:
     """
     try:
         done = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))["steps"]
-        # Not by `configuration.load`: the folder may be of another release, or the copy of a run of another machine.
+        # `configuration.load` may refuse the file: it may be of another release, or a copy from another machine.
         steps = config.steps if config else tomllib.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["steps"]
         return bool(done >= steps)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no report, or one that must be written again

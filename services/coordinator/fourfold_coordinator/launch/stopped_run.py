@@ -1,4 +1,4 @@
-"""Says how far a run came that has stopped, and how to continue it, for the terminal and for `fourfold view`."""
+"""Describes the progress of a stopped run and how to continue it, for the terminal and for `fourfold view`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class StoppedRun:
     """A run of this machine that has stopped."""
 
     how: str  # "stopped", or "was stopped by" a signal
-    resumption: str  # where it continues
-    command: str  # that continues it
-    log: str  # file that has the reason at its end; empty if a signal stopped the run
+    resumption: str  # step at which it continues
+    command: str  # command that continues it
+    log: str  # log file that ends with the reason; empty if a signal stopped the run
 
 
 def last_progress(run_dir: Path) -> Progress:
-    """Return how far the run in a folder came; before its coordinator started, to no step."""
+    """Return the progress of the run in a folder; step 0 if its coordinator never started."""
     try:
         return read_progress(run_dir / LEDGER_FILE)
     except sqlite3.Error:
@@ -32,7 +32,7 @@ def last_progress(run_dir: Path) -> Progress:
 
 
 def describe_stop(run_dir: Path, progress: Progress) -> StoppedRun:
-    """Return what the folder of a run says of its stop."""
+    """Return the description of a stopped run from its folder."""
     reason = read_stop_reason(run_dir)
     if progress.checkpoint_step is None:
         done = f" of its {_steps(progress.step)}" if progress.step else ""
@@ -54,5 +54,5 @@ def _steps(count: int) -> str:
 
 
 def log_of(run_dir: Path) -> str:
-    """Return the file whose end says why a run ended."""
+    """Return the log file that ends with the reason of the run's end."""
     return str(run_dir / "logs" / "coordinator-0.log")

@@ -13,11 +13,11 @@ from fourfold.sample import Sample
 
 from ..state.samples import SampleGroup, StepBatch, Trajectory
 
-AGENT_METRICS: Final = "agents/metrics/"  # prefix of the numbers that agents send with their trajectories
-SCORER_METRICS: Final = "scorers/"  # prefix of the numbers of the terms of the score
-SOURCE_METRICS: Final = "data/"  # prefix of the numbers of the sources of prompts
-_MAX_COMPONENTS: Final = 256  # of all scorers
-_MAX_AGENT_METRICS: Final = 64  # agents choose the names, and one that sends ever new ones must not fill the files
+AGENT_METRICS: Final = "agents/metrics/"  # prefix of metrics that agents send with their trajectories
+SCORER_METRICS: Final = "scorers/"  # prefix of metrics of the terms of the score
+SOURCE_METRICS: Final = "data/"  # prefix of metrics of the sources of prompts
+_MAX_COMPONENTS: Final = 256  # most components of all scorers together
+_MAX_AGENT_METRICS: Final = 64  # most metrics, because agents choose the names and could fill the files
 
 
 def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str, float]:
@@ -49,7 +49,7 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
         m.LAG_SPAN: float(max(spans)),
         **_token_lags([s for group in batch.groups for s in group.segments], policy_version),
     }
-    if len(every) > len(groups):  # in groups of one sample no scores can differ
+    if len(every) > len(groups):  # the scores of a group of one sample cannot differ
         rewards = [group.rewards for group in groups]
         result |= {
             m.USEFUL_GROUPS: float(np.mean([max(r) > min(r) for r in rewards])),
@@ -112,7 +112,7 @@ def _component(name: str) -> str:
 
 
 def _agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each number that agents sent, over those that have it; of the most frequent names."""
+    """Return the mean of each agent metric over the trajectories that have it, for the most frequent names."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():

@@ -1,4 +1,4 @@
-"""Draws curve.png: scores over training steps, and length, KL, mismatch and time beside them."""
+"""Draws curve.png: scores, length, KL, mismatch and time over training steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fourfold import metrics as m
 from ..state.eval_results import EvalRow
 from ..state.ledger import StepRow
 
-# Title and metric of each small panel. A run has those of which it has values.
+# Title and metric of each small panel. Panels without values are left out.
 _PANELS: Final = (
     ("tokens of a completion", m.RESPONSE_LENGTH),
     ("KL to the reference, nats", m.REFERENCE_KL),
@@ -25,10 +25,10 @@ _PANEL_INCHES: Final = 1.8
 def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *, title: str) -> None:
     """Draw the run, and replace the file `path` by the picture.
 
-    The x axis has the training steps of metrics.jsonl: step n trains on the samples that are shown there, and the
-    evaluation after step n is of the weights that it gave; that before the first step is at 0.
+    The x axis has the training steps of metrics.jsonl. At step n are the samples that it trains on, and the evaluation
+    of the weights that it makes. The evaluation before the first step is at 0.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no display, no global state
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyplot would need a display and has global state
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -77,16 +77,16 @@ def draw_scores(axes: Any, reward: Sequence[tuple[int, float]], evals: Sequence[
 
 
 def _marker(points: Sequence[object]) -> str:
-    """Return the marker of a line; a single point has no line that one would see."""
+    """Return the marker of a line; without a marker, a single point is invisible."""
     return "." if len(points) == 1 else ""
 
 
 def _distances(row: EvalRow) -> tuple[float, float]:
-    """Return how far the interval of a score reaches below and above it."""
+    """Return the distances of a score to the bounds of its interval."""
     low, high = row.bounds or (row.score, row.score)
     return row.score - low, high - row.score
 
 
 def points_of(steps: Sequence[StepRow], name: str) -> list[tuple[int, float]]:
-    """Return a metric of the steps that have it."""
+    """Return the steps that have a metric, with its values."""
     return [(row.step, float(value)) for row in steps if (value := row.metrics.get(name)) is not None]

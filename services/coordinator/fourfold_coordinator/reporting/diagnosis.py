@@ -21,7 +21,7 @@ from ..state.ledger import BY_DESIGN, STALE, StepRow
 
 _FEW_USEFUL: Final = 0.2
 SMALL_SAMPLE_SIZE: Final = 0.5  # as a share of the tokens
-# Metric, limit, key and text of the findings about one value, which is their severity, too.
+# Metric, limit, key and text of the findings about one value. The value is also their severity.
 _LIMITS: Final = (
     (
         m.MISMATCH_KL,
@@ -54,9 +54,9 @@ _MISMATCH_GROWTH: Final = 3.0
 _SMALL_MISMATCH: Final = 2e-3
 # Of an asynchronous run. Without these waits, steps would be at most 1 / (1 - 0.3) = 1.4 times as fast.
 _TRAINER_WAITS: Final = 0.3
-# Engines with room for more than this share of the time could sample more at a larger lag; the others are full.
+# Engines that have room for more than this share of the time could sample more at a larger lag.
 _ENGINES_HAVE_ROOM: Final = 0.1
-# The trainer is the limit if it hardly waits. Then room in the engines is normal, and idle engines are a waste.
+# A trainer that waits less than this is the bottleneck. Engines then usually have room, and idle engines are a waste.
 _TRAINER_WORKS: Final = 0.05
 _ENGINES_WAIT: Final = 0.5
 _MOST_READY: Final = 0.75
@@ -71,12 +71,13 @@ _WINDOW_STEPS: Final = 50
 # A trend needs this many steps, and compares the means of this many at its ends: one unusual step is no trend.
 _TREND_STEPS: Final = 10
 _END_STEPS: Final = 3
-# Share of the completions that are cut off, in each of so many steps, and the share of the first that is no decrease.
+# Share of the completions that are cut off, the number of steps in which it is exceeded, and the ratio of the last
+# share to the first above which the share has not decreased.
 _TRUNCATED: Final = 0.25
 _TRUNCATION_STEPS: Final = 5
 _FALLS: Final = 0.9
 
-# A finding is shown again when it is this many times as severe as when it was shown, or after so many steps.
+# A finding is shown again when its severity has grown by this factor, or after this number of steps.
 _WORSE: Final = 1.5
 _REPEAT_STEPS: Final = 50
 
@@ -85,9 +86,9 @@ _REPEAT_STEPS: Final = 50
 class Finding:
     """A problem of one step."""
 
-    key: str  # identifies the same problem in other steps
+    key: str  # equal for the same problem in other steps
     text: str
-    severity: float = 1.0  # above 0; comparable between findings with the same key
+    severity: float = 1.0  # above 0; only findings with the same key can be compared
 
 
 class TrainingDiagnosis:
@@ -136,7 +137,7 @@ class TrainingDiagnosis:
             self.examine(row.step, row.metrics, skipped_reason=row.skipped_reason, dropped={})
 
     def follow(self, rule: AsynchronyConfig) -> None:
-        """Judge the next steps by another [asynchrony]."""
+        """Use another [asynchrony] for the next steps."""
         self._rule = rule
 
     def examine(
@@ -148,7 +149,7 @@ class TrainingDiagnosis:
         """
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped_reason else 0
         self._recent.append(metrics)
-        if len(self._first_mismatches) < _TREND_STEPS and step > self._rule.max_policy_lag:  # before, the lag grows
+        if len(self._first_mismatches) < _TREND_STEPS and step > self._rule.max_policy_lag:  # the lag still grows
             self._first_mismatches += _finite(metrics, m.MISMATCH_MEAN)
         found = [
             *self._check_scores(metrics, skipped_reason),
@@ -202,7 +203,7 @@ class TrainingDiagnosis:
             words = {"lag": f" at a mean lag of {lag:.1f}", "fix": fix, "cure": _LOWER_LAG}
         for name, limit, key, text in _LIMITS:
             value = metrics.get(name) or 0.0
-            if value > limit and not (skipped and name == m.REJECTED_TOKENS):  # the reason of the skip tells of these
+            if value > limit and not (skipped and name == m.REJECTED_TOKENS):  # the reason of the skip names these
                 yield Finding(key=key, text=text.format(value, **words), severity=value)
         size = metrics.get(m.EFFECTIVE_SAMPLE_SIZE)
         if size is not None and size < SMALL_SAMPLE_SIZE:
@@ -215,7 +216,7 @@ class TrainingDiagnosis:
             )
 
     def _check_waits(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:
-        """Yield what keeps the trainer or the engines of an asynchronous run from working all the time."""
+        """Yield the causes for which the trainer or the engines of an asynchronous run wait."""
         rule, names = self._rule, (m.TRAINER_WAIT, m.ROLLOUT_WAIT)
         waits = [self._history(name)[-_RECENT_STEPS:] for name in names]
         if min(map(len, waits)) < _RECENT_STEPS:
@@ -246,7 +247,7 @@ class TrainingDiagnosis:
             yield Finding(key="engines wait", text=text, severity=room)
 
     def _check_lag(self, step: int, metrics: Mapping[str, Any]) -> Iterator[Finding]:
-        """Yield what the lag of an asynchronous run costs: dropped tokens, biased lengths, a missed target."""
+        """Yield the costs of the lag in an asynchronous run: dropped tokens, biased lengths, a missed target."""
         rule, dropped = self._rule, self._history(m.STALE_TOKENS)[-_RECENT_STEPS:]
         if dropped and (share := fmean(dropped)) > _STALE:
             text = (
@@ -263,7 +264,7 @@ class TrainingDiagnosis:
                 f"dropped; see their reasons in report.json, and raise asynchrony.max_policy_lag if it is STALE"
             )
             yield Finding(key="length bias", text=text, severity=abs(bias))
-        # So many steps after a change, the controller of the lag has decided again.
+        # This number of steps after a change, the lag controller has decided again.
         steps = min(rule.max_policy_lag + _RECENT_STEPS, _WINDOW_STEPS)
         limits, mismatches = (self._history(name)[-steps:] for name in (m.LAG_LIMIT, m.MISMATCH_MEAN))
         decided = len(limits) == len(mismatches) == steps and len(set(limits)) == 1
@@ -309,7 +310,7 @@ class TrainingDiagnosis:
             )
 
     def _check_truncation(self) -> Iterator[Finding]:
-        """Yield completions that are cut off and stay so: at first, many policies learn to write shorter ones."""
+        """Yield completions that stay cut off; at first, many policies still learn to write shorter ones."""
         rates = self._history(m.TRUNCATION_RATE)[-_TRUNCATION_STEPS:]
         if len(rates) == _TRUNCATION_STEPS and min(rates) > _TRUNCATED and rates[-1] > _FALLS * rates[0]:
             yield Finding(
@@ -324,7 +325,7 @@ class TrainingDiagnosis:
 
 
 def summarize_findings(config: Config, rows: Sequence[StepRow]) -> list[dict[str, Any]]:
-    """Return each finding of a run with its last text, its number of steps, the first and the last of them."""
+    """Return each finding of a run with its last text, its number of steps, and its first and last step."""
     diagnosis = TrainingDiagnosis.from_config(config)
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -336,7 +337,7 @@ def summarize_findings(config: Config, rows: Sequence[StepRow]) -> list[dict[str
 
 
 def _explain_equal_scores(metrics: Mapping[str, Any]) -> str:
-    """Return why no group has scores that differ, and the fix."""
+    """Return the reason why all groups have equal scores, and the fix."""
     mean = metrics.get(m.REWARD_MEAN, 0.0)
     if metrics.get(m.REWARD_STD) == 0:
         return (
@@ -351,7 +352,7 @@ def _explain_equal_scores(metrics: Mapping[str, Any]) -> str:
 
 
 def _spread_advice(metrics: Mapping[str, Any]) -> str:
-    """Return what makes the samples of a group differ; a policy that is random already needs no higher temperature."""
+    """Return advice that makes the samples of a group differ; a high entropy needs no higher temperature."""
     entropy = metrics.get(m.ENTROPY) or 0.0
     if entropy < _HIGH_ENTROPY:
         return "raise sampling.temperature or batch.group_size"
@@ -362,7 +363,7 @@ def _spread_advice(metrics: Mapping[str, Any]) -> str:
 
 
 def _explain_skip(reason: str, metrics: Mapping[str, Any], useful: float) -> str:
-    """Return what the trainer's reason to skip a step means, and the fix."""
+    """Return the meaning of the trainer's reason to skip a step, and the fix."""
     match reason:
         case "NO_ADVANTAGE" if useful == 0:
             return _explain_equal_scores(metrics)

@@ -76,11 +76,11 @@ class RunSource:
         self._drop_reasons, self._fault_reasons = ReasonLabels(), ReasonLabels()
 
     async def refresh(self) -> None:
-        """Count the samples in a thread, and not at every scrape: with a million of them it takes half a second."""
+        """Count the samples in a thread and not at every scrape: a million of them take half a second."""
         if self._clock.monotonic() - self._counted < _COUNT_SECONDS:
             return
         self._counted = self._clock.monotonic()
-        with suppress(sqlite3.Error):  # no ledger yet, or it is busy: the last counts remain
+        with suppress(sqlite3.Error):  # no ledger yet, or a busy one: keep the last counts
             self._counts = await asyncio.to_thread(read_sample_counts, self._ledger_path)
 
     def read(self) -> Iterator[Reading]:
@@ -102,5 +102,5 @@ class RunSource:
         yield _FAULTS, self._fault_reasons.apply(self._faults.counts())
         yield _RESTARTS, 0 if self.totals is None else self.totals.restarts.total()
         last = status.steps[-1].metrics if status.steps else {}
-        # Only known names: the trainer sends its part of the metrics.
+        # Export only known names, because the trainer sends some of the metrics.
         yield _METRIC, {name: last[name] for name in METRICS if name in last}

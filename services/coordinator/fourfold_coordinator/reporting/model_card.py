@@ -14,7 +14,7 @@ from fourfold.text import format_answers, format_interval
 
 from ..launch.run_names import CONFIG_FILE, EMA_FOLDER, REPORT_FILE, STEP_FOLDER
 
-# No path of this machine and no address is in these.
+# Tables without paths of this machine and without addresses.
 _TABLES: Final = ("seed", "steps", "batch", "sampling", "algorithm", "asynchrony", "trainer")
 _HUB_PREFIX: Final = "hf:"
 
@@ -51,7 +51,7 @@ def _base_model(source: str) -> tuple[str, bool]:
 
 
 def _recipe(config: Config) -> list[str]:
-    """Return the keys that decide what the model learnt and that are not defaults, as lines of TOML."""
+    """Return the keys that affect training and differ from their defaults, as lines of TOML."""
     tables = config.model_dump(exclude_defaults=True, exclude_none=True)
     values = configuration.flatten({name: tables[name] for name in _TABLES if name in tables})
     return [f"{key} = {configuration.toml_value(value)}" for key, value in values.items()]
@@ -65,7 +65,7 @@ def _scores(report_file: Path, export: str) -> list[str]:
         if export.startswith(STEP_FOLDER):
             step = int(export.removeprefix(STEP_FOLDER))
             after = next((row for row in report["evals"] if row["step"] == step), None)
-        if export == EMA_FOLDER or not after:  # another model than the one that was scored
+        if export == EMA_FOLDER or not after:  # the scored model is another one
             return []
         rows = [("after", after)] if not before else [("before", before), ("after", after)]
         return ["| | step | held-out score |", "|---|---|---|", *(_row(name, row) for name, row in rows), ""]

@@ -133,7 +133,7 @@ def find_twin(folder: Path) -> Path | None:
     """Return the newest finished run beside `folder` whose recipe differs in the name only; None without one."""
     own, folder = _recipe(folder), folder.resolve()
     found = [path for path in folder.parent.glob(f"*/{REPORT_FILE}") if path.parent != folder]
-    others = [path for path in found if not path.parent.is_symlink()]  # runs/latest is perhaps this run
+    others = [path for path in found if not path.parent.is_symlink()]  # skip links such as runs/latest
     others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     return next((path.parent for path in others if own and _recipe(path.parent) == own), None)
 
@@ -197,7 +197,7 @@ def _eval(row: EvalRow | None) -> dict[str, Any] | None:
 
 
 def _scorers_by_step(steps: Sequence[StepRow]) -> list[dict[str, Any]]:
-    """Return who scored which steps, with steps in a row that the same scorers scored in one entry."""
+    """Return the scorers of each step; consecutive steps with the same scorers share an entry."""
     rows: list[dict[str, Any]] = []
     for step in steps:
         found: dict[str, dict[str, int]] = step.metrics.get("scorers") or {}
@@ -252,7 +252,7 @@ def _first_completions(path: Path) -> dict[str, str]:
 
 
 def _rewards(folder: Path) -> list[float | None]:
-    """Return the mean reward of each step; None for a step without one, whose samples were lost in a restart."""
+    """Return the mean reward of each step; None for a step whose samples were lost in a restart."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row.get(m.REWARD_MEAN) for row in rows]
 

@@ -1,7 +1,7 @@
 """`RunFileService`: sends the files of a run to `fourfold view` on another machine.
 
-Reads take place in threads, and the calls of all readers together send at most `_BYTES_PER_SECOND`, so that a reader
-of a large run slows no step.
+Files are read in threads, and all calls together send at most `_BYTES_PER_SECOND`, so that viewers of a large run slow
+no step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RunFileServicer(pb_grpc.RunFileServiceServicer):
         opening = asyncio.get_running_loop().run_in_executor(None, self._open, request)
         try:
             file, offset, end = await asyncio.shield(opening)
-        except asyncio.CancelledError:  # the viewer is gone, and the thread goes on
+        except asyncio.CancelledError:  # the viewer is gone; let the thread finish
             opening.add_done_callback(_close)
             raise
         with file:

@@ -1,7 +1,7 @@
 """Totals of a run over all its processes: duration, peak memory, resumes, restarts and recoveries.
 
-The ledger stores them every few seconds and after every step, so a coordinator that is killed loses a few seconds of
-them. A restored checkpoint does not reset them: time spent on lost steps was spent.
+The ledger stores the totals every few seconds and after every step, so a killed coordinator loses a few seconds of
+them. A restored checkpoint does not reset them, because lost steps took time, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _RECOVERIES: Final = "recoveries"
 
 _SAVE_SECONDS: Final = 5.0
 _SAMPLE_SECONDS: Final = 2.0
-# The meter sleeps so many times the duration of its last sum: for one, the kernel walks all pages of each process.
+# The meter sleeps for this multiple of the duration of its last measurement, in which the kernel walks all pages of
+# each process.
 _REST_SHARE: Final = 49
 # Member ids come from other processes, so their number must be limited.
 _MAX_NAMES: Final = 1000
@@ -60,7 +61,7 @@ class RunTotals:
             members: Returns the present members of the run.
             clock: Of all times.
             coordinator: Name of this process.
-            death: How the coordinator before this one died; empty when nothing is known of that.
+            death: The death of the coordinator before this one; empty if unknown.
         """
         self.memory = MemoryMeter(peak_bytes=int(ledger.get(_PEAK_MEMORY) or 0), members=members)
         self._ledger, self._clock = ledger, clock
@@ -73,7 +74,7 @@ class RunTotals:
         self._coordinator, self._death = coordinator, death
         # Processes that replaced another one while the run continued, by member id.
         self.restarts: Counter[str] = Counter(json.loads(ledger.get(_RESTARTS) or "{}"))
-        self._incarnations: dict[str, str] = {}  # the last one of each member id
+        self._incarnations: dict[str, str] = {}  # last incarnation of each member id
 
     @property
     def seconds(self) -> float:
@@ -94,7 +95,7 @@ class RunTotals:
     def add_recovery(self, step: int, reason: str, *, trainer_kept: bool) -> str:
         """Record that the run continues after `step` steps; return the reason.
 
-        An empty `reason` means that this process is new: it replaced a coordinator that died, or resumed the run.
+        An empty `reason` means that this process replaced a dead coordinator or resumed the run.
         """
         if not reason and (trainer_kept or self._death):
             self.restarts[self._coordinator] += 1
@@ -123,7 +124,7 @@ class RunTotals:
             try:
                 self.save()
             except sqlite3.Error as error:
-                if not is_full(error):  # on a full disk the run waits with a write that it needs, not with this one
+                if not is_full(error):  # on a full disk the run waits at a write that it needs, not at this one
                     raise
 
 
@@ -154,7 +155,7 @@ class MemoryMeter:
 
     @property
     def uncounted(self) -> list[str]:
-        """Return the members whose memory no sum contained."""
+        """Return the members whose memory was never measured."""
         return sorted(name for name, counted in self._counted.items() if not counted)
 
     async def run(self) -> None:
@@ -189,10 +190,10 @@ class MemoryMeter:
 
 
 def _listeners() -> dict[int, int]:
-    """Return the pid of the process that listens on each port, as far as this user may see it."""
+    """Return the pid of the process that listens on each port, for the processes that this user may see."""
     try:
         connections = psutil.net_connections("tcp")
-    except (psutil.Error, OSError):  # a measurement must not end the run
+    except (psutil.Error, OSError):  # a failed measurement must not end the run
         return {}
     return {c.laddr.port: c.pid for c in connections if c.laddr and c.pid and c.status == psutil.CONN_LISTEN}
 

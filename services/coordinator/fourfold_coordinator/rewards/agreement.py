@@ -1,4 +1,4 @@
-"""Compares the scores of a shadow with those that counted, on the same samples."""
+"""Compares the scores of a shadow with the live scores of the same samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from fourfold.arrays import Float64Array
 from fourfold.coordinator.v1 import scorer_service_pb2 as pb
 
-_WINDOW: Final = 16_384  # latest samples that are compared
+_WINDOW: Final = 16_384  # number of latest samples that are compared
 
 
 class AgreementMeter:
@@ -22,7 +22,7 @@ class AgreementMeter:
         self._flips: deque[bool] = deque(maxlen=_WINDOW)
         self.gradient_cosine: float | None = None
         self.missing = 0  # samples without a score of the shadow
-        self.skipped = 0  # samples that the shadow did not get, because it was too slow
+        self.skipped = 0  # samples that were not sent to the shadow, because it was too slow
 
     @property
     def count(self) -> int:
@@ -33,7 +33,7 @@ class AgreementMeter:
         """Add the scores of samples of one group, in the same order."""
         one, other = np.array(live, np.float64), np.array(shadow, np.float64)
         self._pairs.extend(zip(live, shadow, strict=True))
-        # The sign of the advantage is that of the distance to the mean of the group.
+        # The advantage has the sign of the difference to the mean of the group.
         self._flips.extend((np.sign(_centred(one)) != np.sign(_centred(other))).tolist())
 
     def rank_correlation(self) -> float | None:
@@ -68,7 +68,7 @@ class AgreementMeter:
 
 
 def _centred(values: Float64Array) -> Float64Array:
-    # The mean of equal numbers may differ from them by rounding, and would have a sign.
+    # Rounding may make the mean of equal numbers differ from them, which would give the difference a sign.
     return values - values.mean() if values.min() != values.max() else values - values
 
 

@@ -88,7 +88,7 @@ def _draws(drawn: float, count: int) -> str:
 
 
 def _describe_sources(config: Config, train: Sequence[Prompt]) -> list[str]:
-    """Return a line on each of several sources: its prompts, and how many of them the run draws."""
+    """Return a line for each source, if there are several: its prompts, and how many of them the run draws."""
     counts = Counter(prompt.source for prompt in train)
     if len(counts) < 2:
         return []

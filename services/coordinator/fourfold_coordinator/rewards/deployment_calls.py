@@ -1,7 +1,7 @@
 """Scores trajectories with one deployment of a scorer, and decides what a failure costs (`reward.on_error`).
 
     Score call --> some samples have a score: the scorer works
-      |            a sample with an error is scored once more (retry.data, retry.infrastructure), then it is dropped
+      |            a sample with an error is scored once more (retry.data, retry.infrastructure), then dropped
       '----------> no sample has a score: score the sample again that had one last
                      it has one now:  the samples are at fault, see above
                      it has none:     the call failed, as one that was refused, hung, or had a malformed response
@@ -52,14 +52,14 @@ from .scorers import Deployment
 
 T = TypeVar("T")
 
-# For transport and queues, on top of the time that scoring itself may take.
+# Seconds for transport and queues, in addition to the time limit of scoring.
 SLACK_SECONDS: Final = 10.0
 # Scores that are kept of a pure scorer: the groups of many steps.
 _CACHE_SAMPLES: Final = 65_536
 
 
 class ScorerFailed(FatalRunError):
-    """There are no scores, and the recipe ends the run for that."""
+    """A scorer gives no scores, and `reward.on_error` ends the run."""
 
 
 class DeploymentCalls:
@@ -89,14 +89,14 @@ class DeploymentCalls:
         self._run = run
         self._samples_per_step, self._tries = config.batch.samples_per_step, config.retry.infrastructure
         self.sample_count = 0  # samples with a score
-        self._cache: OrderedDict[bytes, Outcome] = OrderedDict()  # of a pure scorer, by content
-        self._cache_reads = ScorerInputs()  # what its items have
+        self._cache: OrderedDict[bytes, Outcome] = OrderedDict()  # outcomes of a pure scorer, by content
+        self._cache_reads = ScorerInputs()  # the inputs in the keys of the cache
         self.scored: Trajectory | None = None
-        """A sample that had a score: it tells a scorer that fails from samples that do."""
-        self._failing_since: float | None = None  # time of the first failed call since one worked
-        # When all services have used up their tries, the calls that wait for them are given up together.
+        """A sample that had a score. Scoring it again shows whether the scorer or the samples are at fault."""
+        self._failing_since: float | None = None  # time of the first failed call after the last successful one
+        # When the tries of all services are used up, all waiting calls are given up together.
         self._calls = CancelScopes()
-        self._all_failed: FourfoldError | None = None  # the error of the last one
+        self._all_failed: FourfoldError | None = None  # the error of the last service
         self._version = ""  # name@version that gets calls
 
     @property
@@ -109,7 +109,7 @@ class DeploymentCalls:
         return self._router.replicas(Role.ROLE_REWARD, self._pool)
 
     def _of_one_version(self, replicas: list[Replica]) -> list[Replica]:
-        """Return the services that may get calls; the version changes when no service has it any more."""
+        """Return the services that may get calls; choose another version when no service has the present one."""
         names = [r.scorer for r in replicas if r.inspected_at and not r.unusable_reason]
         if names and self._version not in names:
             self._version = names[0]
@@ -120,7 +120,7 @@ class DeploymentCalls:
 
         Raises:
             GivenUp: The services failed too often.
-            ScorerFailed: They did, and `reward.on_error` ends the run for that.
+            ScorerFailed: The services failed too often, and `reward.on_error` ends the run.
             ServiceMissing: No reward service came in time.
         """
         outcomes = self._cached(trajectories)
@@ -140,7 +140,7 @@ class DeploymentCalls:
         return outcomes
 
     def _check_cost(self) -> None:
-        """Raise GivenUp or ScorerFailed when the run has spent what it may on this scorer."""
+        """Raise GivenUp or ScorerFailed when the cost limit of this scorer is reached."""
         limit = self._config.max_cost_usd
         cost = self._costs.get(self._config.name, 0.0)
         if not limit or cost < limit:
@@ -192,7 +192,7 @@ class DeploymentCalls:
                 return await self._score_at(replica, trajectories)
 
         def spend(error: FourfoldError) -> None:
-            if isinstance(error, InvalidInput):  # a fault of the samples always costs the group's own budget
+            if isinstance(error, InvalidInput):  # a fault of the samples always costs a try of the group
                 budget.spend(error)
             else:
                 self.record_failure(error, budget)
@@ -217,7 +217,7 @@ class DeploymentCalls:
         return outcomes
 
     def _wait_limit(self) -> WaitLimit | None:
-        """Return how long a call waits for a scorer: with on_error = "wait", the longer of the two waits."""
+        """Return the longest wait of a call for a scorer: with on_error = "wait", the longer of the two waits."""
         if self._config.on_error != "wait" or self._config.wait_seconds <= self._router.wait_seconds:
             return None
         return WaitLimit(self._config.wait_seconds, "reward.wait_seconds")
@@ -227,7 +227,7 @@ class DeploymentCalls:
         items = [score_item(t, replica.reads) for t in trajectories]
         if replica.breaker.probing:
             await self.probe(replica, self.scored or trajectories[0])
-        # Calls of other groups may be ahead of this one in the service's queue.
+        # Calls of other groups may come before this one in the service's queue.
         rounds = math.ceil(max(self._samples_per_step, replica.outstanding) / self._config.processes)
         timeout = self._config.timeout_seconds * rounds + SLACK_SECONDS
         try:
@@ -256,7 +256,7 @@ class DeploymentCalls:
         return outcomes
 
     async def _still_scores(self, replica: Replica) -> bool:
-        """Return whether a scorer scores a sample again that had a score; False when no sample had one yet."""
+        """Score `scored` again; return whether it has a score again. Return False when no sample had a score yet."""
         if self.scored is None:
             return False
         try:
@@ -301,13 +301,13 @@ class DeploymentCalls:
         return done[0]
 
     def record_failure(self, error: FourfoldError, budget: RetryBudget) -> None:
-        """Count a call that failed because of its scorer; raise ScorerFailed or GivenUp if it was the last try."""
+        """Count a call that its scorer made fail; raise ScorerFailed or GivenUp if it was the last try."""
         if self._config.on_error != "wait":
             replicas = self._replicas()
-            # Without replicas the tries are counted as for any other failure.
+            # Without services, count the tries as for any other failure.
             if replicas and all(r.breaker.failures > self._tries for r in replicas):
-                # An open breaker admits one call at a time. If each waiting call had to use up its own tries, that
-                # would take hours; so all of them are given up at once.
+                # An open breaker admits one call at a time. It would take hours until each waiting call had used up its
+                # tries, so all of them are given up at once.
                 self._all_failed = error
                 self._calls.cancel()
                 raise GivenUp(f"given up after its last try: {error}", reason=error.reason)
@@ -332,9 +332,9 @@ class DeploymentCalls:
 
 
 def restart_advice(table: RewardConfig, run: str, member: Member) -> str:
-    """Return how a corrected program of the user gets into a service that the launcher started; empty for others.
+    """Return how to load a corrected program into a service that the launcher started; empty for other services.
 
-    The service cannot read the file again: its name@version has the digest of the file.
+    The service cannot reload the file, because its name@version contains the digest of the file.
     """
     launched = PARENT_PID_VARIABLE in os.environ and table.replicas and not member.permanent
     if not launched or not (":" in table.function or table.command):
@@ -347,7 +347,7 @@ def restart_advice(table: RewardConfig, run: str, member: Member) -> str:
 
 
 def _spend_for_errors(errors: Mapping[str, FourfoldError], budget: RetryBudget) -> set[str]:
-    """Spend one try for each kind of error; return the samples whose kind had one left."""
+    """Spend one try for each kind of error; return the samples whose kind had a try left."""
     again: set[str] = set()
     for data in (False, True):
         kind = {name: error for name, error in errors.items() if isinstance(error, InvalidInput) is data}
@@ -359,13 +359,13 @@ def _spend_for_errors(errors: Mapping[str, FourfoldError], budget: RetryBudget) 
 
 
 def score_item(trajectory: Trajectory, reads: ScorerInputs) -> reward.ScoreItem:
-    """Return the request to score one trajectory, with its texts and with what the scorer reads besides them."""
+    """Return the request to score one trajectory: its texts and the other inputs that the scorer reads."""
     prompt, sample = trajectory.prompt, trajectory.sample
     ids_only = Experience(sample_id=sample.sample_id, group_id=sample.group_id)
     return reward.ScoreItem(
         experience=encode(sample) if reads.tokens else ids_only,
         prompt_text=prompt.text,
-        # The last turn is the answer; a verifier must not find one in a result of a tool.
+        # The last turn is the answer: a verifier must not find an answer in the result of a tool.
         completion_text=trajectory.completion if trajectory.last_turn is None else trajectory.last_turn,
         answer=prompt.answer,
         metadata_json=prompt.metadata_json,

@@ -28,10 +28,10 @@ from fourfold.sample.sample import shortest
 
 from ..state.samples import Trajectory
 
-# Per-sample errors that are the service's fault. A time-out is the sample's: a function that hangs on a sample hangs
-# on it again, and each try costs the whole time limit.
+# Errors of a sample that are the service's fault. A time-out counts as the sample's fault: a function that hangs on a
+# sample hangs on it again, and each try costs the whole time limit.
 _SERVICE_ERRORS: Final = (code_pb2.UNAVAILABLE,)
-_MAX_SCORER: Final = 200  # characters of the scorers of one sample
+_MAX_SCORER: Final = 200  # most characters of the names of all scorers of a sample
 _NO_NUMBERS: Final[Mapping[str, float]] = {}
 
 
@@ -42,7 +42,7 @@ class Outcome:
     score: float | None = None
     scorer: str = ""  # name@version
     components: Mapping[str, float] = field(default_factory=lambda: _NO_NUMBERS)  # for the logs
-    token_rewards: Float32Array | None = None  # [n], beside the score
+    token_rewards: Float32Array | None = None  # [n], in addition to the score
     cost_usd: float = 0.0
     reason: str = ""
     abstained: bool = False
@@ -76,7 +76,7 @@ def to_outcome(score: pb.SampleScore, scorer: str, sample: Sample) -> Outcome:
 
 
 def _token_rewards(score: pb.SampleScore, sample: Sample) -> tuple[Float32Array | None, str]:
-    """Return the rewards of tokens and turns, float32 [n], or what is wrong with them."""
+    """Return the rewards of tokens and turns, float32 [n], or an error text."""
     mask, rewards = sample.action_mask, np.zeros(len(sample.action_mask), np.float32)
     if score.token_rewards:
         if len(score.token_rewards) != 4 * len(mask):
@@ -95,7 +95,7 @@ def _token_rewards(score: pb.SampleScore, sample: Sample) -> tuple[Float32Array 
 
 
 def passes_gates(outcomes: Sequence[tuple[RewardConfig, Outcome]]) -> bool:
-    """Return whether the scorers without a gate count, by the outcomes of those with one."""
+    """Return whether the scorers without a gate count, from the outcomes of those with a gate."""
     return all(
         outcome.score is not None and outcome.score >= table.gate
         for table, outcome in outcomes
@@ -104,9 +104,9 @@ def passes_gates(outcomes: Sequence[tuple[RewardConfig, Outcome]]) -> bool:
 
 
 def mix(trajectory: Trajectory, outcomes: Sequence[tuple[RewardConfig, Outcome]]) -> Trajectory:
-    """Return a trajectory with its score and the terms of it, or dropped with the reason why it has none.
+    """Return a trajectory with its score and terms, or dropped with the reason.
 
-    `outcomes` has those of all scorers that were asked, with the table of each, in their order.
+    `outcomes` has the outcome of each scorer that was asked, with its table, in order.
     """
     counted = [(table, o) for table, o in outcomes if not (o.abstained and table.abstain == "omit")]
     for table, outcome in counted:
@@ -145,11 +145,11 @@ def _with_token_rewards(trajectory: Trajectory, rewards: Sequence[tuple[float, F
 
 
 def without_scores(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory as it was before `mix`; one without terms is returned as it is."""
+    """Return a trajectory as it was before `mix`; a trajectory without terms is returned unchanged."""
     if not trajectory.sample.terms:
         return trajectory
     plain = trajectory.map_segments(lambda s: replace(s, score=None, scorer="", terms=()))
     rewards = trajectory.agent_rewards
-    if rewards is None:  # a sample of the run itself, loaded from the store, has no rewards but those of scorers
+    if rewards is None:  # all rewards of a sample from the store are those of scorers, unless an agent sampled it
         rewards = plain.sample.token_rewards if trajectory.by_agent else EMPTY_FLOATS
     return replace(plain, sample=replace(plain.sample, token_rewards=rewards), components={}, agent_rewards=None)

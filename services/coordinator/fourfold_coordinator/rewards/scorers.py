@@ -15,9 +15,9 @@ These changes give a deployment a share of the groups. With all groups it is liv
     promote   the canary, or else the shadow, gets all groups: canary or shadow -> live -> previous
     rollback  the live services get all groups; without canary and shadow, the previous ones: previous <-> live
 
-A change counts at once for every sample that no step has yet: calls to a deployment that is not in use any more are
-given up and made anew, and groups that it scored are scored again when a step takes them. So no step mixes versions of
-one scorer, except with a canary.
+A change applies at once to every sample that is not in a step yet. Calls to a deployment that is no longer in use are
+cancelled and repeated, and its groups are scored again when a step takes them. So no step mixes versions of one scorer,
+except with a canary.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 STATE_KEY: Final = "scorers"  # of the ledger
 COSTS_KEY: Final = "scorer_costs_usd"  # of the ledger
-_ANSWER_SECONDS: Final = 12.0  # in which a new service must tell its name
+_ANSWER_SECONDS: Final = 12.0  # time limit for a new service to report its name
 _MAX_HISTORY: Final = 1000
 
 
@@ -68,7 +68,7 @@ class Scorer:
     table: RewardConfig
     live: Deployment
     canary: Deployment | None = None
-    share: float = 0.0  # of the groups, for the canary
+    share: float = 0.0  # share of the groups for the canary
     shadow: Deployment | None = None
     compares_gradients: bool = False
     previous: Deployment | None = None
@@ -78,7 +78,7 @@ class Scorer:
         return self.table.name
 
     def deployment_for(self, group_id: str) -> Deployment:
-        """Return the deployment that scores a group: always the same one for a group, as long as nothing changes."""
+        """Return the deployment that scores a group; the same one until the scorers change."""
         if self.canary is None:
             return self.live
         digest = hashlib.sha256(f"{self.canary.pool} {group_id}".encode()).digest()
@@ -86,7 +86,7 @@ class Scorer:
 
     @property
     def deployments(self) -> list[Deployment]:
-        """Return those that get calls."""
+        """Return the deployments that get calls."""
         return [d for d in (self.live, self.canary, self.shadow) if d is not None]
 
 
@@ -104,16 +104,16 @@ class ScorerTable:
         tables = config.reward if config.needs_scorer else ()
         self.scorers = tuple(Scorer(table=t, live=Deployment(pool=t.name, targets=t.target)) for t in tables)
         self.revision = 0
-        """Number of changes after which all groups must be scored again, whatever their scorers are called."""
+        """Number of changes that require all groups to be scored again, even if the names of their scorers stay."""
         self.history: list[dict[str, Any]] = []  # the changes so far
         self.costs: dict[str, float] = {}
         """US dollars that each scorer has cost in the whole run; durable after each step (`changed_costs`)."""
-        self._pools = 0  # deployments that were made during the run
+        self._pools = 0  # number of deployments made in the run
         self._members: dict[str, list[str]] = {}  # member ids of the services known by their address, by pool
         self._in_use = defaultdict[str, CancelScopes](CancelScopes)  # by pool
         self._saved_costs = ""
         self.check: Callable[[RewardConfig, Deployment], Awaitable[None]] = _accept
-        """Raises WrongState for new services that do not score."""
+        """Checks new services; raises WrongState if they do not score."""
         self._save: Callable[[str], Awaitable[None]] | None = None
         self._lock = asyncio.Lock()  # one change at a time
 
@@ -122,8 +122,8 @@ class ScorerTable:
     def restore(self, state: str, save: Callable[[str], Awaitable[None]]) -> None:
         """Continue from the state of an earlier coordinator, if the tables of the recipe are still the same.
 
-        Adds the services that are known by their address to the registry; `save` makes a state durable. Raises
-        ConfigError for an address that is wrong.
+        Adds services with an address to the registry; `save` makes a state durable. Raises ConfigError for a wrong
+        address.
         """
         self._save = save
         found = json.loads(state) if state else {}
@@ -189,7 +189,7 @@ class ScorerTable:
         return next((scorer for scorer in self.scorers if scorer.name == name), None)
 
     async def while_in_use(self, deployment: Deployment, work: Awaitable[T]) -> tuple[T] | None:
-        """Await work with a deployment; cancel it and return None when the deployment is not in use any more."""
+        """Await work with a deployment; cancel it and return None when the deployment is no longer in use."""
         if not any(deployment in scorer.deployments for scorer in self.scorers):
             if asyncio.iscoroutine(work):
                 work.close()
@@ -260,8 +260,8 @@ class ScorerTable:
     async def rollback(self, name: str) -> Scorer:
         """Remove canary and shadow; without them, make the previous services live again.
 
-        The previous services are not asked first: they may be started after this. Raises NotFound, or WrongState if
-        there is nothing to go back to.
+        The previous services need not answer: they may be started later. Raises NotFound, or WrongState if there are no
+        previous services.
         """
         async with self._lock:
             scorer = self._find(name)
@@ -270,7 +270,7 @@ class ScorerTable:
             if scorer.previous is None:
                 raise WrongState(f"scorer {name} has no canary, no shadow and no previous services; nothing to undo")
             deployment = scorer.previous
-            if deployment.targets:  # a pool that ended is not used again
+            if deployment.targets:  # the name of an ended pool is not reused
                 deployment = replace(deployment, pool=self._new_pool(name))
                 self._add_members(deployment)
             return await self._swap(scorer, deployment, "rollback")
@@ -285,7 +285,7 @@ class ScorerTable:
             await self._commit(others, name, "remove", scorer.live, all_again=True)
 
     async def score_again(self, name: str) -> Scorer:
-        """Have all samples that no step has yet scored again; raise NotFound."""
+        """Score all samples again that are not in a step yet; raise NotFound."""
         async with self._lock:
             scorer = self._find(name)
             await self._commit(self.scorers, name, "rescore", scorer.live, all_again=True)
@@ -362,7 +362,7 @@ class ScorerTable:
         all_again: bool = False,
         **facts: Any,
     ) -> None:
-        """Make a change durable, then let it count; end the deployments that are not in use any more.
+        """Make a change durable, then apply it; end the deployments that are no longer in use.
 
         A change that cannot be made durable ends `deployment`, if it is a new one.
         """
@@ -383,8 +383,8 @@ class ScorerTable:
             self._end_unused(before)
             self._router.notify()
 
-        # The deadline of the call may pass, or its client leave. If the ledger alone had the change, the next
-        # coordinator would go on with other scorers than this one.
+        # The caller may time out or leave. If only the ledger had the change, the next coordinator would use other
+        # scorers than this one.
         await completed(apply())
 
     def _end_unused(self, deployments: Iterable[Deployment]) -> None:
@@ -395,13 +395,13 @@ class ScorerTable:
                 calls.cancel()
 
     def describe(self, deployment: Deployment) -> str:
-        """Return what a deployment is, for users: name@version and addresses."""
+        """Describe a deployment for users: name@version and addresses."""
         members = [r.member.member_id for r in self._router.replicas(Role.ROLE_REWARD, deployment.pool)]
         where = ", ".join(deployment.targets) or ", ".join(members) or "none registered"
         return f"{', '.join(self.names(deployment)) or 'unknown'} at {where}"
 
     def names(self, deployment: Deployment) -> tuple[str, ...]:
-        """Return name@version of the services of a deployment; of one that has ended, as they were when it began."""
+        """Return name@version of the services of a deployment; for an ended one, those at its start."""
         replicas = self._router.replicas(Role.ROLE_REWARD, deployment.pool)
         return tuple(dict.fromkeys(r.scorer for r in replicas if r.scorer)) or deployment.scorers
 

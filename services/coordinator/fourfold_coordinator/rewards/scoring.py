@@ -88,7 +88,7 @@ class Scoring:
         return {}
 
     def calls_of(self, scorer: Scorer, deployment: Deployment) -> DeploymentCalls:
-        """Return the calls to a deployment of a scorer. A shadow that fails neither waits nor ends the run."""
+        """Return the calls to a deployment of a scorer. A failing shadow neither blocks nor ends the run."""
         shadow = deployment == scorer.shadow
         if (calls := self._calls.get((deployment.pool, shadow))) is None:
             table = scorer.table.model_copy(update={"on_error": "drop"}) if shadow else scorer.table
@@ -200,6 +200,6 @@ def _lacks_answer(table: RewardConfig, prompt: Prompt) -> bool:
 def applies(table: RewardConfig, row: Mapping[str, Any], scorers_field: str) -> bool:
     """Return whether a scorer scores the samples of a row."""
     named = row.get(scorers_field) if scorers_field else None
-    if named is not None:  # a value that is neither text nor list names no scorer
+    if named is not None:  # only texts and lists name scorers
         return table.name in ([named] if isinstance(named, str) else named if isinstance(named, list) else [])
     return all(str(row.get(column)) in values for column, values in table.where.items())

@@ -1,4 +1,4 @@
-"""Has shadows score the groups that the live services have scored, beside the run, and compares the scores.
+"""Lets shadows score the groups that live services have scored, and compares the scores.
 
 A shadow can neither delay nor stop a run. Only with a comparison of gradients does a step wait for its scores, at most
 as long as one sample may take.
@@ -26,8 +26,8 @@ from .scoring import Scoring
 
 log = logging.getLogger("fourfold.coordinator")
 
-_MAX_GROUPS: Final = 64  # that shadows score at the same time; further ones are skipped
-_MAX_KEPT: Final = 4096  # groups with shadow scores that wait for their step
+_MAX_GROUPS: Final = 64  # most groups that shadows score at the same time; further groups are skipped
+_MAX_KEPT: Final = 4096  # most groups with shadow scores that wait for their step
 _SLACK_SECONDS: Final = 10.0
 
 
@@ -61,7 +61,7 @@ class Shadows:
             del self._tasks[key]
 
     async def _score(self, scorer: Scorer, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Return the scores of a shadow, by sample id, and compare them; a failure only leaves them out."""
+        """Return the scores of a shadow, by sample id, and compare them; after a failure, scores are missing."""
         meter, shadow = self.agreement(scorer), scorer.shadow
         assert meter is not None and shadow is not None
         try:
@@ -111,7 +111,7 @@ class Shadows:
             if (task := self._tasks.pop(key, None)) is not None:
                 task.cancel()
         for key in [key for key, task in self._tasks.items() if task.done()][:-_MAX_KEPT]:
-            del self._tasks[key]  # of groups that no step took, because they became too old
+            del self._tasks[key]  # scores of groups that became too old for a step
         if any(sample.sample_id not in scores for group in groups for sample in group.samples):
             log.info("gradients are not compared: a sample has no score of the shadow: scorer=%s", scorer.name)
             return list(groups)

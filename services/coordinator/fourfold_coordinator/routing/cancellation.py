@@ -1,4 +1,4 @@
-"""Ends many awaits together. One costs a timeout that never expires; a task for it would cost three times as much."""
+"""Ends many awaits together. Each costs a timeout that never expires; a task would cost three times as much."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class CancelScopes:
     def cancel(self) -> None:
         """End the awaits that run now."""
         for scope in self._open:
-            if not scope.expired():  # by an earlier call, whose cancellation the await still handles
+            if not scope.expired():  # an earlier call cancelled this await, which has not ended yet
                 scope.reschedule(0.0)

@@ -103,7 +103,7 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
         return pb.RegisterResponse(lease_token=token, ttl=duration(self._registry.ttl))
 
     async def _ask_rivals(self, member: Member) -> None:
-        """Raise Unavailable when the process whose place a member would take still answers."""
+        """Raise Unavailable if the process that a new member would replace still answers."""
         silent: Member | None = None
         while (rival := self._registry.rival(member, principal.current())) not in (None, silent):
             if await self._answers(rival):
@@ -131,7 +131,7 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveResponse:
         """Renew a lease."""
         self._registry.keep_alive(request.lease_token, principal.current())
-        self._record_certificate(context)  # it may have been renewed since `Register`
+        self._record_certificate(context)  # the certificate may have been renewed since `Register`
         return pb.KeepAliveResponse(ttl=duration(self._registry.ttl))
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterResponse:

@@ -4,8 +4,8 @@
                              with room | full
 
 A change adds an entry and makes the old one void, so that each operation takes O(log n). The changes of a replica
-between two calls are made together: the samples of one call end one by one. The expected time grows while a replica
-does nothing, without a notice: entries are checked when they come first.
+between two calls are applied together, because the samples of a call end one by one. The expected time of an idle
+replica grows without a change, so an entry is checked when it is the first.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Final
 from .replica import Replica
 from .scheduling import Demand
 
-_LOOK_AT: Final = 8  # replicas with room, and full ones, that are compared exactly for a call
-_SIZE_WEIGHT: Final = 1 / 64  # of a call in the mean size
-_TOLERANCE: Final = 1.1  # an entry that is too early by less stays where it is
-_DRIFT: Final = 1.25  # of the mean size or speed, at which all entries are made again
+_LOOK_AT: Final = 8  # number of replicas with room, and of full ones, that are compared exactly for a call
+_SIZE_WEIGHT: Final = 1 / 64  # weight of one call in the mean size
+_TOLERANCE: Final = 1.1  # an entry that is too early by a smaller factor stays valid
+_DRIFT: Final = 1.25  # factor of change of the mean size or speed at which all entries are made again
 _VOID_SHARE: Final = 4  # entries per replica, above which the void ones are removed
 
 _Entry = tuple[float, str, int, Replica]  # seconds, name, number
@@ -33,32 +33,32 @@ class ReplicaRanking:
     def __init__(self) -> None:
         self._with_room: list[_Entry] = []
         self._full: list[_Entry] = []
-        self._resting: list[_Entry] = []  # by the end of the rest
+        self._resting: list[_Entry] = []  # ordered by the end of the rest
         self._count = 0
-        self._numbers: dict[Replica, int] = {}  # of the valid entry of each replica
-        self._changed: dict[Replica, None] = {}  # since the last question, in order
-        self._outstanding: dict[Replica, int] = {}  # sizes, as of the last question
-        self._speeds: dict[Replica, float] = {}  # the known ones, likewise
+        self._numbers: dict[Replica, int] = {}  # number of the valid entry of each replica
+        self._changed: dict[Replica, None] = {}  # replicas changed since the last `first`, in order
+        self._outstanding: dict[Replica, int] = {}  # sizes at the last `first`
+        self._speeds: dict[Replica, float] = {}  # known speeds at the last `first`
         self._outstanding_size, self._speed_sum = 0, 0.0
-        self._mean_size = 0.0  # of a call
-        # What the entries were made with: samples and size of a call, speed of a replica whose speed is unknown.
+        self._mean_size = 0.0  # mean size of a call
+        # The entries were made with: samples and size of a call, and the speed assumed where it is unknown.
         self._samples, self._size, self._speed = 1, 1.0, 1.0
 
     def update(self, replica: Replica, now: float) -> None:
-        """Note that something about a replica changed."""
+        """Note a change of a replica."""
         self._changed[replica] = None
         if replica.gone:
-            self._settle(now)  # so that nothing keeps the replica
+            self._settle(now)  # release all references to the replica
 
     def backlog_seconds(self, queued: int, now: float) -> float:
-        """Return when the replicas of known speed will have done their work and `queued` more; infinite without one."""
+        """Return when the replicas of known speed will have done their work and `queued` more; infinite without any."""
         self._settle(now)
         return (self._outstanding_size + queued) / self._speed_sum if self._speed_sum > 0 else math.inf
 
     def first(
         self, demand: Demand, fits: Callable[[Replica], bool], free: Callable[[Replica], bool], now: float
     ) -> list[Replica]:
-        """Return the first replicas that fit: eight with room, or more until one is free, and eight full ones."""
+        """Return the first compatible replicas: eight with room, or more until one is free, and eight full ones."""
         self._settle(now)
         self._mean_size += _SIZE_WEIGHT * (demand.size - self._mean_size) if self._mean_size else demand.size
         self._follow(demand.samples, now)
@@ -69,7 +69,7 @@ class ReplicaRanking:
         return self._take(self._with_room, fits, free, now) + self._take(self._full, fits, lambda _full: True, now)
 
     def _settle(self, now: float) -> None:
-        """Take what changed into account."""
+        """Apply the changes."""
         changed, self._changed = self._changed, {}
         for replica in changed:
             self._count_in(replica, now)
@@ -81,7 +81,7 @@ class ReplicaRanking:
     def _take(
         self, heap: list[_Entry], fits: Callable[[Replica], bool], enough: Callable[[Replica], bool], now: float
     ) -> list[Replica]:
-        """Return the first replicas of a heap that fit: eight, or more until one is enough."""
+        """Return the first replicas of a heap that may get the call: eight, or more until one is enough."""
         found, seen, satisfied = list[Replica](), list[_Entry](), False
         while heap and not (satisfied and len(found) >= _LOOK_AT):
             entry = heapq.heappop(heap)
@@ -116,7 +116,7 @@ class ReplicaRanking:
             heapq.heapify(heap)
 
     def _follow(self, samples: int, now: float) -> None:
-        """Make all entries again if calls or speeds are not any more what the entries were made for."""
+        """Make all entries again if calls or speeds differ too much from those of the entries."""
         speed = self._speed_sum / len(self._speeds) if self._speeds else 1.0
         means = (self._mean_size, self._size), (speed, self._speed)
         if samples == self._samples and all(1 / _DRIFT < new / old < _DRIFT for new, old in means):
@@ -132,7 +132,7 @@ class ReplicaRanking:
         return max(seconds, replica.quiet(now))
 
     def _count_in(self, replica: Replica, now: float) -> None:
-        """Count a replica in the sums over all of them."""
+        """Add a replica to the sums over all replicas."""
         speed = None if replica.gone else replica.speed(now)
         self._speed_sum -= self._speeds.pop(replica, 0.0)
         self._outstanding_size -= self._outstanding.pop(replica, 0)
@@ -142,4 +142,4 @@ class ReplicaRanking:
             self._outstanding[replica] = replica.outstanding_size
             self._outstanding_size += replica.outstanding_size
         elif not self._speeds:
-            self._speed_sum = 0.0  # rounding errors of the sum end here
+            self._speed_sum = 0.0  # discard the rounding errors of the sum

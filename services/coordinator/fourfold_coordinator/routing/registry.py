@@ -1,17 +1,17 @@
 """Keeps the members of a run: their leases and their incarnations.
 
-A member lives as long as its lease, whatever happens to its connection. A process that registers with a new
-incarnation takes the place of the old one, if that does not answer any more (`membership.py` asks it): the old lease
-ends at once, and the old incarnation is refused from then on, so that a process that was only slow cannot come back
-next to its successor. The id of a live member is refused to services of another role.
+A member lives as long as its lease, whatever happens to its connection. A process that registers with a new incarnation
+replaces the old process if that no longer answers (`membership.py` asks it). The old lease then ends at once, and the
+old incarnation is refused, so that a slow process cannot return next to its successor. The id of a live member is
+refused to services of another role.
 
     Register --> live --KeepAlive every ttl/3--> live --no KeepAlive for ttl--> EXPIRED
                   |--Deregister--> LEFT (its calls in flight may finish)
                   '--Register of a new incarnation--> REPLACED
 
-While this process itself is stalled (a loaded machine, a disk that hangs), it takes no renewals. `beat` shows that the
-event loop runs; after a longer gap than members have between renewals, every lease that was live before it gets a whole
-period more.
+While this process is stalled (a loaded machine, a disk that hangs), it handles no renewals. `beat` shows that the event
+loop runs. After a gap longer than the interval of renewals, every lease that was live before it gets another whole
+period.
 
 A refused call changes nothing: every field is checked before anything is stored. With certificates, a member id
 belongs to the principal of that name, and a lease to the principal that registered.
@@ -40,10 +40,10 @@ log = logging.getLogger("fourfold.coordinator")
 TTL_SECONDS: Final = 15.0
 PERMANENT: Final = "0" * 32
 """Incarnation of members without a registration; their processes cannot be told apart."""
-MAX_MEMBERS: Final = 1024  # live ones; each costs the coordinator a channel
-MAX_FENCED: Final = 16 * MAX_MEMBERS  # replaced incarnations that are remembered; the oldest is forgotten first
-_RENEWAL_SHARE: Final = 1 / 3  # of the ttl, after which a member renews its lease
-_OVERDUE_SHARE: Final = _RENEWAL_SHARE + 1 / 10  # the tenth is for the call itself
+MAX_MEMBERS: Final = 1024  # most live members; each costs the coordinator a channel
+MAX_FENCED: Final = 16 * MAX_MEMBERS  # most remembered incarnations that were replaced; the oldest is forgotten first
+_RENEWAL_SHARE: Final = 1 / 3  # share of the ttl after which a member renews its lease
+_OVERDUE_SHARE: Final = _RENEWAL_SHARE + 1 / 10  # a tenth of the ttl is for the call
 _MAX_DEPARTED: Final = 16
 ROLE_NAMES: Final[dict[int, str]] = {
     Role.ROLE_ROLLOUT: "rollout",
@@ -55,7 +55,7 @@ ROLE_NAMES: Final[dict[int, str]] = {
 }
 
 
-_WITHOUT_TOKENIZER: Final = (Role.ROLE_REWARD, Role.ROLE_ENVIRONMENT)  # they may read texts only
+_WITHOUT_TOKENIZER: Final = (Role.ROLE_REWARD, Role.ROLE_ENVIRONMENT)  # viewers may only read
 
 
 class MemberChange(Enum):
@@ -76,7 +76,7 @@ class Member:
     role: int  # a value of `Role`
     target: str  # address
     tokenizer_sha256: bytes
-    pool: str = ""  # of a reward service: those that score alike, and may take each other's place
+    pool: str = ""  # reward services of one pool score alike and may replace each other
     permanent: bool = False  # the recipe names its address; it does not register
 
     @property
@@ -94,9 +94,9 @@ class _Lease:
     member: Member
     owner: Principal
     token: bytes
-    renewed: float  # the last time, on the monotonic clock
+    renewed: float  # last renewal, on the monotonic clock
     renewed_at: float  # the same time in seconds since the epoch
-    live_since: float  # first of the unbroken series of renewals in time, in seconds since the epoch
+    live_since: float  # first of the unbroken series of timely renewals, in seconds since the epoch
 
 
 Listener = Callable[[Member, MemberChange], None]
@@ -124,7 +124,7 @@ class Registry:
         self._by_token: dict[bytes, _Lease] = {}
         self._fenced: dict[tuple[str, str], None] = {}  # (member_id, incarnation), the oldest first
         self._listeners: list[Listener] = []
-        self._beat: float | None = None  # last sign of a running event loop, on the monotonic clock; None: none yet
+        self._beat: float | None = None  # time of the last `beat`, on the monotonic clock; None: none yet
 
     def beat(self) -> None:
         """Note that the event loop runs; call it several times a second, or never."""
@@ -141,9 +141,10 @@ class Registry:
         return sorted((m for m in members if role is None or m.role == role), key=lambda m: m.member_id)
 
     def rival(self, member: Member, owner: Principal = LOCAL) -> Member | None:
-        """Return the live process whose place `member` would take, if its server may still be there.
+        """Return the live process that `member` would replace, if it may still answer.
 
-        A process at the same address has ended: the new one could not listen there. Raises the errors of `register`.
+        A process at the same address must have ended, because the new one listens there. Raises the errors of
+        `register`.
         """
         self._forgive_stall()
         self._check(member, owner)
@@ -169,7 +170,7 @@ class Registry:
         held = self._leases.get(member.member_id)
         late = held is not None and self._age(held) >= self.ttl
         if late or member.role == Role.ROLE_TRAINER or len(self._leases) >= MAX_MEMBERS:
-            self.expire()  # a lease that ran out since the last `expire` must not be renewed, nor stand in the way
+            self.expire()  # an expired lease must neither be renewed nor block the registration
             held = self._leases.get(member.member_id)
         self._check_only_trainer(member)
         if held is not None and held.member.permanent:
@@ -202,7 +203,7 @@ class Registry:
         return token
 
     def _with_pool(self, member: Member) -> Member:
-        """Return a reward service with the pool of the scorer that it names; raise WrongState for an unknown one."""
+        """Return a reward service with the pool of its scorer; raise WrongState for an unknown scorer."""
         if member.role != Role.ROLE_REWARD:
             return replace(member, pool="")
         if member.pool and member.pool not in self._scorers:
@@ -214,7 +215,7 @@ class Registry:
         return replace(member, pool=member.pool or self._scorers[0])
 
     def add_permanent(self, member_id: str, role: int, target: str, *, pool: str = "") -> None:
-        """Add a member that is known by its address: it never registers, and its lease never ends.
+        """Add a member with an address in the recipe: it never registers, and its lease never ends.
 
         Raises ConfigError: no channel may be opened to the target.
         """
@@ -378,23 +379,23 @@ class Registry:
 
     def _remove(self, lease: _Lease, change: MemberChange) -> None:
         del self._leases[lease.member.member_id]
-        self._by_token.pop(lease.token, None)  # that of a permanent member is nobody's
+        self._by_token.pop(lease.token, None)  # a permanent member has no owner
         self._notify(lease.member, change)
 
     def _notify(self, member: Member, change: MemberChange) -> None:
         for listener in self._listeners:
             try:
                 listener(member, change)
-            except Exception:  # the lease is valid whatever a listener does: a bug in one must not end the run
+            except Exception:  # a bug in a listener must neither end the run nor affect the lease
                 log.exception("registry listener failed: member=%s change=%s", member.member_id, change.value)
 
 
 class Departures:
-    """The last members that left and did not come back: a wait for a service must say that it was there."""
+    """The last members that left and did not return, so that a wait for a service can name them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._left: dict[str, tuple[Member, MemberChange, float]] = {}  # with the time; by member_id, the oldest first
+        self._left: dict[str, tuple[Member, MemberChange, float]] = {}  # change and time by member_id, the oldest first
 
     def add(self, member: Member, change: MemberChange) -> None:
         """Remember and log that a member left."""
@@ -413,11 +414,11 @@ class Departures:
             del self._left[next(iter(self._left))]
 
     def forget(self, member: Member) -> None:
-        """Forget a member that is there again."""
+        """Forget a member that has returned."""
         self._left.pop(member.member_id, None)
 
     def texts(self, role: int, pool: str = "") -> list[str]:
-        """Return when and how the members of a role, or of a pool, left, for users."""
+        """Describe for users when and how the members of a role, or of a pool, left."""
         found = [each for each in self._left.values() if each[0].role == role and pool in ("", each[0].pool)]
         return [self._text(*each) for each in found]
 

@@ -1,11 +1,11 @@
-"""Implements RendezvousService: ranks on other machines find rank 0 of their trainer.
+"""Implements RendezvousService, by which ranks on other machines find rank 0 of their trainer.
 
     rank 0 --OfferRendezvous: address, secret--> coordinator --FindRendezvous--> ranks on other machines
        ^                                                                                 |
        '---------------------------------- AttachRanks: secret --------------------------'
 
-An offer lasts as long as rank 0 renews it. It is in memory only: after a restart of the coordinator the next renewal
-brings it back.
+Rank 0 renews its offer, which otherwise expires. Offers are in memory only; after a restart of the coordinator, the
+next renewal restores them.
 """
 
 from __future__ import annotations

@@ -32,14 +32,14 @@ ReplicaKey = tuple[str, str]  # member id and incarnation of one process
 
 NOT_INSPECTED: Final = "not inspected yet"
 INFO_SECONDS: Final = 10.0  # deadline of calls that only ask for information
-# What calls of a role are in timeline.jsonl; those of the trainer have names of their own.
+# Phase of a role's calls in timeline.jsonl. Calls of the trainer have phases of their own.
 _PHASES: Final[Mapping[int, str]] = {
     Role.ROLE_ROLLOUT: "generate",
     Role.ROLE_REWARD: "score",
     Role.ROLE_REFERENCE: "reference",
 }
-# An engine whose speed is not known gets this share of its capacity at most, or so many samples if it has no limit: it
-# could be the slowest, and a step waits for its last group.
+# Most samples of an engine of unknown speed: a share of its capacity, or a number if it has no limit. It could be the
+# slowest engine, and a step waits for its last group.
 _TRIAL_SHARE: Final = 0.25
 _TRIAL_SAMPLES: Final = 64
 
@@ -49,7 +49,7 @@ class ServiceMissing(Unavailable):
 
 
 class Interrupted(Unavailable):
-    """An engine ended samples with the tokens that they have, for a drain or a weight update: no failure of it."""
+    """An engine ended samples early for a drain or a weight update. This is not a failure of the engine."""
 
 
 class FatalRunError(WrongState):
@@ -62,13 +62,13 @@ class GivenUp(FourfoldError):
 
 @dataclass(slots=True, kw_only=True)
 class RetryBudget:
-    """Tries that one group has left, apart for failures of services and of the data."""
+    """The tries that one group has left, counted apart for failures of services and of the data."""
 
     infrastructure: int
     data: int
 
     def spend(self, error: FourfoldError) -> None:
-        """Count one failed try; raise GivenUp when there was none left."""
+        """Count one failed try; raise GivenUp when no try was left."""
         data = isinstance(error, InvalidInput)
         left = self.data if data else self.infrastructure
         if left <= 0:
@@ -80,27 +80,27 @@ class RetryBudget:
 
 
 class ScorerInputs(NamedTuple):
-    """What a reward service reads of a sample besides its texts."""
+    """The inputs of a reward service besides the texts of a sample."""
 
     tokens: bool = False  # the arrays
     messages: bool = False  # the chat messages of the prompt
 
 
 class Flight:
-    """A call in flight: what it still takes of its replica's capacity. Finished samples take none."""
+    """The share of a replica's capacity that a call in flight still uses. Finished samples use none."""
 
     def __init__(self, replica: Replica, demand: Demand) -> None:
         self.samples, self.size = demand.samples, demand.size
         self._replica, (self.began, self._area) = replica, replica.add_outstanding(demand.samples, demand.size)
 
     def finish_sample(self, tokens: int) -> None:
-        """Note that the replica finished one sample, of so many sampled tokens: it may get other work for it."""
+        """Note that the replica finished a sample of `tokens` sampled tokens and has room for other work."""
         if self.samples:
             self._replica.measure(tokens, since=self.began, area=self._area)
             self._release(1, self.size // self.samples)
 
     def end(self) -> None:
-        """Release what is left."""
+        """Release the remaining capacity."""
         self._release(self.samples, self.size)
 
     def _release(self, samples: int, size: int) -> None:
@@ -109,7 +109,7 @@ class Flight:
 
 
 class Replica:
-    """One member: its clients, its load, and why it gets no calls."""
+    """One member: its clients, its load, and the reason if it gets no calls."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Replica:
         on_change: Callable[[Replica], None] = lambda _replica: None,
         timeline: Timeline | None = None,
     ) -> None:
-        """Create a replica without calls; `on_change` is called when its load changes, or whether it may get calls.
+        """Create a replica without calls; `on_change` is called when its load changes or it becomes usable or unusable.
 
         `timeline` records the calls, together with those of other replicas.
         """
@@ -134,8 +134,8 @@ class Replica:
         self.trainer = AsyncTrainerClient(channel, peer=member.peer)
         self.weights = TrainerWeightClient(channel, peer=member.peer)
         self._unusable_reason = NOT_INSPECTED
-        self.gone = ""  # why it is no member any more; empty while it is one
-        self._left_at = math.inf  # when it became none, on the monotonic clock
+        self.gone = ""  # reason why the member left; empty while it is a member
+        self._left_at = math.inf  # time at which it left, on the monotonic clock
         self.breaker = CircuitBreaker()
         # Calls in flight.
         self.outstanding = 0  # samples
@@ -143,28 +143,28 @@ class Replica:
         self._flights: dict[Flight, None] = {}  # in the order of their start
         self.load = EngineLoad()
         self._measured = MeasuredSpeed()
-        self.pending_call = ""  # name of the call of a trainer that is in flight
-        self.moved_at = -math.inf  # when it finished a sample or a call, on the monotonic clock
-        self._changed_at = self._finished_at = clock.monotonic()  # of the outstanding samples; of the last finished one
+        self.pending_call = ""  # name of the trainer's call in flight
+        self.moved_at = -math.inf  # time at which it last finished a sample or a call, on the monotonic clock
+        self._changed_at = self._finished_at = clock.monotonic()  # last change of `outstanding`; last finished sample
         self._area = 0.0  # integral of the outstanding samples over time
-        self._congested_at = 0  # outstanding samples at which it was overloaded, until a call succeeds; 0 if it was not
+        self._congested_at = 0  # outstanding samples when it was overloaded, until a call succeeds; else 0
         self._calls = CancelScopes()
-        self._cut_error: Callable[[], FourfoldError] = self._lease_ended  # of the calls that were ended last
+        self._cut_error: Callable[[], FourfoldError] = self._lease_ended  # error of calls that were ended early
         # Answers of the service to GetInfo.
         self.capacity = 0  # most outstanding samples; 0 for no limit
         self.max_items = 0  # most samples in one call of a reward service; 0 for no limit
-        self.vocabulary_size = 0  # of an engine that fits the run; 0 otherwise
+        self.vocabulary_size = 0  # of a compatible engine; otherwise 0
         self.reads = ScorerInputs()  # of a reward service
-        self.pure = False  # of a reward service: an equal sample has an equal score
+        self.pure = False  # for a reward service: equal samples have equal scores
         self.inspected_at = 0.0  # time of the last GetInfo, on the monotonic clock
         self.scorer = ""  # of a reward service, as name@version
-        # For users who watch the run: how to correct a scorer that scored no sample; until a call succeeds.
+        # Advice for users about a scorer that scored no sample; cleared when a call succeeds.
         self.advice = ""
         self._version = -1
 
     @property
     def unusable_reason(self) -> str:
-        """Return why it gets no calls, for users; empty when it may get calls."""
+        """Return the reason, for users, why it gets no calls; empty if it may get calls."""
         return self._unusable_reason
 
     @unusable_reason.setter
@@ -194,23 +194,23 @@ class Replica:
 
     @property
     def condition_text(self) -> str:
-        """Return what users who watch the run read while the breaker is open."""
+        """Return the text that watchers read while the breaker is open."""
         return "; ".join(filter(None, (self.failure_text, self.advice)))
 
     @property
     def failure_text(self) -> str:
-        """Return how its recent calls failed, for users; empty when its last call succeeded."""
+        """Describe its recent failed calls for users; empty when its last call succeeded."""
         error = self.breaker.first
         return "" if error is None else f"its calls fail and are tried again; the first with {error.reason}: {error}"
 
     @property
     def cache_key(self) -> tuple[str, str, int]:
-        """Return what identifies the content of its prefix cache: the process and the weights."""
+        """Return the key of its prefix cache, which depends on the process and the weights."""
         return *self.key, self.version
 
     @property
     def present(self) -> bool:
-        """Return whether it was inspected and fits the run; an engine may still wait for weights."""
+        """Return whether it was inspected and is compatible with the run; an engine may still wait for weights."""
         return bool(self.vocabulary_size) if self.member.role == Role.ROLE_ROLLOUT else not self.unusable_reason
 
     @property
@@ -257,7 +257,7 @@ class Replica:
         self._finished_at = self.moved_at = now
 
     def speed(self, now: float) -> float | None:
-        """Return the tokens per second that it samples under load: for this run, or else as it reports; None: unknown.
+        """Return its tokens per second under load: measured in this run, or else as reported; None: unknown.
 
         An engine whose reports stopped has no speed: it may hang.
         """
@@ -271,20 +271,20 @@ class Replica:
         return now - self._finished_at if self.outstanding else 0.0
 
     def on_trial(self, samples: int, now: float) -> bool:
-        """Return whether so many samples more are too many for an engine whose speed is not known."""
+        """Return whether this number of further samples is too large for an engine of unknown speed."""
         most = _TRIAL_SHARE * self.capacity or _TRIAL_SAMPLES
         return 0 < self.outstanding > most - samples and self.speed(now) is None
 
     def takes(self, samples: int) -> bool:
-        """Return whether it takes so many samples at once when it has no others."""
+        """Return whether it accepts this number of samples in one call when it has no others."""
         return not self.capacity or samples <= self.capacity
 
     def has_room(self, samples: int) -> bool:
-        """Return whether it may get so many samples more; a call that it refused next to others may fit alone."""
+        """Return whether it has room for these samples. A call that was refused next to others may fit alone."""
         return all(self.outstanding + samples <= limit for limit in self._sample_limits())
 
     def seconds_until_room(self, samples: int, now: float) -> float:
-        """Return when so many samples more are expected to have room; 0 if they have, or if the speed is not known.
+        """Return the expected seconds until it has room for these samples; 0 if it has, or its speed is unknown.
 
         By Little's law a sample takes as long as the engine would need for all its outstanding work. Samples that
         began together also end together: an engine that was just filled has no room before its whole work is done.
@@ -299,7 +299,7 @@ class Replica:
         return 0.0
 
     def room(self, demand: Demand, now: float) -> float:
-        """Return the number of such calls that fit now, by its limits and its KV cache; infinite if there are none."""
+        """Return the number of such calls that its limits and its KV cache admit now; infinite without limits."""
         rooms = [(limit - self.outstanding) // demand.samples for limit in self._sample_limits()]
         if (cache := self.load.room(now)) is not None:
             rooms.append(cache // demand.size)
@@ -309,12 +309,12 @@ class Replica:
         return [limit for limit in (self.capacity, self._congested_at if self.outstanding else 0) if limit]
 
     def record_congestion(self, samples: int) -> bool:
-        """Note that it refused `samples` as too many; return whether our own calls are the cause."""
+        """Note that it refused `samples` samples as too many; return whether our own calls are the cause."""
         self._congested_at = self.outstanding - samples
         return self._congested_at > 0
 
     def record_success(self) -> None:
-        """Note a call that succeeded: earlier failures count no more."""
+        """Note a successful call, which clears earlier failures."""
         self.advice = ""
         self.breaker.record_success()
         self._congested_at = 0
@@ -333,14 +333,14 @@ class Replica:
         return done[0]
 
     def leave(self, reason: str, *, cut: bool) -> None:
-        """Note that it is no member any more; with `cut`, end its calls in flight."""
+        """Note that the member left; with `cut`, end its calls in flight."""
         self.gone, self._left_at = reason, self._clock.monotonic()
         self.unusable_reason = reason
         if cut:
             self._cut(self._lease_ended)
 
     def end_late_calls(self) -> None:
-        """End the calls that a member which left has not finished in STALL_SECONDS: nobody watches its load."""
+        """End calls in flight STALL_SECONDS after the member left, because its load is no longer watched."""
         if self._clock.monotonic() - self._left_at >= STALL_SECONDS:
             self._cut(self._lease_ended)
 
@@ -349,7 +349,7 @@ class Replica:
         return not self.unusable_reason and (version is None or self.version >= version)
 
     def end_stalled_calls(self, now: float) -> bool:
-        """End the calls in flight of an engine that has samples and samples no token; return whether it is one."""
+        """End the calls of an engine that has samples but makes no progress; return whether it was such an engine."""
         if not self.outstanding or not self.load.stalled(now):
             return False
         self.load.restart_stall(now)
@@ -371,8 +371,8 @@ class Replica:
 async def inspect_replica(replica: Replica, tokenizer_sha256: bytes) -> str:
     """Store the properties that the replica reports.
 
-    Returns why the replica must get no calls in a run with this tokenizer; empty if it may. Raises FourfoldError if the
-    replica does not answer.
+    Returns the reason why it must get no calls in a run with this tokenizer; empty if it may. Raises FourfoldError if
+    the replica does not answer.
     """
     tokenizer, reason = tokenizer_sha256, ""
     match replica.member.role:

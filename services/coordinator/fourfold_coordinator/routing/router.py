@@ -7,10 +7,10 @@
       |                                              | refused for its content: once more (data)
       +----------------------------------------------+ no tries left: GivenUp(reason)
 
-Replicas come and go with their leases. A replica gets calls when it was inspected, the broker has verified its weights,
-and it did not just fail. `ranking.py` orders these, and `scheduling.py` chooses among the first of them: also one that
-is full now, if it will finish the call sooner than those that are free. Calls of one role are served in order of
-arrival, so that a repeated run sends them in the same order.
+Replicas come and go with their leases. A replica gets calls after it was inspected and the broker has verified its
+weights, unless it failed recently. `ranking.py` orders these replicas, and `scheduling.py` chooses among the first
+ones. It may choose a full replica that will finish the call sooner than those with room. Calls of one role are served
+in order of arrival, so that a repeated run sends them in the same order.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ T = TypeVar("T")
 _TICK_SECONDS: Final = 0.25
 _NOTICE_SECONDS: Final = 0.02  # shortest time between two notices of changes
 _STARTS_PER_TURN: Final = 32  # inspections and streams that are started in one turn of the event loop
-_MAX_EXPLAINED: Final = 16  # members in one text
-_REST_SHARE: Final = 19  # a loop over all members sleeps so many times the duration of its last pass
-_REFRESH_SECONDS: Final = 5.0  # between questions to a permanent member, whose process may be another one by now
+_MAX_EXPLAINED: Final = 16  # most members named in one text
+_REST_SHARE: Final = 19  # after a pass over all members, sleep this multiple of its duration
+_REFRESH_SECONDS: Final = 5.0  # interval of GetInfo to a permanent member, whose process may have been replaced
 
 
 class WaitLimit(NamedTuple):
@@ -78,12 +78,12 @@ class WaitLimit(NamedTuple):
 
 
 class MemberState(NamedTuple):
-    """What watchers see of a member."""
+    """The state of a member for watchers."""
 
     member: Member
     policy_version: int  # -1: none, or another role than an engine
-    overdue: bool  # it should have renewed its lease
-    since: float  # start of that, or of the unbroken renewals, in seconds since the epoch
+    overdue: bool  # whether its renewal is overdue
+    since: float  # when that began, or the unbroken series of renewals, in seconds since the epoch
 
     def to_proto(self) -> run_pb.Member:
         row = run_pb.Member(
@@ -98,13 +98,13 @@ class MemberState(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What one try of a call needs of a replica; see `Router.call`."""
+    """The requirements of one try of a call; see `Router.call`."""
 
     role: int
     demand: Demand
     version: int | None
     pin: ReplicaKey | None
-    avoid: set[ReplicaKey]  # that failed it before
+    avoid: set[ReplicaKey]  # replicas where the call failed before
     wait: WaitLimit
     pool: str  # empty: any
     choose: Callable[[list[Replica]], list[Replica]]
@@ -112,7 +112,7 @@ class _Wanted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _RoomWaiter:
-    """A call that waits for a replica with room for so many samples."""
+    """A call that waits for a replica with room for its samples."""
 
     samples: int
     room: asyncio.Future[None]
@@ -142,8 +142,8 @@ class Router:
     ) -> None:
         """Follow the members of a registry.
 
-        `wait_seconds` is the longest wait for a usable replica. `on_wait` is called with what the run waits for, and
-        with an empty text when a wait ends.
+        `wait_seconds` is the longest wait for a usable replica. `on_wait` is called with a description of each wait,
+        and with an empty text when it ends.
         """
         self.clock, self.tokenizer_sha256, self.on_wait = registry.clock, registry.tokenizer_sha256, on_wait
         self.wait_seconds, self._wait = wait_seconds, WaitLimit(wait_seconds)
@@ -155,10 +155,10 @@ class Router:
         self._by_role = defaultdict[int, list[Replica]](list)  # ordered by name
         self._rankings = defaultdict[int, ReplicaRanking](ReplicaRanking)
         self._waiting = defaultdict[int, set[_RoomWaiter]](set)
-        self._queued = defaultdict[int, int](int)  # sizes of the calls without a replica, by role
-        # By role and pool; asyncio.Lock is first in, first out.
+        self._queued = defaultdict[int, int](int)  # sizes of the calls that have no replica yet, by role
+        # By role and pool. asyncio.Lock serves waiting tasks in order of arrival.
         self._turns = defaultdict[tuple[int, str], asyncio.Lock](asyncio.Lock)
-        self._pinned_turn = asyncio.Lock()  # a call that waits for one full replica must not delay the others
+        self._pinned_turn = asyncio.Lock()  # a call that waits for one full replica must not delay other calls
         self._change = asyncio.Event()
         self._noticed_at = -math.inf  # on the event loop's clock
         self._notice: asyncio.TimerHandle | None = None
@@ -192,13 +192,13 @@ class Router:
                 await replica.channel.close()
 
     async def _expire_leases(self) -> None:
-        while True:  # in a task of its own: the rest after a long pass over all members is not a stall
+        while True:  # in a task of its own, because the rest after a long pass is not a stall
             self._registry.beat()
             self._registry.expire()
             await asyncio.sleep(_TICK_SECONDS)
 
     async def _watch_members(self, tasks: asyncio.TaskGroup) -> None:
-        """Start what is due for each member."""
+        """Start the inspections and streams that are due."""
         # A method of its own: a loop variable in `run` would keep the last replica alive after it has left.
         now, started = self.clock.monotonic(), 0
         self._inspections = {key: task for key, task in self._inspections.items() if not task.done()}
@@ -213,8 +213,8 @@ class Router:
             if replica.member.role != Role.ROLE_ROLLOUT:
                 continue
             replica.load.period = period
-            # Not before it may get calls: while a thousand engines join, the period grows, and with it each stream of
-            # reports would be opened again several times.
+            # Open the stream only when the engine may get calls: while a thousand engines join, the report interval
+            # grows, and each stream would be opened again several times.
             if replica.present and not replica.unusable_reason and replica not in self._watches:
                 watch = watch_load(replica.rollout, replica.load, self.clock)
                 self._watches[replica] = tasks.create_task(watch)
@@ -224,16 +224,16 @@ class Router:
                 log.warning("engine samples nothing, its calls go elsewhere: member=%s", replica.member.member_id)
 
     async def wait_for_change(self, *, timeout: float) -> None:
-        """Wait until anything about the replicas changes, at most `timeout` seconds."""
+        """Wait for a change of any replica, at most `timeout` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._change.wait()
 
     def notify(self) -> None:
-        """Wake everything that waits for a change; for changes that follow each other fast, once."""
+        """Wake all tasks that wait for a change, once for several changes in a short time."""
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # before the run: nothing waits
+        except RuntimeError:  # before `run`, nothing waits
             return
         if self._notice is None:
             wait = self._noticed_at + _NOTICE_SECONDS - loop.time()
@@ -251,14 +251,14 @@ class Router:
                 waiter.wake()
 
     def _on_replica(self, replica: Replica) -> None:
-        """Note that the load of a replica changed, or whether it may get calls."""
+        """Note that a replica's load changed, or that it became usable or unusable."""
         self._rankings[replica.member.role].update(replica, self.clock.monotonic())
         for waiter in self._waiting[replica.member.role]:
             if not replica.unusable_reason and replica.has_room(waiter.samples):
                 waiter.wake()
 
     def set_unusable_reason(self, replica: Replica, reason: str) -> None:
-        """Stop calls to a replica; allow them again when the reason is empty."""
+        """Stop calls to a replica for a reason; an empty reason allows them again."""
         if not replica.gone and replica.unusable_reason != reason:
             replica.unusable_reason = reason
             self.notify()
@@ -278,21 +278,21 @@ class Router:
         choose: Callable[[list[Replica]], list[Replica]] = _anyone,
         on_flight: Callable[[Flight], None] = lambda _flight: None,
     ) -> T:
-        """Do `work` with a replica; when it fails, with another one if there is one.
+        """Do `work` with a replica; after a failure, try another replica if there is one.
 
         While `replica.breaker.probing` is set, `work` is the one call that shows whether the replica works again.
 
         Args:
             work: One try; its calls have deadlines.
-            demand: What the work adds to the replica's load, or a function that returns it for each try.
-            spend: Counts one failed try; raises GivenUp or FatalRunError when there was none left.
+            demand: The load that the work adds to the replica, or a function that returns it for each try.
+            spend: Counts one failed try; raises GivenUp or FatalRunError when no try was left.
             version: Lowest policy version that a rollout service must have; None for any.
             pin: Replica that gets the work as long as it is usable; None for any.
             wait: Longest wait for a usable replica; None for the run's.
             on_try: Returns the context that one try runs in. It gets the error of a try, also when a lease ended.
             pool, choose: Pool of the replica, empty for any; returns those of its replicas that may get the work now.
-            on_flight: Called before each try with what the call takes of the replica's capacity, which `work` may
-                release sample by sample.
+            on_flight: Called before each try with the capacity that the call uses; `work` may release it sample by
+                sample.
 
         Raises:
             GivenUp: No tries are left.
@@ -309,7 +309,7 @@ class Router:
                     async with on_try():
                         result = await replica.call(work(replica))
                 except (DiskFull, FatalRunError):
-                    raise  # of this process, or the run's end: another replica would not help
+                    raise  # an error of this process, or the end of the run: another replica would not help
                 except FourfoldError as error:
                     if self._on_failed_try(replica, flight, error, avoid):
                         spend(error)
@@ -318,11 +318,11 @@ class Router:
                     return result
 
     def _on_failed_try(self, replica: Replica, flight: Flight, error: FourfoldError, avoid: set[ReplicaKey]) -> bool:
-        """Count a failed try, and avoid the replica in the next ones; return whether it costs a try of the work."""
+        """Record a failed try and avoid its replica in the next tries; return whether the failure uses up a try."""
         if isinstance(error, Overloaded):
             if replica.record_congestion(flight.samples):
                 return False
-            self.record_failure(replica, error)  # calls of other clients fill it
+            self.record_failure(replica, error)  # other clients fill the replica
         else:
             avoid.add(replica.key)
             if not isinstance(error, Interrupted):
@@ -331,10 +331,10 @@ class Router:
         return True
 
     def record_failure(self, replica: Replica, error: FourfoldError) -> None:
-        """Count a failed call, start a rest, and show a failure that repeats."""
+        """Count a failed call, open the circuit breaker, and show repeated failures."""
         self.faults.record(replica.member.member_id, error.reason, error.message)
         breaker, now = replica.breaker, self.clock.monotonic()
-        if isinstance(error, InvalidInput):  # the fault of the request, not of the service
+        if isinstance(error, InvalidInput):  # a fault of the request, not of the service
             return
         if isinstance(error, DeadlinePassed):
             breaker.trip(error, now)
@@ -349,7 +349,7 @@ class Router:
         self.faults.clear(replica.title)
 
     async def wait_for(self, counts: Mapping[int, int], *, seconds: float | None = None) -> None:
-        """Wait for services; when one of each role is there, wait no more than the run's wait for the others.
+        """Wait for services; when each role has one, wait at most the run's wait for the others.
 
         `counts` has the number of services by role. `seconds` limits the wait for the first service of each role
         (default: the run's wait); then ServiceMissing is raised.
@@ -388,9 +388,9 @@ class Router:
         return summarize_loads(loads, self.clock.monotonic()) | self.tokens.take()
 
     def explain(self, role: int, pool: str = "") -> str:
-        """Return why the replicas of a role, or of a pool, get no calls, for users."""
+        """Describe for users why the replicas of a role, or of a pool, get no calls."""
         replicas = self.replicas(role, pool)
-        replicas.sort(key=lambda r: not r.unusable_reason)  # those that are ready come last
+        replicas.sort(key=lambda r: not r.unusable_reason)  # usable replicas come last
         texts = [
             f"{r.title}: {', '.join(filter(None, (r.unusable_reason, r.failure_text))) or 'ready'}"
             for r in replicas[:_MAX_EXPLAINED]
@@ -400,7 +400,7 @@ class Router:
         return "; ".join(texts + self._departures.texts(role, pool)) or "none has registered"
 
     def room(self, role: int, demand: Demand, *, version: int | None = None) -> float:
-        """Return the number of such calls that the replicas would begin at once; infinite if they have no limit."""
+        """Return the number of such calls that the replicas would start at once; infinite without limits."""
         now = self.clock.monotonic()
         usable = (r for r in self.replicas(role) if r.fits(version) and r.breaker.admits(now))
         return sum(replica.room(demand, now) for replica in usable)
@@ -426,7 +426,7 @@ class Router:
             self._queued[wanted.role] -= wanted.demand.size
 
     async def _choose(self, wanted: _Wanted) -> Replica:
-        """Return the replica for a call; wait for one with room, and raise ServiceMissing when none came in time."""
+        """Return the replica for a call; wait until one has room; raise ServiceMissing when none came in time."""
         role, demand, seconds = wanted.role, wanted.demand, wanted.wait.seconds
         end = self.clock.monotonic() + seconds
         while True:
@@ -442,8 +442,8 @@ class Router:
                     self.on_wait("")
                 return chosen
             if room_will_come:
-                # This wait has no end of its own: the deadlines of the calls in flight bound it, or, where replicas
-                # rest, the retries of the calls that try them.
+                # This wait has no limit of its own. The deadlines of the calls in flight limit it, or the retries of
+                # calls to replicas whose breaker is open.
                 end = now + seconds
             elif now >= end:
                 raise self._missing(role, wanted.wait, pool=wanted.pool, samples=demand.samples if usable else 0)
@@ -452,7 +452,7 @@ class Router:
             await self._wait_for_room(role, demand.samples)
 
     async def _wait_for_room(self, role: int, samples: int) -> None:
-        """Wait until a replica may have room, at most for a tick: a rest ends without a notice."""
+        """Wait until a replica may have room, at most one tick, because the end of a rest wakes no waiter."""
         waiter = _RoomWaiter(samples, asyncio.get_running_loop().create_future())
         self._waiting[role].add(waiter)
         try:
@@ -461,13 +461,13 @@ class Router:
             self._waiting[role].discard(waiter)
 
     def _fitting(self, wanted: _Wanted) -> list[Replica]:
-        """Return all replicas that may get a call; the pinned one alone if it is there and did not fail it."""
+        """Return all replicas that may get a call; only the pinned one if it is usable and did not fail the call."""
         found = wanted.choose(self.replicas(wanted.role, wanted.pool))
         fitting = [r for r in found if r.fits(wanted.version)]
         return [r for r in fitting if r.key == wanted.pin and r.key not in wanted.avoid] or fitting
 
     def _ranked(self, wanted: _Wanted, now: float) -> list[Replica]:
-        """Return the replicas that come into question for a call; empty: look at all replicas."""
+        """Return the candidates for a call by rank; empty: consider all replicas."""
         if wanted.pin is not None or wanted.pool or wanted.choose is not _anyone:
             return []
         demand = wanted.demand
@@ -486,7 +486,7 @@ class Router:
         return found
 
     def _best(self, replicas: Iterable[Replica], wanted: _Wanted, now: float) -> Replica | None:
-        """Return the replica for a call; None: none is free, or the call should wait for one that is not."""
+        """Return the replica for a call; None: no replica has room, or the call should wait for a full one."""
         demand, held = wanted.demand, self._prefixes.held(wanted.demand.prefix)
         candidates = {
             replica.member.member_id: Candidate(
@@ -505,7 +505,7 @@ class Router:
         }
         if not candidates:
             return None
-        backlog = self._rankings[wanted.role].backlog_seconds(self._queued[wanted.role], now)  # with this call
+        backlog = self._rankings[wanted.role].backlog_seconds(self._queued[wanted.role], now)  # includes this call
         best = choose_replica(list(candidates.values()), demand.size, backlog_seconds=backlog)
         return None if best.full else self._replicas[best.name]
 
@@ -516,7 +516,7 @@ class Router:
         return among_others and replica.on_trial(demand.samples, now)
 
     def _missing(self, role: int, wait: WaitLimit, *, pool: str = "", samples: int = 0) -> ServiceMissing:
-        """Return the error of a role; `samples` is set when its replicas are usable, but none takes so many at once."""
+        """Return the error for a role; `samples` is set when no usable replica accepts so many in one call."""
         name = ROLE_NAMES[role]
         text = (
             f"no usable {name} service for {wait.seconds:g} s ({self.explain(role, pool)}); look at its log, start one "
@@ -543,12 +543,12 @@ class Router:
             self._replicas[member.member_id] = replica
             bisect.insort(self._by_role[member.role], replica, key=lambda r: r.member.member_id)
             log.info("%s joined", member.member_id, extra={"target": member.target})
-        elif member.member_id in self._replicas:  # not if no channel could be opened
+        elif member.member_id in self._replicas:  # missing if no channel could be opened
             replica = self._replicas.pop(member.member_id)
             self._by_role[member.role].remove(replica)
             if replica in self._watches:
                 self._watches.pop(replica).cancel()
-            # A member that deregistered finishes its calls. One that fell silent or was replaced will not answer.
+            # A member that deregistered finishes its calls. A silent or replaced member will not answer.
             replica.leave(change.value, cut=change is not MemberChange.LEFT)
             self.faults.forget(member.member_id)
             self._leaving.append(replica)
@@ -574,16 +574,16 @@ class Router:
         """Ask a new replica for its properties, and decide whether it may get calls."""
         replica.inspected_at = self.clock.monotonic()
         reason = await inspect_replica(replica, self.tokenizer_sha256)
-        self.faults.clear(replica.member.member_id)  # its title before the scorer's name was known
+        self.faults.clear(replica.member.member_id)  # title before the scorer's name is known
         if replica.member.permanent and replica.present and not reason:
-            return  # a later look at what it is: its calls show whether it works
+            return  # a later inspection does not decide about it: its calls show whether it works
         self.record_success(replica)
         self.set_unusable_reason(replica, reason)
         self.notify()
 
 
 async def rest_after(began: float) -> None:
-    """Rest after a pass over all members, so that passes take a twentieth of the event loop at most.
+    """Sleep after a pass over all members, so that passes use at most a twentieth of the event loop's time.
 
     `began` is when the pass began, on the clock of `time.perf_counter`.
     """

@@ -17,19 +17,19 @@ from typing import Final
 
 from fourfold.arrays import Int32Array
 
-# For each of some lengths of one prompt, shortest first: (tokens, digest of that many leading tokens).
+# (number of leading tokens, digest of them) for several lengths of one prompt, the shortest first.
 PrefixKeys = tuple[tuple[int, bytes], ...]
 
 _MIN_PREFIX_TOKENS: Final = 64
-_MAX_PREFIXES: Final = 1 << 16  # about 5,000 prompts with a dozen prefixes each
-_PACE_WINDOW: Final = 64  # calls
+_MAX_PREFIXES: Final = 1 << 16  # room for about 5,000 prompts with a dozen prefixes each
+_PACE_WINDOW: Final = 64  # number of latest calls
 _SPEED_HALF_LIFE_SECONDS: Final = 60.0
-_MEAN_WINDOW: Final = 4096  # completions; from then on, a new length has the weight 1 / 4096
+_MEAN_WINDOW: Final = 4096  # after this number of completions, a new length has the weight 1 / 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The work that one call brings to a replica."""
+    """The work that one call adds to a replica."""
 
     samples: int  # counted against the replica's capacity
     tokens: int = 0  # expected, prompts included; 0 for calls that are not measured in tokens
@@ -37,7 +37,7 @@ class Demand:
 
     @property
     def size(self) -> int:
-        """Return what the call adds to a replica's outstanding work: tokens, or samples for calls without tokens."""
+        """Return the load that the call adds to a replica: tokens, or samples for calls without tokens."""
         return self.tokens or self.samples
 
 
@@ -50,9 +50,9 @@ class Candidate:
     speed: float | None = None  # tokens per second; None if unknown
     room: int | None = None  # tokens that still fit into its KV cache; None if unknown, which counts as enough
     held: int = 0  # leading tokens of the prompt that its prefix cache holds
-    avoided: bool = False  # it failed this very call before
-    full: bool = False  # it takes the call only when some of its samples are finished
-    wait: float = 0.0  # seconds until then, if it is full
+    avoided: bool = False  # the same call failed there before
+    full: bool = False  # it has no room until some of its samples are finished
+    wait: float = 0.0  # seconds until it has room, if it is full
     quiet: float = 0.0  # seconds since it finished a sample, or since it got work
 
 
@@ -62,15 +62,15 @@ def choose_replica(candidates: Sequence[Candidate], size: int, *, backlog_second
         seconds = wait + (outstanding + size - held) / speed
 
     An unknown speed counts as the mean of the known ones. If no speed is known, the candidate with the least
-    outstanding work wins. A held prefix saves its prefill, so that a call goes to the replica that holds it unless
-    another one finishes earlier even so. A call that does not fit into a KV cache waits in that engine's queue, however
-    fast the engine is; so candidates with room come first. Ties go by name.
+    outstanding work is chosen. A held prefix saves its prefill, so a call goes to the replica that holds it unless
+    another one still finishes earlier. A call that does not fit into a KV cache waits in that engine's queue, however
+    fast the engine is, so candidates with room come first. Ties are broken by name.
 
-    A call waits for a full replica only if it then finishes earlier than at each one with room, and only if that one
-    would finish it after `backlog_seconds`, when all replicas together will have done all other work, too: as long as
-    many calls wait, every replica with room is of use. Both speeds must be known. A full replica that was just filled
-    has no room before the work of a whole round is done. One that is quiet for longer than all its work should take
-    may hang, and is not waited for.
+    A call waits for a full replica under two conditions. It then finishes earlier than at any replica with room. And
+    the best replica with room would finish it only after `backlog_seconds`, when all replicas together have done all
+    other work: as long as many calls wait, every replica with room is useful. Both speeds must be known. A replica that
+    was just filled has no room before the work of a whole round is done. A replica that is quiet for longer than all
+    its work should take may hang, so no call waits for it.
     """
     known = [candidate.speed for candidate in candidates if candidate.speed is not None]
     mean_speed = fmean(known) if known else 1.0
@@ -113,7 +113,7 @@ def prefix_keys(token_ids: Int32Array) -> PrefixKeys:
 
 
 class PrefixHolders:
-    """Remembers which cache got which prompt prefix last; forgets the least recently used prefixes.
+    """Remembers which cache got each prompt prefix last; forgets the least recently used prefixes.
 
     A holder identifies one cache with one version of the weights: an update makes a new holder, because cached
     attention states of old weights are of no use.

@@ -1,8 +1,8 @@
 """Calls the trainer: repeats calls whose response was lost, and detects that the trainer restarted.
 
-A trainer that restarted has lost what it learned since its last checkpoint. It registers with a new incarnation; every
-call then raises `TrainerRestarted`, and the loop recovers as a resumed run does. Calls are idempotent, so that a
-trainer that only failed to answer gets the same call again.
+A restarted trainer has lost the steps after its last checkpoint. It registers with a new incarnation; every call then
+raises `TrainerRestarted`, and the loop recovers like a resumed run. Calls are idempotent, so a trainer that only failed
+to answer gets the same call again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrainerSession:
         self._router, self._board, self._config = router, board, config
         self.name = ""  # member id of the trainer
         self.incarnation = ""
-        self.policy_version = 0  # of the trainer's present weights
+        self.policy_version = 0  # policy version of the trainer's present weights
 
     async def connect(self) -> pb.TrainerStatus:
         """Start a session with the trainer that is registered now; wait for one if there is none."""
@@ -75,12 +75,13 @@ class TrainerSession:
     async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Make an idempotent call, `name` in messages, and repeat it when the response is lost.
 
-        Raises TrainerRestarted when the trainer is a new process, ServiceMissing when it left and none came in time.
+        Raises TrainerRestarted when the trainer is a new process, ServiceMissing when it left and no trainer came in
+        time.
         """
         return await self._repeat(name, work)
 
     def trainer(self) -> Replica:
-        """Return the trainer; raise Unavailable while it has left, and TrainerRestarted when the process is new."""
+        """Return the trainer; raise Unavailable while there is none, and TrainerRestarted when it is a new process."""
         for replica in self._router.replicas(Role.ROLE_TRAINER):
             return self._check_incarnation(replica)
         raise Unavailable("no trainer is registered")
@@ -132,8 +133,8 @@ class TrainerSession:
     async def run_all(self, work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         """Run coroutines concurrently, started in order; return their results in order.
 
-        The first error cancels the others and is raised. So does a restart of the trainer, whose loss makes the work
-        useless: TrainerRestarted is raised whatever else failed, because the run can continue after it.
+        The first error cancels the others and is raised. A restart of the trainer does the same, because the work is
+        lost with it. TrainerRestarted has precedence over other errors, because the run can continue after it.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -172,8 +173,8 @@ class TrainerSession:
                     self._router.faults.record(replica.member.member_id, error.reason, error.message)
                     tries += 1
                     first_failure = first_failure or clock.monotonic()
-                    # A trainer that died keeps its lease for a while, and is then started again: it gets as much time
-                    # as any service that a run waits for.
+                    # A dead trainer keeps its lease for a while and is then started again. The wait is as long as for
+                    # any other service.
                     failing = clock.monotonic() - first_failure
                     if tries > retry.infrastructure and failing > retry.service_wait_seconds:
                         raise
@@ -204,7 +205,7 @@ class TrainerSession:
 
 
 def leaves(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    """Yield the errors of a group and of the groups in it."""
+    """Yield the errors in a group and its nested groups."""
     for error in errors.exceptions:
         if isinstance(error, BaseExceptionGroup):
             yield from leaves(error)

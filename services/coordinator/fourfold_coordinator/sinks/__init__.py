@@ -3,6 +3,6 @@
     metrics.jsonl --> one process for each sink (`process`), started and watched by the coordinator (`supervisor`)
                         new lines (`rows`) --> `Sink.log` --> tracker
 
-A sink reads the file of the run, and nothing of the run waits for it. A tracker that hangs, crashes or refuses costs
-only its own process. `fourfold log RUN SINK` sends what is missing, also of a run that has ended.
+A sink reads the file of the run, and the run never waits for it. A tracker that hangs, crashes or refuses affects only
+the process of its sink. `fourfold log RUN SINK` sends missing steps, also after the end of the run.
 """

@@ -16,7 +16,7 @@ from .sink import RunFacts, Sink
 
 T = TypeVar("T")
 
-_DATABASE: Final = "mlflow.db"  # beside the folders of the runs, which it shows together
+_DATABASE: Final = "mlflow.db"  # one database beside the folders of all runs
 # Limits of MLflow's log-batch call.
 _MAX_METRICS: Final = 1000
 _MAX_PARAMS: Final = 100
@@ -61,7 +61,7 @@ class MlflowSink:
             self._client.log_batch(self._id, metrics=part)
 
     def finish(self) -> None:
-        """Mark the run as finished."""
+        """Mark the run as finished in MLflow."""
         self._client.set_terminated(self._id)
 
 

@@ -1,7 +1,7 @@
 """Sends a run to one tracker: `python -m fourfold_coordinator.sinks.process RUN_DIR SINK`, and `fourfold log`.
 
-The process of the coordinator follows metrics.jsonl until its stdin ends. Then it sends the rest and finishes. In place
-of a sink it may be given `index`: it keeps the index of the samples up to date, which `fourfold view` searches.
+The process that the coordinator starts follows metrics.jsonl until its stdin ends. Then it sends the rest and ends.
+With `index` in place of a sink, it updates the index of the samples for `fourfold view`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NICENESS: Final = 10
 
 
 def send(run_dir: Path, config: Config, name: str, *, has_ended: Callable[[], bool] = lambda: True) -> int:
-    """Send the steps that a sink does not have, again and again until the run has ended; return how many were sent.
+    """Send the steps that a sink lacks until the run has ended; return the number of sent steps.
 
     Raises what the tracker's library raises, and ConfigError if another process sends to the same sink.
     """
@@ -43,7 +43,7 @@ def send(run_dir: Path, config: Config, name: str, *, has_ended: Callable[[], bo
         sink = open_sink(name, RunFacts(folder=run_dir, config=config, run_id=run_id, last_step=rows.last_step))
         count, ended = 0, False
         while not ended:
-            ended = has_ended()  # before the rows are read: none may come after the last look
+            ended = has_ended()  # checked before the rows are read, so that none is missed
             for row in rows:
                 sink.log(row)
                 count += 1

@@ -1,4 +1,4 @@
-"""Defines what a sink is: `Sink`, the run that it gets, and the table of all sinks."""
+"""Defines the `Sink` interface, the facts about a run for a sink, and the table of all sinks."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from fourfold.plan.preflight import Preflight
 from .rows import MetricRow
 
 FOLDER: Final = "sinks"
-"""Folder of a run with what its sinks keep."""
+"""Folder of a run with the files of its sinks."""
 INDEX: Final = "index"
-"""In the place of a sink's name: the index of the samples."""
+"""The index of the samples, in place of a sink's name."""
 _LIBRARIES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a tracker shows about a run besides its numbers."""
+    """Facts about a run for a tracker, in addition to the metrics."""
 
     folder: Path
     config: Config
     run_id: str  # of this run in this tracker, the same after a restart
-    last_step: int  # that the tracker has; -1: none
+    last_step: int  # last step that the tracker has; -1: none
 
     @property
     def sink_folder(self) -> Path:
-        """Folder for files of sinks."""
+        """Folder for the files of sinks."""
         return self.folder / FOLDER
 
     def recipe(self) -> Mapping[str, Any]:
         """Return the keys of the recipe, such as `trainer.learning_rate`, with their values.
 
-        Not those of [logging]: an address there may hold a password of another tracker.
+        The keys of [logging] are left out: an address there may contain a password of another tracker.
         """
         return flatten(self.config.model_dump(exclude_none=True, exclude={"logging"}))
 
@@ -49,10 +49,10 @@ class Sink(Protocol):
     """One run in one tracker. Any call may block, and may raise what the tracker's library raises."""
 
     def log(self, row: MetricRow) -> None:
-        """Send the numbers of a step; one that was sent before replaces the old one and all steps after it."""
+        """Send the metrics of a step; a repeated step replaces the old one and all steps after it."""
 
     def finish(self) -> None:
-        """Send what is buffered, and end the run in the tracker."""
+        """Send buffered metrics, and end the run in the tracker."""
 
 
 def open_sink(name: str, run: RunFacts) -> Sink:

@@ -1,4 +1,4 @@
-"""Starts the processes that follow a run, restarts those that die, and lets them finish at the end of the run.
+"""Starts the processes that follow a run, restarts dead ones, and lets them finish at the end of the run.
 
 There is one process for each sink, and one for the index of the samples, which `fourfold view` searches.
 """
@@ -26,17 +26,17 @@ log = logging.getLogger("fourfold.coordinator")
 
 _MODULE: Final = "fourfold_coordinator.sinks.process"
 _RESTART_SECONDS: Final = (1.0, 5.0, 30.0, 120.0)
-"""Waits before a process that died is started again; the last one for all further times."""
-# `fourfold view` itself indexes so much in a second.
+"""Waits before the restarts of a process; the last one is used for all further restarts."""
+# `fourfold view` itself indexes this number of bytes in a second.
 _INDEXED_BYTES: Final = 8 << 20
 _INDEX_SECONDS: Final = 5.0
 _FINISH_SECONDS: Final = 20.0
-"""Time that a process has at the end of a run to send the rest."""
+"""Time limit for a process to send the rest at the end of a run."""
 _REAP_SECONDS: Final = 5.0
 
 
 class SinkProcesses:
-    """The processes that follow a run. One that fails is a condition on the run board, and nothing more."""
+    """The processes that follow a run. The failure of one is only a condition on the run board."""
 
     def __init__(self, config: Config, folder: Path, board: RunBoard) -> None:
         self._names, self._folder, self._board = config.logging.sinks, folder, board
@@ -49,7 +49,7 @@ class SinkProcesses:
                 group.create_task(self._keep_index())
                 for name in self._names:
                     group.create_task(self._keep(name))
-        except Exception:  # a fault of this class must not end the run either
+        except Exception:  # an error of this class must not end the run either
             log.exception("sinks are not supervised any more; `fourfold log` sends what is missing")
             self._ended.set()
             await self._ending.wait()
@@ -67,7 +67,7 @@ class SinkProcesses:
                 await self._ended.wait()
 
     async def _keep_index(self) -> None:
-        """Start the index when there is much to index."""
+        """Start the index process when there is much to index."""
         while not self._ending.is_set():
             if _size(self._folder / SAMPLES_FILE) > _INDEXED_BYTES:
                 return await self._keep(INDEX)

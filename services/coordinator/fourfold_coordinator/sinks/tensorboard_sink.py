@@ -27,7 +27,7 @@ class TensorBoardSink:
             self._writer.add_text("recipe", indented, 0)
 
     def log(self, row: MetricRow) -> None:
-        """Add the scalars of a step. A repeated step hides the steps from there on, which TensorBoard calls a purge."""
+        """Add the scalars of a step. A repeated step purges the old one and all later ones."""
         if row.step <= self._last_step:
             self._writer.close()
             self._writer = SummaryWriter(self._folder, purge_step=row.step)

@@ -35,5 +35,5 @@ class TrackioSink:
         self._run.log(row.values, step=row.step)
 
     def finish(self) -> None:
-        """Write what is buffered."""
+        """Write buffered metrics."""
         self._run.finish()

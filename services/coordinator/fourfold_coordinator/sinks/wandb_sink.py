@@ -34,7 +34,7 @@ class WandbSink:
             dir=str(run.sink_folder),
             mode=_mode(),
             config=dict(run.recipe()),
-            # This process is not the one that trains, so its console, code and machine tell nothing.
+            # This process does not train, so its console, code and machine say nothing about the run.
             settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_stats=True),
         )
         self._run.define_metric("*", step_metric="step")
@@ -45,7 +45,7 @@ class WandbSink:
         self._run.log({**row.values, **times, "step": row.step})
 
     def finish(self) -> None:
-        """Wait for the upload, and for the process of W&B, which writes the last part of an offline run at its end."""
+        """Wait for the upload, and for W&B's process, which writes the last part of an offline run when it ends."""
         self._run.finish()
         wandb.teardown()
 

@@ -1,4 +1,4 @@
-"""Defines an evaluation and the result of a held-out set in it, as the ledger and evaluation.json store them."""
+"""Defines an evaluation and the results of its held-out sets, as stored in the ledger and evaluation.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .typed_json import Finite, Whole, check, parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """An answer to a held-out prompt, as a row of the ledger and report.json have it."""
+    """An answer to a held-out prompt, as stored in the ledger and report.json."""
 
     prompt: str
     completion: str
@@ -57,11 +57,11 @@ class SetResult:
 
     @property
     def bounds(self) -> Interval | None:
-        """The 95 % interval of the score, also in a result of an earlier release."""
+        """The 95 % interval of the score; also works for results of an earlier release."""
         return _bounds(self.score, self.half_width, self.interval)
 
     def metrics(self) -> dict[str, float]:
-        """Return score, half_width, pass_at_K and maj_at_K; without a half width that is unknown."""
+        """Return score, half_width (if known), pass_at_K and maj_at_K."""
         found = {"score": self.score} | ({} if self.half_width is None else {"half_width": self.half_width})
         found |= {f"pass_at_{each.k}": each.value for each in self.pass_at}
         return found | {f"maj_at_{each.k}": each.value for each in self.majority_at}
@@ -73,15 +73,15 @@ def half_width(interval: Interval | None) -> float | None:
 
 
 def _bounds(score: float, half_width: float | None, interval: Interval | None) -> Interval | None:
-    """Return `interval`, or that of a result of an earlier release, which has its half width alone."""
+    """Return `interval`, or compute it for a result of an earlier release, which has only the half width."""
     return interval or (None if half_width is None else (score - half_width, score + half_width))
 
 
 def mean_of_sets(sets: Sequence[SetResult]) -> tuple[float, Interval | None]:
     """Return the unweighted mean of the scores of independent sets, and its interval; None if a set has none.
 
-    Each bound is as far from the mean as the root of the sum of the squared distances of the sets' bounds from their
-    scores, divided by the number of sets.
+    The distance of a bound from the mean is sqrt(sum of d^2) / n, where d is the distance of a set's bound from its
+    score and n the number of sets.
     """
     mean = math.fsum(each.score for each in sets) / len(sets)
     distances = [(r.score - r.interval[0], r.interval[1] - r.score) for r in sets if r.interval is not None]
@@ -101,7 +101,7 @@ class EvalRow:
     answer_count: Whole
     missing_count: Whole  # answers without a score
     answers: list[dict[str, Any]]  # a few examples of each set
-    sets: tuple[SetResult, ...] = ()  # none: an earlier release wrote the row
+    sets: tuple[SetResult, ...] = ()  # empty in rows of an earlier release
 
     @property
     def bounds(self) -> Interval | None:

@@ -60,20 +60,21 @@ class ExperienceStore:
 
     def __init__(self, files: SegmentFiles, ledger: Ledger, disk: DiskWriter) -> None:
         self._files, self._ledger, self._disk = files, ledger, disk
-        self._lock = asyncio.Lock()  # held by the writer of a batch
-        self._batch = _Batch()  # the one that a group may still join
+        self._lock = asyncio.Lock()  # held by the task that writes a batch
+        self._batch = _Batch()  # the batch that accepts further groups
 
     def close(self) -> None:
         self._files.close()
 
     async def put(self, group: SampleGroup) -> None:
-        """Make a group durable, and its samples READY; raise DiskFull. Cancelled while it waits, it changes nothing."""
+        """Make a group durable and its samples READY; raise DiskFull. A call cancelled while it waits changes
+        nothing."""
         if len(self._batch.groups) == _BATCH_GROUPS:
             self._batch = _Batch()
         batch = self._batch
         batch.groups.append(group)
         try:
-            async with self._lock:  # the first of a batch writes it; the others find it written
+            async with self._lock:  # the first call of a batch writes it for all
                 if batch.written:
                     return
                 if batch is self._batch:
@@ -81,14 +82,14 @@ class ExperienceStore:
                 await self._write(tuple(batch.groups))
                 batch.written = True
         except BaseException:
-            # A restore drops the samples of a cancelled call: with them, the batch could never become READY.
+            # Leave out cancelled calls: a restore drops their samples, and the whole batch could not become READY.
             batch.groups = [other for other in batch.groups if other is not group]
             raise
 
     async def keep(self, trajectory: Trajectory) -> None:
         """Make the attempt of an agent durable, before its group is READY; raise DiskFull, or WrongState if it is lost.
 
-        The sample becomes ROLLED. It needs the rest of its group: a new coordinator issues the whole group again.
+        The sample becomes ROLLED. It is of use only with its whole group, which a new coordinator issues again.
         """
         async with self._lock:  # `release` must not delete a segment that has no row yet
             places = await self._disk.write_in_thread(self._append, [trajectory])
@@ -99,7 +100,7 @@ class ExperienceStore:
         trajectories = [t for group in groups for t in group.all_trajectories()]
         places = await self._disk.write_in_thread(self._append, trajectories)
         ready = [sample.sample_id for group in groups for sample in group.samples]
-        # After the segment: a row never refers to a record that a power loss can take.
+        # After the segment is synced, so that no row refers to a record that a power loss can remove.
         await self._disk.write(self._ledger.make_ready, ready, places)
         await self._disk.write_in_thread(self._ledger.sync)
 
@@ -108,14 +109,14 @@ class ExperienceStore:
         return [RecordPlace(t.sample.sample_id, *place) for t, place in zip(trajectories, places, strict=True)]
 
     async def release(self, step: int) -> None:
-        """Delete what the trainer's durable checkpoint of `step`, which the ledger has, makes unnecessary."""
-        # A power loss must not take the row of the checkpoint that replaces what is deleted.
+        """Delete segments that the durable checkpoint of `step`, which the ledger has, makes unnecessary."""
+        # The row of the checkpoint must be durable before the segments that it replaces are deleted.
         await self._disk.write_in_thread(self._ledger.sync)
         async with self._lock:  # a segment that is being written has no rows in the ledger yet
             more = True
             while more:
                 more = await self._disk.write(self._ledger.release, step)
-                await asyncio.sleep(0)  # the event loop has other work between two transactions
+                await asyncio.sleep(0)  # let the event loop run between two transactions
             await self._disk.write_in_thread(self._files.keep_only, self._ledger.segments())
 
     async def load(self, *, vocabulary_size: int, max_tokens: int) -> list[tuple[int, str, list[StoredSample]]]:

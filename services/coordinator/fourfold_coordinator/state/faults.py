@@ -12,7 +12,7 @@ from fourfold.text import MAX_ERROR, clean
 from .ledger import Ledger
 
 FAULTS: Final = "faults"  # key of the counts in the ledger
-# Limit per member: kinds come from the services, and one that sends arbitrary kinds must not exhaust the memory.
+# Most kinds per member: services send the kinds, and arbitrary kinds must not exhaust the memory.
 _MAX_KINDS: Final = 64
 _OTHER: Final = "OTHER"
 
@@ -45,22 +45,22 @@ class FaultLog:
         self._faults.setdefault(key, _Fault(0, clean(text, MAX_ERROR))).count += count
 
     def show(self, member_id: str, subject: str, text: str) -> None:
-        """Show that something is wrong with `subject`, until `clear`, or until the member leaves."""
+        """Show a problem of `subject` until `clear`, or until the member leaves."""
         self._shown[subject] = member_id
         self._report(subject, text)
 
     def clear(self, subject: str) -> None:
-        """Stop showing `subject`; do nothing when it is not shown."""
+        """End the problem of `subject`; do nothing if there is none."""
         if self._shown.pop(subject, None) is not None:
             self._resolve(subject)
 
     def forget(self, member_id: str) -> None:
-        """Stop showing everything about a member that left; its counts stay."""
+        """End all problems of a member that left; its counts stay."""
         for subject in [subject for subject, member in self._shown.items() if member == member_id]:
             self.clear(subject)
 
     def first_of(self, kinds: Container[str]) -> str:
-        """Return the first fault of each of these kinds, as a text for the end of a message."""
+        """Return the first fault of each of these kinds, as a text to append to a message."""
         # In reverse, so that the first member with a kind replaces the later ones.
         known = {kind: (name, fault) for (name, kind), fault in reversed(self._faults.items()) if kind in kinds}
         return "; ".join(f"the first {kind} came from {name}: {f.first}" for kind, (name, f) in known.items())

@@ -1,4 +1,4 @@
-"""Writes the files of a run; while the disk is full, the writes wait and are repeated.
+"""Writes the files of a run; retries writes while the disk is full.
 
     DiskWriter.write --> done
       | no room
@@ -49,8 +49,8 @@ class DiskFull(Unavailable):
 class DiskWriter:
     """Repeats writes to the folder of one run until there is room.
 
-    A write must leave the file as it was when it fails: transactions of the ledger, `append_lines`, `replace_file`.
-    The event loop runs on during a wait, so that the members' leases are renewed.
+    A failed write must leave the file unchanged, like transactions of the ledger, `append_lines` and `replace_file`.
+    The event loop runs during a wait, so that the members' leases are renewed.
     """
 
     def __init__(self, folder: Path, board: RunBoard, *, wait_seconds: float, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -58,7 +58,7 @@ class DiskWriter:
         self._folder, self._board = folder, board
         self._wait_seconds, self._clock = wait_seconds, clock
         self._waiting = 0
-        self._begun: list[float] = []  # when the writes in progress began, on the monotonic clock
+        self._begun: list[float] = []  # start times of the writes in progress, on the monotonic clock
 
     @property
     def pending_since(self) -> float | None:
@@ -68,8 +68,8 @@ class DiskWriter:
     async def write(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `work` on the event loop until there is room; raise DiskFull when there was none for too long."""
 
-        # The fsync of a ledger commit blocks the event loop for some milliseconds. A thread would not help much: the
-        # next line of the loop needs the row in the ledger.
+        # A commit of the ledger blocks the event loop for milliseconds. A thread would not help much, because the next
+        # line of the loop needs the row.
         async def attempt() -> T:
             return work(*args, **kwargs)
 
@@ -87,7 +87,7 @@ class DiskWriter:
         return await self._until_room(attempt)
 
     async def _until_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        end = math.inf  # until an attempt fails
+        end = math.inf  # the thread runs until an attempt fails
         self._begun.append(began := self._clock.monotonic())
         try:
             while True:
@@ -145,8 +145,8 @@ def replace_file(path: Path, lines: Iterable[str]) -> None:
 class MetricsWriter:
     """Appends records to a JSONL file from a thread of its own; `write` never blocks.
 
-    A record that cannot be written is tried again until it can; the reason is logged once. When the disk hangs, the
-    queue fills up; further records are dropped and counted.
+    A record that cannot be written is retried; the reason is logged once. If the disk hangs, the queue fills up, and
+    further records are dropped and counted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -154,7 +154,7 @@ class MetricsWriter:
         self._path = path
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUE_RECORDS)
         self._closed = threading.Event()
-        self._logged = False  # that the file cannot be written
+        self._logged = False  # whether the failure was logged
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 

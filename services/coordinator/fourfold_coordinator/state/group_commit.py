@@ -1,4 +1,4 @@
-"""Makes changes of the ledger that are asked for at the same time in one transaction."""
+"""Commits concurrent changes of the ledger in one transaction."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class GroupCommit:
     """Changes a ledger for many tasks. A commit costs more than the change itself.
 
     The changes of one turn of the event loop share a commit, in the order of the calls. A call returns when its change
-    is committed, so that a task relies on its changes as without this class. A change that is refused leaves the others
-    as they are.
+    is committed, as without this class. A refused change does not affect the others.
     """
 
     def __init__(self, ledger: Ledger, disk: DiskWriter) -> None:
         self._ledger, self._disk = ledger, disk
-        self._lock = asyncio.Lock()  # held by the task that makes a batch of changes
-        self._batch: list[_Change] = []  # that a change may still join
+        self._lock = asyncio.Lock()  # held by the task that commits a batch
+        self._batch: list[_Change] = []  # the batch that accepts further changes
 
     async def write(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the ledger; raise its errors, or DiskFull. Cancelled while it waits, it changes nothing."""
+        """Call a method of the ledger; raise its errors, or DiskFull. A call cancelled while it waits changes
+        nothing."""
         mine, batch = _Change(partial(change, *args, **kwargs)), self._batch
         batch.append(mine)
         try:
-            await asyncio.sleep(0)  # the other tasks of this turn join
-            async with self._lock:  # the first of a batch makes its changes; the others find them made
+            await asyncio.sleep(0)  # lets the other tasks of this turn add their changes
+            async with self._lock:  # the first task of a batch commits it for all
                 if self._batch is batch:
                     self._batch = []
                 if not mine.done:
@@ -64,7 +64,7 @@ class GroupCommit:
             with self._ledger.together():
                 for change in changes:
                     change.result = change.make()
-        except FourfoldError:  # one is refused, and none is made: make them one by one
+        except FourfoldError:  # one change is refused, so none was made: make them one by one
             for change in changes:
                 try:
                     change.result = change.make()

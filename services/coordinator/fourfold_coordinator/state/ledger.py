@@ -33,8 +33,8 @@ from .typed_json import load
 # Reasons for which the coordinator itself drops samples.
 TRAINER_RESTORED: Final = "TRAINER_RESTORED"
 COORDINATOR_RESTARTED: Final = "COORDINATOR_RESTARTED"
-ISSUED_AGAIN: Final = (TRAINER_RESTORED, COORDINATOR_RESTARTED)  # the run goes back and draws the same prompts again
-STALE: Final = "STALE"  # sampled by weights older than those that its step trains
+ISSUED_AGAIN: Final = (TRAINER_RESTORED, COORDINATOR_RESTARTED)  # the run draws these prompts again
+STALE: Final = "STALE"  # sampled by weights that are too old for its step
 FILTERED: Final = "FILTERED"  # dynamic sampling did not keep the group
 BASELINE: Final = "BASELINE"  # a greedy completion, which is never trained on
 BY_DESIGN: Final = (FILTERED, BASELINE)  # part of the algorithm; all other reasons are failures
@@ -68,9 +68,9 @@ _UNFINISHED: Final = tuple(s for s in SampleState if s not in (SampleState.TRAIN
 
 # Stored as `PRAGMA user_version`. Version 0 had no table `records`, versions before 2 no column `evals.sets`.
 _VERSION: Final = 2
-# No index has the state: each of a sample's five moves would write the index, too. Earlier releases had two,
-# `samples_by_step` and `samples_leased`. The latter was partial, with the state in its WHERE: SQLite 3.44.0 to 3.46.0
-# crashes on an UPDATE of such a column of a table WITHOUT ROWID.
+# No index contains the state, because each of a sample's five moves would write the index, too. Earlier releases had
+# two, `samples_by_step` and `samples_leased`. The latter was partial, with the state in its WHERE: SQLite 3.44.0 to
+# 3.46.0 crashes on an UPDATE of such a column of a table WITHOUT ROWID.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samples (
@@ -100,9 +100,9 @@ _COUNT_SAMPLES: Final = "SELECT state, COUNT(*) FROM samples GROUP BY state"
 _COUNT_REASONS: Final = "SELECT reason, COUNT(*) FROM samples WHERE state = 'DROPPED' GROUP BY reason"
 # The fields of the row classes below have the order of these columns.
 
-_IN_LIST: Final = "IN (SELECT value FROM json_each(?))"  # any number of values as one parameter, a JSON array
-_LOG_BYTES: Final = 4 << 20  # a write-ahead log that is larger is written back to the database
-_RELEASE_ROWS: Final = 10_000  # of one transaction, which blocks the event loop
+_IN_LIST: Final = "IN (SELECT value FROM json_each(?))"  # one parameter with any number of values: a JSON array
+_LOG_BYTES: Final = 4 << 20  # a larger write-ahead log is written back to the database
+_RELEASE_ROWS: Final = 10_000  # most rows of one transaction, which blocks the event loop
 
 
 def _marks(values: Collection[object]) -> str:
@@ -110,7 +110,7 @@ def _marks(values: Collection[object]) -> str:
 
 
 def _move_query(to: SampleState) -> tuple[list[SampleState], str]:
-    """Return the states from which samples may become `to`, and the change of them."""
+    """Return the states before a move to `to`, and the SQL of the move."""
     sources = [state for state in SampleState if to in LEGAL_TRANSITIONS[state]]
     where = f"sample_id {_IN_LIST} AND state IN ({_marks(sources)})"
     return sources, f"UPDATE samples SET state = ?, reason = ? WHERE {where}"
@@ -143,7 +143,7 @@ class RecordedSample:
     sample_id: str
     group_id: str
     position: int
-    dropped: str  # reason, empty for a READY one
+    dropped: str  # drop reason; empty for a READY sample
     segment: int
     offset: int
 
@@ -180,15 +180,15 @@ class SampleCounts:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run came."""
+    """The progress of a run."""
 
-    step: int  # the last one done; 0: none
-    checkpoint_step: int | None  # of the last checkpoint; None: there is none
+    step: int  # last finished step; 0: none
+    checkpoint_step: int | None  # step of the last checkpoint; None: there is none
     resumes: int = 0  # coordinator processes that resumed the run
 
 
-# Any thread and process may call these for a ledger that is in use. They raise sqlite3.Error if there is no ledger, or
-# it cannot be read.
+# These functions may be called in any thread or process while the ledger is in use. They raise sqlite3.Error if the
+# ledger is missing or cannot be read.
 
 
 def read_sample_counts(path: Path) -> SampleCounts:
@@ -203,19 +203,19 @@ def read_evals(path: Path) -> list[EvalRow]:
     try:
         with _reading(path) as db:
             return _select_evals(db)
-    except ValueError as error:  # of another release
+    except ValueError as error:  # written by another release
         raise sqlite3.DataError(f"a value of an evaluation cannot be read: {error}") from None
 
 
 def read_progress(path: Path) -> Progress:
-    """Return how far the run of a ledger came."""
+    """Return the progress of the run of a ledger."""
     with _reading(path) as db:
         return Progress(*db.execute(_PROGRESS).fetchone())
 
 
 def _reading(path: Path) -> contextlib.closing[sqlite3.Connection]:
-    """Open a ledger without a change of its folder."""
-    # If there is no log, no process writes, and a plain connection would create the files of a log.
+    """Open a ledger without changing its folder."""
+    # Without a log no process is writing, and a plain connection would create the files of a log.
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
     return contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=1.0))
 
@@ -234,7 +234,7 @@ def _select_evals(db: sqlite3.Connection) -> list[EvalRow]:
 class Ledger:
     """The run's database. Not thread-safe.
 
-    A write that fails because the disk is full raises `sqlite3.Error` and changes nothing, so that it may be repeated.
+    A write to a full disk raises `sqlite3.Error` and changes nothing, so that it may be repeated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -246,16 +246,16 @@ class Ledger:
         self._in_transaction = False
         self.on_issue: Callable[[Sequence[str]], None] = lambda _ids: None
         self.on_move: Callable[[Sequence[str], SampleState, str], None] = lambda _ids, _state, _reason: None
-        """Called with the samples of each change, their new state and the reason. A change may fail, and come again."""
+        """Called with the samples of each change, their new state and the reason. A failed change may be repeated."""
         self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
             # With NORMAL a killed process loses nothing. A machine that loses power may lose the newest rows;
             # `sync` is called for those that a restore needs.
             self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint = 0")  # it would sync on the event loop: `sync` does it
+            self._db.execute("PRAGMA wal_autocheckpoint = 0")  # it would block the event loop; `sync` makes it
             self._migrate(path)
-        except (sqlite3.Error, WrongState) as error:  # such as a full disk: the caller tries again, newly connected
+        except (sqlite3.Error, WrongState) as error:  # such as a full disk: the caller retries with a new connection
             self._db.close()
             if getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
                 raise WrongState(
@@ -264,7 +264,7 @@ class Ledger:
             raise
 
     def _migrate(self, path: Path) -> None:
-        """Create the tables that the file lacks. A kill in between leaves a database that is migrated again."""
+        """Create the tables that the file lacks. After a kill, the next start migrates again."""
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
             raise WrongState(
@@ -281,11 +281,11 @@ class Ledger:
 
     def sync(self) -> None:
         """Flush all committed transactions to the disk. Takes milliseconds; may be called in another thread."""
-        # A transaction is durable when the write-ahead log is. SQLite would do this in each commit, on the event loop.
-        # It has no locks on this file, so that closing the descriptor releases none.
+        # Syncing the write-ahead log makes transactions durable. SQLite would sync in each commit, on the event loop.
+        # SQLite has no locks on this file that closing the descriptor could release.
         try:
             descriptor = os.open(self._wal, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # a file system without shared memory: SQLite has no such log, and syncs each commit
+        except FileNotFoundError:  # no such log on a file system without shared memory; SQLite then syncs each commit
             return
         try:
             os.fsync(descriptor)
@@ -294,11 +294,11 @@ class Ledger:
             os.close(descriptor)
         if size > _LOG_BYTES:
             with contextlib.closing(sqlite3.connect(self._path, isolation_level=None, timeout=5.0)) as db:
-                db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # transactions go on meanwhile
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # transactions continue meanwhile
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Make the calls inside the block one transaction. An error of one of them undoes all."""
+        """Make the calls inside the block in one transaction. An error of one call undoes all."""
         with self._transaction():
             yield
 
@@ -309,7 +309,7 @@ class Ledger:
             return
         self._in_transaction = True
         try:
-            with self._db:  # commits, or rolls back unless SQLite has done so already, as it does when the disk is full
+            with self._db:  # commits; rolls back after an error, unless SQLite has done so, as it does on a full disk
                 self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
         finally:
@@ -376,14 +376,14 @@ class Ledger:
         return {sample_id: SampleState(state) for sample_id, state in rows}
 
     def make_ready(self, sample_ids: Sequence[str], places: Sequence[RecordPlace]) -> None:
-        """Store the places of records, and move ROLLED samples to READY; a repeat changes the places only.
+        """Store the places of records and move ROLLED samples to READY; a repeated call changes only the places.
 
         `places` also has those of dropped samples of the same groups.
         """
         with self._transaction() as db:
             rows = [(place.sample_id, place.segment, place.offset) for place in places]
             db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", rows)
-            # An error would undo the places, too: a repeat is recognized by the states, and not by a failed move.
+            # Recognize a repeated call by the states: the error of a failed move would undo the places, too.
             ready = f"SELECT sample_id FROM samples WHERE sample_id {_IN_LIST} AND state = ?"
             done = {name for (name,) in db.execute(ready, (json.dumps(sample_ids), SampleState.READY))}
             self._move(db, [name for name in sample_ids if name not in done], SampleState.READY)
@@ -398,8 +398,8 @@ class Ledger:
     def recorded(self) -> list[RecordedSample]:
         """Return the samples of all groups that are READY or LEASED, in order of position and index.
 
-        Groups without a record of each live sample are left out, such as those of a ledger of version 0. Attempts that
-        were dropped because no trajectory came have none.
+        Groups are left out unless each live sample has a record; a ledger of version 0 has no records. Attempts without
+        a trajectory have no record.
         """
         query = """
             WITH live AS (SELECT DISTINCT group_id FROM samples WHERE state IN (?, ?)),
@@ -414,7 +414,7 @@ class Ledger:
     def release(self, step: int) -> bool:
         """Forget records of samples that were trained or dropped by `step`; return whether there may be more."""
         with self._transaction() as db:
-            # CROSS JOIN: SQLite keeps this order. It would read all samples of all steps, and there are few records.
+            # CROSS JOIN makes SQLite read the few records first. It would otherwise read all samples of all steps.
             query = """
                 DELETE FROM records WHERE sample_id IN (
                   SELECT sample_id FROM records CROSS JOIN samples USING (sample_id)
@@ -450,7 +450,7 @@ class Ledger:
 
     def leased(self) -> dict[str, str]:
         """Return the id of the group of each sample in the batch that is leased, by sample id."""
-        # Only the step after the last one done is ever leased: the index of steps finds its few samples.
+        # Only the step after the last finished one can be leased; the index of steps finds its few samples.
         query = "SELECT sample_id, group_id FROM samples WHERE step = ? AND state = ?"
         return dict(self._db.execute(query, (self.last_step() + 1, SampleState.LEASED)).fetchall())
 
@@ -517,9 +517,9 @@ class Ledger:
         return _select_evals(self._db)
 
     def commit_checkpoint(self, *, step: int, data_position: int, policy_version: int) -> None:
-        """Record that the trainer's checkpoint of `step`, the last one done, is durable; `sync` makes this row so."""
+        """Record the trainer's durable checkpoint of `step`, the last finished one; `sync` makes this row durable."""
         with self._transaction() as db:
-            if step != self.last_step():  # a restore would not give the saved state
+            if step != self.last_step():  # a restore would not return to the saved state
                 raise WrongState(f"checkpoint of step {step}, but {self.last_step()} steps are done")
             evals = db.execute("SELECT COUNT(*) FROM evals WHERE step <= ?", (step,)).fetchone()[0]
             row = (step, data_position, policy_version, evals)
@@ -544,10 +544,10 @@ class Ledger:
     def restore(self, step: int, reason: str = TRAINER_RESTORED, *, keep: Collection[str] = ()) -> int:
         """Go back to the end of `step`; return the number of samples that this dropped.
 
-        Samples of later steps went into weights that are lost, and unfinished samples were in the memory of a process
-        that is gone: both become DROPPED with `reason`, one of ISSUED_AGAIN. Groups of `keep`, ids of those that
-        `recorded` has, stay, and their leased samples are READY again. Later steps, evaluations and checkpoints are
-        deleted. Published versions stay, because versions never decrease.
+        Samples of later steps, whose weights are lost, become DROPPED with `reason`, one of ISSUED_AGAIN. So do
+        unfinished samples, whose process is gone. Groups in `keep`, which are ids from `recorded`, stay, and their
+        leased samples become READY again. Later steps, evaluations and checkpoints are deleted. Published versions
+        stay, because versions never decrease.
         """
         with self._transaction() as db:
             kept = json.dumps(sorted(keep))
@@ -556,7 +556,7 @@ class Ledger:
                 f"WHERE (state IN ({_marks(_UNFINISHED)}) OR (state = ? AND step > ?)) AND NOT group_id {_IN_LIST}",
                 (SampleState.DROPPED, reason, *_UNFINISHED, SampleState.TRAINED, step, kept),
             ).rowcount
-            # Samples that the later steps had dropped: their prompts are issued again, and would be counted twice.
+            # Samples that later steps dropped would be counted twice, because their prompts are issued again.
             db.execute(
                 f"UPDATE samples SET reason = ? WHERE state = ? AND step > ? "
                 f"AND reason NOT IN (?, ?) AND NOT group_id {_IN_LIST}",
@@ -570,11 +570,11 @@ class Ledger:
     # -- key-value facts of the run ---------------------------------------------------------------------------------
 
     def get(self, key: str) -> str:
-        """Return the fact stored under `key`; empty if there is none."""
+        """Return the value stored under `key`; empty if there is none."""
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return str(row[0]) if row else ""
 
     def put(self, facts: Mapping[str, str]) -> None:
-        """Store facts by key, replacing those that exist."""
+        """Store values by key, replacing existing ones."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(facts.items()))

@@ -1,9 +1,9 @@
-"""Keeps config.toml in the folder of a run equal to the recipe that runs; recipe-changes.jsonl has each change of it.
+"""Keeps config.toml of a run equal to the present recipe, and records each change in recipe-changes.jsonl.
 
     {"time": "2026-11-26T13:40:06.000Z", "step": 1, "changes": {"steps": [6, 4], "retry.restarts": [3, 5]}}
 
-`step` is the last one that was done with the old values. A value is null where the key was unset. The ledger has the
-recipe of the last start, so that the edits of config.toml itself are found, too.
+`step` is the last step with the old values. An unset key has the value null. The ledger has the recipe of the last
+start, so that edits of config.toml are found, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .ledger import Ledger
 log = logging.getLogger("fourfold.coordinator")
 
 CHANGES_FILE: Final = "recipe-changes.jsonl"
-_RECIPE_KEY: Final = "recipe"  # in the ledger
+_RECIPE_KEY: Final = "recipe"  # key in the ledger
 
 
 class RecipeHistory:
@@ -37,11 +37,11 @@ class RecipeHistory:
     ) -> None:
         """Keep `file`, the run's config.toml; this process was started with `recipe` and `assignments` of keys."""
         self._ledger, self._disk, self._file = ledger, disk, file
-        # A file that its user edits has the new values already.
+        # A file that the user edits has the new values already.
         self._has_own = recipe.absolute() == file.absolute()
         self._is_own = self._has_own and not assignments
         self.assignments = () if self._has_own else assignments
-        """Those that `recipe` does not have after `record`."""
+        """Assignments that `recipe` does not have after `record`."""
 
     def changes(self, config: Config) -> dict[str, tuple[Any, Any]]:
         """Return old and new value of each key of `config` that differs from the recipe that was recorded last."""
@@ -49,7 +49,7 @@ class RecipeHistory:
         return changed_keys(tomllib.loads(old), tomllib.loads(configuration.dump(config))) if old else {}
 
     async def record(self, config: Config) -> None:
-        """Record `config`, with which the next step runs; log the keys that differ from the recipe before."""
+        """Record `config`, the recipe of the next step; log the keys that changed."""
         new = configuration.dump(config)
         if changes := self.changes(config):
             step, words = self._ledger.last_step(), describe_changes(changes)
@@ -57,7 +57,7 @@ class RecipeHistory:
             entry = {"time": utc_text(SYSTEM_CLOCK.now()), "step": step, "changes": changes}
             line = json.dumps(entry, default=str) + "\n"  # TOML also has dates
             await self._disk.write(append_lines, self._file.with_name(CHANGES_FILE), line.encode())
-        # A run of a release without data.date has the date of its file, which would change with the next edit.
+        # A run of a release without data.date uses the date of its file, which the next edit would change.
         kept = self._is_own and config.data.date in self._read()
         if not kept and new != self._read():
             await self._disk.write(replace_file, self._file, [new])

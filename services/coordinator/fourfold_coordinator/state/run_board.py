@@ -1,7 +1,7 @@
 """Keeps the present state of a run for watchers: phase, queue, metrics, conditions and members.
 
-A watcher gets the present state at once, then the newest state after changes, never a backlog, and always the final
-state before its stream ends. A watcher that asks for changes only does not get the rows of steps again that it has.
+A watcher gets the present state at once, then the newest state after changes. It never gets a backlog, and always gets
+the final state before its stream ends. A watcher that asks only for changes does not get rows of steps twice.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from .eval_results import EvalRow, SetResult
 from .ledger import CheckpointRow
 
-# Shortest time between two states that a watcher gets. Each holds all rows, and to encode one with 90 metrics takes
-# 0.026 ms: with 1,000 rows, a watcher takes 2.4 % of the event loop, and blocks it for 26 ms.
+# Shortest time between two states for a watcher. Each state has all rows, and encoding a row of 90 metrics takes 0.026
+# ms. With 1,000 rows, a watcher blocks the event loop for 26 ms at a time and uses 2.4 % of it.
 _PERIOD_SECONDS: Final = 0.1
 _SECONDS_PER_ROW: Final = 0.001
 HEARTBEAT_SECONDS: Final = 5.0
-"""Without a change, a watcher gets the state again after this time: a coordinator that hangs must be noticed."""
+"""Without a change, a watcher gets the state again after this time, so that it notices a hanging coordinator."""
 _MAX_STEP_ROWS: Final = 1000
 _MAX_RECOVERIES: Final = 100
-# A wait that starts this soon after another one continues it: calls that wait take turns to report.
+# A wait that starts this soon after another one counts as its continuation, because waiting calls report in turn.
 _SETTLED_SECONDS: Final = 1.0
 
 
@@ -42,7 +42,7 @@ class RunBoard:
             name=name, step_count=step_count, phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for=""
         )
         self.closed = False
-        self._histories = self._steps_added = self._member_lists = 0  # how many times rows were replaced or added
+        self._histories = self._steps_added = self._member_lists = 0  # counts of replaced or added rows
         self._clock = clock
         self._change = asyncio.Event()
         self.set_max_policy_lag(max_policy_lag)
@@ -56,7 +56,7 @@ class RunBoard:
         self.set_progress(0.0)
 
     def set_recovering(self, saved: CheckpointRow | None) -> None:
-        """Set that the run continues at a checkpoint; None: at its start."""
+        """Note that the run continues at a checkpoint; None: at its start."""
         if saved is not None:
             self.set_step(step=saved.step, policy_version=saved.policy_version)
         self.set_phase(pb.RUN_PHASE_RECOVERING)
@@ -67,12 +67,12 @@ class RunBoard:
         self._changed()
 
     def set_answers(self, done: int, count: int) -> None:
-        """Set the answers of the present phase, a held-out evaluation, that are done, of all."""
+        """Set the number of finished answers, and of all answers, of the present phase, a held-out evaluation."""
         self.status.answers_done, self.status.answer_count = done, count
         self.set_progress(done / count)
 
     def set_evaluation_progress(self, share: float | None) -> None:
-        """Set the share of an evaluation beside the present phase that is done, in [0, 1]; None: none runs."""
+        """Set the finished share of an evaluation beside the present phase, in [0, 1]; None: no evaluation runs."""
         if share is None:
             self.status.ClearField("evaluation_progress")
         else:
@@ -105,7 +105,7 @@ class RunBoard:
             self.set_progress(progress)
 
     def set_waiting_for(self, what: str) -> None:
-        """Set what the run needs and waits for; an empty text ends the wait."""
+        """Set a description of the run's wait; an empty text ends the wait."""
         if self._wait != what:
             now = self._clock.monotonic()
             if not self._wait and now - self._wait_ended > _SETTLED_SECONDS:
@@ -117,13 +117,13 @@ class RunBoard:
 
     @property
     def needs(self) -> str:
-        """Return what `set_waiting_for` has set."""
+        """Return the text of `set_waiting_for`."""
         return self._wait
 
     def set_standstill(self, cause: str, seconds: float = 0.0) -> None:
-        """Set why the run has made no progress for so many seconds; an empty text: it makes progress.
+        """Set the cause and the seconds of a standstill; an empty text: the run makes progress.
 
-        A wait of `set_waiting_for` is shown in its place, because it says more.
+        A wait of `set_waiting_for` is shown instead, because it is more specific.
         """
         if cause and not self._standstill:
             self._stamp(self._standstill_began, ago=seconds)
@@ -141,7 +141,7 @@ class RunBoard:
         self._changed()
 
     def report_condition(self, subject: str, text: str) -> None:
-        """Show that something is wrong with a member or a part of the run; a new text keeps the time of the first."""
+        """Show a problem of a member or a part of the run; a later text keeps the time of the first."""
         condition = next((c for c in self.status.conditions if c.subject == subject), None)
         if condition is None:
             condition = self.status.conditions.add(subject=subject)
@@ -207,7 +207,7 @@ class RunBoard:
             self._changed()
 
     def close(self, *, failure: str = "", stopped: str = "") -> None:
-        """Set the final state: done, or why the run failed or was stopped; watchers get it, and their streams end."""
+        """Set the final state: done, or the reason of a failure or stop. Watchers get it, and their streams end."""
         self.status.failure = failure or stopped
         ended = pb.RUN_PHASE_STOPPED if stopped else pb.RUN_PHASE_DONE
         self.status.phase = pb.RUN_PHASE_FAILED if failure else ended
@@ -230,7 +230,7 @@ class RunBoard:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await change.wait()
-            # Changes come in bursts: send one state for all of them. The final state does not wait.
+            # Send one state for a burst of changes. The final state does not wait.
             rows = 0 if changes_only else len(self.status.steps)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PERIOD_SECONDS + _SECONDS_PER_ROW * rows):
@@ -238,7 +238,7 @@ class RunBoard:
                         await self._change.wait()
 
     def _changes_since(self, histories: int, steps_added: int, member_lists: int) -> pb.WatchRunResponse:
-        """Return the state without the rows of steps and members that a watcher got when the counts were these."""
+        """Return the state without the rows of steps and members that a watcher already had at these counts."""
         appended = histories == self._histories
         new = self._steps_added - steps_added if appended else len(self.status.steps)
         response = pb.WatchRunResponse(steps_appended=appended, members_unchanged=member_lists == self._member_lists)

@@ -7,8 +7,8 @@
                                                 '- services        the step's own trace
 
 The trace id is the beginning of SHA-256("RUN_ID/SAMPLE_ID"), and it decides whether the sample is traced. The id of the
-root follows it there: a coordinator that continues the run of a dead one ends the root in its place, so that the spans
-which others wrote have one.
+root span is the next part of the same hash. So a coordinator that continues the run of a dead one can end the root
+span, and the spans of other services keep their root.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PHASES: Final = {
     SampleState.READY: "queue",
     SampleState.LEASED: "train",
 }
-# What a trace shows of a step, each an aggregate of its whole batch.
+# Attributes of a step's span; each is an aggregate over the batch.
 _STEP_METRICS: Final = (m.POLICY_LOSS, m.VALUE_LOSS, m.KL_LOSS, m.APPROX_KL, m.ENTROPY, m.GRAD_NORM)
 _ID_RANGE: Final = 1 << 64
 
@@ -64,7 +64,7 @@ class SampleTraces:
     """The traces of the samples between their issue and their end. Used on one event loop."""
 
     def __init__(self, *, ratio: float = 0.0) -> None:
-        """Trace this share of the samples, if the process makes spans; none before `follow`."""
+        """Trace a share of the samples if the process exports spans; trace nothing before `follow`."""
         self._run_id, self._limit = "", int(ratio * _ID_RANGE) if enabled() else 0
         self._open: dict[str, _SampleTrace] = {}  # by sample id
 
@@ -77,18 +77,18 @@ class SampleTraces:
     # -- the life of a sample ---------------------------------------------------------------------------------------
 
     def issue(self, sample_ids: Sequence[str]) -> None:
-        """Begin the traces of new samples, of those that are traced."""
+        """Begin the traces of the new samples that are traced."""
         for sample_id in sample_ids if self._limit else ():
             self._begin(sample_id, "sample", SampleState.ISSUED)
 
     def _begin(self, sample_id: str, name: str, state: SampleState, *, resumed: bool = False) -> None:
         digest = hashlib.sha256(f"{self._run_id}/{sample_id}".encode()).hexdigest()
-        if int(digest[16:32], 16) >= self._limit:  # as OpenTelemetry's TraceIdRatioBased
+        if int(digest[16:32], 16) >= self._limit:  # the rule of OpenTelemetry's TraceIdRatioBased
             return
         attributes: dict[str, Value] = {"fourfold.sample_id": sample_id, "fourfold.group_id": group_of(sample_id)}
         if resumed:
             attributes["fourfold.resumed"] = True
-        # An evaluation that is repeated has the same samples again.
+        # A repeated evaluation has the same sample ids again.
         span_id = digest[32:48] if name == "sample" else ""
         root = Span(name, None, attributes=attributes, trace_id=digest[:32], span_id=span_id)
         self._open[sample_id] = _SampleTrace(root, state)
@@ -107,7 +107,7 @@ class SampleTraces:
 
     @contextmanager
     def evaluation(self, sample_ids: Sequence[str]) -> Iterator[None]:
-        """Trace answers of an evaluation, which the ledger does not have, inside the block."""
+        """Trace answers of an evaluation inside the block, because the ledger does not have them."""
         for sample_id in sample_ids if self._limit else ():
             self._begin(sample_id, "evaluation", SampleState.RUNNING)
         error = None
@@ -139,7 +139,7 @@ class SampleTraces:
         """Begin the spans of a call to `member` for samples, by their index in the call."""
         if not self._open:
             return NONE
-        # One span for a sample that is there several times, with the segments of its trajectory.
+        # One span for all segments of a trajectory.
         found = {name: index for index, name in enumerate(sample_ids) if name in self._open}
         attributes = {"rpc.system.name": "grpc", "rpc.method": method, "fourfold.member": member}
         return Spans(

@@ -29,7 +29,7 @@ SEGMENT_BYTES: Final = 64 << 20
 _MAGIC: Final = b"FFX1"
 _HEADER: Final = struct.Struct("<II")
 _SUFFIX: Final = ".segment"
-_MAX_PARTS: Final = 1024  # of one writev: IOV_MAX of Linux
+_MAX_PARTS: Final = 1024  # most buffers of one writev: IOV_MAX of Linux
 
 
 class BadRecord(Internal):
@@ -40,12 +40,12 @@ class SegmentFiles:
     """The segment files in one folder. Thread-safe; every method blocks on the disk."""
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Open the folder, make it if it is missing, and cut off what a kill tore."""
+        """Open or create the folder, and cut off the torn end that a kill left."""
         self._folder, self._segment_bytes = folder, segment_bytes
         self._lock = threading.Lock()
         folder.mkdir(exist_ok=True)
         self._number = max(self._numbers(), default=0)
-        self._descriptor = -1  # of the segment that is appended to; -1 until the first append
+        self._descriptor = -1  # number of the open segment; -1 until the first append
         self._end = 0  # its size
         if self._number:
             self._cut_torn_tail(self._number)
@@ -122,7 +122,7 @@ class SegmentFiles:
         self._number, self._end = self._number + 1, 0
         folder = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(folder)  # so that a power loss does not lose the name of the file
+            os.fsync(folder)  # sync the folder, so that a power loss does not lose the name of the file
         finally:
             os.close(folder)
 
@@ -132,7 +132,7 @@ class SegmentFiles:
             for start in range(0, len(parts), _MAX_PARTS):
                 some = parts[start : start + _MAX_PARTS]
                 written = os.writev(self._descriptor, some)
-                if written < sum(map(len, some)):  # a signal, or a disk that is almost full
+                if written < sum(map(len, some)):  # a signal, or an almost full disk, made the write short
                     rest = memoryview(b"".join(some))[written:]
                     while rest:
                         rest = rest[os.write(self._descriptor, rest) :]
@@ -142,7 +142,7 @@ class SegmentFiles:
                 os.ftruncate(self._descriptor, self._end)
                 if not self._end:  # the caller tries again every second
                     self._path(self._number).unlink()
-            self._close()  # after a failed sync nothing is known about the file's pages: go on in a new file
+            self._close()  # after a failed sync the file's pages are in an unknown state: continue in a new file
             raise
         self._end = end
 

@@ -26,7 +26,7 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from .typed_json import Finite, Whole, parse
 
 TIMELINE_FILE: Final = "timeline.jsonl"
-_MAX_INTERVALS: Final = 12  # of one member and phase
+_MAX_INTERVALS: Final = 12  # most intervals of one member and phase
 _SMALL_GAP: Final = 0.005  # seconds; a shorter pause between two calls does not show
 
 _Row = tuple[str, str]  # member and phase
@@ -47,12 +47,12 @@ class StepTimeline:
 
 
 class Timeline:
-    """The intervals since the last `take`. Used on one event loop; a call that is recorded takes 4 us more."""
+    """The intervals since the last `take`. Used on one event loop; recording a call takes 4 us."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._running = defaultdict[_Row, int](int)
-        self._began: dict[_Row, float] = {}  # of rows with running calls
+        self._began: dict[_Row, float] = {}  # rows with running calls
         self._done = defaultdict[_Row, list[list[float]]](list)
         self._taken = clock.monotonic()
 
@@ -81,7 +81,7 @@ class Timeline:
             self.end(member, phase)
 
     def take(self, step: int) -> dict[str, object]:
-        """Return the line of a step; calls that run now are cut there, and continue in the next line."""
+        """Return the line of a step; running calls are cut at its end and continue in the next line."""
         now = self._clock.monotonic()
         for row, began in self._began.items():
             self._add(row, began, now)

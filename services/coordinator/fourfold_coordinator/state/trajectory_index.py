@@ -32,7 +32,7 @@ _VERSION: Final = 3
 _CHUNK_BYTES: Final = 8 << 20  # of one transaction
 _LOCK_SECONDS: Final = 5.0
 _SCAN_BYTES: Final = 1 << 16
-# DELETE: a reader of a write-ahead log writes, too, and `fourfold view` must not write to a run.
+# Not a write-ahead log: its readers write, and `fourfold view` must not write to a run.
 _SCHEMA: Final = f"""
 PRAGMA journal_mode = DELETE;
 BEGIN IMMEDIATE;
@@ -78,7 +78,7 @@ ORDERS: Final[Mapping[str, str]] = {
     "shortest": "s.tokens, s.id",
     "least likely": "s.logprob NULLS LAST, s.id",
 }
-# Orders that an index has. A word that is in most trajectories is looked up in this order: sorting them takes longer.
+# Orders that have an index. If most trajectories have a word, a lookup in this order is faster than sorting.
 _ORDER_INDEX: Final[Mapping[str, str]] = {
     "highest score": "samples_by_score",
     "lowest score": "samples_by_score",
@@ -89,7 +89,7 @@ _ORDER_INDEX: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleQuery:
-    """Which trajectories to find; None and empty texts do not restrict."""
+    """The conditions of a search; None and empty texts match every trajectory."""
 
     text: str = ""  # words that must all occur, "phrases", and beginnings of words: begin*
     step_from: int | None = None
@@ -113,7 +113,7 @@ class SampleQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """What the index knows of a trajectory, and its line of samples.jsonl."""
+    """The indexed values of a trajectory, and its line of samples.jsonl."""
 
     sample_id: str
     group_id: str
@@ -134,7 +134,7 @@ class SamplePage:
     """Some of the trajectories of a query."""
 
     rows: list[SampleRow]
-    count: int  # of all that fit; MAX_COUNT: that many or more
+    count: int  # number of all matches; MAX_COUNT: that many or more
     capped: bool  # whether there may be more
 
 
@@ -151,8 +151,9 @@ class TrajectoryIndex:
     def update(self) -> int:
         """Index everything new in the files; return the number of lines indexed.
 
-        Lines that a restore removed are removed. Another process that updates the index now does the work of this call.
-        A damaged index is made again. 10^5 trajectories of 1,024 tokens take 93 s of CPU: call it in another thread.
+        Lines that a restore removed are removed from the index. If another process is updating the index, this call
+        does nothing. A damaged index is made again. 10^5 trajectories of 1,024 tokens take 93 s of CPU: call it in
+        another thread.
         """
         try:
             return self._update()
@@ -171,8 +172,8 @@ class TrajectoryIndex:
 
     def _update(self) -> int:
         count = 0
-        # A line of samples.jsonl that is there now has its line of tokens.jsonl; of one that comes meanwhile, the index
-        # may have no tokens yet.
+        # Each present line of samples.jsonl has its line in tokens.jsonl. A line that is appended meanwhile may not
+        # have its tokens in the index yet.
         known = self._samples.stat().st_size if self._samples.exists() else 0
         with self._open_to_write() as db:
             for path, end, add, forget in (
@@ -195,7 +196,7 @@ class TrajectoryIndex:
         with contextlib.closing(sqlite3.connect(self.path, isolation_level=None, timeout=_LOCK_SECONDS)) as db:
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):
-                raise sqlite3.DatabaseError(f"version {version}")  # of another release: made again
+                raise sqlite3.DatabaseError(f"version {version}")  # the index of another release is made again
             if version == 0:
                 db.executescript(_SCHEMA)
             yield db
@@ -203,7 +204,7 @@ class TrajectoryIndex:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def pending_bytes(self) -> int:
-        """Return how much of the files is not indexed yet; raise sqlite3.Error without an index."""
+        """Return the number of bytes that are not indexed yet; raise sqlite3.Error without an index."""
         with self._open_to_read() as db:
             if db.execute("PRAGMA user_version").fetchone() != (_VERSION,):
                 raise sqlite3.DatabaseError(f"{self.path}: of another release")
@@ -218,7 +219,7 @@ class TrajectoryIndex:
             return False
 
     def left_out(self) -> dict[str, str]:
-        """Return what is wrong with lines that are left out, by file; raise sqlite3.Error without an index."""
+        """Return the errors of lines that are left out, by file; raise sqlite3.Error without an index."""
         found = "SELECT file, COUNT(*), MIN(offset), reason FROM left_out GROUP BY file"
         with self._open_to_read() as db:
             return {
@@ -297,7 +298,7 @@ class TrajectoryIndex:
         return contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=_LOCK_SECONDS))
 
     def _with_lines(self, rows: list[tuple[Any, ...]]) -> Iterator[SampleRow]:
-        """Yield rows with their lines, without those that a restore has just removed."""
+        """Yield rows with their lines; leave out rows that a restore has just removed."""
         if not rows:  # before the first step there is no file
             return
         with self._samples.open("rb") as file:
@@ -370,9 +371,9 @@ def _add_tokens(db: sqlite3.Connection, data: bytes, offset: int) -> None:
 
 
 def _forget_samples(db: sqlite3.Connection, file: BinaryIO) -> None:
-    """Remove rows whose lines are not in the file any more: a restore removes the last steps.
+    """Remove rows whose lines a restore removed from the end of the file.
 
-    Ids are never used again, so that the words of removed rows lead nowhere.
+    Row ids are never reused, so that the words of removed rows match nothing.
     """
     while row := db.execute("SELECT step, offset, length, crc FROM samples ORDER BY id DESC LIMIT 1").fetchone():
         if zlib.crc32(_read(file, *row[1:3])) == row[3]:
@@ -385,7 +386,7 @@ def _forget_samples(db: sqlite3.Connection, file: BinaryIO) -> None:
 
 
 def _forget_tokens(db: sqlite3.Connection, file: BinaryIO) -> None:
-    """Start again when the last line that was indexed is not in the file any more."""
+    """Index the file from its start if it no longer has the last indexed line."""
     row = db.execute("SELECT offset, length, crc FROM tokens ORDER BY offset DESC LIMIT 1").fetchone()
     if row and zlib.crc32(_read(file, *row[:2])) != row[2]:
         db.execute("BEGIN IMMEDIATE")
@@ -395,7 +396,7 @@ def _forget_tokens(db: sqlite3.Connection, file: BinaryIO) -> None:
 
 
 def _forget_left_out(db: sqlite3.Connection, file: BinaryIO, name: str) -> None:
-    """Look again at the lines that were left out, from the first one that is not in the file any more."""
+    """Forget lines that were left out, from the first one that the file no longer has."""
     last = "SELECT offset, length, crc FROM left_out WHERE file = ? ORDER BY offset DESC LIMIT 1"
     while (row := db.execute(last, (name,)).fetchone()) and zlib.crc32(_read(file, *row[:2])) != row[2]:
         db.execute("BEGIN IMMEDIATE")

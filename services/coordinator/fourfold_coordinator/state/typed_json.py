@@ -1,4 +1,4 @@
-"""Reads JSON that another process or another release wrote into types; every reader of such a file uses `parse`."""
+"""Parses JSON of another process or release into types; every reader of such a file uses `parse`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
-# SQLite has 64 bits, and sums and differences of a few such numbers are finite.
+# Fits into SQLite's 64 bits; sums and differences of a few such numbers are finite.
 Whole = Annotated[int, Field(ge=-(2**62), le=2**62)]
 Finite = Annotated[float, Field(ge=-1e300, le=1e300)]
 

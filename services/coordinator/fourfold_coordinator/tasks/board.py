@@ -1,4 +1,4 @@
-"""Holds the groups whose attempts agents make, until they close.
+"""Holds the open groups of tasks for agents.
 
     collect --> WAITING --lease--> LEASED --> STORING --> TAKEN
                    ^                 |            |
@@ -7,15 +7,15 @@
                    |    again        '-- released: MISSING(reason of the agent)
                    '-- the group's deadline: MISSING(EXPIRED)
 
-A group closes when no attempt is open any more, or at its deadline, which counts from its first lease. Then
-`collect` returns it. Groups of the agents' own begin with a place that the run offers (`offer`); the first agent that
-joins with a new key takes the oldest one.
+A group closes when it has no open attempt, or at its deadline, which counts from its first lease. Then `collect`
+returns it. The run offers places for groups of the agents' own (`offer`); the first agent that joins with a new key
+takes the oldest offer.
 
-Leases live in memory: after a restart of the coordinator its tasks are unknown, and their prompts are issued again.
-A lease belongs to a gateway, and to the process of the environment service that asked for it: it ends when that process
-has left the run, or when the next process of the gateway does not name the task (`return_tasks`).
-Each lease has a random name. A gateway that was cut off, or that kept the sessions of another run with equal task ids,
-thus neither keeps nor ends the lease of another.
+Leases are in memory only: after a restart of the coordinator its tasks are unknown, and their prompts are issued again.
+A lease belongs to a gateway and to the process of the environment service that asked for it. It ends when that process
+leaves the run, or when the next process of the gateway does not name the task (`return_tasks`). Each lease has a random
+name. A gateway that was cut off, or that has sessions of another run with equal task ids, therefore cannot extend or
+end a lease of another gateway.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from ..state.samples import Trajectory
 
 log = logging.getLogger("fourfold.coordinator")
 
-# Reasons of releases that are no fault of the task: its agent made no call for too long; `fourfold agents drop`.
+# Reasons of releases that are no fault of the task: its agent was idle for too long, or a user dropped it.
 _NO_FAULTS: Final = ("SESSION_EXPIRED", "DROPPED")
 EXPIRED: Final = "EXPIRED"  # no trajectory came before the group's deadline
-BAD_TRAJECTORY: Final = "BAD_TRAJECTORY"  # what came breaks the contract
-_RETRY_SECONDS: Final = 2.0  # for agents that bring more groups than the run takes now
-_OPENING_SECONDS: Final = 10.0  # longest time from an offer that is taken to the issue of its samples
+BAD_TRAJECTORY: Final = "BAD_TRAJECTORY"  # the trajectory breaks the contract
+_RETRY_SECONDS: Final = 2.0  # delay for agents that bring more groups than the run takes now
+_OPENING_SECONDS: Final = 10.0  # longest time from an accepted offer to the issue of its samples
 _TICK_SECONDS: Final = 0.25
-# First lease of a task for an environment service, which opens its session at once. If the answer of the call was lost,
-# because a process was stopped meanwhile, nobody has the task, and its group waits for the end of the lease.
+# First lease of a task for an environment service, which opens its session at once. It is short: if the answer of the
+# call is lost because a process stops, no agent has the task, and its group waits for the end of the lease.
 _OPENING_LEASE_SECONDS: Final = 15.0
 _LEASE_BYTES: Final = 8  # random bytes of the name of a lease
-_MAX_LEFT: Final = 1_024  # processes of agents that left the run, which are remembered
-_IDLE_SECONDS: Final = 10.0  # without a call of its agent, a session is idle
-_SETTLED: Final = 1 << 16  # tasks of closed groups that are remembered, so that a repeated Put gets the same answer
+_MAX_LEFT: Final = 1_024  # most remembered processes of agents that left the run
+_IDLE_SECONDS: Final = 10.0  # a session is idle after this time without a call of its agent
+_SETTLED: Final = 1 << 16  # most remembered tasks of closed groups, for the answer to a repeated Put
 
 
 class AttemptState(Enum):
@@ -63,7 +63,7 @@ class AttemptState(Enum):
 
     WAITING = "waiting"
     LEASED = "leased"
-    STORING = "storing"  # its trajectory is on its way to the disk
+    STORING = "storing"  # its trajectory is being stored
     TAKEN = "taken"
     MISSING = "missing"  # it ended without a trajectory
 
@@ -73,7 +73,7 @@ _OPEN: Final = (AttemptState.WAITING, AttemptState.LEASED, AttemptState.STORING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
-    """What a gateway told of the session that attempts a task. Times are monotonic."""
+    """The gateway's report on the session that attempts a task. Times are monotonic."""
 
     session_id: str
     turn_count: int
@@ -90,19 +90,19 @@ class Attempt:
     seed: int
     group: TaskGroup
     state: AttemptState = AttemptState.WAITING
-    gateway: str = ""  # that has, or had, the lease
-    lease: str = ""  # name of the newest one
-    leases: set[str] = field(default_factory=set)  # names of all of them
+    gateway: str = ""  # gateway of the present or the last lease
+    lease: str = ""  # name of the newest lease
+    leases: set[str] = field(default_factory=set)  # names of all leases
     agent: str = ""  # incarnation of the environment service that has the lease
-    session: AgentSession | None = None  # None: none was opened, or its gateway tells none
+    session: AgentSession | None = None  # None: not opened, or its gateway reports none
     leased_at: float = 0.0  # monotonic
     lease_end: float = 0.0  # monotonic
     reason: str = ""  # why it is MISSING
     refused: int = 0  # trajectories that broke the contract
-    released: int = 0  # times that its agent gave it back
-    digest: bytes = b""  # of the trajectory that was taken
+    released: int = 0  # number of releases by agents
+    digest: bytes = b""  # digest of the stored trajectory
     trajectory: Trajectory | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by a Put
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a Put stores the trajectory
 
     @property
     def open(self) -> bool:
@@ -134,7 +134,7 @@ class TaskGroup:
 
 @dataclass(slots=True, eq=False)
 class OwnProblem:
-    """A problem that agents brought, and the way to its group."""
+    """A problem of an agent's own, and the future of its group."""
 
     owner: str
     key: str
@@ -156,13 +156,13 @@ class TaskBoard:
         """
         self._lease_seconds, self._group_seconds = config.lease_seconds, config.group_seconds
         self._max_refusals, self._max_releases, self._clock = max_refusals, max_releases, clock
-        self._groups: dict[str, TaskGroup] = {}  # open ones by id, in order of their opening
-        self._tasks: dict[str, Attempt] = {}  # of open groups
-        self._settled: OrderedDict[str, bytes] = OrderedDict()  # digest, or nothing, by task of closed groups
+        self._groups: dict[str, TaskGroup] = {}  # open groups by id, in order of opening
+        self._tasks: dict[str, Attempt] = {}  # tasks of open groups
+        self._settled: OrderedDict[str, bytes] = OrderedDict()  # digest (may be empty) by task of closed groups
         self._offers: deque[asyncio.Future[OwnProblem]] = deque()
         self._own: dict[tuple[str, str], OwnProblem] = {}
-        self._left: deque[str] = deque(maxlen=_MAX_LEFT)  # incarnations of agents
-        self.moved_at = -math.inf  # when a trajectory or a turn came last, monotonic
+        self._left: deque[str] = deque(maxlen=_MAX_LEFT)  # incarnations of agents that left
+        self.moved_at = -math.inf  # time of the last trajectory or turn, monotonic
         self._ends: Counter[str] = Counter()  # attempts since the last `take_metrics`, by the name of a metric
         self._changed = asyncio.Event()
         self._ended = False
@@ -199,11 +199,11 @@ class TaskBoard:
                 self._offers.remove(place)
 
     def begin(self) -> None:
-        """Let agents wait for tasks, also after `end`: a trainer that restarts takes the run back."""
+        """Let agents wait for tasks again; after `end`, because a restarted trainer may set the run back."""
         self._ended = False
 
     def end(self) -> None:
-        """Tell agents, also those that wait, that no task follows."""
+        """Tell all agents, including waiting ones, that no task follows."""
         self._ended = True
         self._notify()
 
@@ -266,7 +266,7 @@ class TaskBoard:
                 reason="GROUP_FULL",
                 retry_after=_RETRY_SECONDS,
             )
-        # An attempt whose lease ended may have been another one's: a repeated call of that one must not share it.
+        # An attempt whose lease ended may have had another agent, whose repeated call must not share it.
         known.joined = {name: other for name, other in known.joined.items() if other is not attempt}
         known.joined[attempt_id] = attempt
         self._grant(attempt, gateway)
@@ -278,7 +278,7 @@ class TaskBoard:
         leases: Sequence[str] = (),
         sessions: Sequence[AgentSession | None] = (),
     ) -> list[str]:
-        """Extend leases; return the tasks that are gone, or that have another lease than the one in `leases`.
+        """Extend leases; return the tasks that are unknown or have another lease than in `leases`.
 
         `sessions` has the session of each task, unless it is empty.
         """
@@ -296,7 +296,7 @@ class TaskBoard:
         return gone
 
     def return_tasks(self, gateway: str, *, but: Collection[tuple[str, str]] = ()) -> None:
-        """Return the tasks of a gateway that left the run, or began anew, but for these tasks with these leases."""
+        """Return the tasks of a gateway that left the run or restarted, except these tasks with these leases."""
         for attempt in self.leased(lambda a: a.gateway == gateway and (a.task_id, a.lease) not in but):
             self._expire(attempt)
 
@@ -321,35 +321,35 @@ class TaskBoard:
         raise NotFound(f"task {task_id[:140]!r} is not open: its group closed, or another coordinator issued it")
 
     def begin_storing(self, attempt: Attempt) -> None:
-        """Note that a trajectory of an attempt is being stored: its group does not close meanwhile."""
+        """Note that a trajectory is being stored; its group stays open meanwhile."""
         attempt.state = AttemptState.STORING
 
     def cancel_storing(self, attempt: Attempt) -> None:
-        """Note that a trajectory could not be stored: its gateway may bring it again, as long as the lease lives."""
+        """Note that a trajectory could not be stored; its gateway may send it again while the lease lives."""
         attempt.state = AttemptState.LEASED
         attempt.lease_end = self._clock.monotonic() + self._lease_seconds
 
     def take(self, attempt: Attempt, trajectory: Trajectory, digest: bytes) -> None:
-        """Add a trajectory, which is durable, to its group."""
+        """Add a durable trajectory to its group."""
         attempt.state, attempt.trajectory, attempt.digest = AttemptState.TAKEN, trajectory, digest
         self.moved_at = self._clock.monotonic()
         self._ends[m.TASKS_TAKEN] += 1
         self._close_if_done(attempt.group)
 
     def refuse(self, attempt: Attempt) -> None:
-        """Count a trajectory that breaks the contract: the attempt is made again, until it has no tries left."""
+        """Count a trajectory that breaks the contract; repeat the attempt while it has tries left."""
         attempt.refused += 1
         self._ends[m.TASKS_REFUSED] += 1
         self._return(attempt, BAD_TRAJECTORY if attempt.refused > self._max_refusals else "")
 
     def on_agent_left(self, incarnation: str) -> None:
-        """Return the tasks of an environment service that has left the run, and lease it none."""
-        self._left.append(incarnation)  # a call of `lease` may still wait for it
+        """Return the tasks of an environment service that left the run, and lease it no further ones."""
+        self._left.append(incarnation)  # a waiting call of `lease` must not get a task
         for attempt in self.leased(lambda a: a.agent == incarnation):
             self._expire(attempt)
 
     def on_agent_joined(self, incarnation: str) -> None:
-        """Lease tasks to an environment service, also when it had left: its lease of the run may end and begin."""
+        """Lease tasks to an environment service again, even if its membership had ended."""
         if incarnation in self._left:
             self._left.remove(incarnation)
 
@@ -358,7 +358,7 @@ class TaskBoard:
         return [a for a in self._tasks.values() if a.state is AttemptState.LEASED and chosen(a)]
 
     def describe(self) -> str:
-        """Return for which agents the open groups wait, and what ends that; empty without open groups."""
+        """Describe the agents that the open groups wait for, and the end of the wait; empty without open groups."""
         now, states = self._clock.monotonic(), Counter(attempt.state for attempt in self._tasks.values())
         parts: list[str] = []
         by_gateway: dict[str, list[Attempt]] = {}
@@ -413,7 +413,7 @@ class TaskBoard:
         self._return(attempt, "")
 
     def _close_late(self, group: TaskGroup) -> None:
-        """End the attempts of a group at its deadline; one that is being stored is taken first."""
+        """End the attempts of a group at its deadline; wait for a trajectory that is being stored."""
         for attempt in group.attempts:
             if attempt.state in (AttemptState.WAITING, AttemptState.LEASED):
                 if attempt.state is AttemptState.LEASED:
@@ -424,7 +424,7 @@ class TaskBoard:
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def _waiting(self) -> Iterator[Attempt]:
-        """Yield the attempts for any agent: those of evaluations, for which the run waits, before the others."""
+        """Yield the attempts for any agent, those of evaluations first, because the run waits for them."""
         groups = [group for group in self._groups.values() if group.own is None]
         for group in sorted(groups, key=lambda group: not group.evaluation):
             for attempt in group.attempts:
@@ -457,11 +457,11 @@ class TaskBoard:
             group.closed.set()
 
     def _open_own(self, group: TaskGroup, own: OwnProblem) -> None:
-        """Let the agents that wait for a group of their own take its places."""
-        # They may all have left by now: without a deadline, their group would never close.
+        """Give the places of a group of the agents' own to the agents that wait for it."""
+        # Set a deadline: if all agents have left by now, their group would otherwise never close.
         group.deadline = self._clock.monotonic() + self._group_seconds
         own.opened.set_result(group)
-        if self._own.setdefault((own.owner, own.key), own) is not own:  # opened a second time after the first was late
+        if self._own.setdefault((own.owner, own.key), own) is not own:  # its first opening came too late
             self._close_late(group)
 
     def _forget_own(self, own: OwnProblem) -> None:

@@ -1,4 +1,4 @@
-"""Checks the trajectories of gateways, as hostile input: what passes can be trained on."""
+"""Checks the trajectories of gateways as hostile input; accepted ones can be trained on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METRIC: Final = re.compile(r"[A-Za-z0-9_./-]{1,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRules:
-    """What the run knows, and a trajectory must fit to."""
+    """The limits of the run for a trajectory."""
 
     vocabulary_size: int
     max_tokens: int
@@ -33,8 +33,8 @@ class TrajectoryRules:
     temperature: float
     needs_reward: bool
     max_total_tokens: int = 0
-    """Of all segments together; 0: no limit. The trainer needs a whole trajectory in one micro-batch where the loss or
-    the correction has one ratio for it, and refuses the whole batch otherwise."""
+    """Most tokens of all segments together; 0: no limit. A loss or a correction with one ratio per trajectory needs all
+    segments in one micro-batch; otherwise the trainer refuses the whole batch."""
 
 
 def check_trajectory(message: pb.Trajectory, *, group_id: str, rules: TrajectoryRules) -> list[Sample]:

@@ -54,14 +54,14 @@ _HEX: Final = frozenset("0123456789abcdef")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSource:
-    """What the servicer needs of a run that is assembled."""
+    """The parts of an assembled run that the servicer needs."""
 
     config: Config
     run_id: str
     board: TaskBoard
     experiences: ExperienceStore
     faults: FaultLog
-    vocabulary_size: Callable[[], int]  # of the engines; 0 while there is none
+    vocabulary_size: Callable[[], int]  # longest context of the engines; 0 without engines
     newest_version: Callable[[], int]  # highest policy version that an engine may have received
 
 
@@ -200,7 +200,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             if isinstance(found, bytes):
                 _check_same(message.task_id, found, digest)
             else:
-                async with found.lock:  # the same trajectory may come twice at a time
+                async with found.lock:  # two calls may bring the same trajectory at the same time
                     await self._take(found, message, digest)
         except FourfoldError as error:
             return pb.PutResult(
@@ -244,8 +244,8 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         if message.HasField("reward"):
             trajectory = trajectory.with_score(shortest(message.reward), AGENT_SCORER)
         run.board.begin_storing(attempt)
-        # The gateway may die, or leave. A sample of which only the store knows would keep its group open for ever, and
-        # the same trajectory, which comes again, could not be stored twice.
+        # Completed even if the gateway dies or leaves. A sample that only the store has would keep its group open for
+        # ever, and its trajectory could not be stored again.
         await completed(_store(run, attempt, trajectory, digest))
 
     def _rules(self, attempt: Attempt) -> TrajectoryRules:
@@ -270,7 +270,7 @@ async def _store(run: TaskSource, attempt: Attempt, trajectory: Trajectory, dige
         if not attempt.group.evaluation:
             await run.experiences.keep(trajectory)
     except BaseException as error:
-        run.board.cancel_storing(attempt)  # otherwise its group would stay open for ever if the gateway is gone
+        run.board.cancel_storing(attempt)  # otherwise the group would stay open for ever after the gateway left
         if isinstance(error, WrongState):  # the run went back to a checkpoint meanwhile
             raise NotFound(f"task {attempt.task_id} has ended: {error.message}") from None
         raise

@@ -32,7 +32,7 @@ class RunContext:
     prompts: PromptSet
     ledger: Ledger
     experiences: ExperienceStore
-    disk: DiskWriter  # every write to the ledger and to the run's files goes through it
+    disk: DiskWriter  # all writes to the ledger and to the run's files use it
     board: RunBoard
     router: Router
     session: TrainerSession

@@ -1,4 +1,4 @@
-"""Samples groups: calls engines until every sample of a group is finished, and keeps what interrupted calls sampled.
+"""Samples groups: calls engines until every sample of a group is finished; keeps the tokens of interrupted calls.
 
     request of all samples --> engine A --> finished samples
                                   | dead, draining, lease lost, deadline, aborted by an update
@@ -6,7 +6,7 @@
     ids so far of the others --> engine B --> ... until all are finished, or no tries are left (GivenUp)
 
 The tokens of a call are checked before they are kept. After a response that breaks the contract, the unfinished samples
-of that request are sampled again from where they were before it.
+of that request continue from their tokens before it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ log = logging.getLogger("fourfold.coordinator")
 
 OnTry = Callable[[], AbstractAsyncContextManager[None]]
 
-# A flush costs the coordinator 10 % of the CPU time of 8 samples with 1,024 tokens each, and the death of an engine
-# costs minutes. So engines send the tokens of unfinished samples a few times in a long call, and of short calls never.
+# The death of an engine costs minutes of sampling, and a flush costs the coordinator 10 % of the CPU time of 8 samples
+# with 1,024 tokens each. So engines send the tokens of unfinished samples a few times in a long call, and never in a
+# short one.
 FLUSH_SECONDS: Final = (5.0, 10.0)
 _FLUSHES: Final = 4
-# Before the first call has ended: a fast engine under load.
+# Pace before the first call has ended: that of a fast engine under load.
 _FIRST_PACE: Final = 0.01
 
 
@@ -74,7 +75,7 @@ class GroupSampler:
         on_try: OnTry,
         on_finished: Callable[[Completion], None],
     ) -> None:
-        """Call `on_finished` with each completion of a group when it is finished and checked; return after the last.
+        """Call `on_finished` with each finished and checked completion of a group; return after the last.
 
         `spend` and `on_try` are those of `Router.call`. An interruption that brought new tokens costs no try, so that
         frequent weight updates cannot use up the budget of a long sample. `on_finished` is called within a try.
@@ -92,7 +93,7 @@ class GroupSampler:
         self.lengths.add(len(completion.token_ids) for completion in group.completions.values())
 
     def check(self, part: Completion, replica: Replica) -> None:
-        """Raise PeerFault for tokens of an engine that cannot be trained on."""
+        """Raise PeerFault if the tokens of an engine cannot be trained on."""
         # The newest version comes from the ledger: a query for each sample would cost more than the other checks.
         if max((span.policy_version for span in part.version_spans), default=0) > self._newest:
             self._newest = self._newest_version()
@@ -104,23 +105,23 @@ class GroupSampler:
         )
 
     def demand(self, prompt_token_ids: Int32Array, done: Sequence[int], max_tokens: int) -> Demand:
-        """Return what a call for samples of a prompt adds to an engine's load; `done` has the tokens of each so far."""
+        """Return the load that a call for samples of a prompt adds to an engine; `done`: tokens of each so far."""
         expected = self.lengths.expected(max_tokens)
-        # Samples share the blocks of their prompt; engines count it once per sample in their load report, though.
+        # Samples share the blocks of their prompt, but engines count it once per sample in their load report.
         tokens = sum(len(prompt_token_ids) + count + min(expected, max_tokens - count) for count in done)
         return Demand(samples=len(done), tokens=tokens, prefix=prefix_keys(prompt_token_ids))
 
     def flush_seconds(self, max_tokens: int) -> float | None:
-        """Return how long engines may keep the tokens of a call; None, until a sample is finished."""
+        """Return the longest time for which engines may keep the tokens of a call; None: until a sample is finished."""
         low, high = FLUSH_SECONDS
         longest = max_tokens * (self.pace.seconds_per_token or _FIRST_PACE)
         if longest < 2 * low:
-            return None  # a lost call is soon repeated
+            return None  # a short call is quickly repeated if it is lost
         return min(max(longest / _FLUSHES, low), high)
 
 
 class _Group:
-    """One group while it is sampled."""
+    """One group in progress."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class _Group:
         """Ask an engine for the unfinished samples; raise an error if some are unfinished afterwards."""
         unfinished, began = self._unfinished(), self._router.clock.monotonic()
         if not unfinished:
-            return  # the call before was cut after its last sample
+            return  # the previous call was cut after its last sample
         flush_seconds = self._sampler.flush_seconds(self._request.params.max_tokens)
         requests = self._request.plan(unfinished, number=self._tries, flush_seconds=flush_seconds)
         self._tries += 1
@@ -178,7 +179,7 @@ class _Group:
                 errors = [await self._call(replica, *requests[0])]
             else:
                 errors = await asyncio.gather(*(self._call(replica, *request) for request in requests))
-        finally:  # also when the lease has ended
+        finally:  # also runs when the lease has ended
             left = self._unfinished()
             new = [token_count(self._parts[index]) - token_count(parts) for index, parts in unfinished.items()]
             if left:

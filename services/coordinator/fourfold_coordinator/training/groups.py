@@ -8,9 +8,9 @@
 In a run of agents, `tasks/board.py` takes the place of `generate`: the samples are attempts that gateways lease. Those
 without a reward of their agent are scored when the group is closed; attempts that never came are DROPPED(reason).
 
-Samples are scored as they finish (`_FinishedSamples`), so that a group whose slowest sample ends waits for the score of
-that one only. Without a filter, reference log-probabilities are computed at the same time as the scores. A READY group
-is durable.
+Samples are scored as they finish (`_FinishedSamples`), so that a group then waits only for the score of its slowest
+sample. Without a filter, reference log-probabilities are computed at the same time as the scores. A READY group is
+durable.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from .context import RunContext
 
 log = logging.getLogger("fourfold.coordinator")
 
-# A Score call costs the coordinator 0.4 ms of CPU. If the scores of a group take less time than this, early calls would
-# save too little for it.
+# Early calls are made if the scores of a group take at least this time: a Score call costs the coordinator 0.4 ms of
+# CPU.
 _SLOW_SECONDS: Final = 0.1
-_GATHER_SECONDS: Final = 0.1  # an early call waits so long for samples that finish at almost the same time
-_PACE_WINDOW: Final = 32  # groups
+_GATHER_SECONDS: Final = 0.1  # an early call waits this long for samples that finish at almost the same time
+_PACE_WINDOW: Final = 32  # number of latest groups
 
 
 def keep_group(scores: Sequence[float], rule: FilterConfig) -> bool:
@@ -79,19 +79,19 @@ class GroupDraft:
     budget: RetryBudget
     on_sent: Callable[[], None]  # called when an engine gets a request
     issued: IssuedGroup
-    sample_ids: tuple[str, ...]  # to train on
+    sample_ids: tuple[str, ...]  # samples to train on
     baseline_ids: tuple[str, ...]  # of the greedy completion, whose score is the baseline of ReMax: none or one
-    own: OwnProblem | None = None  # of a group of the agents' own
+    own: OwnProblem | None = None  # for a group of the agents' own
     finished: dict[str, Sample] = field(default_factory=dict)  # without scores, by sample id
-    trajectories: dict[str, Trajectory] = field(default_factory=dict)  # those that are ROLLED or dropped
+    trajectories: dict[str, Trajectory] = field(default_factory=dict)  # trajectories that are ROLLED or dropped
     dropped: Counter[str] = field(default_factory=Counter)  # its dropped samples by reason
     rolled: float = 0.0  # time of the last completion, in seconds of `time.monotonic`
     missing: set[str] = field(default_factory=set)  # attempts of agents that ended without a trajectory
-    revision: int = -1  # of the scorers, at the first score
+    revision: int = -1  # revision of the scorers at the first score
     scored: float = 0.0  # time of the last score
     scoring_seconds: float = 0.0  # sum over the calls for scores
-    group: SampleGroup | None = None  # all its samples are scored; None if the group is lost
-    kept: bool = False  # READY; otherwise the filter did not keep the group
+    group: SampleGroup | None = None  # the scored group; None if the group is lost
+    kept: bool = False  # the group is READY; False: the filter did not keep it
 
     @property
     def alive(self) -> list[str]:
@@ -100,7 +100,7 @@ class GroupDraft:
         return [name for name in self.issued.sample_ids if name not in dropped]
 
     def finish(self) -> SampleGroup:
-        """Return the group; every sample that is not missing has its completion."""
+        """Return the group. Every sample that is not missing must have a completion."""
         return SampleGroup(
             position=self.position,
             seed=self.seed,
@@ -111,11 +111,11 @@ class GroupDraft:
 
 
 class _FinishedSamples:
-    """The finished samples of one request for which no scores are asked yet; asks for those of some of them early.
+    """The finished samples of one request without a call for scores; starts calls for some of them early.
 
-    An early call is made as soon as the finished samples are at least half of those without a call, one at a time. So
-    n samples have at most log2(n) + 1 calls, and when they finish together one. The last call is the caller's: it
-    waits for no early one.
+    An early call starts when at least half of the samples without a call are finished, and no other early call runs. So
+    n samples have at most log2(n) + 1 calls, and only one if they finish together. The caller makes the last call,
+    which waits for no early one.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class _FinishedSamples:
         """Expect `count` samples. If `early` is set, `score` is called in `tasks` before all of them are finished."""
         self._running, self._waiting = count, list[Sample]()
         self._tasks, self._score = tasks, score
-        self._may_start = early  # False while an early call runs, and after one that failed
+        self._may_start = early  # False while an early call runs, and after a failed one
         self._all_finished = asyncio.Event()
 
     def add(self, sample: Sample) -> None:
@@ -138,7 +138,7 @@ class _FinishedSamples:
             self._tasks.create_task(self._score_early())
 
     def take(self) -> list[Sample]:
-        """Return the finished samples, and forget them."""
+        """Return and remove the finished samples."""
         samples, self._waiting = self._waiting, []
         return samples
 
@@ -169,11 +169,11 @@ class GroupMaker:
         self._filter = algorithm.filter
         self._min_samples = 2 if algorithm.compares_samples else 1
         self._baselines = int(algorithm.advantage.needs_greedy_sample)
-        # A filter decides by the scores, and a group that it drops needs no reference log-probabilities.
+        # With a filter, wait for its decision: a group that it drops needs no reference log-probabilities.
         self._reference_with_scores = (
             context.config.needs_reference and self._filter.keep == "all" and self._source == "none"
         )
-        self._scoring_seconds: deque[float] = deque(maxlen=_PACE_WINDOW)  # of the latest groups
+        self._scoring_seconds: deque[float] = deque(maxlen=_PACE_WINDOW)  # scoring seconds of the latest groups
 
     async def make(self, position: int, *, step: int, version: int, on_sent: Callable[[], None]) -> GroupDraft:
         """Make the group of the prompt at a position.
@@ -205,7 +205,7 @@ class GroupMaker:
         """Return a group that was filtered out, READY and with empty loss masks; raise GivenUp."""
         group = await self._add_reference(group, self._service_calls.budget())
         kept = [sample.sample_id for sample in group.samples]
-        # Not durable: after a restore the prompts are drawn again, and the filter decides as it did before.
+        # Not durable: after a restore the prompts are drawn again, and the filter decides again.
         await self._changes.write(self._ledger.move, kept, SampleState.READY)
         muted = tuple(
             t if t.dropped else t.map_segments(lambda s: replace(s, loss_mask=np.zeros_like(s.action_mask)))
@@ -214,14 +214,15 @@ class GroupMaker:
         return replace(group, trajectories=muted)
 
     async def score_again(self, group: SampleGroup) -> SampleGroup:
-        """Return a group with the scores of the scorers that are in use now; samples without one are dropped.
+        """Score a group with the scorers in use now; drop samples without a score.
 
         Raises GivenUp: too few samples have a score.
         """
         revision = self._scoring.revision
         everyone = group.all_trajectories()
         scored_by_service = [t for t in everyone if t.sample.terms]  # agents brought the other scores
-        # BASELINE is no reason to leave the greedy completion out: its score is part of the others' advantages.
+        # Keep the greedy completion although it is dropped as BASELINE: the advantages of the others depend on its
+        # score.
         open_again = [replace(t, dropped="") if t is group.baseline else t for t in scored_by_service]
         alive = [t for t in open_again if not t.dropped]
         if not alive:
@@ -239,7 +240,7 @@ class GroupMaker:
         again = replace(group, trajectories=tuple(trajectories), baseline=baseline, revision=revision)
         if len(again.samples) < self._min_samples:
             raise GivenUp(f"{len(again.samples)} of its samples have a score", reason="GROUP_TOO_SMALL")
-        # Not earlier: the caller drops all samples of a group that is given up.
+        # After the check: if the group is given up, the caller drops all samples.
         for before, after in zip(group.trajectories, again.trajectories, strict=True):
             if after.dropped and not before.dropped:
                 await self._changes.write(self._ledger.drop, [after.sample.sample_id], after.dropped)
@@ -290,7 +291,7 @@ class GroupMaker:
             await self._experiences.put(draft.group)
 
     async def _collect(self, draft: GroupDraft) -> None:
-        """Let agents make the samples of the draft; drop those that do not come, and score those without a reward."""
+        """Collect the samples of the draft from agents; drop missing ones, and score those without a reward."""
         await self._changes.write(self._ledger.move, draft.sample_ids, SampleState.RUNNING)
         group = TaskGroup(
             group_id=draft.issued.group_id,
@@ -320,8 +321,8 @@ class GroupMaker:
         """Add the completions of some samples to the draft, and their scores as they finish."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                # Not before the first groups: the time of their scores is not known, and the errors of few samples
-                # could not be told from a failure of the scorer.
+                # No early calls for the first groups: the time of scoring is unknown, and errors of few samples would
+                # look like a failure of the scorer.
                 early = bool(self._scoring_seconds) and median(self._scoring_seconds) >= _SLOW_SECONDS
                 score = partial(self._score, draft)
                 finished = _FinishedSamples(len(sample_ids), early=early, tasks=tasks, score=score)
@@ -359,7 +360,7 @@ class GroupMaker:
         draft.scoring_seconds += draft.scored - began
 
     def _note_revision(self, draft: GroupDraft) -> None:
-        if draft.revision < 0:  # the first of several calls: the group is scored again if the scorers change after it
+        if draft.revision < 0:  # set at the first call: a later change of the scorers must score the group again
             draft.revision = self._scoring.revision
 
     async def _settle(self, draft: GroupDraft, trajectories: Sequence[Trajectory]) -> None:
@@ -367,14 +368,15 @@ class GroupMaker:
         draft.scored = time.monotonic()
         for trajectory in trajectories:
             name = trajectory.sample.sample_id
-            # The ledger first: a sample that only the draft has dropped would stay ROLLED if the group is given up now.
+            # Write the ledger first: if the group is given up now, a sample dropped only in the draft would stay
+            # ROLLED.
             if trajectory.dropped:
                 await self._drop(draft, [name], trajectory.dropped)
             draft.trajectories[name] = trajectory
 
     async def _ask_scorer(self, draft: GroupDraft, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return trajectories with their scores, and with reference log-probabilities if no filter can drop them."""
-        # Each call has the tries that the group has left: more calls must not make it lose its tries faster.
+        # Each call gets all tries that the group has left, so that more calls do not use them up faster.
         if not self._reference_with_scores or trajectories[0].sample.sample_id in draft.baseline_ids:
             return await self._service_calls.score(trajectories, replace(draft.budget))
         async with asyncio.TaskGroup() as tasks:
@@ -395,7 +397,7 @@ class GroupMaker:
         def unfinished() -> list[str]:
             return [name for name in sample_ids if name not in draft.finished]
 
-        # After a cancellation they stay RUNNING: the group is lost, or the run returns to a checkpoint or ends.
+        # After a cancellation they stay RUNNING: the group is lost, or the run ends or restores a checkpoint.
         await self._changes.write(self._ledger.move, unfinished(), SampleState.RUNNING)
         draft.on_sent()
         try:

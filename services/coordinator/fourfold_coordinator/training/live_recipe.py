@@ -30,10 +30,10 @@ class LiveRecipe:
         self._stamp = stamp
         try:
             found = await asyncio.to_thread(configuration.load, self._path, self._assignments)
-            if not found.data.date:  # it is fixed in the folder of the run alone
+            if not found.data.date:  # only the copy in the run's folder has a fixed date
                 found = configuration.with_date(found, self.config.data.date)
             new = self.config.model_copy(update={"asynchrony": found.asynchrony})
-            check_tables(new)  # the other tables of the file do not count, and may be those that allow the lag
+            check_tables(new)  # check the lag with the tables of the run: those of the file are ignored
         except (ConfigError, ValueError) as error:
             log.warning("recipe changed and is ignored: %s", error)
             return False
@@ -43,7 +43,7 @@ class LiveRecipe:
         return changed
 
     def _read_stamp(self) -> tuple[int, int, int] | None:
-        """Return what changes when the file is written or replaced; None if there is no file."""
+        """Return a value that changes when the file is written or replaced; None without a file."""
         try:
             status = self._path.stat()
         except OSError:

@@ -14,7 +14,7 @@
 `asynchrony.max_policy_lag` = L decides how far the producer may be ahead. With L = 0 sampling and training alternate,
 so that the policy that samples is the policy that is trained. With L >= 1 engines sample while the trainer trains, and
 evaluations run beside the next steps. Every part writes the state of its samples to the ledger before and after its
-work, so that any process may be killed at any line.
+work, so that any process may be killed at any time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TrainingLoop:
         self.required, self.start_seconds = context.required_services(), context.start_seconds
 
     async def run(self) -> None:
-        """Train to the last step and write the report. A trainer that restarts costs the steps since its checkpoint.
+        """Train to the last step and write the report. A restart of the trainer costs the steps after its checkpoint.
 
         The run ends after retry.restarts of them without a new checkpoint in between.
         """
@@ -89,7 +89,7 @@ class TrainingLoop:
                         raise
                     log.warning("%s", error)
                     self.broker.invalidate()
-                    # All services were there once. From now on one of each role is enough to continue.
+                    # All services have been there. From now on one service of each role is enough to continue.
                     self.required = dict.fromkeys(self.required, 1)
                     self.start_seconds = self.context.router.wait_seconds
         finally:
@@ -134,13 +134,13 @@ class TrainingLoop:
             await router.wait_for({Role.ROLE_TRAINER: 1}, seconds=self.start_seconds)
             await self.session.connect()
             if self.session.incarnation == known:
-                # Only the coordinator is new: all services were there once, and one of each role is enough.
+                # Only the coordinator is new: all services have been there, so one of each role is enough.
                 self.required = dict.fromkeys(self.required, 1)
         await router.wait_for(self.required, seconds=self.start_seconds)
         await self.session.connect()
 
     async def _complete_step(self, step: int) -> None:
-        """Do what is due after a step and was not done before this start."""
+        """Evaluate and checkpoint after the last step if the earlier process had not."""
         missing = all(row.step != step for row in self.ledger.evals())
         if missing and self._is_due(step, self.config.evaluation.every_steps):
             evaluated = await self.evaluate(step)
@@ -160,7 +160,7 @@ class TrainingLoop:
         """Take a batch, train and publish; evaluate and checkpoint when they are due; report."""
         record = StepRecord(step)
         batch = await self.take(step)
-        async with self.broker.lock:  # no engine may be filled while the trainer's weights change
+        async with self.broker.lock:  # the broker must not update engines while the trainer's weights change
             async with self.broker.sleeper.asleep() as sleep_times:
                 with record.timed(m.TIME_TRAIN):
                     trained, batch_metrics = await self.train(step, batch)
@@ -208,7 +208,7 @@ class TrainingLoop:
     async def _evaluate_if_due(self, record: StepRecord) -> None:
         if not self._is_due(record.step, self.config.evaluation.every_steps) or not self.config.data.held_out:
             return
-        # A checkpoint that may be kept for its score needs the score first.
+        # A checkpoint that is kept by its score needs the score first.
         beside = self.config.asynchrony.max_policy_lag and not self.config.checkpoint.keep_best
         if beside and record.step < self.config.steps:
             self.evaluations.put(record)
@@ -269,9 +269,9 @@ class TrainingLoop:
 
     async def _summarize(self, step: int, batch: StepBatch, sent: asyncio.Event) -> dict[str, float]:
         """Return the metrics of a batch, and append it to samples.jsonl, while the trainer works."""
-        await sent.wait()  # encoding the batch needs the GIL: start when the last byte is on its way
-        # Before the ledger's acknowledge: a coordinator that dies in between takes over a step that is trained. A
-        # recovery removes the lines of a step that is not.
+        await sent.wait()  # encoding the batch for the trainer needs the GIL, so start after its last byte is sent
+        # Written before the ledger's acknowledge, because the next coordinator may take over a trained step. A recovery
+        # removes the lines of an untrained step.
         await self.disk.write_in_thread(append_samples, self.context, step, batch.trajectories())
         return await asyncio.to_thread(compute_batch_metrics, batch, policy_version=self.broker.version)
 
@@ -288,12 +288,12 @@ class TrainingLoop:
         return await self.broker.publish(
             trained.policy_version,
             step=trained.step,
-            # The next groups are admitted when the engines can sample them, not when the last probe was compared.
+            # Admit the next groups when the engines can sample them, before the last probe is compared.
             on_sampling=lambda: self.producer.publish(trained.policy_version, rule, lag_limit=limit),
         )
 
     def _pause_mode(self) -> PauseMode:
-        """Return the treatment of running samples; those of a lag that was lowered are not waited for."""
+        """Return the treatment of running samples; an update does not wait for samples above a lowered lag limit."""
         mode = self.config.pause_mode
         return "keep" if mode == "wait" and self.config.weights.pause == "auto" and self.producer.running else mode
 
@@ -333,7 +333,7 @@ class TrainingLoop:
         }
 
     async def checkpoint(self, step: int) -> None:
-        """Save the trainer's checkpoint; when it is durable, commit the ledger's."""
+        """Save the trainer's checkpoint; commit the ledger's when it is durable."""
         self.board.set_phase(run_pb.RUN_PHASE_SAVING)
         score = next((row.score for row in self.ledger.evals() if row.step == step), None)
         async with self.broker.lock:  # the trainer serves one call at a time

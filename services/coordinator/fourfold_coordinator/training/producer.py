@@ -13,8 +13,8 @@ only while engines have room.
 
 A group whose scorers are not in use any more when a batch takes it is scored again first (`rewards/scorers.py`).
 
-With L = 0 no prompt is drawn in advance: sampling and training alternate. As long as no group is lost, the groups of a
-step then do not depend on the order in which responses arrive.
+With L = 0 no prompt is drawn in advance: sampling and training alternate. If no group is lost, the groups of a step do
+not depend on the order of the responses.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from .recovery import RunPosition
 
 log = logging.getLogger("fourfold.coordinator")
 
-GROUPS_PER_TURN: Final = 32  # admitted in one turn of the event loop, which starts as many calls
-_MAX_UNSENT: Final = 512  # groups that wait for an engine; others wait for their admission
-_ROOM_REST: Final = 9  # a look at the room of all engines is used for so many times its own duration
-_TICK_SECONDS: Final = 0.25  # room in an engine comes without a notice
+GROUPS_PER_TURN: Final = 32  # most groups admitted in one turn of the event loop; each starts a call
+_MAX_UNSENT: Final = 512  # most groups that wait for an engine; further ones are not admitted yet
+_ROOM_REST: Final = 9  # a measurement of the engines' room is used for this multiple of its duration
+_TICK_SECONDS: Final = 0.25  # poll: new room in an engine wakes no waiter
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,7 +57,7 @@ class _Place:
 
     position: int
     max_lag: int  # asynchrony.max_policy_lag at the admission
-    sent: bool = False  # an engine got its request
+    sent: bool = False  # whether an engine got its request
     group: SampleGroup | None = None  # READY
     rolled: float = 0.0
     scored: float = 0.0
@@ -80,23 +80,23 @@ class GroupProducer:
         self._restart(step=0, version=0)
 
     def _restart(self, *, step: int, version: int) -> None:
-        self._step, self._version = step, version  # the last one taken; of the engines
+        self._step, self._version = step, version  # step of the last batch; version of the engines
         self._open: deque[int] = deque()  # positions that were drawn and must be drawn again
-        self._next = 0  # above all positions that were drawn
-        self._recovered: dict[int, SampleGroup] = {}  # by position
+        self._next = 0  # first position that was never drawn
+        self._recovered: dict[int, SampleGroup] = {}  # recovered groups by position
         self._places: list[_Place] = []  # in order of admission
-        self._running = self._unsent = 0  # places without a group; those of them whose request no engine got
-        self._ready_head = 0  # so many of the first places have a group, and perhaps more
-        self._room, self._room_until = 0.0, -math.inf  # calls that the engines would begin; when to look again
-        self._in_training = 0  # groups of the batch that was taken and is not published yet
+        self._running = self._unsent = 0  # places without a group; those whose request no engine has yet
+        self._ready_head = 0  # at least this number of the first places have a group
+        self._room, self._room_until = 0.0, -math.inf  # calls that engines would start; next measurement
+        self._in_training = 0  # groups of the batch that is in training and not published yet
         self._window = StepBatch()  # what happened since the last batch
-        self._skipped = 0  # prompts since then, by the curriculum
+        self._skipped = 0  # prompts that the curriculum skipped since the last batch
         self._meter = QueueMeter()
         self._changed = asyncio.Event()
 
     async def resume(self, position: RunPosition, *, version: int, rule: AsynchronyConfig, lag_limit: int) -> None:
         """Continue at a position of the run; for the other arguments see `publish`."""
-        if self._curriculum is not None:  # samples.jsonl has the steps up to this position, and no others
+        if self._curriculum is not None:  # samples.jsonl now has only the steps up to this position
             await asyncio.to_thread(self._curriculum.restore, self._context.folder / SAMPLES_FILE)
         self.rule, self.lag_limit = rule, lag_limit
         self._restart(step=position.step, version=version)
@@ -153,7 +153,7 @@ class GroupProducer:
             while not self._head_is_ready():
                 await self._changed.wait()
             head = self._places[: self._count]
-            # A lag that is lowered during the run counts for groups that are admitted from then on.
+            # A lag that is lowered during the run applies only to groups admitted later.
             limits = [max(place.max_lag, self.rule.max_policy_lag) for place in head]
             stale = [(p, g) for p, lag in zip(head, limits, strict=True) if (g := p.group) and self._is_stale(g, lag)]
             for place, group in stale:
@@ -170,7 +170,7 @@ class GroupProducer:
         self._notify()
         await self._complete(step, batch)
         batch.groups = await self._context.shadows.with_shadow_scores(batch.groups)
-        if self._curriculum is not None:  # not earlier: draws must not depend on the order in which groups end
+        if self._curriculum is not None:  # at the batch: draws must not depend on the order in which groups end
             found = ((t.sample.group_id, t.sample.score, t.dropped) for t in batch.trajectories())
             self._curriculum.add_step(ScoredAttempt(*attempt) for attempt in found)
         return batch
@@ -189,24 +189,24 @@ class GroupProducer:
         places = (self.rule.max_policy_lag + 1) * self._count
         if rule.keep != "all" and len(window.filtered) + window.groups_lost > (rule.max_rounds - 1) * places:
             return False
-        # If every group so far was lost, the scorer may be broken; `reward.lost_rounds` limits the further tries.
+        # If all groups so far were lost, the scorer may be broken, so `reward.lost_rounds` limits further tries.
         rounds = 1 if window.groups_kept or window.filtered else max(table.lost_rounds for table in self._config.reward)
         return window.groups_lost <= places * rounds
 
     def _engines_have_room(self) -> bool:
-        """Return whether one more prompt would be sampled at once, or, by agents, soon."""
-        if self._config.agents.source != "none":  # their number is not known: keep tasks of one batch waiting for them
+        """Return whether engines would sample one more prompt at once, or agents soon."""
+        if self._config.agents.source != "none":  # the number of agents is unknown: keep the tasks of one batch waiting
             return self._unsent < self._count
         now = time.monotonic()
         if now >= self._room_until:
             prompt, size = self._context.prompts.at(self.data_position), self._config.batch.group_size
             self._room = self._context.service_calls.room(prompt, size, version=self._version)
-            # With a thousand engines a look takes milliseconds, and there is an occasion for each group.
+            # With a thousand engines a measurement takes milliseconds, and every group asks for one.
             self._room_until = now + _ROOM_REST * (time.monotonic() - now)
         return self._room > self._unsent
 
     def _head_is_short(self) -> bool:
-        """Return whether the next batch lacks places; those beyond a number that waits for engines come later."""
+        """Return whether the next batch lacks places and not too many groups wait for engines."""
         waits = self._unsent >= _MAX_UNSENT and self._config.agents.source == "none"
         return len(self._places) < self._count and not waits
 
@@ -282,7 +282,7 @@ class GroupProducer:
         return any(version - sample.oldest_version > max_lag for sample in group.segments)
 
     async def _score_again(self, places: Sequence[_Place]) -> bool:
-        """Score groups again whose scorers are not in use any more; return whether there were any."""
+        """Score groups again whose scorers are no longer in use; return whether there were any."""
         scoring = self._context.service_calls.scoring
         old = [(place, g) for place in places if (g := place.group) is not None and not scoring.is_current(g)]
 
@@ -341,7 +341,7 @@ class GroupProducer:
         return batch
 
     async def _complete(self, step: int, batch: StepBatch) -> None:
-        """Settle what is not trained on; raise WrongState when nothing is left."""
+        """Drop the samples that are not trained on; raise WrongState when no group is left."""
         context = self._context
         if not batch.groups:
             await self._keep_muted_groups(step, batch)

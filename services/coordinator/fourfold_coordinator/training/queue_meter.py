@@ -12,7 +12,7 @@ from ..state.samples import StepBatch, Trajectory
 
 
 class QueueMeter:
-    """Sums since the last batch, and since the start for the lengths. Times are those of `time.monotonic`."""
+    """Sums since the last batch; the lengths since the start. Times are those of `time.monotonic`."""
 
     def __init__(self) -> None:
         self._window_began = time.monotonic()
@@ -28,7 +28,7 @@ class QueueMeter:
         """Note whether groups are in generation."""
         if sampling:
             self._sampling_since = self._sampling_since or time.monotonic()
-        elif self._sampling_since:  # scores and log-probabilities came after the last completion
+        elif self._sampling_since:  # sampling ended with the last completion, before scores and log-probabilities came
             self._sampling_seconds += max(self.last_completion - self._sampling_since, 0.0)
             self._sampling_since = 0.0
 

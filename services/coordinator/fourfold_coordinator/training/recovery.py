@@ -4,8 +4,8 @@
       | no, or at another step
       '--> restore: trainer, ledger, data position, policy version and files go back to the last checkpoint
 
-A coordinator that takes over loses no trained step. Samples that were in the memory of the dead coordinator alone are
-DROPPED, and their prompts are issued again.
+A coordinator that takes over loses no trained step. Samples that only the dead coordinator had in memory are DROPPED,
+and their prompts are issued again.
 
 A restore serves a resumed run, whose processes are all new, and a run whose trainer died and came back. The steps after
 the checkpoint went into weights that are lost: their samples are DROPPED and their prompts are issued again.
@@ -124,14 +124,14 @@ async def restore(context: RunContext) -> RunPosition:
     groups = await _load_groups(context, newest=version)
     dropped = await disk.write(_restore_ledger, context, step, TRAINER_RESTORED, groups)
     await _record_missing_metrics(context, status.last_step)
-    if step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
+    if step > 0:  # `newest_checkpoint` may return a checkpoint that the ledger never committed
         await disk.write(
             ledger.commit_checkpoint, step=step, data_position=data_position, policy_version=status.policy_version
         )
     await _rewrite_files(context, step)
     highest = ledger.highest_version()
     if highest > 0:
-        # An engine may still hold that version of the lost weights, so that its number is used up.
+        # An engine may still hold lost weights of that version, so its number is not reused.
         groups = await _renumber(context, groups, version, highest + 1)
         await session.raise_policy_version(highest + 1)
     if step or highest:
@@ -144,7 +144,7 @@ async def restore(context: RunContext) -> RunPosition:
 
 
 async def _record_missing_metrics(context: RunContext, result: pb.TrainStepResponse) -> None:
-    """Record what the trainer says of the last step, if nobody had reported it when the coordinator or trainer died."""
+    """Record the trainer's metrics of the last step if coordinator or trainer died before they were reported."""
     last = next(reversed(context.ledger.steps()), None)
     if last is not None and not last.metrics and result.step == last.step:
         texts = {"end_time": utc_text(SYSTEM_CLOCK.now()), "diagnosis": ""}
@@ -159,7 +159,7 @@ def _position(
     return RunPosition(
         step=step,
         next_position=context.ledger.next_position(),
-        # The owners of lost groups bring them again, or they do not.
+        # The agents decide whether they bring lost groups of their own again.
         open_positions=tuple(sorted({*(() if own else context.ledger.open_positions()), *kept})),
         groups=tuple(groups),
         trainer_kept=trainer_kept,
@@ -173,7 +173,7 @@ def _names(groups: Sequence[SampleGroup]) -> set[str]:
 def _restore_ledger(context: RunContext, step: int, reason: str, groups: Sequence[SampleGroup]) -> int:
     """Go back to the end of a step and keep these groups; return the number of samples that this dropped."""
     context.router.traces.restore(_names(groups), reason)
-    # One transaction: with the new recipe's digest alone, a kill would leave samples of the old recipe to train on.
+    # One transaction: if a kill left only the new recipe's digest, samples of the old recipe would be trained on.
     with context.ledger.together():
         context.ledger.put({_RECIPE_KEY: _recipe_sha256(context.config)})
         return context.ledger.restore(step, reason, keep=_names(groups))
@@ -216,7 +216,7 @@ async def _to_group(context: RunContext, position: int, stored: Sequence[StoredS
             for s in stored
         ]
     )
-    # Attempts of agents that never came have no record, so that a place in the list is not an index.
+    # Missing attempts of agents have no record, so the place in the list is not the index of a sample.
     size, indices = context.config.batch.group_size, [int(s.sample.sample_id.rpartition("-")[2]) for s in stored]
     return SampleGroup(
         position=position,
@@ -268,9 +268,9 @@ def _recipe_sha256(config: Config) -> str:
 def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> tuple[int, int]:
     """Return step and data position of the newest checkpoint that both the trainer and the ledger can restore.
 
-    The coordinator may have died after the trainer saved a checkpoint and before the ledger committed it, and a trainer
-    whose machine is about to leave saves one by itself. The ledger has the row of that step, and in the row everything
-    that a restore needs but metrics, which the trainer has.
+    The trainer may have a checkpoint that the ledger never committed: the coordinator may have died between the two
+    commits, and a trainer whose machine is about to leave saves one by itself. The ledger's row of that step has
+    everything for a restore except the metrics, which the trainer has.
     """
     row = ledger.last_checkpoint()
     newest = (0, 0) if row is None else (row.step, row.data_position)
@@ -305,7 +305,7 @@ def append_samples(context: RunContext, step: int, trajectories: Sequence[Trajec
 
 
 def _append_missing(context: RunContext, step: int, groups: Sequence[SampleGroup]) -> None:
-    """Append the lines of a step's groups that samples.jsonl lacks: the coordinator died while the step was trained."""
+    """Append the lines of a step that samples.jsonl lacks because the coordinator died during its training."""
     path, written = context.folder / SAMPLES_FILE, set[str]()
     if groups and path.exists():
         with path.open(encoding="utf-8") as lines:
@@ -316,7 +316,7 @@ def _append_missing(context: RunContext, step: int, groups: Sequence[SampleGroup
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return metrics in order of their names, None for values that JSON does not have: NaN and infinity."""
+    """Return metrics ordered by name; NaN and infinity, which JSON does not have, become None."""
     return {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
 
 

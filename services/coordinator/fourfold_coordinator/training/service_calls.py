@@ -79,7 +79,7 @@ class ServiceCalls:
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         on_finished: Callable[[Sample], None] = lambda _sample: None,
     ) -> list[Sample]:
-        """Sample the completions of one prompt; what a call leaves unfinished continues on another engine.
+        """Sample the completions of one prompt; unfinished samples of a call continue on another engine.
 
         Args:
             sample_ids: One completion is sampled for each, in order of their index.
@@ -99,7 +99,7 @@ class ServiceCalls:
             ServiceMissing: No service came in time.
         """
         params, name = sampling_params(self._config, prompt, seed, held_out=held_out), group_id
-        if greedy:  # the sampled completions of the group are requested at the same time, under the plain name
+        if greedy:  # the plain name is the request id of the group's sampled completions
             params.temperature, name = 0.0, f"{group_id}-greedy"
         request = GroupRequest(
             name=name,
@@ -125,13 +125,14 @@ class ServiceCalls:
         return [samples[index] for index in range(len(sample_ids))]
 
     def room(self, prompt: Prompt, samples: int, *, version: int) -> float:
-        """Return how many calls such as `samples` of a prompt the engines of this version or later would begin now."""
+        """Return the number of calls for `samples` of a prompt that engines of this version or later would start
+        now."""
         longest = sampling_params(self._config, prompt, 0).max_tokens
         demand = self._sampler.demand(prompt.token_ids, [0] * samples, longest)
         return self._router.room(Role.ROLE_ROLLOUT, demand, version=version)
 
     async def with_texts(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Trajectory]:
-        """Return the trajectories of samples of one prompt; the tokens are decoded in another thread."""
+        """Return the trajectories of samples of one prompt; decode the tokens in another thread."""
         ids = [sample.token_ids[prompt_length(sample) :] for sample in samples]
         texts = await self._texts.decode(ids)
         return [

@@ -1,8 +1,8 @@
-"""Names what a run waits for when it makes no progress: on the board, so that console, `watch` and log show it.
+"""Shows the cause on the board when a run makes no progress, for console, `watch` and log.
 
-Other parts report waits for a missing service, and problems such as a full disk. This module looks at the run as a
-whole, and so also finds a wait that no part reports. A phase that is long in every step, such as the training of a
-large model, is reported when it takes longer than usual.
+Other parts report waits for a missing service and problems such as a full disk. This module checks the run as a whole,
+and so also finds waits that no part reports. A phase that is long in every step, such as training a large model, is
+reported when it takes longer than usual.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..tasks.board import TaskBoard
 from ..weights.status import WeightPlaneStatus
 
 WAIT_SECONDS: Final = 10.0
-"""A run without progress waits when its phase has taken so much longer than usual."""
+"""A run without progress counts as waiting when its phase exceeds the usual time by this much."""
 # Calls of the trainer that do the work of a phase. Their deadline is trainer.step_timeout_seconds.
 _LONG_CALLS: Final = frozenset({"TrainStep", "SaveCheckpoint", "LoadCheckpoint", "ExportModel"})
-# That such a call may take while it is unknown what is usual: no run is silent for more than 20 s.
+# Limit of such a call while the usual time is unknown, so that no run is silent for more than 20 s.
 _LONG_CALL_SECONDS: Final = 18.0
 _TICK_SECONDS: Final = 1.0
-_USUAL: Final = 8  # visits of a phase whose median is usual
+_USUAL: Final = 8  # number of latest visits of a phase, whose median is the usual time
 _MAX_NAMES: Final = 8
-_MIN_VISITS: Final = 3  # fewer do not tell what is usual
+_MIN_VISITS: Final = 3  # with fewer visits the usual time is unknown
 _SAMPLING_LIMIT: Final = f", ended after {format_duration(STALL_SECONDS)} without a token"
 _SAMPLING: Final = (pb.RUN_PHASE_GENERATING, pb.RUN_PHASE_EVALUATING)
-# What the coordinator itself does where no part of the run has a call in flight.
+# The coordinator's own work in phases without calls in flight.
 _OWN_WORK: Final = {
     pb.RUN_PHASE_WAITING_FOR_SERVICES: "reads the data of the run",
     pb.RUN_PHASE_RECOVERING: "reads the samples of the run",
@@ -66,11 +66,11 @@ class StandstillMonitor:
         self._seen: tuple[object, ...] = ()
         self._phase = board.status.phase
         self._moved_at = clock.monotonic()
-        self._longest = 0.0  # standstill in this visit of the phase
+        self._longest = 0.0  # whether this visit of the phase had a standstill
         self._usual: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL))  # by phase
 
     async def run(self) -> None:
-        """Look at the run every second, until cancelled."""
+        """Check the run every second, until cancelled."""
         while True:
             self.tick()
             await self._clock.sleep(_TICK_SECONDS)
@@ -85,7 +85,7 @@ class StandstillMonitor:
             self._longest = max(self._longest, now - self._moved_at)
             self._seen, self._moved_at = seen, now
         if self._board.needs:
-            self._moved_at = now  # the part that needs something reports its wait
+            self._moved_at = now  # another part reports its wait
         waits = now - self._moved_at >= self._limit() and not self._board.closed
         self._board.set_standstill(self._cause(now) if waits else "", now - self._moved_at)
 
@@ -97,7 +97,7 @@ class StandstillMonitor:
         return _LONG_CALL_SECONDS if trains else WAIT_SECONDS
 
     def _progress(self) -> tuple[object, ...]:
-        """Return what changes when the run moves."""
+        """Return values that change when the run makes progress."""
         status, samples = self._board.status, self._board.status.phase in _SAMPLING
         members = self._router.replicas(None if samples else Role.ROLE_TRAINER)
         calls = max((replica.moved_at for replica in members), default=0.0)
@@ -105,13 +105,13 @@ class StandstillMonitor:
         return (*progress, status.queue.ready_groups, self._tasks.moved_at) if samples else progress
 
     def _cause(self, now: float) -> str:
-        """Return what the run waits for, for how long, and what ends the wait."""
+        """Describe the wait of the run: its cause, its duration and its end."""
         parts = []
         if (since := self._disk.pending_since) is not None and now - since >= WAIT_SECONDS:
             parts.append(f"the disk (it has not ended a write for {format_duration(now - since)})")
         if self._phase in _SAMPLING and (agents := self._tasks.describe()):
             parts.append(f"agents ({agents}; environments: {self._router.explain(Role.ROLE_ENVIRONMENT)})")
-        if update := self._weights.describe():  # also of a late engine, for which the loop waits
+        if update := self._weights.describe():  # includes the update of a late engine, for which the loop waits
             parts.append(update)
         parts += self._calls(now)
         own = _OWN_WORK.get(self._phase, "has no call in flight; its log says what it did last")

@@ -29,7 +29,7 @@ from .recovery import finite, rewrite_metrics
 
 log = logging.getLogger("fourfold.coordinator")
 
-# The error of a failed run must not wait longer than this for a disk that does not respond.
+# At the end of a failed run, wait at most this long for a disk that does not respond.
 _ABANDON_SECONDS: Final = 0.5
 
 
@@ -47,8 +47,8 @@ class StepRecord:
     alarms: list[str] = field(default_factory=list)  # the findings that are new, or clearly worse than before
     lag_change: str = ""  # why the lag limit changed after this step; empty if it did not
     scorers: dict[str, dict[str, int]] = field(default_factory=dict)  # scored samples by scorer and name@version
-    evaluating: bool = False  # its evaluation runs beside the next steps
-    row: dict[str, Any] = field(default_factory=dict)  # as it was saved last
+    evaluating: bool = False  # whether its evaluation runs beside the next steps
+    row: dict[str, Any] = field(default_factory=dict)  # the metrics that were saved last
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -134,7 +134,7 @@ class StepReporter:
         await self.save(record)
 
     async def save(self, record: StepRecord) -> None:
-        """Write the metrics of a step to the ledger, with its time so far and the present time; may be called again."""
+        """Write the metrics of a step to the ledger, with its time so far and the present time; repeatable."""
         _add_total_time(record)
         texts = {
             "end_time": utc_text(SYSTEM_CLOCK.now()),
@@ -213,7 +213,7 @@ class StepReporter:
 
 
 def _add_total_time(record: StepRecord) -> None:
-    """Store the time of the step so far, and the rest of it that no part accounts for."""
+    """Store the time of the step so far, and the remainder that no part accounts for."""
     seconds = time.monotonic() - record.began
     record.metrics[m.TIME_STEP] = seconds
     waited = sum(record.metrics.get(name, 0.0) for name in (m.TIME_GENERATE, m.TIME_REWARD, m.TIME_REFERENCE))

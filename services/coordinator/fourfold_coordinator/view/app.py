@@ -43,7 +43,7 @@ _HEADERS: Final = (
 
 
 def make_app(runs: RunFolders, *, token: str = "") -> Starlette:
-    """Return the application over some runs; with `token`, only for its holders, by any name of this machine."""
+    """Return the application for some runs. With `token`, only its holders have access, by any name of this machine."""
     routes: Sequence[Route | Mount] = (
         Route("/", pages.runs),
         Route("/compare", pages.compare),

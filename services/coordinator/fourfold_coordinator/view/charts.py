@@ -13,7 +13,7 @@ from typing import Final
 
 from markupsafe import Markup, escape
 
-_MAX_POINTS: Final = 400  # of a line; of more, the smallest and the largest of each part are drawn
+_MAX_POINTS: Final = 400  # most points of a line; of more, the smallest and the largest of each part are drawn
 _WIDTH: Final = 400
 _HEIGHT: Final = 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 8, 20  # margins of a line chart
@@ -102,7 +102,7 @@ def gantt(rows: Sequence[tuple[str, Mapping[str, Sequence[Point]]]], seconds: fl
 
 
 def kind_of(phase: str) -> str:
-    """Return the class of a phase's bars."""
+    """Return the CSS class of a phase's bars."""
     return phase if phase in PHASES else "other"
 
 

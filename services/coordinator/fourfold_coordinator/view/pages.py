@@ -29,7 +29,7 @@ _SHOWN: Final = (
 )  # fmt: skip
 _WEIGHT_CHARTS: Final = ("weights/", m.TIME_PUBLISH, m.TIME_WAKE, m.TIME_SLEEP)
 _MAX_CHARTS: Final = 60
-_LIVE: Final = ("running", "unreachable")  # states in which a page shows what is new by itself
+_LIVE: Final = ("running", "unreachable")  # states in which a page reloads new data by itself
 _MAX_ALARMS: Final = 100
 _MAX_MEMBERS: Final = 60  # rows of a timeline
 _MAX_RUNS: Final = 8  # of a comparison
@@ -46,8 +46,8 @@ class Chart:
     metric: str
     meaning: str
     svg: Markup
-    notes: list[str]  # on values that deserve no trust
-    last: float | None  # value of the last step; None: of several runs, or there is none
+    notes: list[str]  # a warning about unreliable values
+    last: float | None  # value of the last step; None for several runs, or without a value
 
 
 def run_of(request: Request, name: str | None = None) -> RunReader:
@@ -81,7 +81,7 @@ def runs(request: Request) -> Response:
 
 
 def head(reader: RunReader) -> dict[str, Any]:
-    """Return what every page of a run shows."""
+    """Return the values that every page of a run shows."""
     state = reader.state()
     return {
         "name": reader.name,
@@ -94,11 +94,11 @@ def head(reader: RunReader) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """What every page of a run says that has stopped, failed, does not answer, or was resumed."""
+    """The notice on every page of a run that has stopped, failed, does not answer, or was resumed."""
 
     text: str
-    command: str = ""  # that continues the run
-    log: str = ""  # file that has the reason at its end
+    command: str = ""  # command that continues the run
+    log: str = ""  # log file that ends with the reason
     is_bad: bool = False
 
 
@@ -114,7 +114,7 @@ def notice_of(reader: RunReader) -> Notice | None:
     steps = reader.steps()
     progress = progress or Progress(steps[-1]["step"] if steps else 0, None)
     where = f"after step {progress.step} of {reader.recipe().get('steps', 0)}."
-    if reader.peer:  # its ledger and its log are on the other machine
+    if reader.peer:  # only the other machine has its ledger and its log
         text = f"This run stopped {where} To continue it on the machine of its coordinator:"
         if state == "unreachable":
             text = (
@@ -132,7 +132,7 @@ def notice_of(reader: RunReader) -> Notice | None:
 
 
 def several(readers: Sequence[RunReader]) -> dict[str, Any]:
-    """Return what every page of several runs shows."""
+    """Return the values that every page of several runs shows."""
 
     def faults() -> list[str]:
         return [f"{reader.name}: {text}" for reader in readers for text in reader.faults()]
@@ -196,7 +196,7 @@ def make_chart(name: str, runs: Sequence[RunData]) -> Chart:
 
 
 def _missing_scores(name: str, runs: Sequence[RunData]) -> Iterator[str]:
-    """Yield for each run in which evaluation of a held-out score the most answers had no score."""
+    """Yield, for each run, the evaluation with the most unscored answers."""
     for run, _, evals in runs:
         found = [(row.step, counted) for row in evals if (counted := _counted(row, name)) and counted.missing_count]
         if found:
@@ -207,7 +207,7 @@ def _missing_scores(name: str, runs: Sequence[RunData]) -> Iterator[str]:
 
 
 def _counted(row: EvalRow, name: str) -> EvalRow | SetResult | None:
-    """Return the result that a metric is the score of."""
+    """Return the result whose score is a metric."""
     return row if name == m.EVAL_SCORE else next((s for s in row.sets if name == f"eval/{s.name}/score"), None)
 
 
@@ -283,7 +283,7 @@ def timeline(request: Request) -> Response:
     parts = step_parts(row)
     seconds = max([found.seconds] if found else [], default=0.0)
     length = row.get(m.TIME_STEP)
-    offset = max(seconds - length, 0.0) if is_number(length) else 0.0  # the line may begin before the step
+    offset = max(seconds - length, 0.0) if is_number(length) else 0.0  # the timeline may begin before the step
     rows: list[tuple[str, Mapping[str, Sequence[tuple[float, float]]]]] = []
     if parts:
         rows.append(("training loop", {name: [(b + offset, e + offset)] for name, b, e in parts}))

@@ -49,15 +49,15 @@ T = TypeVar("T")
 
 _RPC_SECONDS: Final = 2.0
 _CONNECT_SECONDS: Final = 0.5
-_STATE_SECONDS: Final = 2.0  # for which a state is used again
-_PLANE_SECONDS: Final = 1.0  # for which an answer is used again
-_UPDATE_SECONDS: Final = 1.0  # between two updates of an index of our own
-_LINE_BYTES: Final = 1 << 25  # of the longest line that is read
-_IDLE_SECONDS: Final = 60.0  # without a page that asks for the index
-# A coordinator writes to its ledger every 5 s. On a file system that several machines share, that shows that it lives.
+_STATE_SECONDS: Final = 2.0  # a state is cached for this time
+_PLANE_SECONDS: Final = 1.0  # an answer is cached for this time
+_UPDATE_SECONDS: Final = 1.0  # interval of updates of an index in our cache
+_LINE_BYTES: Final = 1 << 25  # size of the longest line that is read
+_IDLE_SECONDS: Final = 60.0  # after this time without a request, the index is not updated
+# A coordinator writes to its ledger every 5 s. On a shared file system, a recent write shows that it lives.
 _WRITTEN_SECONDS: Final = 30.0
-_INDEX_SECONDS: Final = 2.0  # for which the first page waits for an index of our own: a small run is indexed by then
-# An index in the run's folder that is older than the samples by more than this is not kept up to date by the run.
+_INDEX_SECONDS: Final = 2.0  # the first page waits this long for an index in our cache, enough for a small run
+# The run does not update an index in its folder that is older than the samples by more than this.
 _RECORDER_SECONDS: Final = 30.0
 
 
@@ -83,7 +83,7 @@ class _ReportedEval:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What pages show of report.json."""
+    """The part of report.json that pages show."""
 
     seconds: Finite | None = None
     diagnosis: list[Finding] = field(default_factory=list)
@@ -121,11 +121,11 @@ _STEP: Final = TypeAdapter(_Step)
 
 
 class RunReader(Protocol):
-    """A run, in progress or ended. Any thread may call. What cannot be read is missing, and `faults` has the reason."""
+    """A run, in progress or ended. Any thread may call. Unreadable data is missing, and `faults` has the reason."""
 
     name: str
     folder: Path
-    """Of the run, or of the copy of a run of another machine."""
+    """Folder of the run, or of the copy of a run of another machine."""
     peer: str
     """Coordinator on another machine that sent the files; empty: the run is of this machine."""
 
@@ -148,13 +148,13 @@ class RunReader(Protocol):
         """Return report.json; empty before the end."""
 
     def faults(self) -> list[str]:
-        """Return what is wrong with the files that were read, and with the answers of the coordinator."""
+        """Return the errors of files and of answers of the coordinator."""
 
     def evaluations(self) -> Sequence[EvalRow]:
         """Return all evaluations, in order."""
 
     def timeline(self, step: int) -> StepTimeline | None:
-        """Return when members worked in a step; None if that was not recorded."""
+        """Return the line of the timeline of a step; None if there is none."""
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
         """Return the present state of weight updates; None if the run does not answer."""
@@ -179,7 +179,7 @@ class RunCoordinator(Protocol):
         """Return the state of weight updates; None without an answer."""
 
     def faults(self) -> list[str]:
-        """Return what was wrong with the last answers."""
+        """Return the errors of the last answers."""
 
 
 class LocalCoordinator:
@@ -189,7 +189,7 @@ class LocalCoordinator:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._fault = folder, ""
-        self._finished: tuple[tuple[float, float], bool] = ((0.0, 0.0), False)  # by the times of the files it is from
+        self._finished: tuple[tuple[float, float], bool] = ((0.0, 0.0), False)  # by the times of its files
 
     def state(self) -> str:
         """Return the state: finished with a report of all steps, running if the coordinator's address answers.
@@ -201,7 +201,7 @@ class LocalCoordinator:
             self._finished = times, is_finished(self._folder)
         if self._finished[1]:
             return "finished"
-        try:  # not by its lock file: a coordinator that starts at that moment would find it locked
+        try:  # a test of its lock file could make a starting coordinator fail
             target = split_target(read_address(self._folder))
         except (ConfigError, OSError, ValueError):
             return "stopped"
@@ -269,12 +269,12 @@ class FolderReader:
         self._lock = threading.Lock()
         self._lines = defaultdict[str, _Lines](_Lines)
         self._faults: dict[str, str] = {}  # by file
-        self._state = -_STATE_SECONDS, ""  # and when it was found, on the monotonic clock
+        self._state = -_STATE_SECONDS, ""  # fault and its time, on the monotonic clock
         self._plane: tuple[float, pb.GetWeightPlaneResponse | None] = (-_PLANE_SECONDS, None)
         self._tokenizer: Tokenizer | None = None
-        self._asked = 0.0  # for the index, on the monotonic clock
+        self._asked = 0.0  # last request for the index, on the monotonic clock
         self._indexer: threading.Thread | None = None
-        self._indexed = threading.Event()  # whether the thread has indexed what was there when it started
+        self._indexed = threading.Event()  # whether the thread has indexed the files once
 
     def state(self) -> str:
         now = time.monotonic()
@@ -293,7 +293,7 @@ class FolderReader:
         return self._read(CONFIG_FILE, _read_recipe) or {}
 
     def config(self) -> Config | None:
-        try:  # not by its file, whose `include` could name any file of this machine
+        try:  # from text: `include` in the file could name any file of this machine
             return configuration.from_tables(self.recipe(), source=str(self.folder / CONFIG_FILE))
         except (FourfoldError, ValueError, RecursionError):
             return None
@@ -329,8 +329,8 @@ class FolderReader:
             return self._plane[1]
 
     def index(self) -> TrajectoryIndex:
-        """Return the index; wait up to 2 s for the first update of one that the run itself does not keep."""
-        if self._tokenizer is None:  # the page of a trajectory needs it soon, and it takes a second to read
+        """Return the index; wait up to 2 s for the first update of an index in our cache."""
+        if self._tokenizer is None:  # load it now: the page of a trajectory needs it, and loading takes a second
             threading.Thread(target=self.tokenizer, name="tokenizer", daemon=True).start()
         own = TrajectoryIndex(self.folder)
         if self._indexer is None and _is_kept(own, self.folder / SAMPLES_FILE):
@@ -349,7 +349,7 @@ class FolderReader:
         return self._checked(found)
 
     def _checked(self, index: TrajectoryIndex) -> TrajectoryIndex:
-        """Return an index, with what is wrong with its files among the faults."""
+        """Return an index, after noting the errors of its files."""
         found = index.left_out()
         for name in (SAMPLES_FILE, TOKENS_FILE):
             self._note(name, found.get(name, ""))
@@ -376,16 +376,16 @@ class FolderReader:
         model = self.recipe().get("model")
         source = str(model.get("source", "")) if isinstance(model, dict) else ""
         with contextlib.suppress(FourfoldError, OSError):
-            if self.peer:  # its model is on another machine, and another one may be here at the same place
+            if self.peer:  # the model is on another machine; the same path here may have another one
                 return None
-            # A built-in model would be converted first, which takes a minute; on this machine, a run has done that.
+            # Converting a built-in model takes a minute; a run on this machine has done that.
             if source.startswith(model_folder.BUILTIN_PREFIX) and not model_folder.is_ready(source):
                 return None
             return Tokenizer.load(model_folder.resolve(source))
         return None
 
     def _read(self, name: str, read: Callable[[Path], T]) -> T | None:
-        """Return what `read` makes of a file; None if it is missing, or with a fault if it cannot be read."""
+        """Return the result of `read` for a file; None if it is missing, or, with a fault, if it cannot be read."""
         problem, found = "", None
         path = self.folder / name
         if path.is_file():
@@ -397,7 +397,7 @@ class FolderReader:
         return found
 
     def _note(self, name: str, problem: str) -> None:
-        """Note what is wrong with a file; an empty text: nothing."""
+        """Note the error of a file; an empty text clears it."""
         if problem:
             self._faults[name] = problem
         else:
@@ -442,8 +442,8 @@ class RunFolders:
     ) -> None:
         """Show `runs`, and all runs in `root`, also those that start later.
 
-        Of runs with the same name, later ones are shown by their address, or with the folder that they are in.
-        Raises ConfigError for a folder without a run, and for one that is given twice.
+        If runs have the same name, the later ones are shown by their address or with their folder. Raises ConfigError
+        for a folder without a run, and for one that is given twice.
         """
         self._root, self._cache = root, cache
         self._readers: dict[str, FolderReader] = {}
@@ -479,7 +479,7 @@ def _changed(folder: Path) -> float:
 
 
 def _time_of(path: Path) -> float:
-    """Return when a file changed last; 0 if it is missing."""
+    """Return the time of a file's last change; 0 if it is missing."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -508,7 +508,7 @@ def _evaluation(line: bytes) -> EvalRow:
 
 
 def _is_kept(index: TrajectoryIndex, samples: Path) -> bool:
-    """Return whether an index has all lines, or the run itself updates it: it is hardly older than the samples."""
+    """Return whether an index has all lines, or is so new that the run itself must be updating it."""
     try:
         return not index.pending_bytes() or index.path.stat().st_mtime >= samples.stat().st_mtime - _RECORDER_SECONDS
     except (OSError, sqlite3.Error):

@@ -3,7 +3,7 @@
     coordinator --ReadFile--> a copy of the run's files in the cache --FolderReader--> pages
                 --GetRun, GetWeightPlane--> RemoteCoordinator
 
-The copy is brought up to date while pages are looked at. Without an answer, the pages show what was copied before.
+The copy is updated while pages are requested. Without an answer, the pages show the old copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .reader import FolderReader
 T = TypeVar("T")
 
 _AT_START: Final = (files_pb.RUN_FILE_RECIPE, files_pb.RUN_FILE_METRICS)
-# Files that are read as a whole: a larger one is a fault of the coordinator.
+# Limit of files that are read as a whole; a larger file is a fault of the coordinator.
 _MOST_BYTES: Final = {
     files_pb.RUN_FILE_RECIPE: 1 << 17,
     files_pb.RUN_FILE_REPORT: 1 << 28,
@@ -42,15 +42,15 @@ _MOST_BYTES: Final = {
 COPY_GIB: Final = 32.0
 """Default of `--copy-limit`: some twenty runs of 100,000 trajectories of 1,024 tokens."""
 _RPC_SECONDS: Final = 5.0
-_FILE_SECONDS: Final = 60.0  # after which a large file goes on in another call
+_FILE_SECONDS: Final = 60.0  # a large file continues in another call after this time
 _UPDATE_SECONDS: Final = 1.0
 _GIB: Final = 1 << 30
-_IDLE_SECONDS: Final = 60.0  # without a page that asks
+_IDLE_SECONDS: Final = 60.0  # after this time without a request, the copy is not updated
 _ENDED: Final = {pb.RUN_PHASE_DONE: "finished", pb.RUN_PHASE_FAILED: "stopped", pb.RUN_PHASE_STOPPED: "stopped"}
 
 
 class CopyRoom:
-    """Limits the bytes of all copies in `folder`, with their indexes, because a coordinator could send without end."""
+    """Limits the bytes of all copies in `folder` with their indexes: a coordinator could send data without end."""
 
     def __init__(self, folder: Path, limit_gib: float) -> None:
         self.folder, self._limit_gib = folder, limit_gib
@@ -58,8 +58,8 @@ class CopyRoom:
         self._lock = threading.Lock()
 
     def count(self) -> None:
-        """Count the bytes in the folder: a user removes copies, and indexes grow."""
-        with self._lock, contextlib.suppress(OSError):  # a folder was removed meanwhile: counted the next time
+        """Count the bytes in the folder, because users remove copies and indexes grow."""
+        with self._lock, contextlib.suppress(OSError):  # a folder was removed meanwhile: count again later
             self._used = sum(_size(path) for path in self.folder.rglob("*"))
 
     def take(self, size: int, what: str) -> None:
@@ -119,9 +119,9 @@ class RemoteCoordinator:
     def __init__(self, runs: CoordinatorClient, files: RunFileClient, folder: Path, peer: str, room: CopyRoom) -> None:
         self.folder, self.peer, self._room = folder, peer, room
         self._runs, self._files = runs, files
-        self._faults: dict[str, str] = {}  # by what was asked for
+        self._faults: dict[str, str] = {}  # faults by request
         self._lock = threading.Lock()
-        self._asked = 0.0  # for the state, on the monotonic clock
+        self._asked = 0.0  # last request of the state, on the monotonic clock
         self._answer = "running"  # the last state that the coordinator gave
         self._follower: threading.Thread | None = None
         self._closed = threading.Event()
@@ -129,7 +129,7 @@ class RemoteCoordinator:
     def close(self) -> None:
         """End the calls and the copy."""
         self._closed.set()
-        self._files.close()  # ends a call of the follower, which would take up to its timeout
+        self._files.close()  # ends the follower's call before its timeout
         self._runs.close()
         if self._follower is not None:
             self._follower.join(_RPC_SECONDS)
@@ -144,7 +144,7 @@ class RemoteCoordinator:
         run = self._ask("state", self._runs.get_run)
         if run is not None:
             self._answer = _ENDED.get(run.phase, "running")
-        elif self._answer == "running":  # it may have ended since, or only this machine cannot reach it
+        elif self._answer == "running":  # the run may have ended, or only this machine cannot reach it
             return "finished" if is_finished(self.folder) else "unreachable"
         return self._answer
 
@@ -172,16 +172,16 @@ class RemoteCoordinator:
                 try:
                     self.copy(file)
                     self._faults.pop(name, None)
-                except (Unavailable, DeadlinePassed):  # all files, or a large one goes on later
+                except (Unavailable, DeadlinePassed):  # all files are copied, or a large one continues later
                     break
-                except (FourfoldError, OSError) as error:  # OSError: the disk of this machine
+                except (FourfoldError, OSError) as error:  # OSError: an error of this machine's disk
                     self._faults[name] = f"{name} was not copied: {error}"
             self._closed.wait(_UPDATE_SECONDS)
 
     def copy(self, file: files_pb.RunFile.ValueType) -> None:
-        """Append to the copy of a file what it lacks; raise FourfoldError or OSError.
+        """Append the missing bytes to the copy of a file; raise FourfoldError or OSError.
 
-        If the file was replaced, the copy is replaced, too; readers tell it from the old one by its inode.
+        If the file was replaced, the copy is replaced, too; readers notice this by its inode.
         """
         path = self.folder / FILES[file]
         path.parent.mkdir(parents=True, exist_ok=True)

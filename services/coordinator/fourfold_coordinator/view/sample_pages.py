@@ -36,7 +36,7 @@ _NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
     "step_from": int, "step_to": int, "score_from": float, "score_to": float, "tokens_from": int, "tokens_to": int,
     "lag_from": int, "prompt_key": int,
 }  # fmt: skip
-_LIMIT: Final = 2**62  # of numbers in an address; SQLite has 64 bits
+_LIMIT: Final = 2**62  # limit of numbers in an address: SQLite has 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Consecutive tokens that the model sampled, or that it read."""
+    """Consecutive tokens that the model either sampled or read."""
 
     sampled: bool
     segment: int
-    number: int  # of the sampled turn in the trajectory, from 1; 0 for what the model read
+    number: int  # number of the sampled turn from 1; 0 for tokens that the model read
     count: int  # tokens of the whole turn
     tokens: list[Token]
 
@@ -162,8 +162,8 @@ def sample(request: Request) -> Response:
 def compare_group(config: Config | None, group: Sequence[SampleRow]) -> dict[str, float]:
     """Return the advantage of each trained trajectory of a group, from the scores, by the estimator of the recipe.
 
-    What the trainer adds is not in it: rewards of single turns, shaping, KL penalties, whitening over the batch. Empty
-    for estimators that do not compare the samples of a prompt, or compare terms, turns or tokens of them.
+    Additions of the trainer are left out: rewards of single turns, shaping, KL penalties, whitening over the batch.
+    Empty for estimators that do not compare whole samples of a prompt.
     """
     trained = [row for row in group if not row.dropped and row.score is not None]
     estimator = config.algorithm.advantage if config else None
@@ -186,7 +186,7 @@ def compare_group(config: Config | None, group: Sequence[SampleRow]) -> dict[str
 def cut_turns(
     segments: Sequence[TokenSegment], spans: Sequence[tuple[int, int]], tokenizer: Tokenizer | None, begin: int
 ) -> Iterator[Turn]:
-    """Yield the turns of a trajectory, with those of their tokens that are on the page from token `begin`.
+    """Yield the turns of a trajectory with their tokens on the page that starts at token `begin`.
 
     `spans` are [policy version, tokens] over all segments.
     """
@@ -199,7 +199,7 @@ def cut_turns(
         for first, end in itertools.pairwise(edges):
             own = bool(sampled[first])
             number += own
-            # Only what is on the page is decoded.
+            # Decode only the tokens of the page.
             low, high = max(first, begin - place), min(end, begin + PAGE_TOKENS - place)
             tokens = [
                 _token(segment, index, versions[bisect_right(ends, place + index)], tokenizer)

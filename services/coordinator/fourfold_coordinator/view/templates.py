@@ -45,7 +45,7 @@ def cut(text: str, length: int) -> str:
 
 
 def moment(text: str, *, short: bool = False) -> Markup:
-    """Return a time for view.js, which writes it in the zone of the browser with its age; other texts as they are.
+    """Return a time for view.js, which formats it in the browser's time zone with its age; other texts stay unchanged.
 
     With `short`, view.js writes the age alone.
     """
@@ -58,7 +58,7 @@ def moment(text: str, *, short: bool = False) -> Markup:
 
 
 def answer_count(evaluation: EvalRow | SetResult) -> Markup:
-    """Return how many answers a held-out score is of, with a mark if some of them have no score."""
+    """Return the number of answers of a held-out score, with a mark if some have no score."""
     count, missing = evaluation.answer_count, evaluation.missing_count
     if not missing:
         return Markup("<small>({:,} answer{})</small>").format(count, "s" * (count != 1))

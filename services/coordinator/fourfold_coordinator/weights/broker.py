@@ -1,4 +1,4 @@
-"""Decides which engines receive the trainer's weights, and when: all after a step, late or failed engines at once.
+"""Decides which engines receive the trainer's weights and when: all engines after a step, late and failed ones at once.
 
 The router uses an engine only while it serves the current version and the broker trusts it: the broker updated it, or
 nothing was published yet and its probe agrees with the trainer's. An engine whose update failed is fenced: it gets no
@@ -42,7 +42,7 @@ _TICK_SECONDS: Final = 0.25
 # Back-off of an engine whose update failed; it doubles with each failure in a row.
 _FIRST_BACKOFF_SECONDS: Final = 0.5
 _MAX_BACKOFF_SECONDS: Final = 60.0
-# An update that takes longer appears in the run's status.
+# A longer update is shown in the run's status.
 _SLOW_SECONDS: Final = 2.0
 _SHOW_SECONDS: Final = 1.0
 # Key in the ledger: [member id, incarnation, version] of the engines that hold a version of this run.
@@ -71,10 +71,10 @@ class WeightBroker:
 
         `probe_ids`, int32 [n] with n >= 1, are the tokens whose log-probabilities are compared after each update.
         """
-        self.lock = asyncio.Lock()  # held while the trainer computes or its weights change: it sends none meanwhile
-        self._updates = asyncio.Lock()  # held in an update of engines; taken after `lock`
-        self.version = -1  # published last; -1: none, or its trainer died
-        self.held: ReplicaKey | None = None  # the engine that keeps the version that it has
+        self.lock = asyncio.Lock()  # held while the trainer computes or its weights change, because it cannot send then
+        self._updates = asyncio.Lock()  # held during an update of engines; acquired after `lock`
+        self.version = -1  # last published version; -1: none, or its trainer died
+        self.held: ReplicaKey | None = None  # engine that is left out of updates
         self.sleeper = EngineSleeper(config, router, status)
         self._router, self._session, self._ledger, self._disk = router, session, ledger, disk
         self._status = status
@@ -84,14 +84,14 @@ class WeightBroker:
         for name, incarnation, version in json.loads(ledger.get(_ENGINES_KEY) or "[]"):
             self._updater.verified[name, incarnation] = version
         self._timeout = config.weights.timeout_seconds
-        self._sleeps = bool(config.placement.colocated)  # engines give their memory to the trainer
+        self._sleeps = bool(config.placement.colocated)  # whether engines free their memory for the trainer
         self._step = 0
-        self._failures: dict[ReplicaKey, tuple[int, float]] = {}  # failures in a row, monotonic time of the next try
+        self._failures: dict[ReplicaKey, tuple[int, float]] = {}  # failures in a row and monotonic time of the next try
 
     async def resync(self, version: int, *, step: int) -> None:
         async with self.lock:
-            # A failed update may have been the fault of a trainer that is gone, so back-offs end here. Engines that
-            # refused the model stay out.
+            # Back-offs end here, because the trainer that is gone may have caused the failures. Engines that refused
+            # the model stay out.
             self._failures = {key: failure for key, failure in self._failures.items() if failure[1] == math.inf}
             await self.publish(version, step=step)
 
@@ -127,11 +127,11 @@ class WeightBroker:
                     continue
                 async with self._updates:
                     try:
-                        # A restart that ended the loop's update released the lock before it invalidated the version.
+                        # After a restart of the trainer, the loop releases the lock before it invalidates the version.
                         self._session.check_process()
                         await self._update_or_fence(self._next_engines())
                     except (DiskFull, WeightsRefused):
-                        raise  # no later attempt can succeed
+                        raise  # no later update can succeed
                     except TrainerRestarted:
                         self.invalidate()  # the loop gets the same error, and calls `resync`
                     except FourfoldError as error:  # the loop gets the trainer's error with its next call
@@ -168,7 +168,7 @@ class WeightBroker:
         self._status.policy_version = version
 
     def _outdated_engines(self) -> list[Replica]:
-        """Return the engines that do not serve the current version and whose back-off is over."""
+        """Return the engines without the current version whose back-off is over."""
         now = self._router.clock.monotonic()
         return [
             replica
@@ -180,8 +180,8 @@ class WeightBroker:
         ]
 
     def _next_engines(self) -> list[Replica]:
-        """Return the engines of the next update: all that did not fail before, else one that did."""
-        # In gloo and NCCL an engine that hangs makes its whole group fail, so engines that failed are tried alone.
+        """Return the engines of the next update: all that have not failed, otherwise one that has."""
+        # With gloo and NCCL a hanging engine makes its whole group fail, so failed engines are tried alone.
         outdated = self._outdated_engines()
         healthy = [replica for replica in outdated if replica.key not in self._failures]
         return healthy or sorted(outdated, key=lambda replica: self._failures[replica.key][1])[:1]
@@ -196,7 +196,7 @@ class WeightBroker:
                 return await self._update(replicas, on_sampling)
             except UpdateFailed as failed:
                 if failed.trainer is not None:
-                    await self._session.ensure_answering()  # raises when the version died with its trainer
+                    await self._session.ensure_answering()  # raises if the version was lost with its trainer
                 log.warning("weight update failed version=%d error=%s", self.version, failed)
                 if failed.trainer is not None and not trainer_failed:
                     trainer_failed = True  # the second attempt shows whether the trainer or an engine is to blame
@@ -218,7 +218,7 @@ class WeightBroker:
     ) -> WeightUpdateResult:
         """Send weights to the replicas that need them, probe the others, and make all of them usable.
 
-        `feeder` sends them in the trainer's place, of which nothing is asked then.
+        With `feeder`, this engine sends them, and the trainer is not called.
         """
         asked = [*replicas, *([feeder] if feeder else [])]
         about = await call_all({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in asked})
@@ -252,10 +252,10 @@ class WeightBroker:
     async def _send(
         self, engines: Sequence[DescribedEngine], on_sampling: Callable[[], None], feeder: DescribedEngine | None
     ) -> WeightUpdateResult:
-        """Update engines. Each gets requests as soon as it samples, which is before its tokens are released.
+        """Update engines. Each gets requests as soon as it samples, before its tokens are released.
 
-        An engine whose last update failed gets none before its probe has agreed: each try would cost its groups one of
-        theirs, and they would be lost before the engine is well or another one comes.
+        An engine whose last update failed gets no requests before its probe agrees. Otherwise its groups would use up
+        their tries before the engine recovers or another one joins.
         """
         reason = f"weights of version {self.version} on their way"
         for engine in engines:
@@ -297,7 +297,7 @@ class WeightBroker:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _wake(self, current: Sequence[DescribedEngine], outdated: Sequence[DescribedEngine]) -> float:
-        """Wake sleeping engines: all memory of current ones, else the weights' alone; return the seconds it took."""
+        """Wake sleeping engines: all memory of current ones, only the weights of others; return the seconds."""
         # An outdated engine allocates its KV cache after the commit, when it has weights to sample with.
         began = time.monotonic()
         calls = {
@@ -312,14 +312,14 @@ class WeightBroker:
         return time.monotonic() - began
 
     def _is_current(self, engine: DescribedEngine) -> bool:
-        """Return whether the engine serves the current version, and this run's weights under that number."""
+        """Return whether the engine serves the current version, with this run's weights."""
         known = self.version == 0 or self._updater.verified.get(engine.key) == self.version
         clean = engine.about.weight_state == control.WEIGHT_STATE_CLEAN
         return clean and known and engine.about.policy_version == self.version
 
     async def _outnumber_foreign_versions(self, engines: Sequence[DescribedEngine]) -> None:
         """Raise the trainer's version above those of engines that hold weights of another run."""
-        # Versions never decrease on an engine, so it would refuse ours under its own number or a lower one.
+        # The version of an engine never decreases, so the engine would refuse ours under its own number or a lower one.
         if foreign := [engine.about.policy_version for engine in engines if self._is_foreign(engine)]:
             version = await self._session.raise_policy_version(max(foreign) + 1)
             await self._set_version(version, self._step)
@@ -330,7 +330,7 @@ class WeightBroker:
         return not self._is_current(engine) and newer and engine.about.weight_state != control.WEIGHT_STATE_DIRTY
 
     def _fence(self, replica: Replica, error: FourfoldError) -> None:
-        """Route nothing to an engine until an update of it succeeds.
+        """Route no call to an engine until its update succeeds.
 
         Raises WeightsRefused when it can never accept the weights and no other engine is left to try.
         """

@@ -17,10 +17,10 @@ from ..routing.trainer_session import TrainerRestarted
 
 T = TypeVar("T")
 
-# A member that fails makes the others of its NCCL or gloo group fail a moment later. This is how long `call_all`
-# collects further errors after the first, so that the caller can tell the engines that failed from those that are well.
+# A failed member makes the other members of its NCCL or gloo group fail a moment later. `call_all` collects further
+# errors for this time after the first, so that the caller can tell failed engines from healthy ones.
 _BLAME_SECONDS: Final = 1.0
-# The neighbours of a member that stands still give up up to 5 s before its own call ends at the deadline (`gloo.py`).
+# The neighbours of a stalled member give up at most 5 s before its own call ends at the deadline (`gloo.py`).
 _CAUSE_SECONDS: Final = 10.0
 _STARTS_PER_TURN: Final = 32  # calls that begin in one turn of the event loop
 
@@ -72,9 +72,9 @@ async def call_all(
     """Run one call per engine, and one to the trainer, concurrently; return the engines' answers.
 
     Raises:
-        UpdateFailed: with the errors that came within a second of the first, or until a member failed for a reason of
-            its own. Members that only lost that one (`errors.CONSEQUENCES`) are not listed. Calls still running are
-            cancelled.
+        UpdateFailed: with the errors within a second of the first, or until a member failed for a reason of its own.
+        Members that failed only because of that member (`errors.CONSEQUENCES`) are not listed. Running calls are
+        cancelled.
         TrainerRestarted: the trainer is a new process.
     """
     sender: asyncio.Future[object] | None = None if trainer is None else asyncio.ensure_future(trainer)
@@ -109,7 +109,7 @@ async def call_all(
         failures = causes
         if trainer_error is not None and trainer_error.reason in CONSEQUENCES:
             trainer_error = None
-    # The trainer served at least one engine, so its error is a consequence of the engines that failed.
+    # The trainer served at least one engine, so the failed engines caused its error.
     if failures and any(task.done() and not task.cancelled() and task.exception() is None for task in tasks.values()):
         trainer_error = None
     if failures or trainer_error is not None:
@@ -118,7 +118,7 @@ async def call_all(
 
 
 def _only_consequences(tasks: Sequence[asyncio.Future[Any]]) -> bool:
-    """Return whether tasks have failed, and each of them because of a member whose own error is not known yet."""
+    """Return whether tasks have failed, all of them because of a member whose own error is not known yet."""
     errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
     known = [error for error in errors if error is not None]
     return bool(known) and all(isinstance(error, FourfoldError) and error.reason in CONSEQUENCES for error in known)

@@ -1,4 +1,4 @@
-"""Admits engines that serve the model folder that they loaded, for an evaluation without a trainer."""
+"""Admits engines with the weights of their model folder, for an evaluation without a trainer."""
 
 from __future__ import annotations
 

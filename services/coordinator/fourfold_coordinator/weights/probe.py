@@ -1,7 +1,7 @@
 """Compares log-probabilities of one fixed prompt between the trainer and each engine after a weight update.
 
-A digest proves that the bytes arrived. The probe proves that the engine computes with them: a cached, pre-packed or
-never replaced matrix passes every digest and fails the probe.
+A digest proves that the bytes arrived. The probe proves that the engine computes with them: a stale copy of a matrix
+passes every digest and fails the probe.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..routing.replica import ReplicaKey
 log = logging.getLogger("fourfold.coordinator")
 
 _MAX_TOKENS: Final = 64
-# An engine's log-probabilities must change, too, when the trainer's change by more than rounding on average, or when
-# many of them change visibly. Fewer and smaller changes can disappear: a bfloat16 logit between 4 and 8 has steps of
+# If the trainer's log-probabilities change by more than rounding on average, or many of them change visibly, those of
+# an engine must change, too. Fewer and smaller changes can disappear: a bfloat16 logit between 4 and 8 has steps of
 # 0.03, and in a trained model a step of the trainer may move no logit of the engine over the border to the next one.
 _LARGE_CHANGE: Final = 0.05  # nats, mean over the prompt
 _VISIBLE_CHANGE: Final = 1e-3  # nats
@@ -31,12 +31,12 @@ _MANY: Final = 16  # tokens, and at least half of the prompt's
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
-    """The values of an engine, and since when it has them."""
+    """The values of an engine, and the first version with these values."""
 
     version: int
     engine: Float32Array
     trainer: Float32Array | None
-    """The trainer's values at that version, if they were computed."""
+    """The trainer's values at that version, if known."""
 
 
 class LogprobProbe:

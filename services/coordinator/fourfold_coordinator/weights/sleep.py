@@ -31,7 +31,7 @@ _RETRY_SECONDS: Final = 0.25
 
 
 class SleepRefused(WrongState):
-    """An engine answered and kept its memory, which the trainer needs."""
+    """An engine refused to sleep and keeps the memory that the trainer needs."""
 
 
 class EngineSleeper:
@@ -40,11 +40,11 @@ class EngineSleeper:
     def __init__(self, config: Config, router: Router, status: WeightPlaneStatus) -> None:
         self._enabled, self._timeout = config.rollout.sleep_mode, config.weights.timeout_seconds
         self._router, self._status = router, status
-        self._awake: dict[str, str] = {}  # member id -> what the run shows as the reason of its wait
+        self._awake: dict[str, str] = {}  # member id -> the displayed reason of the wait
 
     @asynccontextmanager
     async def asleep(self) -> AsyncIterator[dict[str, float]]:
-        """Keep every engine asleep within the block, also those that join; yield the time it took by metric name.
+        """Keep every engine asleep within the block, including new ones; yield the duration by metric name.
 
         The update after the block deals with engines that left or did not answer. The end of the block waits for
         engines that are falling asleep. Raises SleepRefused when an engine cannot sleep, or refused for too long.
@@ -117,8 +117,8 @@ class EngineSleeper:
         try:
             await asyncio.shield(call)
         except asyncio.CancelledError:
-            # The engine completes a sleep that it has begun, and reports itself awake until then. An update that
-            # started meanwhile would not wake it.
+            # The engine completes a sleep that it has begun, and reports itself awake until then. An update during this
+            # time would not wake it.
             await asyncio.wait([call])
             raise
         finally:

@@ -2,10 +2,9 @@
 
 The updater and the broker report changes here; this module makes no decisions. Phases of an update:
 
-    join        trainer and engines open a common epoch
-    pause       engines stop sampling; those that have stopped, and the trainer, wait for the others
-    transfer    engines wait for the trainer, the trainer for the engines
-    commit      each engine on its own: switch to the new weights, probe, wait for the trainer's probe, release held
+    join        trainer and engines open an epoch pause       engines stop sampling; those that have stopped, and the
+    trainer, wait for the others transfer    engines wait for the trainer, the trainer for the engines commit      each
+    engine on its own: switch to the new weights, probe, wait for the trainer's probe, release held
                 tokens
     abort       trainer and engines give up the update
 """
@@ -38,7 +37,7 @@ TRANSFER: Final = "transfer"
 COMMIT: Final = "commit"
 ABORT: Final = "abort"
 
-_MAX_WAITS: Final = 16  # members that one waits for, in a report: with a thousand engines, all would be a million
+_MAX_WAITS: Final = 16  # most reported members for which one waits: all pairs of a thousand engines would be a million
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +54,7 @@ class WeightPlaneStatus:
     def __init__(self, now: Callable[[], float] = time.monotonic, *, timeline: Timeline | None = None) -> None:
         """Start between updates; `timeline` records for how long each engine is UPDATING."""
         self._now, self._timeline = now, timeline or Timeline()
-        self.policy_version = -1  # published last, or being published
+        self.policy_version = -1  # version that was published last or is being published
         self.epoch = 0
         self.last_seconds = self.last_pause_seconds = 0.0  # the last complete update, and its longest engine pause
         self.phase = ""  # of the current update; empty between updates
@@ -63,7 +62,7 @@ class WeightPlaneStatus:
         self._trainer = ""
         self._engines: set[str] = set()  # members of the current update
         self._busy: set[str] = set()  # members with unfinished work in this phase
-        self._first_busy: list[str] | None = None  # the first engines among them, in order; None: not known
+        self._first_busy: list[str] | None = None  # the first busy engines in order; None: not computed yet
         self._statuses: dict[str, _EngineStatus] = {}
 
     def begin_phase(
@@ -107,7 +106,7 @@ class WeightPlaneStatus:
         return self._now() - self._since
 
     def waits_for(self, name: str) -> list[str]:
-        """Return the members whose answers a member waits for, in order; of many, the first 16."""
+        """Return the members for which a member waits, in order; at most the first 16."""
         if not self.phase or (name != self._trainer and name not in self._engines):
             return []
         trainer = [self._trainer] if self._trainer in self._busy and self._trainer != name else []
@@ -158,7 +157,7 @@ class WeightPlaneStatus:
         else:
             status, version = self._engine(name), replica.version
         state, waits_for = status.state, self.waits_for(name)
-        # A new process of this name is not usable yet, and must not show its predecessor's state.
+        # A new process of this name is not usable yet; do not show the state of its predecessor.
         replaced = state == SERVING and replica.unusable_reason
         if replaced or (state == UPDATING and name not in self._busy and waits_for):
             state = WAITING

@@ -1,4 +1,4 @@
-"""Runs one two-phase weight update: afterwards every engine serves the new version, or none that took part serves.
+"""Runs a two-phase weight update: afterwards all engines of the update serve the new version, or none of them serves.
 
     epoch (once per membership)   MakeOffer(trainer, per group) -> OpenWeights(trainer and engines concurrently)
     version (every update)        SendWeights(trainer) and BeginWeights(engines) concurrently -> when all engines have
@@ -12,8 +12,8 @@ After that every engine has the weights, and an engine that fails is aborted alo
 the end of BeginWeights to the start of CommitWeights; the engine measures it. The trainer computes the probe after the
 transfer, because it computes and sends on one thread: its 0.1 s then pass while the engines sample.
 
-A late engine can get the weights from one that holds them already, while the trainer computes: `FeedWeights` of that
-engine takes the place of MakeOffer, OpenWeights and SendWeights of the trainer.
+A late engine can get the weights from an engine that has them, while the trainer computes: `FeedWeights` of that engine
+replaces MakeOffer, OpenWeights and SendWeights of the trainer.
 
 The weights themselves never pass through this process: it hands over opaque offers and compares digests. Every call
 carries a deadline that the worker enforces, too.
@@ -56,22 +56,22 @@ _ABORT_SECONDS: Final = 15.0
 _PROBE_SECONDS: Final = 3 * INFO_SECONDS
 _SUMS_SECONDS: Final = 10.0
 _SUMS_POLL_SECONDS: Final = 0.1
-# Backends whose receivers keep what arrived, and values of weights.backend with which engines feed others (by gloo).
+# Backends whose receivers keep a copy, and values of weights.backend with which engines feed others (by gloo).
 _KEPT: Final = frozenset({"shm", "gloo"})
 _FED: Final = frozenset({"auto", "gloo"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
-    """A version as it was sent: what every receiver must have."""
+    """The digests of a version that was sent, which every receiver must have."""
 
     policy_version: int
     digest: bytes
-    sums: bytes  # of every tensor; empty: `digest` covers only the manifest and the version
+    sums: bytes  # sums of every tensor; empty: `digest` covers only the manifest and the version
 
 
 class PhaseTimer:
-    """Times the parts of one update. For calls that run concurrently the slowest counts."""
+    """Times the parts of one update. Of concurrent calls, the slowest counts."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -104,24 +104,24 @@ class WeightUpdater:
     def __init__(self, config: Config, session: TrainerSession, probe: LogprobProbe, status: WeightPlaneStatus) -> None:
         self._weights, self._session, self._probe, self._status = config.weights, session, probe, status
         self.pause_mode = config.pause_mode
-        # Trainer and engines may have seen epochs of an earlier coordinator, which must be smaller. A coordinator makes
-        # far fewer than one epoch per millisecond, so the time of day in milliseconds is always larger.
+        # Epochs must be larger than those of an earlier coordinator. A coordinator makes far fewer than one epoch per
+        # millisecond, so the time of day in milliseconds is always larger.
         self._epoch = int(time.time() * 1000)
         self._members: tuple[object, ...] | None = None  # of the open epoch; None: no epoch is open
         self._rounds = 0  # complete transfers of the open epoch
-        self._layout: tuple[str, weight.GetManifestResponse] | None = None  # with the trainer's incarnation
+        self._layout: tuple[str, weight.GetManifestResponse] | None = None  # manifest with the trainer's incarnation
         self._manifest = b""
         self._timer = PhaseTimer()
         self._skip_sums = False
         self._groups: list[BackendGroup] = []  # of the open epoch
-        self._sent: _Sent | None = None  # by the trainer last
+        self._sent: _Sent | None = None  # last version that the trainer sent
         self._holders: dict[ReplicaKey, tuple[int, int]] = {}
-        """Version and epoch of the engines that keep a copy of what arrived, and can feed others."""
+        """Version and epoch of the engines that keep a copy of the weights and can feed others."""
         self.verified: dict[ReplicaKey, int] = {}
         """Version of this run that each engine holds with an agreeing probe; it may not serve it yet."""
 
     def can_feed(self, key: ReplicaKey, version: int) -> bool:
-        """Return whether an engine can send `version` to others, and nothing else is needed of the trainer."""
+        """Return whether an engine can send `version` to others without any call to the trainer."""
         known = self._sent is not None and self._sent.policy_version == version
         held = self._holders.get(key, (-1, 0))[0] == version
         return known and held and self._probe.has_trainer_logprobs(version) and self._weights.backend in _FED
@@ -134,7 +134,7 @@ class WeightUpdater:
         on_sampling: Callable[[DescribedEngine], None],
         feeder: DescribedEngine | None = None,
     ) -> WeightUpdateResult:
-        """Bring `engines` to `version`, which the trainer holds, or an engine that feeds them (see `can_feed`).
+        """Bring `engines` to `version`, which the trainer or a feeding engine holds (see `can_feed`).
 
         `on_sampling` is called for each engine that samples with the new weights. The engine takes requests from then
         on, and delivers their tokens when its probe has agreed; otherwise these requests fail.
@@ -161,7 +161,7 @@ class WeightUpdater:
         try:
             results = await asyncio.gather(*(self._commit(e, version, end, lookup, on_sampling) for e in engines))
         finally:
-            lookup.cancel()  # it still runs only if every engine failed before its probe was compared
+            lookup.cancel()  # the lookup still runs only if every engine failed before its probe was compared
             await asyncio.gather(lookup, return_exceptions=True)
             self._status.end_update()
         failures = {e.key: r for e, r in zip(engines, results, strict=True) if isinstance(r, FourfoldError)}
@@ -179,7 +179,7 @@ class WeightUpdater:
         return WeightUpdateResult(seconds=seconds, probe_diffs=tuple(probe_diffs))
 
     async def accept_current(self, engines: Sequence[DescribedEngine], version: int) -> WeightUpdateResult:
-        """Let engines that hold `version` already serve it after a probe; raise UpdateFailed with those that differ."""
+        """Let engines that already hold `version` serve it after a probe; raise UpdateFailed with those that differ."""
         if not engines:
             return WeightUpdateResult()
         await self._probe_trainer(version, timeout=_PROBE_SECONDS)
@@ -334,7 +334,7 @@ class WeightUpdater:
             calls = engine.replica.control
             begin = calls.begin(epoch=epoch, policy_version=version, pause_mode=mode, timeout=_seconds_until(end))
             await self._call_engine(engine, begin)
-            if await all_paused.wait() == 0:  # exactly one task gets 0
+            if await all_paused.wait() == 0:  # the last task to decrement gets 0
                 busy = [other.name for other in engines]
                 trainer_sends = feeder is None and not sent
                 self._begin_phase(status.TRANSFER, engines, busy=[*busy, self._session.name] if trainer_sends else busy)
@@ -345,7 +345,7 @@ class WeightUpdater:
                 return await self._call_engine(engine, receive)
 
         self._begin_phase(status.PAUSE, engines)
-        # The trainer's send waits for its receivers, so that no time passes between the last pause and the first byte.
+        # The trainer's send waits for its receivers, so the first byte follows the last pause at once.
         calls = {engine.key: pause_and_receive(engine) for engine in engines}
         digests = await call_all(calls, trainer=send() if feeder is None else None)
         self._sent = source = sent[0] if feeder is None else await self._fed(feeder, version)
@@ -356,9 +356,9 @@ class WeightUpdater:
         self._holders.update({engine.key: (version, epoch) for group in held for engine in group})
 
     def _wrong_engines(self, digests: Mapping[ReplicaKey, bytes], digest: bytes) -> list[DescribedEngine]:
-        """Return the engines to blame for other digests than the one that was sent.
+        """Return the engines that caused digests to differ from the one that was sent.
 
-        In a chain the first one is: those behind it got their weights from it.
+        In a chain it is the first one with a difference, because the engines after it got their weights from it.
         """
         wrong: list[DescribedEngine] = []
         for group in self._groups:
@@ -367,9 +367,9 @@ class WeightUpdater:
         return wrong
 
     async def _fed(self, feeder: DescribedEngine, version: int) -> _Sent:
-        """Return what `feeder` has sent: as the trainer sent it, or, if that had no sums, with those of the feeder.
+        """Return the digests of the weights that `feeder` sent: the trainer's, or, without sums, those of the feeder.
 
-        Raises UpdateFailed: the feeder does not tell its sums.
+        Raises UpdateFailed: the feeder does not report its sums.
         """
         assert self._sent is not None, "can_feed"
         if self._sent.sums:
@@ -377,7 +377,7 @@ class WeightUpdater:
         epoch, sums = self._holders[feeder.key][1], b""
         end = time.monotonic() + _SUMS_SECONDS
         try:
-            while not sums and time.monotonic() < end:  # it computes them when it has sent everything
+            while not sums and time.monotonic() < end:  # the feeder computes the sums after it has sent all tensors
                 sums = await feeder.replica.call(feeder.replica.control.sums(epoch=epoch, timeout=_SUMS_SECONDS))
                 await asyncio.sleep(0 if sums else _SUMS_POLL_SECONDS)
         except FourfoldError as error:
@@ -423,7 +423,7 @@ class WeightUpdater:
             with self._timer.measure(m.COMMIT_SECONDS):
                 commit = calls.commit(epoch=epoch, policy_version=version, hold=True, timeout=_seconds_until(end))
                 self._timer.add(m.PAUSE_SECONDS, await engine.replica.call(commit))
-            if engine.about.sleeping:  # the weights got their memory before the update; sampling needs more
+            if engine.about.sleeping:  # sampling needs more than the memory of the weights
                 with self._timer.measure(m.TIME_WAKE):
                     await engine.replica.call(calls.wake("kv_cache", timeout=_seconds_until(end)))
             self._timer.lap(m.SAMPLING_SECONDS)
@@ -442,7 +442,7 @@ class WeightUpdater:
         except FourfoldError as error:
             return error
         finally:
-            if not served:  # it may serve either version, or hold tokens back
+            if not served:  # the engine may serve either version, or hold tokens back
                 engine.replica.version = -1
                 await self._abort_engine(engine)
 
@@ -461,7 +461,7 @@ class WeightUpdater:
         """Abort the update on all engines and, if it takes part, on the trainer, and close the epoch."""
         self._members = None
         if trainer:
-            self._layout = None  # the next GetManifest is repeated until a trainer that died has been restarted
+            self._layout = None  # the next GetManifest is retried until a dead trainer has restarted
         self._begin_phase(status.ABORT, engines)
 
         async def abort_trainer() -> None:
@@ -502,7 +502,7 @@ class WeightUpdater:
         self._status.begin_phase(phase, trainer=self._session.name, engines=[e.name for e in engines], busy=busy)
 
     async def _call_engine(self, engine: DescribedEngine, call: Coroutine[Any, Any, T]) -> T:
-        """Make the call that ends an engine's work in the phase; raise Unavailable when its lease ends meanwhile."""
+        """Make the call that ends an engine's work in the phase; raise Unavailable if its lease ends meanwhile."""
         result = await engine.replica.call(call)
         self._status.mark_done(engine.name)
         return result

@@ -48,7 +48,7 @@ def clustered_interval(scores: Sequence[float], clusters: Sequence[str]) -> tupl
 
 
 def _answers_per_effective(squares: float, scores: Sequence[float], mean: float, groups: int) -> float:
-    """Return the number of scores that tell as much as one of a coin with this mean; n / G if there is no variance.
+    """Return the number of scores with the information of one toss of a coin with this mean; n / G without variance.
 
     The variance of the mean is `squares` / n^2, and p (1 - p) / n for independent answers of a coin. A hundredth of a
     cluster that fails as a whole is added to both: near 0 and 1, few clusters fail, and a single failed answer says

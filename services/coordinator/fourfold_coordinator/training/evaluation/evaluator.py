@@ -1,7 +1,7 @@
 """Evaluates the policy on held-out sets: mean score, pass@k and maj@k of sampled answers, with 95 % intervals.
 
-Every evaluation of a run uses the same request seeds, so that two of them differ by the weights alone; `fourfold eval`
-uses them, too. Answers of one task group are not independent: the intervals are clustered by group.
+All evaluations of a run and `fourfold eval` use the same request seeds, so that two of them differ only by the weights.
+Answers of one task group are not independent: the intervals are clustered by group.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Evaluator:
     async def _answer(
         self, held_out: HeldOutSet, prompt: Prompt, *, step: int, version: int, engine: ReplicaKey | None
     ) -> list[Trajectory]:
-        """Return the answers to one prompt, those without a score as dropped; none when a service failed too often."""
+        """Return the answers to one prompt, those without a score as dropped; empty when a service failed too often."""
         budget, count = self._service_calls.budget(), held_out.rule.samples_per_prompt
         name = f"eval{step}-{held_out.name}-{prompt.index}"
         seed = derive_seed(self._config.seed, "eval", prompt.index)
@@ -224,7 +224,7 @@ class Evaluator:
         self, prompt: Prompt, name: str, budget: RetryBudget, *, count: int, seed: int
     ) -> list[Trajectory]:
         """Return the attempts of agents at one prompt, those without a score as dropped; raise GivenUp."""
-        name = f"{name}-{secrets.token_hex(4)}"  # a Put for an evaluation that was interrupted must not fit this one
+        name = f"{name}-{secrets.token_hex(4)}"  # a Put for an interrupted evaluation must not match this one
         group = TaskGroup(
             group_id=name,
             prompt=prompt,

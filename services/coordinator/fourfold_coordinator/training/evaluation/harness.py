@@ -1,6 +1,7 @@
 """Runs tasks of lm-evaluation-harness on the engines of an evaluation. Imports `lm_eval`: the extra `lm-eval`.
 
-The harness asks in a thread of its own; the calls run on the coordinator's event loop, by its router, with its retries.
+The harness runs in a thread of its own. Its requests become calls on the coordinator's event loop, with the router's
+retries.
 """
 
 from __future__ import annotations

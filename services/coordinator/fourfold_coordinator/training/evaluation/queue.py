@@ -1,4 +1,4 @@
-"""Evaluates beside the next steps: one engine keeps the weights that are evaluated, the others get newer ones.
+"""Evaluates beside the next steps: one engine keeps the evaluated weights, the others get newer ones.
 
 step k is published --> put: an engine is chosen --> its answers, all of one version --> metrics of step k
                           |                                                               |
@@ -19,7 +19,7 @@ from ...routing.replica import Replica, ReplicaKey
 from ..context import RunContext
 from ..step_report import StepRecord, StepReporter
 
-_TICK_SECONDS: Final = 0.25  # an engine dies without a notice
+_TICK_SECONDS: Final = 0.25  # the death of an engine wakes no waiter
 
 Evaluate = Callable[[int, int, ReplicaKey | None], Awaitable[dict[str, float]]]
 
@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
 
     record: StepRecord
     version: int  # of the weights to evaluate
-    engine: ReplicaKey | None  # that keeps them; None: no engine has them
+    engine: ReplicaKey | None  # engine that keeps them; None: no engine has them
 
 
 class EvaluationQueue:
@@ -42,7 +42,7 @@ class EvaluationQueue:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, as when a run starts again."""
+        """Forget all evaluations, for a new start of the run."""
         self._records: asyncio.Queue[_Entry | None] = asyncio.Queue()
         self._open = 0
         self._idle = asyncio.Event()
@@ -78,13 +78,13 @@ class EvaluationQueue:
     async def before_publish(self) -> None:
         """Return when new weights may go to the engines that are not held: all but one, or all.
 
-        The caller holds the broker's lock. An engine that joins cannot get the weights of an evaluation that waits for
-        it until then, so this waits only as long as some engine has them. The evaluation is then of newer weights.
+        The caller holds the broker's lock, so a joining engine cannot get the weights of a waiting evaluation
+        meanwhile. This waits only while some engine has these weights; otherwise the evaluation is of newer weights.
         """
         while self._open:
             engines = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.present]
             others = [r for r in engines if r.key != self._broker.held]
-            if self._open == 1 and others:  # a second evaluation has begun on no engine yet
+            if self._open == 1 and others:  # no engine has begun the second evaluation yet
                 return
             if not self._current_engines():
                 return

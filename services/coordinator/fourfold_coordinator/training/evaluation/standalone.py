@@ -1,4 +1,4 @@
-"""Evaluates a model without a trainer, for `fourfold eval`, and writes what was measured to the run's folder.
+"""Evaluates a model without a trainer, for `fourfold eval`, and writes the results to the run's folder.
 
 evaluation.json  {"score", "half_width", "interval": as in report.json, null if a set has no score; "seed"; "success";
                  "seconds"; "scorers": name@version each; "sets": as in `state/eval_results.py`, with "prompts",
@@ -54,7 +54,7 @@ class StandaloneEvaluation:
         results = [each.result(self._config.evaluation.success) for each in answered]
         facts = {"seconds": round(time.monotonic() - began, 3), **self._facts(answered), **_summary(answered, results)}
         await context.disk.write_in_thread(self._write_answers, answered)
-        await context.disk.write_in_thread(self._write, facts)  # before the harness, which may fail
+        await context.disk.write_in_thread(self._write, facts)  # written before the harness runs, which may fail
         if harness := await asyncio.to_thread(self._run_harness, asyncio.get_running_loop()):
             await context.disk.write_in_thread(self._write, {**facts, "lm_eval": harness})
         log.info("evaluation finished: folder=%s seconds=%.1f", context.folder, time.monotonic() - began)

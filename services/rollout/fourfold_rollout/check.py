@@ -1,4 +1,4 @@
-"""Checks the parsers of a recipe before anything is started; see `fourfold.plan.preflight`."""
+"""Checks the parsers of a recipe before a process is started; see `fourfold.plan.preflight`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_parsers(preflight: Preflight) -> None:
 
 
 def _names(package: Path) -> list[str]:
-    """Return the keys of the table of parsers in a package of vLLM; [] if there is none, as in another version."""
+    """Return the keys of the table of parsers in a package of vLLM; [] if this version of vLLM has no such table."""
     names = list[str]()
     with suppress(OSError, SyntaxError):
         for node in ast.parse((package / "__init__.py").read_text(encoding="utf-8")).body:

@@ -35,21 +35,21 @@ class EngineSettings:
 
     folder: Path  # Hugging Face model folder
     dtype: Literal["bfloat16", "float32"]
-    head_dtype: Literal["", "float32"] = ""  # of the logits; empty: `dtype`
+    head_dtype: Literal["", "float32"] = ""  # dtype of the logits; empty: `dtype`
     max_context_tokens: int
     max_concurrent_samples: int
     max_batched_tokens: int
     enforce_eager: bool
-    kv_cache_gib: int | None  # on each GPU; None: 1 on CPU, the rest of `gpu_memory_utilization` on GPUs
+    kv_cache_gib: int | None  # KV cache of each GPU; None: 1 on CPU, the rest of `gpu_memory_utilization` on GPUs
     gpus: int  # 0: CPU
-    stages: int = 1  # of the pipeline; each has an equal part of the GPUs
+    stages: int = 1  # stages of the pipeline; each has an equal part of the GPUs
     gpu_memory_utilization: float
     seed: int
     sleep_mode: bool = False  # lets the engine free its memory between steps; no effect on CPU
     quantization: str = ""  # vLLM's name of a weight format; empty: the checkpoint's own
     options: Mapping[str, Any] = field(default_factory=dict)  # vLLM's options by their own names, checked at the start
-    options_key: str = "rollout.vllm"  # of the recipe, for messages
-    disabled_patches: frozenset[str] = frozenset()  # patches of vLLM that are left out; see vllm/patches/README.md
+    options_key: str = "rollout.vllm"  # key of the recipe, for messages
+    disabled_patches: frozenset[str] = frozenset()  # disabled patches of vLLM; see vllm/patches/README.md
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +97,7 @@ class TextWork(Protocol):
     async def check_grammar(
         self, constraint: GrammarConstraint, stop_token_ids: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Check a grammar before the engine gets it. Raises InvalidInput: it does not compile, or not in time, or does
+        """Check a grammar before the engine gets it. Raises InvalidInput: the grammar does not compile in time, or does
         not accept the tokens `accepted`.
         """
 
@@ -111,7 +111,7 @@ class SampleSink(Protocol):
     def boundary(self, index: int, token_count: int) -> None:
         """Note that sampling is paused with `token_count` tokens sampled, `put` or not.
 
-        The tokens after them may come from other weights.
+        Later tokens may come from other weights.
         """
 
     def fail(self, error: FourfoldError) -> None:
@@ -122,7 +122,7 @@ class EngineSample(Protocol):
     """A sample in the engine."""
 
     def flush(self) -> None:
-        """`put` the tokens that were not put yet. If there are none, put the next tokens once, as they come.
+        """`put` the tokens that were not put yet. If there are none, put the next tokens when they are sampled.
 
         Raises nothing. Does nothing after the end of the sample.
         """
@@ -141,7 +141,7 @@ class SampleRequest:
     stop_token_ids: tuple[int, ...]  # includes the model's own
     seed: int
     cache_salt: str  # prompts share cached prefixes only under one salt: that of the weights (`RequestLease`)
-    streaming: bool  # True: put tokens as they come; False: at the end, and on `EngineSample.flush`
+    streaming: bool  # True: put tokens when they are sampled; False: at the end, and on `EngineSample.flush`
     sink: SampleSink = field(repr=False, compare=False)
     index: int = 0  # identifies the sample to its sink
     grammar: GrammarConstraint | None = None
@@ -182,8 +182,8 @@ class EpochTerms:
     offers: tuple[bytes, ...] = field(repr=False)  # opaque addresses of the senders; never logged
     receiver_count: int
     first_receiver_index: int
-    host: str = LOOPBACK  # where the other members reach this engine
-    interface: str = ""  # on which it listens instead
+    host: str = LOOPBACK  # address at which the other members reach this engine
+    interface: str = ""  # network interface on which it listens instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class OpenReport:
 
     direct_tensor_count: int  # tensors that are written in place
     reload_tensor_count: int
-    reload_reason: str = ""  # why tensors are reloaded that the device could write in place; empty: there are none
+    reload_reason: str = ""  # reason for reloading tensors that could be written in place; empty: none are reloaded
 
 
 class RolloutEngine(Protocol):
@@ -243,21 +243,22 @@ class RolloutEngine(Protocol):
         """Continue sampling after `pause`. Does not wait for the engine."""
 
     async def forget_prefixes(self, *, recompute: bool) -> None:
-        """Drop all cached prefixes, between `pause` and `resume`: a sample reads no keys and values but its own.
+        """Drop all cached prefixes, so that a sample reads only its own keys and values. Call it between `pause` and
+        `resume`.
 
-        With `recompute`, running samples lose theirs, too: after `resume` their tokens are computed again.
+        With `recompute`, running samples lose their keys and values, too, and compute them again after `resume`.
         """
 
     async def prompt_logprobs(self, token_ids: Sequence[int], *, first: bool = True) -> list[float]:
         """Return the log-probability of each token given those before it, at temperature 1. The first is NaN.
 
-        `first`: before the samples that wait. Raises Unavailable: the request was interrupted.
+        `first`: the request comes before waiting samples. Raises Unavailable: the request was interrupted.
         """
 
     async def prove_updates(self, *, timeout: float) -> str:
-        """Try whether updates replace all weights; return why updates are refused from now on, or an empty text.
+        """Test whether updates replace all weights; return the reason why later updates are refused, or an empty text.
 
-        The engine must be idle, and hold the weights of its start. Raises WrongState: it lost them.
+        The engine must be idle and hold the weights of its start. Raises WrongState: the engine lost these weights.
         """
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
@@ -275,7 +276,7 @@ class RolloutEngine(Protocol):
         """Begin to send the served weights to late engines; return their offers. See `WeightReceiver.feed`."""
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
-        """Record that the received version is now served."""
+        """Record that the engine serves the received version now."""
 
     async def abort_weights(self, *, epoch: int) -> bool:
         """Close the epoch; return whether the loaded weights are exactly those of the served version."""

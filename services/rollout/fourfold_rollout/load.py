@@ -10,7 +10,7 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold_rollout.engine import RolloutEngine
 
 _WINDOW_SECONDS: Final = 10.0
-# Reports that follow each other faster, for example to several watchers, share an interval.
+# Reports within a shorter time, for example to several watchers, share a measurement.
 _INTERVAL_SECONDS: Final = 0.1
 
 

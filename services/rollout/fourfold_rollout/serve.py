@@ -59,7 +59,7 @@ def main(options: ServeOptions) -> int:
     parsers = config.rollout.tool_parser, config.rollout.reasoning_parser
     text = TextProcess(str(folder), *parsers)
     if any(parsers):
-        text.start()  # it loads its libraries while the engine starts
+        text.start()  # the text process loads its libraries while the engine starts
     # The engine's process is forked from this one, which must happen before gRPC has threads.
     engine = VllmEngine.start(settings, fork=True)
     # The objects of vLLM and torch live as long as the process. A collection that visits them blocks the event loop for
@@ -74,7 +74,7 @@ def main(options: ServeOptions) -> int:
 
 
 def check_ports(addresses: Mapping[str, str]) -> None:
-    """Check that the ports are free, before the engine starts. Empty addresses are ignored.
+    """Check that the ports are free before the engine starts. Empty addresses are ignored.
 
     Args:
         addresses: by the key or option that sets each.

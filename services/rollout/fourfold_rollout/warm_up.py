@@ -1,4 +1,4 @@
-"""Prepares the engine before the service is ready: compiles all kernels, and proves that it can take new weights.
+"""Prepares the engine before the service is ready: compiles all kernels, and proves that weight updates work.
 
 Kernels are compiled at their first use: on GPUs Triton's kernels of the sampler and of the log-probabilities, and those
 of a probe. vLLM has no list of them. So the engine draws two tokens without top-k and top-p and two with them, and
@@ -48,13 +48,13 @@ async def warm_up(engine: RolloutEngine, *, timeout: float = _TIMEOUT_SECONDS) -
 async def prove_updates(
     engine: RolloutEngine, *, timeout: float = _PROOF_SECONDS, probe_timeout: float = _TIMEOUT_SECONDS
 ) -> None:
-    """Prove, with an engine that serves no request yet, that weight updates replace all that it computes with.
+    """Prove that weight updates replace all weights in use. The engine must not serve requests yet.
 
-    If the model cannot be updated, the engine serves the weights that it has, and refuses updates with the reason.
+    If the model cannot be updated, the engine serves its present weights and refuses updates with the reason.
 
     Raises:
         DeadlinePassed: the proof, or a probe before or after it, did not end in time.
-        WrongState: an update left something stale, and the engine has lost its weights.
+        WrongState: an update left stale values, and the engine has lost its weights.
     """
     began = time.monotonic()
     async with _limited("a probe before the proof of updates", probe_timeout):

@@ -1,8 +1,7 @@
 """Checks Generate requests and limits the samples and tokens in flight.
 
-`parse` turns a request into a checked `GenerateCall`; `Admission` enforces the limits on all calls in flight. Agents
-together get a part of the samples and tokens. The coordinator may use everything that is free, so agents can never take
-the rest from it.
+`parse` turns a request into a checked `GenerateCall`; `Admission` enforces the limits on all calls in flight. All
+agents together may use a part of the samples and tokens; the coordinator may use everything that is free.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ MAX_SAMPLES_PER_CALL: Final = 256
 _MAX_STOP_TOKENS: Final = 64
 _MAX_SEED: Final = 2**53
 _MAX_FLUSH_SECONDS: Final = 10.0
-# Below this interval each token is sent at once: flushing so often would cost more.
+# Below this interval, send each token at once: flushing so often would cost more.
 _SHORTEST_FLUSH_SECONDS: Final = 0.01
-# From this interval on, a call starts like one without flushes, so that its tokens are the same.
+# With this interval or a longer one, a call starts like a call without flushes, so that its tokens are the same.
 _LONG_FLUSH_SECONDS: Final = 1.0
-# Tokens count at their worst case, prompt plus max_tokens. Most samples stop earlier, so twice the cache is promised.
+# A sample counts with its largest length, prompt plus max_tokens. Most samples stop earlier, so the limit is twice the
+# size of the cache.
 _TOKENS_PROMISED_PER_CACHED: Final = 2
 _MAX_GRAMMAR_BYTES: Final = 64 << 10
 _RETRY_SECONDS: Final = 0.5
@@ -272,7 +272,7 @@ class Admission:
                 )
         everything = limits.kv_cache_tokens * _TOKENS_PROMISED_PER_CACHED or math.inf
         own = limits.max_tokens(call.caller)
-        # A call that is alone always fits: the engine preempts its samples. But it may not take what is reserved.
+        # A single call always fits, because the engine preempts its samples. But it may not use the reserved part.
         if not kind.samples and own == everything and (not total or kind is self._others):
             return
         for used, tokens in ((kind.tokens, own), (self._agents.tokens + self._others.tokens, everything)):
@@ -289,7 +289,7 @@ class Admission:
         live = self._live.get(key)
         if live is None:
             return
-        if live.owner is not None and not live.owner.cancelling():  # else it already waits until its samples end
+        if live.owner is not None and not live.owner.cancelling():  # otherwise it already waits until its samples end
             live.owner.cancel()
         with suppress(TimeoutError):  # the call is still live then, and `enter` raises AlreadyExists
             async with asyncio.timeout(_SUPERSEDE_SECONDS):

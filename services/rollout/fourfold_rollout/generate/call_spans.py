@@ -1,4 +1,4 @@
-"""Makes the spans of the samples of a Generate call: `queue` until the engine has them, then `generate`."""
+"""Makes the spans of a Generate call's samples: `queue` until the engine has them, then `generate`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fourfold_rollout.generate.admission import GenerateCall
 
 
 class CallSpans:
-    """The spans of one call, in the traces that its caller records. A sample's spans end with its last tokens."""
+    """The spans of one call in the traces of its caller. The spans of a sample end with its last tokens."""
 
     def __init__(self, call: GenerateCall, model: str) -> None:
         """Begin `queue`."""
@@ -50,5 +50,5 @@ class CallSpans:
             )
 
     def close(self) -> None:
-        """End what the call left unfinished."""
+        """End the spans of unfinished samples."""
         self._phase.end_all()

@@ -1,4 +1,4 @@
-"""Submits calls that arrive together to the engine together, so that a seeded batch is reproducible.
+"""Submits calls that arrive at the same time as one batch, so that a seeded batch is reproducible.
 
 A kernel may round a row differently in a batch of another shape, and one different token makes two runs diverge.
 """

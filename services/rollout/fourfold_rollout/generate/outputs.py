@@ -117,7 +117,7 @@ class ReleasedLogprobs:
         self.logprobs: asyncio.Future[Float32Array] = asyncio.get_running_loop().create_future()
 
     def pass_through(self, token_hold: TokenHold, version: int, values: Sequence[float]) -> None:
-        """Pass values of a version to `logprobs` when the hold lets them pass. Values above 0 are rounded to 0."""
+        """Pass values of a version to `logprobs` when the hold releases them. Values above 0 become 0."""
         logprobs = np.minimum(np.asarray(values, np.float32), 0)
         output = SampleOutput(token_ids=EMPTY_IDS, logprobs=logprobs, finish=Finish.LENGTH)
         self.logprobs.add_done_callback(lambda _: token_hold.forget(self))

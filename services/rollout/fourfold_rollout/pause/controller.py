@@ -14,7 +14,7 @@ from fourfold_rollout.pause.hold import TokenHold
 from fourfold_rollout.pause.in_flight import RequestGate, RequestLease
 from fourfold_rollout.pause.sleep import SleepState
 
-# An interrupt misses samples that arrive in the engine while it runs, so it is repeated at this interval.
+# An interrupt misses samples that reach the engine during it, so it is repeated at this interval.
 _INTERRUPT_INTERVAL_SECONDS: Final = 0.05
 _END_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
@@ -105,7 +105,8 @@ class SamplingController:
             async with asyncio.timeout(timeout):
                 if not stay:
                     await self._drain(interrupt=mode is PauseMode.ABORT)
-                # Otherwise a request that is on its way could start during the update, with the old version's cache.
+                # Otherwise a request on its way to the engine could start during the update, with the old version's
+                # cache.
                 await self._gate.wait_submitted()
                 if stay and self._engine.running_count:
                     await self._engine.pause()
@@ -156,8 +157,8 @@ class SamplingController:
                 await self._engine.sleep(level, timeout=timeout)
                 confirmed = True
             finally:
-                # Without an answer the engine may sleep now or later. It counts as asleep and dirty, so that nothing
-                # is written to freed memory; the next sleep or wake asks it again.
+                # Without an answer, the engine may sleep now or later. It counts as asleep and dirty, so that nothing
+                # is written to freed memory. The next sleep or wake calls it again.
                 self.sleep_state.fell_asleep(level, confirmed=confirmed)
                 self.dirty |= not confirmed or self.sleep_state.lost_weights
         finally:
@@ -168,8 +169,8 @@ class SamplingController:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         for tag in self.sleep_state.to_wake(tags):
-            # One call per tag: vLLM wakes none of several tags if one of them is awake, as it may be after a call whose
-            # answer came too late.
+            # One call per tag: vLLM wakes none of several tags if one of them is awake, and a call whose answer came
+            # too late may have woken one.
             await self._engine.wake((tag,), timeout=deadline - loop.time())
             self.sleep_state.woke(tag)
 

@@ -72,7 +72,7 @@ class RequestGate:
 
     @contextmanager
     def lease(self, version: int, cache_salt: str) -> Iterator[RequestLease]:
-        """Hold a lease. Call it right after `wait_open`: after an await in between, the gate may be closed again."""
+        """Hold a lease. Call it right after `wait_open`, because the gate may close during an await in between."""
         lease = RequestLease(self, version, cache_salt)
         self.count(leases=1, submitting=1)
         try:

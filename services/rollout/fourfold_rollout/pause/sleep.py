@@ -54,7 +54,7 @@ class SleepState:
         return True
 
     def fell_asleep(self, level: int, *, confirmed: bool) -> None:
-        """Record a sleep. One that the engine has not confirmed may have happened, or may still happen."""
+        """Record a sleep. An unconfirmed sleep may have happened or may still happen."""
         self._asleep, self._level, self._confirmed = _TAGS, level, confirmed
         self.lost_weights |= level > 1
 

@@ -137,7 +137,7 @@ class WeightController:
 
     @_in_order
     async def _open(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
-        self._epochs.check_new(terms.epoch)  # again: another epoch may have been opened meanwhile
+        self._epochs.check_new(terms.epoch)  # check again: another epoch may have been opened meanwhile
         if self.updating:
             await self._give_up("a new epoch was opened")
         return await self._epochs.join(terms, timeout)
@@ -206,7 +206,7 @@ class WeightController:
         update, paused = self._update, 0.0
         update.check_may_commit(held=self.token_hold.holding, hold=hold)
         if update.phase is UpdatePhase.RECEIVED:
-            await self._sampling.forget_old_weights()  # first: if it fails, the version is not committed
+            await self._sampling.forget_old_weights()  # before the commit: if this fails, the version is not committed
             update.served_before = self.policy_version
             self._sampling.commit(policy_version)
             if hold:
@@ -349,7 +349,7 @@ class WeightController:
                 await self._give_up(f"no {what} {self._update_timeout:.0f} s after its begin; is the coordinator dead?")
 
         def expire() -> None:
-            # Repeated because one attempt may fail: the job waits behind a call whose worker may hang.
+            # Repeated, because an attempt fails while a hanging worker blocks the queue.
             self._start_watchdog(epoch, seconds)
             if self.updating and self._epochs.open == epoch:
                 self._epochs.stop(epoch)

@@ -1,7 +1,7 @@
 """Detects the death of an engine and finds its cause.
 
-An engine dies in one of two ways. Its core process ends; or the task of vLLM's front end that processes the core's
-outputs fails, and the core process goes on without a reader. Both end the engine.
+An engine dies in one of two ways: its core process ends, or the task of vLLM's front end that reads the core's outputs
+fails.
 """
 
 from __future__ import annotations

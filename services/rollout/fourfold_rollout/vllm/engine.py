@@ -42,13 +42,13 @@ from fourfold_rollout.vllm.sample import RunningSamples, VllmSample, logprob_val
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# Workers enforce their own deadlines. One that has not answered this long after its deadline is stuck.
+# Workers enforce their own deadlines. A worker without an answer this long after its deadline is stuck.
 _STUCK_SECONDS: Final = 10.0
 _DESCRIBE_SECONDS: Final = 30.0
 _ABORT_SECONDS: Final = 10.0
 _SHUTDOWN_SECONDS: Final = 1.2
 _ABORT_FLAG: Final = "abort-flag"
-# Rows for samples that are being ended while new ones arrive.
+# Extra rows, because rows of ending samples are still in use when new samples arrive.
 _SPARE_ROWS: Final = 64
 _LARGE_TABLE_BYTES: Final = 1 << 30
 
@@ -69,7 +69,7 @@ class VllmEngine:
         self._paused = False
         self._posted: set[asyncio.Task[Any]] = set()
         self._probe_numbers = itertools.count()
-        self._scored = 0  # calls of `prompt_logprobs` that an update may meet
+        self._scored = 0  # running calls of `prompt_logprobs`
         self._death: CrashWatch | None = None
         self._description: EngineDescription | None = None
 
@@ -107,7 +107,7 @@ class VllmEngine:
 
     @property
     def running_count(self) -> int:
-        # A prompt that is scored counts: a pause must stop it, too, or weights would change while it is computed.
+        # Scored prompts count: a pause must stop them, too, because weights must not change while they are computed.
         return len(self._running.samples) + self._scored
 
     def load(self) -> EngineLoad:
@@ -180,7 +180,7 @@ class VllmEngine:
             await self._unless_dead(self._llm.reset_prefix_cache(recompute, False), _ABORT_SECONDS)
 
     async def prompt_logprobs(self, token_ids: Sequence[int], *, first: bool = True) -> list[float]:
-        self._scored += not first  # before the first await: a pause must not miss it
+        self._scored += not first  # before the first await, so that a pause does not miss it
         try:
             return await self._prompt_logprobs(list(token_ids), first=first)
         finally:

@@ -35,7 +35,7 @@ class LogprobTable:
     def __init__(self, slots: int, width: int) -> None:
         """Reserve the memory; a page is allocated when it is first touched."""
         self.slots, self.width = slots, width
-        # Not in /dev/shm: a container's is small, and a process that touches one page too many is killed.
+        # Not in /dev/shm, which is small in a container: a process that exceeds it is killed.
         self._descriptor = os.memfd_create("fourfold-logprobs")
         os.ftruncate(self._descriptor, self.byte_count)
         self._cells, self._flags = _map(self._descriptor, slots, width)
@@ -77,7 +77,7 @@ class LogprobTable:
             raise Internal(f"a sample of {token_count} tokens; the rows for log-probabilities have {self.width} cells")
         if not self._free:
             raise Internal(f"more than {self.slots} samples run; each needs a row for its log-probabilities")
-        slot = self._free.popleft()  # the row that was free for the longest time
+        slot = self._free.popleft()  # reuse the row that has been free for the longest time
         self._cells[slot, :token_count] = np.nan
         if flags:
             self._flags[slot, :token_count] = 0

@@ -47,7 +47,7 @@ class RolloutWorker(WeightWorker):
         """
         try:
             return _open(self, path, slots, width, patch_seeds)
-        except Exception as error:  # an exception would end vLLM's worker; the service falls back to vLLM's own way
+        except Exception as error:  # an exception would end vLLM's worker; after a reason, vLLM's own code is used
             _log.exception("Worker failed to open the table of log-probabilities")
             return f"{type(error).__name__}: {error}"
 
@@ -89,7 +89,7 @@ def _open_v1(worker: Any, runner: Any, path: str, slots: int, width: int, patch_
     from fourfold_rollout.vllm.patches.logprobs_v1 import LogprobSampler, write_on_cpu, write_on_gpu
 
     sampler = LogprobSampler(runner)
-    # Install in every worker, before a step that may fail in one of them alone: all must sample the same tokens.
+    # Install in every worker before a step that may fail in a single worker, because all must sample the same tokens.
     if reason := sampler.install():
         return reason
     if worker.device.type == "cuda" and patch_seeds:

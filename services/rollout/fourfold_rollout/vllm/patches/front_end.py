@@ -82,7 +82,7 @@ def take_outputs(collector: Any, put: Callable[[Any], None]) -> None:
 
 
 def on_output_failure(llm: AsyncLLM, callback: Callable[[Exception], None]) -> None:
-    """Call `callback` with the error that ends vLLM's output task.
+    """Call `callback` with the error that ended vLLM's output task.
 
     vLLM would pass the error to every request; this callback replaces that, and is called without requests, too. The
     samples fail later, with the cause that `CrashWatch` finds.

@@ -38,7 +38,7 @@ class Parsers:
         for key, name in (("tool_parser", tool_parser), ("reasoning_parser", reasoning_parser)):
             try:
                 self._tool_parser([]) if key == "tool_parser" else self._reasoning_parser()
-            except Exception as error:  # each parser has its own way to refuse a tokenizer
+            except Exception as error:  # parsers refuse a tokenizer with various errors
                 text = clean(f"{type(error).__name__}: {error}", 500)
                 raise ConfigError(f"rollout.{key} = {name!r} does not fit the tokenizer of {folder}: {text}") from None
 
@@ -65,14 +65,14 @@ class Parsers:
                 parsed = tool_parser.extract_tool_calls(content, request)
                 calls = [[str(call.function.name), str(call.function.arguments)] for call in parsed.tool_calls]
                 if not all(name for name, _ in calls):
-                    calls = []  # nobody could execute them
+                    calls = []  # without tools, calls could not be executed
                 elif parsed.tools_called:
                     content = parsed.content or ""
             except Exception:
                 calls = []
         return {"content": content, "reasoning": reasoning, "tool_calls": calls}
 
-    # Parsers keep a state for streams, so each text gets parsers of its own.
+    # Parsers keep state, so each text gets new parsers.
     def _reasoning_parser(self) -> Any:
         return None if self._reasoning_class is None else self._reasoning_class(self._tokenizer)
 

@@ -18,7 +18,7 @@ from fourfold_rollout.vllm.text.worker import MAX_FRAME_BYTES
 
 _FORKS: Final = 2
 _START_SECONDS: Final = 180.0
-# The limits of the worker for one text, and more: then its process is stuck and is replaced.
+# Longer than the worker's limit for one text: after this time the process is stuck and is replaced.
 _STUCK_SECONDS: Final = 60.0
 _QUEUE: Final = 256
 _RETRY_SECONDS: Final = 1.0
@@ -54,7 +54,7 @@ class TextProcess:
                 *(str(os.getpid()), self._folder, self.tool_parser, self.reasoning_parser, *map(str, theirs)),
             ],
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),  # the service's own has its READY line
+            stdout=sys.stderr.fileno(),  # the service's own stdout has its READY line
             pass_fds=theirs,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""},
         )
@@ -135,7 +135,7 @@ class TextProcess:
                 reason="TOO_MANY_TEXTS",
                 retry_after=_RETRY_SECONDS,
             )
-        # A task of its own: a caller that leaves must not leave a reply behind on the socket.
+        # In a task of its own, which reads the reply even if the caller leaves.
         exchange = asyncio.get_running_loop().create_task(self._exchange(request))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._forget)

@@ -1,4 +1,4 @@
-"""The program of the text processes: a parent that loads the libraries, and one fork of it per descriptor.
+"""The program of the text processes: a parent loads the libraries and has one fork per descriptor.
 
     service --{"parse": ...} or {"grammar": ...}--> fork --{"result": ...} or {"invalid": text}--> service
                                                       '-- killed by a limit: the parent answers {"died": text}

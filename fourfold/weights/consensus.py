@@ -1,7 +1,7 @@
-"""Makes the workers of one engine join an epoch all or none: each learns whether any of them refuses before it changes.
+"""Lets either all workers of an engine join an epoch or none: each learns of a refusal before it changes anything.
 
-A manifest may fit some workers and not others: a tensor that is too large shows in the first worker, one that is too
-small in the last. Without a vote, the workers that see no problem would leave the last epoch and wait for senders.
+A manifest may fit some workers and not others: the first worker detects a tensor that is too large, the last one a
+tensor that is too small. Without a vote, the other workers would leave the last epoch and wait for senders.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sends the weights that an engine holds to late engines, in a thread, in the place of the trainer's ranks."""
+"""Sends the weights of an engine to late engines from a thread, in place of the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class WeightFeed:
                 sender.send(version, deadline)
             self.sums = partial_sums(self._manifest, ((span, self._source.read(span)) for span in self._manifest.spans))
             _log.info("Weights sent to late engines. version=%d", version)
-        except FourfoldError as error:  # the late engines get their own errors, and the coordinator another sender
+        except FourfoldError as error:  # the late engines report errors, and the coordinator chooses another sender
             level = logging.INFO if error.reason in CONSEQUENCES else logging.WARNING
             _log.log(level, "Late engines could not be fed. version=%d error=%s", version, error)
         finally:

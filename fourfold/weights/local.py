@@ -1,4 +1,4 @@
-"""Publishes weights to the engines of one host from a script, without services: does the work of the coordinator.
+"""Publishes weights to the engines of one host from a script, in place of services and coordinator.
 
     with Publisher([WeightSender(DenseSource(model), rank=0, rank_count=1)], [llm], backend="shm") as publisher:
         publisher.publish(1)
@@ -102,7 +102,7 @@ class Publisher:
         # Epochs only grow, so start above those of an earlier publisher of the same engines.
         self._epoch = time.time_ns() // 1_000_000
         self._open = False
-        # Of the present phase: its errors in order of time, and the calls in other threads.
+        # The errors of the present phase in order of time, and its calls in other threads.
         self._errors: list[Exception] = []
         self._started: list[Future[Any]] = []
 
@@ -251,7 +251,7 @@ class Publisher:
         for engine in self._engines:
             try:
                 states = unwrap(engine.collective_rpc("weights_abort", args=(self._epoch,)))
-            except Exception:  # an engine may die of anything; the others still need their abort
+            except Exception:  # after any error of an engine, abort the others, too
                 states = []
             clean &= bool(states) and all(state == "clean" for state in states)
         return clean

@@ -101,7 +101,7 @@ class WeightReceiver:
             own = None
         except FourfoldError as error:
             own = error
-        finally:  # also for errors that are not caught here: the other workers wait for this one's vote
+        finally:  # also after unexpected errors, because the other workers wait for this vote
             refusal = own if self._consensus is None else self._consensus.first_refusal(own, deadline)
         if refusal is None:
             refusal = self._unplaced(group.manifest, report, deadline)
@@ -131,9 +131,9 @@ class WeightReceiver:
             DeadlinePassed, Unavailable: nothing arrived.
         """
         current = self._current(epoch)
-        self._end_feed()  # it reads what is overwritten now
+        self._end_feed()  # the feed reads memory that is overwritten now
         deadline = _deadline(timeout, current.abort_flag, epoch)
-        self._dirty |= self._uncommitted  # the weights held now were received, but never served
+        self._dirty |= self._uncommitted  # the present weights were received but never served
         self._uncommitted = False
         clock = _Clock(current.seconds)
         applier = current.applier
@@ -219,7 +219,7 @@ class WeightReceiver:
     def _prepare(
         self, group: TransferGroup, backend: str, offers: Sequence[bytes], index: int
     ) -> tuple[_Epoch, ApplyReport]:
-        """Check everything and make the parts of the epoch, without a change to the open one."""
+        """Check everything and make the parts of the epoch; do not change the open one."""
         transport = make_receiver(backend, group, index, self._device)
         transport.accept(offers)
         applier, report = self._bake(group.manifest)
@@ -234,7 +234,7 @@ class WeightReceiver:
         return no_place([manifest.tensors[index].name for index in lost]) if lost else None
 
     def _bake(self, manifest: Manifest) -> tuple[Applier, ApplyReport]:
-        """Return the best applier for a manifest, and how it will apply it."""
+        """Return the best applier for a manifest, and its report."""
         reasons: list[str] = []
         for applier in self._appliers:
             try:

@@ -91,7 +91,7 @@ class WeightSender:
         with ExitStack() as on_error, self._lock:
             on_error.callback(transport.close)
             if group:
-                self._check_next_group(epoch, group)  # again: the epoch may have been aborted meanwhile
+                self._check_next_group(epoch, group)  # check again: the epoch may have been aborted meanwhile
             else:
                 self._transports, self._epoch, self._opened = [], epoch, False
             self._transports.append(transport)

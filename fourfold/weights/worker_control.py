@@ -53,7 +53,7 @@ def unwrap(replies: Sequence[Any]) -> list[Any]:
 
 
 def unwrap_same(replies: Sequence[Any]) -> Any:
-    """Return the result that all workers of one engine agree on; raise the error of one, or Internal if they differ."""
+    """Return the common result of all workers of an engine; raise the error of one, or Internal if results differ."""
     results = unwrap(replies)
     if not results or any(result != results[0] for result in results[1:]):
         raise Internal(f"the {len(results)} workers of one engine replied with different results: abort the update")
@@ -61,7 +61,7 @@ def unwrap_same(replies: Sequence[Any]) -> Any:
 
 
 def not_proven(refusal: str) -> WrongState:
-    """Return the error of an engine that is not proven to take updates; see `apply.proof`."""
+    """Return the error of an engine whose updates are not proven; see `apply.proof`."""
     return WrongState(
         f"weight updates of this engine are refused: {refusal}; train another architecture, or serve the model in "
         f"another format",

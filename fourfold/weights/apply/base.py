@@ -1,9 +1,9 @@
-"""Defines how arrived weights get into an engine's model.
+"""Defines the interface that puts received weights into an engine's model.
 
-    bake(manifest)   once per epoch: would the model take exactly these tensors? The model does not change
-    begin()          per version; from here on the applier is a sink. The model is untouched until a tensor arrives
-    finish()         the model can run again, with the new weights
-    abort()          at any time: the model can run again, "clean" with the old weights, else "dirty"
+    bake(manifest)   once per epoch: checks that the model takes exactly these tensors, without changing it begin()
+    per version; from here on the applier is a sink. The model is untouched until a tensor arrives finish()         the
+    model can run again, with the new weights abort()          at any time: the model can run again, "clean" with the
+    old weights, else "dirty"
 
 `DirectApplier` writes into the model's parameters in place. `ReloadApplier` uses the engine's own loaders; it works on
 every device, quantised or not. An engine uses the appliers that `proof` has proven with its model.
@@ -34,24 +34,24 @@ class ApplyReport:
 
     direct_tensor_count: int
     reload_tensor_count: int
-    reload_reason: str = ""  # why tensors are reloaded on a device whose memory could be written in place
-    elsewhere: tuple[str, ...] = ()  # tensors that another stage of a pipeline must take
+    reload_reason: str = ""  # the reason for reloading tensors that could be written in place
+    elsewhere: tuple[str, ...] = ()  # number of tensors that belong to another stage of a pipeline
 
 
 class CannotApply(Exception):
-    """This applier cannot take the manifest, but another one may; the message gives the reason."""
+    """This applier cannot apply the manifest, but another one may; the message has the reason."""
 
 
 class Applier(Sink, Protocol):
     """Puts weights into the model of one worker."""
 
     def bake(self, manifest: Manifest) -> ApplyReport:
-        """Check that the model takes all tensors of `manifest` and needs no others, without a change to the model.
+        """Check that the model takes all tensors of `manifest` and needs no others; do not change the model.
 
-        A stage of a pipeline takes those of its layers, and reports the others as `elsewhere`.
+        A stage of a pipeline takes the tensors of its layers, and reports the others as `elsewhere`.
 
         Raises:
-            WrongState: it does not.
+            WrongState: the tensors do not fit the model.
             CannotApply: this applier cannot do it.
         """
 

@@ -23,7 +23,7 @@ from fourfold.weights.apply.loader_trace import Region, check_fits, meta_tensors
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import synchronize
 
-# Copies below this size are launched together: one costs more to launch than to run.
+# Smaller copies are launched together, because the launch of one takes longer than the copy.
 _SMALL_BYTES: Final = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""Traces what an engine's weight loaders would copy where, without running them on real memory.
+"""Records the copies that an engine's weight loaders would make, without running them on real memory.
 
 The loaders run once on meta tensors while `CopyRecorder` intercepts their writes. The recorded copies show whether a
 model takes exactly the tensors of a manifest, and let `DirectApplier` repeat them without the loaders.
@@ -49,14 +49,14 @@ class Region:
 class LoaderTrace:
     """The effect that loading a manifest's tensors would have."""
 
-    unused: tuple[str, ...]  # checkpoint tensors that no parameter takes anything from
-    elsewhere: tuple[str, ...] = ()  # the same of one stage of a pipeline: another stage must take them
+    unused: tuple[str, ...]  # checkpoint tensors that no parameter uses
+    elsewhere: tuple[str, ...] = ()  # tensors that this stage of a pipeline does not use; another stage must
     missing: Mapping[str, tuple[int, int]]
     """Parameters that would not be filled: name -> (elements that would be written, elements of the parameter)."""
     cut: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Checkpoint tensors of which a part would be left out: name -> (elements taken, elements of the tensor)."""
     regions: tuple[Region, ...] = ()  # all copies, if `irregular` is empty
-    irregular: str = ""  # description of a copy that is not one between rectangles of the same dtype
+    irregular: str = ""  # description of a copy that is not between rectangles of the same dtype
 
 
 def check_fits(trace: LoaderTrace) -> None:
@@ -166,7 +166,7 @@ def as_rectangle(source: torch.Tensor, target: torch.Tensor) -> tuple[int, int, 
 
 
 def no_place(tensors: Sequence[str]) -> WrongState:
-    """Return the error for checkpoint tensors that no parameter takes anything from."""
+    """Return the error for checkpoint tensors that no parameter uses."""
     return _mismatch(f"the engine's model has no place for {join_names(tensors, _NAMES_SHOWN)}")
 
 

@@ -1,7 +1,7 @@
 """Proves, when an engine starts, that an update replaces everything that its model computes with.
 
-A weight that a loader drops, or a matrix that a layer computed from its weights and keeps, would stay stale without an
-error. No list of architectures can exclude that, so each engine is tried with the weights that it has loaded:
+A weight that a loader drops, or a matrix that a layer computed from its weights, would stay stale without an error. No
+list of architectures can exclude this, so each engine is tested with the weights that it has loaded:
 
     sums of all tensors  ->  overwrite them  ->  an update with the tensors of the model folder  ->  the same sums?
 
@@ -28,10 +28,10 @@ from fourfold.weights.tensor_sums import span_sums
 
 # The loaders get this many bytes at a time.
 _FLUSH_BYTES: Final = 256 << 20
-# Elements that are overwritten at once: each needs a byte of memory meanwhile.
+# Number of elements that are overwritten at once; each needs a byte of temporary memory.
 _BLOCK: Final = 1 << 24
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Objects between a layer and a tensor that it keeps, such as layer.quant_method.kernel.scales.
+# Depth of the search for tensors in the objects of a layer, such as layer.quant_method.kernel.scales.
 _DEPTH: Final = 4
 _NAMES_SHOWN: Final = 5
 
@@ -52,10 +52,10 @@ class ProvableModel(TraceableModel, Protocol):
         """Return the names of the parameters that share memory, the one that is sent first in each group."""
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Return all tensors that the model holds since it was loaded, by name."""
+        """Return all tensors that the model has held since it was loaded, by name."""
 
     def weight_state(self) -> Set[str]:
-        """Return the names of the tensors in `state` that were loaded, or computed from what was loaded."""
+        """Return the names of the tensors in `state` that were loaded or computed from loaded tensors."""
 
     def addresses_matter(self) -> bool:
         """Return whether kernels were recorded with the addresses of the tensors, as in CUDA graphs."""
@@ -63,7 +63,7 @@ class ProvableModel(TraceableModel, Protocol):
     def remove_packed(self) -> Callable[[], Sequence[str]]:
         """Remove weights that the model holds in other forms than tensors.
 
-        Return a function that lists those which were not made anew since.
+        Return a function that lists the removed weights that have not been made again.
         """
 
 
@@ -79,14 +79,14 @@ class Proof:
 
 
 def prove(model: ProvableModel, appliers: Sequence[Applier]) -> Proof:
-    """Try each applier on the loaded model. Returns a refusal, with the names of what went stale, if none passes."""
+    """Try each applier on the loaded model. Returns a refusal with the names of the stale tensors if none passes."""
     try:
         manifest = folder_manifest(model)
     except FourfoldError as error:
         return Proof(refusal=error.message)
     results: list[Applier] = []
     failed: list[str] = []
-    restore: Applier | None = None  # a proven one, when another one has failed after it
+    restore: Applier | None = None  # a proven applier, if a later one has failed
     before = _sums(model)
     for applier in appliers:
         try:
@@ -114,7 +114,8 @@ def prove(model: ProvableModel, appliers: Sequence[Applier]) -> Proof:
 def folder_manifest(model: ProvableModel) -> Manifest:
     """Return the manifest of the tensors of the model folder that a trainer would send.
 
-    These are the ones that the loaders take, and of tied weights the first. Raises WrongState: a tensor cannot be sent.
+    These are the tensors that the loaders take; of tied weights, only the first. Raises WrongState: a tensor cannot be
+    sent.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.checkpoint():
@@ -148,9 +149,9 @@ def folder_manifest(model: ProvableModel) -> Manifest:
 def kept_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors, by name, that a model holds beside its parameters: buffers, and all in its layers' objects.
 
-    Objects that free something themselves when they are deleted are left out: their tensors may be addresses.
+    Objects with a destructor are left out, because their tensors may be addresses.
     """
-    # Any look at this object of torch warns, and layers refer to the module that has it.
+    # Any access to this object of torch warns, and layers refer to the module that contains it.
     warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated", category=FutureWarning)
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -162,7 +163,7 @@ def kept_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensor_sums(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a value that equal tensors have in common, in any layout: form, and sums of the bytes, plain and weighted.
+    """Return a value that is equal for equal tensors in any layout: form, and plain and weighted sums of the bytes.
 
     Tensors of other layouts are copied first, into memory without gaps.
     """
@@ -204,7 +205,7 @@ def overwrite(tensor: torch.Tensor) -> None:
 
 
 def _update(model: ProvableModel, applier: Applier, manifest: Manifest, before: Mapping[str, object]) -> list[str]:
-    """Overwrite the model, update it from its folder, and return the names of what differs from `before`."""
+    """Overwrite the model, update it from its folder, and return the names of tensors that differ from `before`."""
     state = model.state()
     with torch.inference_mode():
         for name in model.weight_state():
@@ -216,7 +217,7 @@ def _update(model: ProvableModel, applier: Applier, manifest: Manifest, before: 
     for name, tensor in model.checkpoint():
         if (span := spans.pop(name, None)) is None:
             continue
-        applier.take(span, tensor.reshape(-1))  # in the type of the folder, so that it is cast as at the start
+        applier.take(span, tensor.reshape(-1))  # send the folder's dtype, so that it is cast as at the start
         waiting += tensor.nbytes
         if waiting >= _FLUSH_BYTES:
             applier.flush()

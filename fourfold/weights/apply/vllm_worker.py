@@ -51,10 +51,10 @@ _log = logging.getLogger(__name__)
 _ENGINE_PROCESS: Final = "EngineCore"
 # Quantisation methods whose layers compute with the weights as they were loaded.
 _AS_LOADED: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-# Attributes in which layers keep what they computed from their weights (multi-head latent attention).
+# Attributes of layers with tensors computed from the weights (multi-head latent attention).
 _DERIVED: Final = ("W_UV", "W_UK_T", "W_UK", "W_UV_T")
-# On GPUs, tests/gpu/test_model_updates.py compares updated engines of these with fresh ones. They need no proof there,
-# which takes as long as loading the model.
+# Models that need no proof on GPUs, which takes as long as loading: tests/gpu/test_model_updates.py compares updated
+# engines with fresh ones.
 _VERIFIED_ON_GPUS: Final = frozenset(
     {
         "Gemma2ForCausalLM",
@@ -72,12 +72,12 @@ _VERIFIED_EXPERTS: Final = frozenset(
 )
 # vLLM's name for weights that it quantises to fp8 itself. Kernels of experts keep scales of their own.
 _ONLINE_FP8: Final = "fp8_per_tensor"
-# Functions of a layer that compute with a copy of its weight that no tensor shows (oneDNN).
+# Functions of a layer that use a copy of its weight which is in no tensor (oneDNN).
 _PACKED: Final = ("cpu_linear",)
 
 
 def _die_with_service() -> None:
-    """Make the engine's processes die with the service, also when it is killed.
+    """Make the engine's processes die with the service, even if it is killed.
 
     service -> worker                  in-process engine core: the worker is vLLM's core process, or a child
     service -> EngineCore -> worker    the core does not import this module, so the worker kills it too
@@ -101,7 +101,7 @@ def _record_loads() -> None:
     These are the tensors beside the parameters that the model got, or that changed, between its construction and the
     end of its load. Later ones, such as KV caches, have nothing to do with weights.
     """
-    loader: Any = base_loader  # it does not export the names that it calls
+    loader: Any = base_loader  # patch the module itself, which does not export the names that it calls
     construct, process = loader.initialize_model, loader.process_weights_after_loading
 
     @functools.wraps(construct)
@@ -131,7 +131,7 @@ _record_loads()
 
 
 def is_verified(vllm_config: Any, device_type: str) -> bool:
-    """Return whether tests have shown what a proof would show, for a model on this type of device."""
+    """Return whether tests replace the proof for a model on this type of device."""
     model_config = vllm_config.model_config
     names = set(getattr(model_config.hf_config, "architectures", None) or ())
     stored = getattr(model_config.hf_config, "quantization_config", None)
@@ -176,7 +176,7 @@ class VllmModel:
         yield from loader.get_all_weights(self._config.model_config, self._model)
 
     def needs_no_proof(self) -> bool:
-        """Return whether tests cover the model, or vLLM made its weights up, as benchmarks ask it to."""
+        """Return whether tests cover the model, or its weights are vLLM's dummy weights, as in benchmarks."""
         return is_verified(self._config, self._device.type) or self._config.load_config.load_format == "dummy"
 
     def sent_dtype(self) -> str:
@@ -279,7 +279,7 @@ class VllmModel:
         return ""
 
     def _changed(self, forms: Mapping[str, str]) -> str:
-        """Describe a parameter that the running model stores otherwise than it was loaded; empty: there is none."""
+        """Describe a parameter that the running model stores in another form than its loader; empty: there is none."""
         for name, form in forms.items():
             if (now := _form(self.parameter(name))) != form:
                 return f"{name} is loaded as {form} and kept as {now}"
@@ -389,7 +389,7 @@ class WeightWorker:
 
         def run() -> list[bytes]:
             if int(self.rank):  # type: ignore[attr-defined]
-                return []  # one of the workers is enough: each holds all that arrived
+                return []  # one worker is enough, because each holds all tensors
             return self._fourfold_weights().feed(epoch, policy_version, receiver_count, host, interface, timeout)
 
         return _reply(run)
@@ -449,7 +449,7 @@ def _prove(model: VllmModel) -> Proof:
 
 
 def _form(tensor: torch.Tensor) -> str:
-    """Describe what the place of an element depends on."""
+    """Describe the properties that decide the place of an element."""
     return f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
 
 
@@ -459,7 +459,7 @@ def _consensus() -> GroupConsensus | None:
 
 
 def _recording(tensors: NamedTensors, handed_out: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors and record each name: the last one is the tensor that a loader fails on."""
+    """Yield tensors and record each name, so that the last one is the tensor on which a loader failed."""
     for name, tensor in tensors:
         handed_out.append(f"{name} {tuple(tensor.shape)}")
         yield name, tensor
@@ -504,8 +504,8 @@ def _repack(layers: list[torch.nn.Module]) -> None:
 def _remove_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """Remove the kernels of all experts, and return (quantisation method, kernel) of each.
 
-    On a CPU vLLM packs the weights of experts when it makes their kernel, which it does once. If the kernel existed, a
-    reload would replace packed weights by unpacked ones of the same shape, and so without an error.
+    On a CPU vLLM packs the weights of experts once, when it makes their kernel. If the kernel existed, a reload would
+    replace packed weights by unpacked ones of the same shape, without an error.
     """
     methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]

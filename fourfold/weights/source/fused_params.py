@@ -1,4 +1,4 @@
-"""Lists a model's parameters as the tensors of its checkpoint; a fused parameter is several of them, back to back.
+"""Maps a model's parameters to the tensors of its checkpoint; a fused parameter is several tensors, back to back.
 
 transformers keeps the experts of a layer in two parameters. Checkpoints, and so engines, have three tensors per expert:
 
@@ -122,7 +122,7 @@ class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that tensors have in common as long as they share memory."""
+    """Return a number that is equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -75,14 +75,14 @@ def watched(call: Callable[[], _T], deadline: Deadline, what: str, *, undo: Call
             undo_result()
 
     def undo_result() -> None:
-        with suppress(IndexError):  # there is no result yet, or the other thread undoes it: NCCL must not abort twice
+        with suppress(IndexError):  # no result yet, or the other thread undoes it, because NCCL must not abort twice
             undo(results.pop())
 
     thread = threading.Thread(target=run, name="weights-watched", daemon=True)
     thread.start()
     with ExitStack() as on_error:
         on_error.callback(undo_result)
-        on_error.callback(abandoned.set)  # first: a result that comes later is undone by the thread
+        on_error.callback(abandoned.set)  # set first, so that the thread undoes a later result
         wait_until(lambda: not thread.is_alive(), deadline, what)
         on_error.pop_all()
     if errors:

@@ -1,6 +1,6 @@
 """Sends weights through CUDA IPC on one host: receivers read the trainer's GPU memory, on the same GPU or over NVLink.
 
-The sender has a progress page, which receivers map. The body of the page tells where each part of the shard lies: the
+The sender has a progress page, which receivers map. The body of the page has the place of each part of the shard: the
 handle of the CUDA allocation and the offset in it. Parts that can be sent from where they are form the first window.
 Parts that must be cast or computed first go through two staging buffers, window by window.
 
@@ -77,7 +77,7 @@ class CudaIpcSender(PageSender):
             base = self._page.sequence
             for window in range(self._window_count):
                 if self._staged:
-                    self._wait_taken(base + window + 1 - _BUFFERS, deadline)  # its buffer is free again
+                    self._wait_taken(base + window + 1 - _BUFFERS, deadline)  # now the buffer is free again
                     for part, slot in zip(self._staged[window], self._slots[window], strict=True):
                         slot.copy_(self._source.read(part))
                     torch.cuda.current_stream().synchronize()
@@ -95,7 +95,7 @@ class CudaIpcSender(PageSender):
         self._watches = {}
 
     def _export(self) -> None:
-        """Write the table of parts, unless all parts in place still lie where they lay in the last round."""
+        """Write the table of parts, unless all parts in place have the addresses of the last round."""
         values = [self._source.read(span) for span in self._in_place]
         addresses = [part.data_ptr() for part in values]
         if self._generation and addresses == self._addresses:

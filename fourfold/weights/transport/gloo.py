@@ -7,10 +7,10 @@ Each arrow is a gloo group of two, `ProcessGroupGloo` objects that do not touch 
 sends its shard once, to receiver 0, whatever the number of receivers. A receiver passes each chunk on as soon as it has
 arrived, so a chain of N takes the time of one transfer and that of N chunks more.
 
-The members meet at the boards of the ranks (`rendezvous.py`), which listen on the address that the coordinator knows
-each process by. The board of rank 0 also tells all members who failed first: the neighbours of a process that died
-notice it and put its index there, and the others end with the same error. The errors of members that are well carry
-PEER_LOST or PEER_SLOW, so that the coordinator fences the one that failed.
+The members meet at the key-value stores of the ranks (`rendezvous.py`), which listen on the address by which the
+coordinator knows each process. The store of rank 0 also holds the first failure: the neighbours of a dead process put
+its index there, and the others end with the same error. Errors of healthy members carry PEER_LOST or PEER_SLOW, so that
+the coordinator fences the failed one.
 
 Gloo itself cannot be interrupted: a call that is aborted returns at once, and a thread keeps the group until the
 operation has timed out.
@@ -59,12 +59,12 @@ from fourfold.weights.transport.waiting import Deadline, aborted
 
 # Receives that are posted before the first has arrived.
 _AHEAD: Final = 4
-# A receiver that has everything gives its successor less than the time that is left, by this share and at most by these
-# seconds: it ends before all others, and tells them who is slow.
+# A receiver that has all data waits for its successor less than the remaining time, by this share and at most by these
+# seconds. So it ends first and can report a slow successor to the other members.
 _EARLIER_SHARE: Final = 0.1
 _EARLIER_SECONDS: Final = 5.0
 _CONNECT_SECONDS: Final = 10.0
-# `_Pair.finish` ends first: gloo's own timeout closes the connection, which looks like the death of this member.
+# Longer than the wait in `_Pair.finish`: when gloo's own timeout closes the connection, this member looks dead.
 _GLOO_EXTRA_SECONDS: Final = 5.0
 _ABORTED: Final = b"aborted"
 # port of the board, its secret; the rest is its IP address as text
@@ -79,14 +79,14 @@ class _Offer(NamedTuple):
 
 
 class _Membership:
-    """A member's view of the chain: its index (-1: a trainer rank), the board of its rank, and who failed first."""
+    """A member's view of the chain: its index (-1: a trainer rank), the store of its rank, and the first failure."""
 
     def __init__(self, board: BoardClient, index: int, address: str, abort: threading.Event) -> None:
         self.board, self.index, self.address, self.abort = board, index, address, abort
         self._watching = False
 
     def watch(self) -> None:
-        """Ask to be told who fails. After that the board may not be asked for anything else."""
+        """Ask the store for the first failure. After this call, nothing else may be asked."""
         self.board.ask(FAULT)
         self._watching = True
 
@@ -96,7 +96,7 @@ class _Membership:
             raise self.fault(told)
 
     def report(self, kind: str, index: int) -> None:
-        """Tell the others that a member is "gone" or "slow", unless they were told of one before."""
+        """Report that a member is "gone" or "slow", unless another failure was reported before."""
         self.board.put(FAULT, f"{kind} {index}".encode())
 
     def first_fault(self, seconds: float) -> FourfoldError | None:
@@ -140,7 +140,7 @@ class _Pair(SenderLink):
         try:
             self._group = connect_pair(self._board, self._name, rank, member.address, member.abort, deadline, what)
         except RuntimeError as error:
-            # Both ends fail. The lower one is to blame: without it the others are a chain.
+            # Both ends fail. Blame the lower one, because the others form a chain without it.
             raise Unavailable(
                 f"cannot connect from {member.address} to {self._who} ({str(error)[:200]}); machines must reach each "
                 f"other on the network of this address: see weights.interface",

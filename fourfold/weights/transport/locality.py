@@ -1,4 +1,4 @@
-"""Tells which processes and GPUs of a host can read each other's memory, and where a host listens. Needs no torch.
+"""Finds which processes and GPUs of a host can read each other's memory, and the address of a host. Needs no torch.
 
 NVIDIA's management library sees every GPU of the host, including those that this process may not use:
 

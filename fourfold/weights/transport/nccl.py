@@ -80,8 +80,8 @@ class _Member(SenderLink):
 
         def connect() -> cuda.Communicator:
             communicator = cuda.make_communicator(self._size, self._unique_id, self._rank)
-            self._communicator = communicator  # from here on, aborting it ends what blocks below
-            if not self._abort.is_set():  # else this thread was left behind, and nothing would end the broadcast
+            self._communicator = communicator  # from here on, aborting it ends the blocking calls below
+            if not self._abort.is_set():  # otherwise `join` has given up, and nothing would end the broadcast
                 warm_up = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)
                 cuda.broadcast(communicator, warm_up, self.stream.cuda_stream)
                 self.stream.synchronize()
@@ -134,7 +134,7 @@ class _Member(SenderLink):
             self.sender = None
 
     def _disconnect(self) -> None:
-        """Abort everything enqueued; takes up to a second. Call it in the thread that enqueues, or after that one."""
+        """Abort all enqueued work; takes up to a second. Call it in the thread that enqueues, or after its end."""
         with self._lock:  # a thread that `join` has left behind may disconnect too, and NCCL must not abort twice
             communicator, self._communicator = self._communicator, None
         if communicator is not None:
@@ -229,7 +229,7 @@ class NcclReceiver(ReceiveTransport[_Offer, _Member]):
 
     def _connect(self, rank: int, offer: _Offer) -> _Member | None:
         if not self._group.manifest.spans_of_rank(rank):
-            return None  # this rank has made no communicator
+            return None  # this rank sends nothing
         member = _Member(self._group, rank, offer.unique_id, 1 + self._index, self._device, self._abort)
         if offer.host and offer.host == host_id():
             try:

@@ -60,7 +60,7 @@ class ProgressPage:
 
     def publish(self, sequence: int, policy_version: int) -> None:
         """Show the receivers that `sequence` of `policy_version` is complete."""
-        self._words[_VERSION] = policy_version  # first: a receiver reads it after it has seen the sequence
+        self._words[_VERSION] = policy_version  # before the sequence, after which receivers read it
         self._words[_SEQUENCE] = sequence
 
     def abort(self) -> None:

@@ -1,10 +1,10 @@
-"""Connects pairs of processes by gloo. They meet at a board in the sender's process, over TCP.
+"""Connects pairs of processes by gloo. They meet at a key-value store in the sender's process, over TCP.
 
-A board maps short names to short values, and its first value of a name stays. Each member of a transfer keeps one
-connection to it, which starts with the secret of the offer. The board compares it once, when all of it has arrived: an
-end after the first wrong byte would tell how many were right. A request is a put, which has no reply, or a question,
-whose reply comes when the name has a value: so a member that asked for `FAULT` is told at once who failed. The end of
-the board's process ends the connections.
+The store maps short names to short values; the first value of a name stays. Each member of a transfer keeps one
+connection, which starts with the secret of the offer. The store compares the secret once, when it is complete, so that
+the time of a refusal does not depend on the number of correct bytes. A request is a put, which has no reply, or a
+question, which is answered when the name has a value: a member that asked for `FAULT` gets the first failure at once.
+The connections end with the store's process.
 
 torch's TCPStore cannot do this: it listens on every interface, and its calls block without a deadline.
 """
@@ -37,7 +37,7 @@ _REPLY: Final = struct.Struct("<H")
 _LONGEST: Final = 4096
 _MAX_MEMBERS: Final = 16_384
 _CONNECT_SECONDS: Final = 10.0
-# A connection that has not sent the secret is closed after this time, and the oldest one when there are too many.
+# A connection without the secret is closed after this time; if there are too many, the oldest is closed.
 _HANDSHAKE_SECONDS: Final = 2.0
 _MAX_UNAUTHENTICATED: Final = 128
 
@@ -87,7 +87,7 @@ class Board:
         self._selector.close()
 
     def _admit(self) -> None:
-        with suppress(OSError):  # the caller has left already
+        with suppress(OSError):  # the peer has closed the connection already
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             if len(self._visitors) >= _MAX_MEMBERS:
@@ -96,12 +96,12 @@ class Board:
             visitor = self._visitors[connection] = _Visitor(connection)
             self._selector.register(connection, selectors.EVENT_READ)
             self.unauthenticated[visitor] = time.monotonic() + _HANDSHAKE_SECONDS
-            # A member sends its secret at once, so the oldest connection without one is no member's.
+            # Members send the secret at once, so the oldest connection without it belongs to no member.
             if len(self.unauthenticated) > _MAX_UNAUTHENTICATED:
                 self._leave(next(iter(self.unauthenticated)))
 
     def _close_late(self) -> float | None:
-        """Close connections that are late with the secret; return the seconds until the next one is, None: never."""
+        """Close connections whose secret is late; return the seconds until the next one is late; None: never."""
         for visitor, end in list(self.unauthenticated.items()):
             if (left := end - time.monotonic()) > 0:
                 return left
@@ -137,7 +137,7 @@ class _Visitor:
         self._buffer = b""
 
     def read(self, board: Board) -> bool:
-        """Handle what has arrived; return False at the end of the connection, or if it breaks the protocol."""
+        """Handle received bytes; return False at the end of the connection, or if it breaks the protocol."""
         try:
             data = self.connection.recv(1 << 16)
         except BlockingIOError:
@@ -168,8 +168,8 @@ class _Visitor:
         return bool(data)
 
     def reply(self, value: bytes) -> None:
-        # Replies are far smaller than a socket's buffer. One that does not fit, because its member reads none, is
-        # dropped, and the member ends by its deadline.
+        # Replies are far smaller than a socket's buffer. A reply that does not fit, because its member reads none, is
+        # dropped, and the member ends at its deadline.
         with suppress(OSError):
             self.connection.send(_REPLY.pack(len(value)) + value)
 

@@ -86,7 +86,7 @@ class ShmReceiver(ReceiveTransport[bytes, _MappedArena]):
         what = f"the arrival of version {policy_version}"
         for arena in self._links:
             sequence = arena.page.wait(arena.taken // 2 * 2 + 2, self._abort, deadline, what)
-            while sequence % 2:  # the sender started to overwrite it before this receiver has replied
+            while sequence % 2:  # the sender started to overwrite the arena before this receiver replied
                 sequence = arena.page.wait(sequence + 1, self._abort, deadline, what)
             arena.page.check_version(policy_version)
             arena.taken = sequence

@@ -4,8 +4,8 @@
               files that only one machine sees are copied: to rank 0's machine, or from there to the next one
     restore   files that a machine does not see are copied to it
 
-What a machine sees decides, not a setting: on shared storage nothing is copied. Files travel over the network of the
-collectives, from rank to rank.
+The files that a machine sees decide, not a setting: on shared storage nothing is copied. Files travel over the network
+of the collectives, from rank to rank.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def commit(partial: Path, target: Path, record: str) -> None:
 
 
 def keep_only(folder: Path, names: Collection[str]) -> None:
-    """Remove all other checkpoints from a folder, and what a crash left there."""
+    """Remove all other checkpoints from a folder, and partial files of a crash."""
     for path in folder.glob(f"*/{STATE_FILE}"):
         if path.parent.name not in names and not path.parent.name.startswith("."):
             remove(path.parent)
@@ -167,7 +167,7 @@ def newest_complete(
     """
     read = [{name: fields for name, text in machine.items() if (fields := _record(text))} for machine in records]
     for name in sorted({name for machine in read for name in machine}, reverse=True):
-        for index, machine in enumerate(read):  # what rank 0's machine has counts first
+        for index, machine in enumerate(read):  # prefer the files of rank 0's machine
             if name not in machine or machine[name] in [other.get(name) for other in read[:index]]:
                 continue
             stale = [i for i, other in enumerate(read) if other.get(name, machine[name]) != machine[name]]

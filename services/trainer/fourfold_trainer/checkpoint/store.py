@@ -59,7 +59,8 @@ class TrainerState:
     batch_sha256: str = ""
     """Digest of the last step's batch, hexadecimal."""
     lineage: str = ""
-    """Digest over the batches of all steps so far, hexadecimal. It tells apart two states of the same step number."""
+    """Digest over the batches of all steps so far, hexadecimal. It distinguishes two states with the same step
+    number."""
     answer: StepAnswer | None = None
     """Answer of the last step."""
     algorithm_state: AlgorithmState = field(default_factory=AlgorithmState)
@@ -78,7 +79,7 @@ class CheckpointStore:
     """The checkpoints of one run. One thread uses it, except `newest_step`."""
 
     def __init__(self, folder: Path, *, keep: int, keep_best: int = 0, layout: Mapping[str, object]) -> None:
-        """Remove what a crash left in `folder`, which the first checkpoint creates.
+        """Remove partial files of a crash from `folder`, which the first checkpoint creates.
 
         Args:
             keep: number of newest checkpoints to keep.
@@ -123,7 +124,7 @@ class CheckpointStore:
         else:
             with atomic_folder(self._path(state.step)) as partial:
                 write(partial)
-                # This file comes last and lists all others with their sizes, so that `read` detects a torn copy.
+                # This file is written last and lists all others with their sizes, so that `read` detects a torn copy.
                 files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
                 record = {"format": FORMAT, "layout": self._layout, "files": files, "score": score}
                 write_text(partial / STATE_FILE, json.dumps(record | {"state": asdict(state)}, indent=1))
@@ -179,7 +180,7 @@ class CheckpointStore:
             remove(self._path(gone))
 
     def _score(self, step: int) -> float | None:
-        """Return the score of a checkpoint, if it has one that can be read."""
+        """Return the score of a checkpoint; None if it is missing or unreadable."""
         try:
             score = json.loads((self._path(step) / STATE_FILE).read_text(encoding="utf-8"))["score"]
         except (OSError, ValueError, KeyError):  # damaged, or written by an older version
@@ -210,7 +211,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a crash left in a folder of checkpoints."""
+    """Remove partial files of a crash from a folder of checkpoints."""
     for partial in folder.glob(f"{_HIDDEN}*"):
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -230,7 +231,7 @@ def _state(fields: dict[str, Any]) -> TrainerState:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Give a hidden folder to fill, then put it in the place of `target`; an error leaves `target` as it is."""
+    """Yield a hidden folder to fill, then replace `target` by it; an error leaves `target` unchanged."""
     partial = target.with_name(f"{_HIDDEN}{target.name}-{os.getpid()}")
     for left in target.parent.glob(f"{_HIDDEN}{target.name}-*"):  # by a process that died
         shutil.rmtree(left, ignore_errors=True)

@@ -136,7 +136,7 @@ class RankHolder:
                 self._said = error.message
                 _log.warning("%s", error)
         except FourfoldError as error:
-            # A process that was killed says nothing, and gRPC's own text does not name that cause.
+            # A killed process reports no cause, and gRPC's own text does not name it.
             lost = f"connection to {peer} lost (was it killed?), waiting for a new one: " if self._attached else ""
             _log.warning("%s%s", lost, error)
         finally:
@@ -181,7 +181,7 @@ class RankHolder:
             await asyncio.to_thread(ranks.close)
 
     async def _give_notice(self, connection: _Streams) -> None:
-        """Tell rank 0 of a notice, if there is one; stop afterwards if this process must end."""
+        """Report a notice to rank 0, if there is one; stop afterwards if this process must end."""
         await self._leave.wait()
         with suppress(TimeoutError, grpc.RpcError):  # the end of the call is handled apart
             async with asyncio.timeout(self._options.config.trainer.step_timeout_seconds):
@@ -273,7 +273,7 @@ class _Streams:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def fail(self, carrying: asyncio.Task[None], reason: str) -> None:
-        """Tell rank 0 why the ranks end, and end the call."""
+        """Report to rank 0 why the ranks end, and end the call."""
         with suppress(Exception):  # rank 0 may be gone, too
             async with asyncio.timeout(_CALL_SECONDS):
                 await self.write(pb.AttachRanksRequest(failure=clean(reason, MAX_ERROR)))

@@ -21,7 +21,7 @@ from fourfold.host.process import Command, Supervisor
 from fourfold.host.scratch import Scratch
 
 PROGRAM: Final = ("-m", "fourfold_trainer.ranks.main")
-"""Arguments of a child's interpreter; the path of the socket comes last."""
+"""Arguments of a child's interpreter; the path of the socket is the last one."""
 NAME_VARIABLE: Final = "FOURFOLD_RANK_NAME"
 """Variable with the name of a child. Its log has "NAME: reason" when it ends (`fourfold.host.postmortem`)."""
 WATCH_SECONDS: Final = 0.2
@@ -106,7 +106,7 @@ class LocalRanks:
     def _accept(
         self, listener: socket.socket, pids: set[int], ranks: Sequence[int], timeout: float
     ) -> dict[int, socket.socket]:
-        """Return the connections of our children, by pid; refuse that of any other process."""
+        """Return the connections of our children, by pid; refuse connections of other processes."""
         found: dict[int, socket.socket] = {}
         end = time.monotonic() + timeout
         listener.settimeout(WATCH_SECONDS)

@@ -35,7 +35,7 @@ _START_SECONDS: Final = 60.0
 
 
 class QueuedBatches:
-    """The micro-batches of a command, each as it comes; an end of them raises DeadlinePassed or Unavailable."""
+    """The micro-batches of a command, each when it arrives; raises DeadlinePassed or Unavailable if they stop."""
 
     def __init__(self, count: int, messages: queue.SimpleQueue[RankMessage], *, timeout: float) -> None:
         self._count, self._messages, self._timeout = count, messages, timeout

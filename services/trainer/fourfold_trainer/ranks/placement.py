@@ -1,4 +1,4 @@
-"""Says which process has which rank, GPU and models."""
+"""Assigns ranks, GPUs and models to the processes of a trainer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
 
 
 def collective_interface(address: str, given: str) -> str:
-    """Return the interface of collectives: the given one, or without one that of this machine's address.
+    """Return the network interface of collectives: the given one, or else the interface of this machine's address.
 
     Raises ConfigError: no interface has the address.
     """

@@ -25,7 +25,7 @@ from fourfold_trainer.batches import Array, Batches
 BATCH: Final = "batch"
 _SIZES: Final = struct.Struct("<IQ")
 _MAX_HEADER: Final = 1 << 28
-# The other end has a thread that only reads. One that does not for so long has stopped.
+# The other end has a thread that only reads; if it reads nothing for this time, the process has stopped.
 _SEND_SECONDS: Final = 60
 _DTYPES: Final = frozenset({"<i4", "<i8", "<f4", "<f8", "|u1"})
 
@@ -39,7 +39,7 @@ class RankMessage:
     arrays: Sequence[Array] = ()
     sequence: int = 0  # number of the command, which its answer repeats: a late answer is recognised and dropped
     batch_count: int = 0  # messages named BATCH that follow a command, each with the arrays of one micro-batch
-    batches: Batches[Sequence[Array]] = ()  # those of a command while it is carried out; `send` leaves them out
+    batches: Batches[Sequence[Array]] = ()  # fields of the running command; `send` leaves them out
 
 
 def from_bytes(data: bytes) -> Array:

@@ -71,7 +71,7 @@ class OtherMachines:
     def machines(self) -> list[range]:
         """Return the ranks of each machine, those of this one first.
 
-        They have no gaps: without the ranks of a machine that is missing, later ones have lower numbers here.
+        The numbers have no gaps: if a machine is missing, later ranks have lower numbers here.
         """
         found = [range(self.held)]
         for machine in self.attached:
@@ -88,7 +88,7 @@ class OtherMachines:
 class RankProcesses:
     """All ranks of one group. One thread at a time uses it; always the same one if rank 0 is in this process."""
 
-    # Arguments of a child's interpreter; the path of the socket comes last.
+    # Arguments of a child's interpreter; the path of the socket is the last one.
     _program: ClassVar[tuple[str, ...]] = PROGRAM
 
     def __init__(
@@ -271,7 +271,7 @@ class RankProcesses:
 class SharedBatches:
     """Rank 0's micro-batches, as arrays. The other ranks get theirs when rank 0 reads its own, one ahead of it.
 
-    All at once would take four times the memory of the samples, in rank 0 and again in the other ranks.
+    Together they would take four times the memory of the samples, in rank 0 and in the other ranks.
     """
 
     def __init__(self, channels: Sequence[RankChannel], shares: Shares, *, sequence: int) -> None:
@@ -290,7 +290,8 @@ class SharedBatches:
             yield to_arrays(self._own[index])
 
     def send_rest(self) -> None:
-        """Send what rank 0 did not read, because of an error. Raises Unavailable if a channel broke before."""
+        """Send the micro-batches that rank 0 did not read after an error. Raises Unavailable if a channel broke
+        before."""
         if self._error is not None:  # its stream may have stopped in the middle of a message
             raise self._error
         self._send_up_to(len(self) - 1)

@@ -1,9 +1,9 @@
-"""Keeps the ranks that other machines hold, in rank 0's process: who may attach, their byte streams, their end.
+"""Keeps the ranks of other machines, in rank 0's process: checks who may attach, and holds and ends their byte streams.
 
     machine with ranks 8-15 --AttachRanks--> service loop --socket pairs--> engine thread (RankChannel for each rank)
 
 The engine thread waits until all ranks are attached, or until there are enough of them and the time is up. From then on
-the end of one stream is the end of the engine, and machines that come later are noted and wait.
+the end of one stream ends the engine, and machines that attach later are noted and wait.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RemoteRanks:
         self._held, self._rank_count, self._least, self._unit = held, rank_count, least or rank_count, unit
         self._version, self._model_sha256, self._on_death = version, model_sha256, on_death
         self._attached: list[AttachedRanks] = []
-        self._group: list[AttachedRanks] | None = None  # what `wait` has returned
+        self._group: list[AttachedRanks] | None = None  # the result of `wait`
         self._waiting: dict[range, float] = {}  # machines that came later, by time of their last call (monotonic)
         self._changed = threading.Condition()
         self._closed = False
@@ -116,7 +116,7 @@ class RemoteRanks:
             self._on_death(self.death)
 
     def wait(self, *, timeout: float) -> list[AttachedRanks]:
-        """Return the machines that train, ordered by rank: all when all ranks are there, else those that are.
+        """Return the machines that train, ordered by rank: all of them, or, if ranks are missing, the attached ones.
 
         Raises:
             DeadlinePassed: too few are there after `timeout` seconds.
@@ -157,7 +157,7 @@ class RemoteRanks:
 
     @property
     def can_grow(self) -> bool:
-        """Return whether more ranks could train than do, with those that wait."""
+        """Return whether the waiting machines would allow training with more ranks."""
         with self._changed:
             newest = time.monotonic() - _CALL_SECONDS
             waiting = [len(ranks) for ranks, called in self._waiting.items() if called > newest]

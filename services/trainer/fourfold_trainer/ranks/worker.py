@@ -199,7 +199,8 @@ class RankWorker:
         self._shards |= {name: model.read(folder, name) for name, model in self._models.items()}
 
     def _restore(self, _command: RankMessage) -> None:
-        # The policy comes last: each model restores the random state of this process, and the policy's must prevail.
+        # Load the policy last: each model restores the random state of this process, and the policy's state must
+        # remain.
         for name in reversed(self._models):
             self._models[name].restore(self._shards.pop(name))
 
@@ -224,7 +225,7 @@ class RankWorker:
 
 
 def explain_failure(error: BaseException, config: Config) -> str:
-    """Return an error in one line; that of missing memory with what holds it, if known, and the keys that help."""
+    """Return an error in one line; for lack of memory, with the known users of the memory and the keys that help."""
     if isinstance(error, torch.OutOfMemoryError):
         return f"{explain_out_of_memory(error)}; {memory_advice(config)}"
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")

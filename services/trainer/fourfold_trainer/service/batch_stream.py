@@ -26,7 +26,7 @@ from fourfold.types.v1.experience_pb2 import Experience
 _TOKEN_BYTES: Final = 18 + 24
 # Largest encoding of the fields that a sample has once: ids, scorer, score, tags and lengths.
 _SAMPLE_BYTES: Final = 4096
-# A caller that sends nothing for so long is presumed dead. Its open stream would block all others.
+# After this time without a message, the caller counts as dead. Its open stream would block all others.
 _IDLE_SECONDS: Final = 30.0
 
 Decode = Callable[[Experience], Sample]

@@ -5,8 +5,8 @@
     run(phase, job, timeout) --> queue -->   on_phase(phase); job(); on_phase(WAITING)
         result, error        <------------
 
-A job whose caller is gone or out of time before the job began is dropped; one that has begun runs to its end. After one
-of these events no further job begins, and the service ends:
+A job is dropped if its caller leaves or times out before the job begins; a job that has begun runs to its end. After
+one of these events no further job begins, and the service ends:
 
 - A job takes longer than the limit, or raises an error that is not meant for callers: a rank may be in a collective.
 - A job raises an error for its caller after it began to change the engine. A repeated step would train on weights that

@@ -48,7 +48,7 @@ class MeetingPoint:
     """The meeting of the ranks of one trainer. Make it before the server of `host` starts."""
 
     def __init__(self, options: ServeOptions, host: ServiceHost) -> None:
-        """Serve RankService. `options.ranks` are those of this machine, from 0 on."""
+        """Serve RankService. `options.ranks`: the ranks of this machine, from 0."""
         assert options.ranks is not None
         self._options, self._host, self._held = options, host, options.ranks
         self.servicer = RankServicer()
@@ -95,7 +95,8 @@ class MeetingPoint:
         return OtherMachines(remote=remote, held=self._held.stop, attached=attached, meeting=self._meeting.address)
 
     def fail(self, message: str) -> None:
-        """End the service because the engine failed; from its thread. A lost machine is named, if it is the cause."""
+        """End the service after a failure of the engine; called in its thread. Name a lost machine if it is the
+        cause."""
         if self._remote is not None and self._remote.wait_for_death(timeout=_LOSS_SECONDS):
             _log.error("%s", message)
             message = self._remote.death
@@ -122,7 +123,7 @@ class MeetingPoint:
         return bool(remote.death) and self._failures <= config.retry.restarts
 
     def replace_program(self, environment: Mapping[str, str]) -> NoReturn:
-        """Start this program again in its own process, with `environment`, which is that of its start."""
+        """Start this program again in its own process, with `environment`, the environment of its start."""
         for path in list(Path("/proc/self/fd").iterdir()):
             with suppress(OSError):  # that of the list is closed already
                 os.set_inheritable(int(path.name), int(path.name) <= 2)
@@ -153,7 +154,7 @@ class MeetingPoint:
 
 
 def check_ranks(options: ServeOptions) -> None:
-    """Refuse ranks that cannot meet, before anything is loaded."""
+    """Refuse ranks that cannot meet, before models are loaded."""
     config, ranks = options.config, options.ranks
     assert ranks is not None
     text = "--rank " + (f"{ranks.start}-{ranks.stop - 1}" if len(ranks) > 1 else str(ranks.start))

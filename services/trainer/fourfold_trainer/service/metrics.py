@@ -57,7 +57,7 @@ def _advantages(result: StepResult) -> dict[str, float]:
         m.TRAINED_SEGMENTS: len(result.batch.samples) / len(scores),
         m.TRAINED_TURNS: float(result.batch.turn_counts.mean()),
     }
-    # Sample by sample: all advantages at once would take as much memory as the samples.
+    # Sample by sample, because all advantages together would take as much memory as the samples.
     count = int(result.batch.loss_lengths.sum())
     if count:
         mean = math.fsum(part.sum() for part in _selected(result, result.targets.advantages)) / count

@@ -78,7 +78,7 @@ class RankServicer(pb_grpc.RankServiceServicer):
 
     async def _save(self, parts: asyncio.Queue[pb.AttachRanksResponse | None]) -> None:
         await self.on_notice()
-        with suppress(TimeoutError):  # the call has ended, and nobody takes parts any more
+        with suppress(TimeoutError):  # the call has ended, so the parts have no reader
             async with asyncio.timeout(_HELLO_SECONDS):
                 await parts.put(pb.AttachRanksResponse(saved=True))
 
@@ -141,7 +141,7 @@ async def _read_stream(rank: int, stream: socket.socket, parts: asyncio.Queue[pb
 
 
 async def _then_end(work: Awaitable[T], parts: asyncio.Queue[pb.AttachRanksResponse | None]) -> T:
-    """Await `work`, then end the response stream; not after a cancellation: nobody reads the queue of an ended call."""
+    """Await `work`, then end the response stream. After a cancellation the queue has no reader."""
     try:
         result = await work
     except Exception:

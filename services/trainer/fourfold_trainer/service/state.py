@@ -156,7 +156,7 @@ class TrainerCore:
             self._watchers.discard(changed)
 
     def check_step(self, step: int) -> bool:
-        """Return True if `step` is the next one, and False if it is the last one, whose answer is stored.
+        """Return True if `step` is the next step, and False if it is the last one, whose answer is stored.
 
         Raises:
             Unavailable: the model is loading.
@@ -206,7 +206,7 @@ class TrainerCore:
         measured = service_metrics.summarise(result, config)
         measured[metrics.SKIPPED_STEPS] = float(skipped)
         measured[metrics.TIME_TRAIN] = seconds
-        seconds -= measured.get(metrics.SHADOW_SECONDS, 0.0)  # speeds are those of training alone
+        seconds -= measured.get(metrics.SHADOW_SECONDS, 0.0)  # speeds include only training
         measured[metrics.TRAIN_SPEED] = sum(len(s.token_ids) for s in samples) / seconds
         measured |= flops.speed(
             self.engine.machine,
@@ -342,7 +342,7 @@ class TrainerCore:
         return self._loaded
 
     def _count(self, answer: StepAnswer) -> None:
-        """Count a step that was trained; if a machine is about to leave, have its state saved when it is set."""
+        """Count a trained step; if a machine is about to leave, have the state saved when it is set."""
         self.trained_tokens += int(answer.metrics.get(metrics.TRAINED_TOKENS, 0))
         if self._leaving and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self.save_before_leaving(), self._loop)

@@ -29,7 +29,7 @@ class TrainBatch:
 
     Each sample is a segment of a trajectory. Weights, scores, advantages and statistics are those of trajectories.
 
-    What can be derived from a sample is derived when it is needed: an array of 8 bytes per token takes almost as much
+    Derived values of a sample are computed when they are needed: an array of 8 bytes per token takes almost as much
     memory as the sample.
     """
 

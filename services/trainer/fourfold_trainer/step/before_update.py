@@ -1,4 +1,4 @@
-"""Computes what a step needs of its models before the first update: old log-probabilities and the critic's values."""
+"""Computes old log-probabilities and the critic's values before the first update of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fourfold_trainer.step.micro_batches import (
     of_action_tokens,
 )
 
-_NOISE_STEPS: Final = 200  # the noise of later epochs is measured in one of so many steps that train the policy
+_NOISE_STEPS: Final = 200  # the noise of later epochs is measured once in this number of steps that train the policy
 
 
 def needs_old_logprobs(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""Splits the samples of a step into micro-batches for every rank, and joins what the ranks return.
+"""Splits the samples of a step into micro-batches for every rank, and joins the results of the ranks.
 
 Each rank gets about the same number of tokens, packed under the token budget. Collectives run inside a forward pass
 under ZeRO-3, so all ranks must run the same number of micro-batches: a rank with fewer gets dummies, two tokens whose

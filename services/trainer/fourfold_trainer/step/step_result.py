@@ -1,4 +1,4 @@
-"""Defines what a training step returns on rank 0, for its answer and its metrics."""
+"""Defines the result of a training step on rank 0, for its answer and its metrics."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StepResult:
     forwarded_tokens: int = 0  # tokens of the policy's micro-batches, dummies included
     real_tokens: int = 0  # the same without dummies
     skipped_reason: str = ""
-    """Why nothing was learned; empty when the policy changed, or the critic while it is trained alone."""
+    """The reason why nothing was learned; empty when the policy changed, or the critic while it is trained alone."""
 
     @property
     def policy_updates(self) -> int:

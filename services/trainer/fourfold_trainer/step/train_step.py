@@ -47,7 +47,7 @@ def train_step(
     Args:
         step: 1 for the first.
         state: of the algorithm, after the previous step.
-        measure: called before the first update of the policy; must leave the models as they are.
+        measure: called before the first update of the policy; must not change the models.
     """
     algorithm = config.algorithm
     kl_coef = algorithm.kl.coef if state.kl_coef is None else state.kl_coef

@@ -24,7 +24,7 @@ def make_optimizer(config: Config, table: TrainerConfig | CriticConfig, model: t
     parameters = [p for p in model.parameters() if p.requires_grad]
     decay, betas = table.weight_decay, config.trainer.adam_betas
     if config.trainer.optimizer != "muon":
-        # The learning rate starts at 0 and comes with each update: some ZeRO stages run an empty step at the start.
+        # Each update sets the learning rate. It starts at 0, because some ZeRO stages run an empty step at the start.
         return torch.optim.AdamW(_adam_groups(parameters, decay), lr=0.0, betas=betas, eps=_ADAM_EPSILON, fused=True)
     matrices = muon.matrices(model)
     taken = {id(p) for p in matrices.values()}

@@ -125,7 +125,7 @@ class DeepSpeedModel:
         if self._engine.was_step_applied():
             return norm
         if self._stage in (1, 2) and self._config.trainer.offload != "none":
-            # DeepSpeed 0.19.8 keeps the gradient that is not finite here, and would add the next ones to it.
+            # DeepSpeed 0.19.8 keeps a gradient that is not finite here, and would add later ones to it.
             self._engine.optimizer.averaged_gradients.clear()
         return math.nan
 

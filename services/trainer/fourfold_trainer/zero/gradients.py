@@ -1,4 +1,4 @@
-"""Compares the gradients of two series of backward passes, each rank on the elements that it has the optimizer for.
+"""Compares the gradients of two series of backward passes. Each rank compares the elements of its optimizer state.
 
 DeepSpeed reduces, partitions and stores gradients in another way at each ZeRO stage, but always sets `grad` of a master
 just before it calls the optimizer. There, `intercepted` sees them. An optimizer step in which the optimizer itself does

@@ -166,7 +166,7 @@ def _locate(model: Any, files: ModelFiles) -> dict[str, tuple[ParameterSlice, ..
 
 
 def _named_as_stored(model: Any, files: ModelFiles, one: ParameterSlice) -> ParameterSlice:
-    """Return a slice under its name in the files, which may hold the model without its head, or under that name."""
+    """Return a slice of a parameter by its name in the files, which may hold the model without its head."""
     prefix = f"{model.base_model_prefix}."
     for name in (one.name, one.name.removeprefix(prefix), prefix + one.name):
         entry = files.entries.get(name)
@@ -181,7 +181,7 @@ def _named_as_stored(model: Any, files: ModelFiles, one: ParameterSlice) -> Para
 def _tie(model: Any, files: ModelFiles, slices: dict[str, tuple[ParameterSlice, ...]]) -> None:
     """Tie two parameters that config.json calls tied, if the files hold both and they are equal.
 
-    transformers does so for tensors in memory, and leaves those on the meta device as they are.
+    transformers does so for tensors in memory, and ignores those on the meta device.
     """
     for target, source in list(model.all_tied_weights_keys.items()):
         tied, own = model.get_parameter(target), model.get_parameter(source)

@@ -4,7 +4,7 @@
     several machines    tcp://10.0.0.1:40213/SECRET       a server in rank 0's process, on its own address only
 
 torch's TCP store has no authentication. Its keys therefore begin with the secret, which only ranks that attached know:
-a stranger who reaches the port can neither read nor replace them.
+other processes that reach the port can neither read nor replace them.
 """
 
 from __future__ import annotations

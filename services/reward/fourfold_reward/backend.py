@@ -1,4 +1,4 @@
-"""Defines what a reward service needs of the code that scores its samples."""
+"""Defines the interface between a reward service and the code that scores its samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Backend(Protocol):
     """Scores samples: worker processes, a program, a reward model, or a server of another project."""
 
     reads: Reads
-    """What it reads besides texts; known after `start`."""
+    """Inputs besides texts; known after `start`."""
     pure: bool
     """Whether an outcome depends on the sample alone; known after `start`."""
 

@@ -5,7 +5,7 @@
                            |- for long              it is stuck; those behind it go to other workers (`on_stuck`)
                            '- for the time limit    TimeoutError; the pool kills the worker
 
-The worker writes each outcome before it begins the next sample, so an outcome tells which sample runs and since when.
+The worker writes each outcome before it begins the next sample, so an outcome shows which sample runs and since when.
 For fast functions the outcomes are collected for some milliseconds, because each read costs more than such a sample.
 """
 
@@ -89,7 +89,7 @@ class Batch:
         """
         self._worker, self._entries, self._times = worker, entries, times
         self._timeout, self._on_scored, self._on_stuck, self._on_moving = timeout, on_scored, on_stuck, on_moving
-        # Code in a worker can write replies, but does not know the numbers of the batches that come later.
+        # Code in a worker can write replies, but does not know the numbers of later batches.
         self._first = secrets.randbits(_NUMBER_BITS)
         self._position = 0  # of the sample that runs
         self._began = 0.0  # when it began
@@ -154,7 +154,7 @@ class Batch:
         return max(_FIRST_STUCK_SECONDS, _FIRST_STUCK_SHARE * self._timeout)
 
     def _take(self, replies: Sequence[bytes], now: float) -> None:
-        """Hand out outcomes. Raises ValueError: they are not those of the next samples."""
+        """Hand out outcomes. Raises ValueError: they do not belong to the next samples."""
         began = self._position
         for body in replies:
             reply = frames.unpack(body)

@@ -1,4 +1,4 @@
-"""Checks the reward functions of a recipe before anything is started; see `fourfold.plan.preflight`.
+"""Checks the reward functions of a recipe before a process is started; see `fourfold.plan.preflight`.
 
 Each function is loaded as the service loads it, in its sandbox, and scores the reference answers of some rows. So a
 function that cannot be imported, raises, or does not recognize a correct answer is found before a model is loaded.
@@ -23,7 +23,7 @@ from fourfold_reward.protocol import Outcome
 from fourfold_reward.text_rules import FORMAT
 
 _KINDS: Final = ("function", "command")
-"""What costs little to start. A model takes the time of a service; servers and judges may not be there yet."""
+"""Backends that start quickly. A model takes as long as a service to start; servers and judges may not run yet."""
 
 _OF_FORM: Final = (FORMAT, CODE_TESTS)
 """Verifiers for which a reference answer is no completion: they are loaded, and not tried."""
@@ -59,7 +59,7 @@ def check_rewards(preflight: Preflight) -> None:
                 f"{table.title} gives 0 to the reference answer of each of {len(found)} rows, such as {answer[:60]!r}: "
                 f"a model that answers so learns nothing. The function may expect another form"
             )
-    # Beside a function that knows the answers, one with 0 for them may be a penalty, or look at the form.
+    # If another function recognizes the answers, a function that gives them 0 may be a penalty or a check of the form.
     preflight.warnings += [] if any(scores) else zeros
 
 

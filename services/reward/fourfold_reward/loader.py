@@ -76,7 +76,7 @@ def find(name: str, *, directory: Path) -> Verifier:
 
 
 def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verifier, Reads]:
-    """Import a function; return it, the verifier with its version, and what the function reads besides the texts.
+    """Import a function; return it, the verifier with its version, and the function's inputs besides the texts.
 
     User code runs and may raise any exception.
 
@@ -118,7 +118,7 @@ def run_file(verifier: Verifier) -> types.ModuleType:
     start = f"__file__ = {verifier.file!r}\nexec(compile({verifier.source!r}, __file__, 'exec'))\n"
     if openrlhf_modules.PACKAGE in verifier.source:
         start = f"from fourfold_reward import openrlhf_modules\nopenrlhf_modules.provide()\n{start}"
-    with contextlib.suppress(OSError):  # no room on the disk, which a file without such processes does not need
+    with contextlib.suppress(OSError):  # no room on the disk; only files that start processes need it
         copy = Scratch("reward-file").path / f"{module.__name__}.py"
         copy.write_text(start, encoding="utf-8")
         sys.path.append(str(copy.parent))

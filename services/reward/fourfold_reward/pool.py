@@ -320,7 +320,7 @@ class WorkerPool:
 
     @property
     def _wanted_spares(self) -> int:
-        """Return how many spare workers are missing: the more samples are stuck, the sooner the next ones will be."""
+        """Return the number of missing spare workers, which grows with the number of stuck samples."""
         return min(1 + self.stuck // 2, _MAX_SPARES) - len(self._spares) - self._spares_starting
 
     async def _keep_spares(self) -> None:

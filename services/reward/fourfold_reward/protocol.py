@@ -58,7 +58,7 @@ _RESULT_KEYS: Final = frozenset({"score", "components", "token_rewards", "turn_r
 
 
 class SampleFields(NamedTuple):
-    """What a worker gets of one sample."""
+    """The fields of one sample for a worker."""
 
     sample_id: str
     prompt: str

@@ -50,7 +50,7 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetInfoResponse:
-        """Return name and version of the scorer, and what it reads."""
+        """Return name, version and inputs of the scorer."""
         self._check_ready()
         return pb.GetInfoResponse(
             name=self._backend.scorer,
@@ -122,7 +122,7 @@ def sampled_ids(experience: Experience) -> list[int]:
 
 
 def _mask(experience: Experience) -> BoolArray:
-    """Return which tokens the policy sampled; any byte but 0 says yes."""
+    """Return the mask of the tokens that the policy sampled; any byte but 0 is true."""
     mask: BoolArray = np.frombuffer(experience.action_mask, np.uint8) != 0
     return mask
 

@@ -23,7 +23,7 @@ from fourfold_reward.sample import InvalidSample, components_of
 _OPENRLHF: Final = frozenset({"queries", "prompts", "labels"})
 _TOKENS: Final = ("completion_ids", "completions_ids")  # the second is the spelling of older documents
 _TRL: Final = frozenset({"completions", *_TOKENS})
-_OF_A_TRAINER: Final = ("trainer_state", "environments")  # what TRL passes and a scorer cannot have
+_OF_A_TRAINER: Final = ("trainer_state", "environments")  # arguments that TRL passes and a scorer cannot have
 _FORMS: Final = (
     "a reward function takes (sample), or OpenRLHF's (queries, prompts, labels), or TRL's "
     "(prompts, completions, **columns)"
@@ -31,21 +31,21 @@ _FORMS: Final = (
 
 
 class Reads(NamedTuple):
-    """What a function reads of a sample besides texts and columns."""
+    """The inputs of a function besides texts and columns."""
 
     tokens: bool = False
     messages: bool = False
 
 
 def adapt(function: Callable[..., Any], *, answer_fields: Sequence[str]) -> tuple[RewardFunction, Reads]:
-    """Return a function of one sample that calls `function` as its signature wants, and what it reads.
+    """Return a function of one sample that calls `function` with the arguments of its signature, and its inputs.
 
     Args:
         function: of one of the three forms; plain or async.
         answer_fields: columns with the reference answer: that of [data], and those of sources with another one.
 
     Raises:
-        TypeError: the signature is none of these, or needs what only a trainer has.
+        TypeError: the signature is none of these, or needs values that only a trainer has.
     """
     try:
         signature = inspect.signature(function)
@@ -68,7 +68,7 @@ def adapt(function: Callable[..., Any], *, answer_fields: Sequence[str]) -> tupl
 
 
 def _declared(function: Callable[..., Any]) -> Reads:
-    """Return what a function of Fourfold reads by its attributes `reads_tokens` and `reads_messages`."""
+    """Return the inputs that a function of Fourfold declares by its attributes `reads_tokens` and `reads_messages`."""
     found = (getattr(function, name, False) is True for name in ("reads_tokens", "reads_messages"))
     return Reads(*found)
 
@@ -168,7 +168,7 @@ def _only(values: Any, what: str) -> Any:
 
 
 def _with_components(result: Any, entries: Mapping[str, Any]) -> Result:
-    """Add those entries that are single numbers; the run has no log for others."""
+    """Add the entries that are single numbers, because the run logs only those."""
     if not isinstance(result, int | float) and not hasattr(result, "__float__"):
         return cast(Result, result)  # such as None, which abstains; the caller checks it
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Defines the built-in verifiers that look at the form of a completion: `format` and `length`.
+"""Defines the built-in verifiers of the form of a completion: `format` and `length`.
 
 Their options come from the recipe, as `options = { ... }` of the table.
 """

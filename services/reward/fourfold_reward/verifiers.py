@@ -205,7 +205,7 @@ def _joined_boxes(text: str, last: str) -> list[str]:
     while len(boxes) < _MAX_BOXES and (joint := _JOINT.search(text, 0, text.rindex("\\boxed"))):
         text = text[: joint.start()]
         boxed = find_boxed(text + "}")
-        if not boxed or not text.rstrip().endswith(boxed):  # the brace ends something else than a box
+        if not boxed or not text.rstrip().endswith(boxed):  # the brace does not end a box
             break
         boxes.insert(0, boxed)
     return boxes

@@ -100,7 +100,7 @@ class Worker:
             sandbox.allow_cpu(self._policy.cpu_seconds)
 
     def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Load a function; return its version and what it reads, or `error`. Exceptions of user code end here."""
+        """Load a function; return its version and its inputs, or `error`. Exceptions of user code are caught here."""
         try:
             if self._policy is not None:
                 sandbox.allow_cpu(_LOAD_CPU_SECONDS)

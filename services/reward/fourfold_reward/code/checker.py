@@ -29,7 +29,7 @@ def run(runner: int, verdict: int, seconds: float, start_seconds: float, enter_s
         enter_sandbox: gives up all rights.
     """
     null = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):  # what a test prints could fill the disk through the service's log
+    for descriptor in (1, 2):  # the output of a test could fill the disk through the service's log
         os.dup2(null, descriptor)
     connection, scorer = socket.socket(fileno=runner), socket.socket(fileno=verdict)
     latest = time.monotonic() + start_seconds

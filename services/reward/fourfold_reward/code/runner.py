@@ -23,7 +23,7 @@ _MAX_NAMES: Final = 1000
 
 
 def run(mode: str, descriptor: int, enter_sandbox: Callable[[], None]) -> None:
-    """Run the code that the scoring process sends over a socket; it may do anything, and never returns normally.
+    """Run the untrusted code that the scoring process sends over a socket; never return normally.
 
     Args:
         mode: "program" or "functions".

@@ -3,7 +3,7 @@
 A test has a runner, which runs the code. A test with asserts also has a checker, which runs these. A new interpreter
 takes 50 ms, a fork one. The zygote starts before its worker has seen a sample and gets no tests, so that no runner
 inherits an expected result. It kills the processes when the worker says STOP or asks for the next test; its own
-deadline is for a worker that says nothing more.
+deadline is for a worker that sends nothing more.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Processes:
         self._pids = [_fork(work, control) for work in works]
 
     def wait_for(self, control: socket.socket) -> None:
-        """Wait until the worker asks for something, or until the deadline."""
+        """Wait until the worker sends a request, or until the deadline."""
         waiting = select.poll()
         waiting.register(control, select.POLLIN)
         waiting.poll(max(self._deadline - time.monotonic(), 0) * 1000)

@@ -1,6 +1,6 @@
-"""Checks the environment of a recipe before anything is started; see `fourfold.plan.preflight`.
+"""Checks the environment of a recipe before a process is started; see `fourfold.plan.preflight`.
 
-One process loads it as those of the service do, in the sandbox. No episode begins.
+One process loads the environment in the sandbox, like the processes of the service. No episode begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls a gateway as an agent: tasks, sessions, turns. Retries what may be repeated."""
+"""Calls a gateway as an agent: tasks, sessions, turns. Retries calls that may be repeated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Turn:
 
 
 class AgentGateway(Protocol):
-    """What the runner calls; `Gateway` over gRPC."""
+    """The gateway's methods for the runner; `Gateway` implements them over gRPC."""
 
     peer: str
 
@@ -164,7 +164,7 @@ class Gateway:
 async def _retry(
     attempt: Callable[[float], Awaitable[Result]], peer: str, until: float, *, per_call: float | None
 ) -> Result:
-    """Make a call until it succeeds, its error is final, or the time `until` of the loop has come."""
+    """Repeat a call until it succeeds, its error is final, or the event loop's time `until` is reached."""
     loop, pause = asyncio.get_running_loop(), _FIRST_PAUSE_SECONDS
     while True:
         left = until - loop.time()

@@ -1,4 +1,4 @@
-"""Serves the gateways of a run as they come, move and go."""
+"""Serves the gateways of a run; follows gateways that join, move and leave."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RunGateways:
                 _log.info("gateway left: gateway=%s", name)
                 leasing.cancel()
                 self._members[name].leasing = None
-            if targets:  # the run gives its tasks to the others; while it is the only one, its next process goes on
+            if targets:  # the run gives its tasks to other gateways; if there is none, its next process continues them
                 self._runner.give_up(self._members[name].gateway)
 
     async def close(self) -> None:

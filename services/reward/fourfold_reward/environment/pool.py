@@ -25,7 +25,7 @@ from fourfold_reward.worker_sandbox import WorkerSandbox
 _log = logging.getLogger(__name__)
 
 _LOAD_SECONDS: Final = 120.0
-_ANSWER_SECONDS: Final = 3.0  # a process whose event loop does not answer for so long is blocked
+_ANSWER_SECONDS: Final = 3.0  # a process whose event loop does not answer for this time is blocked
 _MAX_BACKOFF_SECONDS: Final = 30.0
 
 
@@ -39,7 +39,7 @@ class EpisodeFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What the workers say about the environment."""
+    """The description of the environment by its workers."""
 
     agent: bool
     wants_text: bool
@@ -244,7 +244,7 @@ class Episode:
         return text, data.get("valid") is True
 
     async def close(self) -> None:
-        """End the episode and everything that it runs. Kill the process if it does not answer. Idempotent."""
+        """End the episode and all its calls. Kill the process if it does not answer. Idempotent."""
         if not self._open:
             return
         self._open = False

@@ -1,4 +1,4 @@
-"""Defines what an environment is: the interface that users implement, and the values that pass through it.
+"""Defines the interface of environments, which users implement, and its values.
 
     class Guess:
         def reset(self, task: Task) -> Observation:
@@ -99,7 +99,7 @@ class Action:
     """One turn of the model."""
 
     text: str
-    """What the model wrote, without special tokens, reasoning and tool calls."""
+    """The text of the model, without special tokens, reasoning and tool calls."""
     message: Message
     """The same as a message, with reasoning and tool calls."""
     turn: int = 0
@@ -112,7 +112,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the model sees next."""
+    """The next input of the model."""
 
     content: str | Sequence[Message] | RawText | TokenIds
     """A text is one message of the user; the first one follows the system prompt of the task. Messages and raw text are
@@ -158,7 +158,7 @@ class Environment(Protocol):
         """Begin an episode and return the first prompt."""
 
     def step(self, action: Action) -> Observation | Done | Awaitable[Observation | Done]:
-        """Take the model's turn; return what it sees next, or the end of the episode."""
+        """Take the model's turn; return the next observation, or the end of the episode."""
 
 
 class Agent(Protocol):

@@ -171,16 +171,16 @@ class Runner:
         self.outcomes[ended.abandon_reason or ("TRUNCATED" if ended.truncated else "DONE")] += 1
 
     async def _close(self, gateway: AgentGateway, outcome: pb.CloseSessionRequest) -> pb.CloseSessionRequest:
-        """Close a session; return what it ended with."""
+        """Close a session; return its outcome."""
         until = asyncio.get_running_loop().time() + _CLOSE_SECONDS
         try:
             await gateway.close_session(outcome, until=until)
         except FourfoldError as error:  # the session expires, and the task is leased again
             if outcome.abandon_reason and isinstance(error, NotFound):
-                return outcome  # it was being opened, and is not
+                return outcome  # the open was in progress and has failed
             _log.warning("session not closed: session=%s cause=%s", outcome.session_id, error.message)
             if not outcome.abandon_reason and isinstance(error, InvalidInput | WrongState):
-                # Open, it would keep its task until it has been idle for longer than an episode.
+                # An open session would keep its task until it has been idle for longer than an episode.
                 refused = pb.CloseSessionRequest(session_id=outcome.session_id, abandon_reason="ENVIRONMENT_ERROR")
                 return await self._close(gateway, refused)
         return outcome
@@ -298,7 +298,7 @@ class Play:
         )
 
     async def _observe(self, observation: Observation) -> None:
-        """Add an observation to the prompt. Raises EpisodeFailed: it is of another kind than those before."""
+        """Add an observation to the prompt. Raises EpisodeFailed: its kind differs from earlier ones."""
         prompt, content = self._prompt, observation.content
         mixed = EpisodeFailed("ENVIRONMENT_ERROR", "an episode has messages, raw text or token ids; not two of these")
         match content:

@@ -83,7 +83,7 @@ async def serve(options: ServeOptions) -> int:
 
 
 async def _follow_gateways(host: ServiceHost, coordinator: str, runner: Runner) -> None:
-    """Serve the gateways of the run as they come, move and go."""
+    """Serve the gateways of the run; follow gateways that join, move and leave."""
     gateways = RunGateways(runner, host.security, incarnation=host.incarnation)
     channel = open_channel(coordinator, host.security, server=COORDINATOR)
     client = AsyncCoordinatorClient(channel, peer=f"coordinator at {coordinator}")

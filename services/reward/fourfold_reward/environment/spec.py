@@ -1,4 +1,4 @@
-"""Names the environment and the tools of a service: what each worker process loads, with the text of users' files."""
+"""Names the environment and the tools that each worker process loads, with the text of users' files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NETWORK_KINDS: Final = ("verifiers", "openenv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec:
-    """What a worker loads. It crosses the pipe as JSON."""
+    """The environment and tools for a worker. It crosses the pipe as JSON."""
 
     kind: str
     source: str = ""

@@ -115,7 +115,7 @@ class Worker:
         """Call the environment of an episode, and return the observation or the end."""
         episode = self._episodes.get(request["episode"])
         if request["op"] == "truncate" and (episode is None or episode.environment is None):
-            return {}  # it was never made, or is being made
+            return {}  # it does not exist, or is being made
         if episode is None:
             episode = self._episodes[request["episode"]] = _Episode(None)
         task = asyncio.current_task()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NEWEST_WEIGHT: Final = 0.1
-# Samples that are encoded at once: the first pass of a large call begins before its last text is encoded.
+# Number of samples that are encoded together: the first pass of a large call begins before its last text is encoded.
 _ENCODED_AT_ONCE: Final = 128
 _CLOSE_SECONDS: Final = 10.0
 # A pass on a GPU takes a second or less. After this time, its kernels hang, and only another process can score.

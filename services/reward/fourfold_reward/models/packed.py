@@ -32,7 +32,7 @@ class Passes(Protocol):
     """Runs forward passes of a reward model. Use it from one thread."""
 
     kind: str
-    """What it does, for logs."""
+    """Description for logs."""
 
     def split(self, lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
         """Divide texts of these lengths into passes of at most `max_tokens`; a longer text is alone in its pass."""

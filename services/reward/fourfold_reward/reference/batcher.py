@@ -36,7 +36,7 @@ _NEWEST_WEIGHT: Final = 0.2
 class _Call:
     token_ids: Sequence[Int32Array]
     temperatures: Sequence[float]
-    rows: asyncio.Future[list[Float32Array]]  # cancelled when the client goes away
+    rows: asyncio.Future[list[Float32Array]]  # cancelled when the client disconnects
 
 
 class DynamicBatcher:
@@ -91,7 +91,7 @@ class DynamicBatcher:
         self._task = None
 
     def _caller_error(self, error: BaseException | None, model: ReferenceModel) -> BaseException | None:
-        """Return what the calls of a batch raise for an error of the model."""
+        """Return the exception of the calls of a batch for an error of the model."""
         if isinstance(error, torch.OutOfMemoryError):
             return WrongState(
                 f"the GPU has no memory for a pass ("

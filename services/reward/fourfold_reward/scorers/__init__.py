@@ -1,3 +1,3 @@
-"""Backends that ask something else for a score: a program, or a server of another project."""
+"""Backends that get scores from a program or from a server of another project."""
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class GradePattern:
 
 
 def _prompt(job: Job) -> str:
-    """Return the prompt without chat template if its messages are known: one as it is, several with their roles."""
+    """Return the prompt without chat template if its messages are known: one message unchanged, several with roles."""
     if not job.messages_json:
         return job.prompt
     messages = parse_messages(job.messages_json)

@@ -136,7 +136,7 @@ class SampleQueue:
 
 
 class QueuedScorer:
-    """What backends with a SampleQueue have in common; see `fourfold_reward.backend.Backend`."""
+    """Base of the backends with a SampleQueue; see `fourfold_reward.backend.Backend`."""
 
     pure = False
     """Its scores may depend on more than the sample: a program or a server may read other data, and a model rounds

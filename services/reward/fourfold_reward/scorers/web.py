@@ -64,7 +64,7 @@ class JsonClient:
         if not self._host:
             raise ConfigError(f"{key} has no host; write http://HOST:PORT/PATH")
         self.title = public_url(url).partition("://")[2]
-        """Host and path, which may be shown."""
+        """Host and path, without secrets."""
         self._url, self._headers = url, dict(headers or {})
         self._connections, self._max_bytes = connections, max_bytes
         self._proxy = proxy_for(url)
@@ -143,7 +143,7 @@ class JsonClient:
         return bytes(text)
 
     def redact(self, text: str) -> str:
-        """Return a text of the server without the keys that it was sent, and might repeat."""
+        """Return a text of the server without the keys of the request, which it may repeat."""
         for header in self._headers.values():
             for secret in header.split():
                 text = text.replace(secret, "***") if len(secret) >= _SECRET_LENGTH else text

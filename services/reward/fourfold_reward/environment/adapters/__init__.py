@@ -62,7 +62,7 @@ class OneAnswer:
         return Done(None)
 
     def truncate(self) -> Done:
-        """Have the reward service score what there is."""
+        """End the episode, so that the reward service scores its turns so far."""
         return Done(None)
 
 

@@ -51,7 +51,7 @@ class AsyncAgentClient(AsyncClient):
         return response.task if response.HasField("task") else None
 
     async def tasks(self) -> AsyncGenerator[pb.Task, None]:
-        """Lease tasks one after the other, as they come; end when the run has trained its last step.
+        """Lease tasks one after the other; end when the run has trained its last step.
 
         While the gateway names a time to try again, because the run starts or is overloaded, wait that long. Other
         errors are raised.

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Download the newest commit of a revision, and say how a recipe names it; return the exit code."""
+    """Download the newest commit of a revision, and print its name for recipes; return the exit code."""
     source = f"{args.source}@{args.revision}" if args.revision else args.source
     kind: Kind = args.kind or ("dataset" if args.split or args.config else _kind(source))
     repository = hub.Repository.parse(source, kind)
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _kind(source: str) -> Kind:
-    """Return what the hub has under a name: a model, unless it has only a data set."""
+    """Return the kind of a repository of the hub: a model, unless only a data set has this name."""
     kinds: list[Kind] = ["model", "dataset"]
     found: list[Kind] = []
     for kind in kinds:

@@ -197,7 +197,7 @@ def parse(name: str, words: list[str]) -> tuple[CommandModule, argparse.Namespac
 
 
 def commands() -> dict[str, str]:
-    """Return every command with what it does, those of distributions that are not installed included."""
+    """Return every command with its help text, including those of missing distributions."""
     return dict(_HELP)
 
 
@@ -256,7 +256,7 @@ def _load(group: str, name: str) -> Any:
             return entry.load()
         except ModuleNotFoundError as error:
             if is_command:
-                raise  # it is installed, and lacks another package
+                raise  # the distribution is installed, but lacks another package
             raise ConfigError(
                 f"`{name}` needs the module {error.name!r}, which is not installed; {how_to_install(name)}"
             ) from None

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def completed(work: Coroutine[Any, Any, T]) -> T:
-    """Await work that a cancellation does not stop half-way: it is passed on when the work has ended."""
+    """Await work that must not stop half-way: a cancellation is raised after the end of the work."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

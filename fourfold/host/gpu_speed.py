@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 
 class GpuSpeed(NamedTuple):
-    """What the data sheet of a GPU promises."""
+    """The speed of a GPU by its data sheet."""
 
     flops: float  # dense bfloat16 FLOP/s
     bytes_per_second: float  # of its memory

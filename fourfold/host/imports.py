@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Import large libraries in a block: without garbage collections, and without a place in later ones.
+    """Import large libraries in a block without garbage collections, and exclude them from later collections.
 
     Modules keep nearly all that their import makes. Collections that visit it again and again take 4 of the 16 s of
     vLLM's import, and 1 of DeepSpeed's 5.5 s. A later one that visits it stops the process for half a second.

@@ -67,7 +67,7 @@ class ChildProcess:
         self.log = log
         self.started = time.monotonic()
         self.target = ""  # host:port of the READY line; empty until the line has been read
-        self.obstacle = ""  # of the last NOT READY line: what keeps a process that has started from being ready
+        self.obstacle = ""  # text of the last NOT READY line: the reason why the started process is not ready
         self.death: Death | None = None
         self.reaped = False  # from then on the kernel may give the pid to another process
         self._changed = changed
@@ -78,7 +78,7 @@ class ChildProcess:
         env = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",  # the last lines of a dying process must reach its log
-            "PYTHONFAULTHANDLER": "1",  # and so must the stack of one that crashes
+            "PYTHONFAULTHANDLER": "1",  # so that the stack of a crash is complete, too
             **command.env,
             PARENT_PID_VARIABLE: str(os.getpid()),
             **tag_variable(tag),
@@ -230,7 +230,7 @@ class Supervisor:
         return child is not None and child.alive and child.poll_ready()
 
     def obstacle(self, name: str) -> str:
-        """Return what keeps the latest child of this name from being ready, as it printed it; empty: nothing known."""
+        """Return the printed reason why the latest child of this name is not ready; empty: none is known."""
         child = self.children.get(name)
         return "" if child is None or not child.alive or child.poll_ready() else child.obstacle
 

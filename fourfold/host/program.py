@@ -15,12 +15,13 @@ from fourfold.text import clean
 
 _LAUNCH_FILE: Final = ".launch.json"
 _MOST_CHARACTERS: Final = 300  # of a value
-# Options of `fourfold run` that say where services run, with their defaults. A run that continues needs them again.
+# Options of `fourfold run` about the place of services, with their defaults. A resumed run needs the same values.
 LAUNCH_OPTIONS: Final[Mapping[str, str]] = {"launcher": "local", "ray_address": "", "listen": "127.0.0.1:0"}
 
 
 def program() -> str:
-    """Return `fourfold` if that is this program in the user's PATH, else its path, relative if it is below here.
+    """Return `fourfold` if the user's PATH finds this program, else its path, relative to the current folder if below
+    it.
 
     `make quickstart` runs .venv/bin/fourfold while the environment is not activated.
     """
@@ -38,7 +39,7 @@ def write_launch_options(run_dir: Path, options: Mapping[str, str]) -> None:
 
 
 def resume_command(run_dir: Path) -> str:
-    """Return the command that continues the run of a folder as it was started last."""
+    """Return the command that continues the run of a folder with the options of its last start."""
     words = ["run", "--resume", str(run_dir)]
     with suppress(OSError, ValueError, AttributeError, RecursionError):  # started by hand, or a damaged file
         found = json.loads((run_dir / _LAUNCH_FILE).read_text(encoding="utf-8"))

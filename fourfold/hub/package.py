@@ -9,7 +9,7 @@ from fourfold.errors import ConfigError
 from fourfold.install import install_command
 
 MALFORMED: Final = (ValueError, TypeError, KeyError, AttributeError)
-"""What huggingface_hub raises for answers that no hub gives, such as the login page of a proxy: it checks none."""
+"""Exceptions of huggingface_hub for answers of other servers, such as a proxy's login page, which it does not check."""
 
 
 def hub_package() -> Any:

@@ -32,7 +32,7 @@ class Upload:
     files: tuple[str, ...]  # relative to the folder
     size: int  # bytes of all files
     card: str  # text of README.md; empty: the folder has one
-    private: bool = False  # a repository that is made is private, and one that exists must be
+    private: bool = False  # a new repository is made private, and an existing one must be
     branch: str = "main"
 
     @property
@@ -42,7 +42,7 @@ class Upload:
 
 
 def prepare(folder: Path, repository: str, *, card: str, private: bool = False, branch: str = "main") -> Upload:
-    """Return what `send` will send. Nothing is sent.
+    """Return the upload that `send` will make; send nothing.
 
     Args:
         card: text of the model card README.md, unless the folder has that file.
@@ -124,5 +124,5 @@ def _explained(upload: Upload) -> Iterator[None]:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Return what an upload raises besides the hub's own errors."""
+    """Return the exceptions of an upload besides the hub's own errors."""
     return (*network_errors(), *MALFORMED, RuntimeError)

@@ -27,7 +27,7 @@ class TokenBytes:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._table: _Table | None = None  # made when it is first needed: most processes never decode
+        self._table: _Table | None = None  # made at the first use, because most processes never decode
 
     def of(self, token_id: int) -> bytes:
         """Return the bytes of one token; none for a special token and for an id without a token."""

@@ -1,4 +1,4 @@
-"""Tells the errors after which a process can compute again from those that end its use of the GPU."""
+"""Distinguishes errors that end a process's use of the GPU from errors after which it can continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_fatal(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(error: torch.OutOfMemoryError) -> str:
-    """Return which GPU has no memory left, what was tried, and how much each process has: the facts of PyTorch's text.
+    """Return the facts of PyTorch's text: the GPU without free memory, the size asked for, the memory of each process.
 
     PyTorch counts the GPUs that the process sees; the text names that of the machine.
     """

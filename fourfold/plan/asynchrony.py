@@ -1,4 +1,4 @@
-"""Describes what `asynchrony.max_policy_lag` means for a recipe."""
+"""Describes the effects of `asynchrony.max_policy_lag` in a recipe."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class ModelSizes:
 
 
 def check_models(config: Config) -> None:
-    """Check that the folders of policy and critic have what is needed."""
+    """Check that the folders of policy and critic have all needed files."""
     folder.check(config.model.source)
     if config.algorithm.needs_critic and config.critic.source:
         folder.check(config.critic.source, "critic.source")

@@ -1,4 +1,4 @@
-"""Checks what a recipe refers to before anything is started: data, models, reward functions.
+"""Checks the data, models and reward functions of a recipe before a process is started.
 
 Each distribution registers its checks by entry points of the group `fourfold.checks`. A check has the name of the table
 of the recipe that it is about; checks run in the order of their names, so that `reward` can use rows that `data` read.
@@ -35,7 +35,7 @@ class ExampleRow:
 
 @dataclass(slots=True)
 class Preflight:
-    """What the checks of one recipe have found."""
+    """The results of the checks of one recipe."""
 
     config: Config
     examples: Sequence[ExampleRow] = ()

@@ -1,4 +1,4 @@
-"""Implements `fourfold plan RECIPE`: describes a run and the memory it needs, before anything is started."""
+"""Implements `fourfold plan RECIPE`: describes a run and its memory before a process is started."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
 def describe(config: Config, found: Preflight | None = None, predictor: SpeedPredictor | None = None) -> str:
     """Return the plan as text; its models must exist and fit the recipe.
 
-    `found` has what the checks of data and rewards have found. Without a predictor, the speed is guessed.
+    `found` has the results of the checks of data and rewards. Without a predictor, the speed is guessed.
     """
     found = found or Preflight(config)
     check_context(config)

@@ -17,7 +17,7 @@ from fourfold.plan.preflight import Preflight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What a plan says of the speed of a run."""
+    """The predicted speed of a run, as a plan shows it."""
 
     text: str
     warnings: Sequence[str] = ()

@@ -90,7 +90,7 @@ class RewardClient(SyncClient[AsyncRewardClient]):
 
 
 def ids_fault(items: Sequence[pb.ScoreItem], response: pb.ScoreResponse) -> tuple[str, str] | None:
-    """Return reason and text of what is wrong with the ids of a response; None if they are those of the request."""
+    """Return reason and text of a fault in the ids of a response; None if they equal those of the request."""
     asked, answered = [i.experience.sample_id for i in items], [s.sample_id for s in response.scores]
     if asked == answered:
         return None

@@ -37,7 +37,7 @@ class Completion(SampledTokens):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompletionChunk:
-    """The next tokens of one sample while it is sampled."""
+    """The next tokens of one sample in progress."""
 
     sample_index: int
     token_ids: Int32Array  # [n], since the last chunk of this sample

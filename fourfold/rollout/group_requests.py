@@ -1,4 +1,4 @@
-"""Makes the Generate requests of one group, for a first call and for a continuation, and joins what the calls return.
+"""Makes the Generate requests of one group, for first calls and continuations, and joins the tokens of the calls.
 
 A sample that an engine left unfinished is continued from its token ids, on any engine:
 
@@ -22,12 +22,12 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.sample.sampled import join_fields
 from fourfold.seeds import derive_seed
 
-Parts = tuple[Completion, ...]  # of one sample: what each call sampled, checked, each with at least one token
+Parts = tuple[Completion, ...]  # the checked parts of one sample, one for each call that sampled at least one token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRequest:
-    """What a group asks of the engines."""
+    """The request of a group to the engines."""
 
     name: str  # beginning of its request ids
     prompt_token_ids: Int32Array
@@ -80,7 +80,7 @@ class GroupRequest:
         )
 
     def finish_reason(self, parts: Parts, stop_token_ids: frozenset[int]) -> rollout.FinishReason.ValueType:
-        """Return why a sample with at least one part is finished; FINISH_REASON_UNSPECIFIED if it is not."""
+        """Return the finish reason of a sample with at least one part; FINISH_REASON_UNSPECIFIED if unfinished."""
         last = parts[-1]
         if last.finish_reason in (rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH):
             return last.finish_reason

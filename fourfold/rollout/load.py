@@ -3,10 +3,9 @@
     WatchLoad --one report a period--> EngineLoad <--calls that begin and end-- router
 
 Reports influence which replica gets a call. A service that never sent a report is used like any other. A service whose
-reports stopped may hang: it comes after those that report room. Its stream is opened again. A service that reports
+reports stopped may hang, and is chosen after those that report room. Its stream is opened again. A service that reports
 samples and no new token for `STALL_SECONDS` loses its calls: its engine hangs behind a front end that answers. (A front
-end that hangs loses its lease.)
-The time of an engine step is fitted to the reports, for `fourfold plan --rates`.
+end that hangs loses its lease.) The time of an engine step is fitted to the reports, for `fourfold plan --rates`.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class EngineLoad:
     def take(self, report: rollout.WatchLoadResponse, now: float) -> None:
         """Store the newest report. A field that is 0, negative or not finite counts as unknown."""
         rate = report.token_rate if math.isfinite(report.token_rate) else 0.0
-        # An engine with few samples is slow because it has few: its speed under load is the highest one of late.
-        # An idle engine keeps that speed.
+        # Speed under load is the highest recent speed, because an engine with few samples is slow. An idle engine keeps
+        # that speed.
         fade = 0.5 ** ((now - self._arrived) / _HALF_LIFE_SECONDS) if report.running_sample_count > 0 else 1.0
         self._speed = max(rate, self._speed * fade)
         self._cache = max(report.kv_cache_token_count, 0)

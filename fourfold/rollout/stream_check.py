@@ -35,7 +35,7 @@ class StreamCheck:
         if not response.chunks:
             raise self._fault("a response has no chunks; it must have at least one")
 
-    # Thousands of chunks come in a second: a message is only made for one that breaks a rule.
+    # Thousands of chunks arrive per second, so a message is made only for a chunk that breaks a rule.
     def add(self, chunk: pb.SampleChunk) -> None:
         """Check the next chunk and record its tokens."""
         index, version, count = chunk.sample_index, chunk.policy_version, len(self._tokens)

@@ -31,7 +31,7 @@ class CircuitBreaker:
         self.open = False  # one call at a time must show that the service works again
         self.failures = 0  # since the last success; calls that failed together count once
         self.first: FourfoldError | None = None  # of these failures
-        self.probing = False  # whether the call that must show it is in flight
+        self.probing = False  # whether the call that probes it is in flight
         self.retry_at = 0.0  # end of the rest
 
     def resting(self, now: float) -> bool:
@@ -64,7 +64,7 @@ class CircuitBreaker:
         self.retry_at = now + (rest if error.retry_after is None else min(error.retry_after, _MAX_OPEN_SECONDS))
 
     def trip(self, error: FourfoldError, now: float) -> None:
-        """Open at once, for a failure that costs too much to let it happen again, such as a hang."""
+        """Open at once, after a failure that is too expensive to repeat, such as a hang."""
         self.open = True
         self.record_failure(error, now)
 

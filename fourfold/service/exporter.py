@@ -129,7 +129,7 @@ class Exporter:
         self._made = 0.0
 
     def add(self, source: Source, *, refresh: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Add a source, which is called at each scrape; `refresh` is awaited before, for what takes long."""
+        """Add a source, which is called at each scrape; `refresh` is awaited before, for slow work."""
         self._sources.append(source)
         if refresh is not None:
             self._refreshers.append(refresh)
@@ -238,7 +238,7 @@ def measure_children() -> ChildUsage:
         try:
             process = psutil.Process(pid)
             times, memory = process.cpu_times(), process.memory_info()
-        except psutil.Error:  # it has ended, or belongs to another user
+        except psutil.Error:  # the process has ended, or belongs to another user
             continue
         count, seconds, resident = count + 1, seconds + times.user + times.system, resident + memory.rss
     return ChildUsage(count, seconds, resident)

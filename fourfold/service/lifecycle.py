@@ -248,7 +248,7 @@ class ServiceHost:
         return True
 
     async def _announce(self, member: Membership) -> None:
-        """Print the READY line as soon as the service is registered, and until then what prevents that."""
+        """Print the READY line as soon as the service is registered, and until then the reason why it is not."""
         seconds, later = _UNREGISTERED_SECONDS
         while not await member.is_registered(within=seconds):
             seconds = later

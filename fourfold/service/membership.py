@@ -132,10 +132,10 @@ class Membership:
         """Drop the lease after a failure; return the seconds until the next registration."""
         was_member, self._lease, self.problem = self._lease is not None, None, error.message
         self._failures += 1
-        if was_member or self._failures == 1:  # log only the first of a series, which may last for hours
+        if was_member or self._failures == 1:  # log only the first failure of a series, which may last for hours
             state = "lost the lease" if was_member else "registration failed"
             log.warning("%s; retrying until the coordinator accepts: %s", state, error)
-        if was_member and isinstance(error, NotFound):  # the coordinator is there but restarted: register at once
+        if was_member and isinstance(error, NotFound):  # the coordinator has restarted: register at once
             return 0.0
         limit = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(self._failures - 1, 10), _MAX_BACKOFF_SECONDS)
         return limit * self._random.uniform(0.5, 1.0)

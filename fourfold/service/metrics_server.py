@@ -110,7 +110,7 @@ class MetricsServer:
                     writer.close()
                     await writer.wait_closed()
         finally:
-            writer.transport.abort()  # also drops what a client has not read
+            writer.transport.abort()  # also drops data that a client has not read
 
     async def _respond(self, reader: asyncio.StreamReader) -> bytes:
         """Return the response to the request of a connection."""

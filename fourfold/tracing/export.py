@@ -45,7 +45,7 @@ _SCOPE: Final = "fourfold"
 
 
 class Target(Protocol):
-    """Where spans go. It is used by one thread, but for `shutdown`."""
+    """Exports spans to one destination. One thread uses it, except for `shutdown`."""
 
     def export(self, batch: Sequence[Span]) -> str:
         """Write or send spans; return why that failed, or an empty text."""
@@ -65,7 +65,7 @@ class SpanQueue:
         self._queue, self._exporting = deque[Span](), 0  # spans that wait, and number of those that `export` has now
         self._lock = threading.Lock()  # of `dropped`
         self._wake, self._closing = threading.Event(), False
-        # A daemon: nobody waits for it at the exit of the interpreter.
+        # A daemon thread, so that the exit of the interpreter does not wait for it.
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
@@ -79,7 +79,7 @@ class SpanQueue:
             self._wake.set()
 
     def close(self, *, seconds: float) -> None:
-        """Export what waits, for at most `seconds`; drop the rest."""
+        """Export the waiting spans for at most `seconds`; drop the rest."""
         self._closing = True
         self._wake.set()
         self._thread.join(seconds)
@@ -139,7 +139,7 @@ class Tracing:
 
     @property
     def condition(self) -> str:
-        """Return what is wrong with the export, for users; empty if nothing is."""
+        """Return the problem of the export, for users; empty if there is none."""
         return "; ".join(f"spans are dropped: {queue.failure}" for queue in self._queues if queue.failure)
 
     def _add(self, span: Span) -> None:
@@ -147,7 +147,7 @@ class Tracing:
             queue.add(span)
 
     def stop(self) -> None:
-        """Make no more spans, and export those that wait, for at most `FLUSH_SECONDS`."""
+        """Make no more spans; export the waiting ones for at most `FLUSH_SECONDS`."""
         if self._queues:
             spans.install(None)
             end = time.monotonic() + FLUSH_SECONDS
@@ -172,7 +172,7 @@ def start(config: Config, *, role: str, member_id: str, run_dir: Path | None) ->
     if table.file and run_dir is not None:  # a service that is started by hand may have no folder
         path = run_dir / FOLDER / f"{member_id}.jsonl"
         queues.append(SpanQueue(str(path), TraceFile(path, resource)))
-    if table.endpoint:  # the last to be closed: what the file leaves of `FLUSH_SECONDS` is the collector's
+    if table.endpoint:  # closed last, with the time that the file leaves of `FLUSH_SECONDS`
         queues.append(SpanQueue(table.endpoint, Collector(table.endpoint, resource)))
     return Tracing(queues)
 

@@ -33,7 +33,7 @@ os.register_at_fork(after_in_child=_ids.clear)
 
 
 class SpanContext(NamedTuple):
-    """What identifies a span in all processes."""
+    """The identity of a span in all processes."""
 
     trace_id: str  # 32 lowercase hexadecimal digits, not all 0
     span_id: str  # 16 of them
@@ -80,7 +80,7 @@ class Span:
 class Spans:
     """Spans of one piece of work, at most one in the trace of each sample, by the index of the sample in the work.
 
-    As a context manager, it is what `current` returns inside the block, and the end of the block ends its spans.
+    As a context manager, `current` returns it inside the block, and the end of the block ends its spans.
     """
 
     __slots__ = ("_before", "_spans")

@@ -1,4 +1,4 @@
-"""Defines what an advantage estimator is: what it may read, what it returns, and the registry. numpy float64.
+"""Defines advantage estimators: their inputs, their results, and the registry. numpy float64.
 
     B         samples, in groups of one prompt each; groups may differ in size. A trajectory of several segments is one
     k         action tokens of all samples, packed: one sample after another (packed.py)

@@ -1,4 +1,4 @@
-"""Defines what a policy loss is: what it may read, what it returns, and the registry of `[algorithm.loss]`.
+"""Defines policy losses: their inputs, their results, and the registry of `[algorithm.loss]`.
 
     k             loss tokens of a micro-batch, all samples one after another
     p             [k]  current log-probability of each token; carries the gradient

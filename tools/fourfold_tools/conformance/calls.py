@@ -1,4 +1,4 @@
-"""Calls that the checks of several services make, and what a refused call must look like."""
+"""Calls in the checks of several services, and the rules of refused calls."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fourfold_tools.conformance.checks import Violation
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 # Field 1000, which no message has, with the text "new".
 _UNKNOWN_FIELD: Final = b"\xc2\x3e\x03new"
-# Of these errors none tells that the service looked at the request.
+# None of these errors shows that the service examined the request.
 _NOT_LOOKED_AT: Final = frozenset({"UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED", "DEADLINE_EXCEEDED"})
-# Of a call that came too fast for the caller's limit; it comes again after the retry delay.
+# Reason of a call above the caller's rate limit; it is repeated after the retry delay.
 _TOO_FAST: Final = "TOO_MANY_CALLS_PER_SECOND"
 MOST_PAUSES: Final = 20
 LONGEST_PAUSE: Final = 10.0  # seconds
@@ -154,7 +154,7 @@ async def _pause(error: grpc.aio.AioRpcError) -> None:
 
 
 def check_retry_delay(refusal: Refusal, what: str) -> None:
-    """Raise Violation unless a RESOURCE_EXHAUSTED tells when to try again."""
+    """Raise Violation unless a RESOURCE_EXHAUSTED has a retry delay."""
     if refusal.retry_after is None or refusal.retry_after <= 0:
         raise Violation(
             f"{what} was refused with {refusal.code} without a retry delay; the status needs a google.rpc.RetryInfo "

@@ -1,4 +1,4 @@
-"""Runs the checks of one service in order, and keeps what each found.
+"""Runs the checks of one service in order, and keeps their findings.
 
 A check is an async function of a probe, which makes the calls. It raises Violation if the service breaks a rule, and
 Skipped if the rule does not concern this service.
@@ -24,7 +24,7 @@ _USELESS: Final = (DeadlinePassed, PermissionDenied, Unauthenticated, Unavailabl
 
 
 class Violation(Exception):
-    """The service breaks a rule. The text has what it did and what the contract wants."""
+    """The service breaks a rule. The text has the behaviour of the service and the rule."""
 
 
 class Skipped(Exception):
@@ -42,7 +42,7 @@ class Check(Generic[Probe]):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found."""
+    """The result of a check."""
 
     name: str
     rule: str

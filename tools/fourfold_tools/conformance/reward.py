@@ -39,7 +39,7 @@ CHECKS: Final = Checks["RewardProbe"]()
 
 @dataclass(slots=True)
 class RewardProbe:
-    """Calls one service, and keeps what several checks need."""
+    """Calls one service, and keeps values that several checks need."""
 
     stub: RewardServiceAsyncStub
     peer: str

@@ -79,7 +79,7 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
 
 
 def _pre_tokenizer(definition: Any, path: Path) -> tuple[str, bool]:
-    """Return the name that llama.cpp has for a pre-tokenizer, and whether it goes with `ignore_merges`."""
+    """Return llama.cpp's name of a pre-tokenizer, and whether it is used with `ignore_merges`."""
     steps = definition.get("pretokenizers") if isinstance(definition, dict) and "pretokenizers" in definition else None
     found = tuple(map(_step, steps if steps is not None else [definition]))
     if found not in _PRE_TOKENIZERS:
@@ -92,7 +92,7 @@ def _pre_tokenizer(definition: Any, path: Path) -> tuple[str, bool]:
 
 
 def _step(step: Any) -> tuple[object, ...]:
-    """Return what matters of one step of a pre-tokenizer."""
+    """Return the relevant settings of one step of a pre-tokenizer."""
     match step:
         case {"type": "ByteLevel", "add_prefix_space": False}:
             return "ByteLevel", step.get("use_regex", True)

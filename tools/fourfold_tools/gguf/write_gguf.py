@@ -1,8 +1,7 @@
 """Writes a Hugging Face model folder as one GGUF file, which llama.cpp and the programs around it run.
 
-It is the way back of `convert_gguf.py`, with the same names of tensors. It reads and writes one tensor at a
-time, so that it needs memory for the largest tensor only. It needs the packages `gguf` and `tokenizers`, and no tensor
-library.
+It reverses `convert_gguf.py`, with the same names of tensors. It reads and writes one tensor at a time, so that it
+needs memory for the largest tensor only. It needs the packages `gguf` and `tokenizers`, and no tensor library.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Values = NDArray[Any]
 def write(folder: Path, path: Path, *, dtype: str = "bf16", name: str = "") -> None:
     """Write the model in a folder, with its tokenizer and chat template, as one GGUF file.
 
-    The file appears under its name when it is complete. A file that has this name is replaced.
+    The file appears under its name when it is complete. An existing file is replaced.
 
     Args:
         folder: Hugging Face model folder.

@@ -26,7 +26,7 @@ _DATA_FILES: Final = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user tells beside the configuration."""
+    """The user's options in addition to the configuration."""
 
     source: str
     """Name of the file, for messages."""
@@ -61,7 +61,7 @@ def is_hub_name(source: str) -> bool:
 
 
 def _location(draft: Draft, key: str, source: str) -> str:
-    """Return a path as it is, and a name of the hub as Fourfold writes it."""
+    """Return a path unchanged, and a name of the hub in Fourfold's form."""
     if not is_hub_name(source):
         return source
     draft.check(f"{key}: hf:{source} is downloaded from the Hugging Face Hub; write {source} if that is a folder")

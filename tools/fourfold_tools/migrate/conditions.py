@@ -1,6 +1,6 @@
-"""Decides which branches of a shell script run, as far as the values of its variables tell.
+"""Decides which branches of a shell script run, as far as the values of its variables are known.
 
-True: it runs. False: it does not. None: only a running shell could know.
+True: the branch runs. False: it does not. None: only a running shell could know.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Block:
     outer: bool | None
     """Whether it runs itself."""
     runs: bool | None = True
-    """Whether what is read now runs: a condition, or a branch."""
+    """Whether the part that is read now (a condition or a branch) runs."""
     taken: bool | None = False
     """Whether one of the branches before it runs."""
     subject: str = ""

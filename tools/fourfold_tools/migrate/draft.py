@@ -55,16 +55,16 @@ class Draft:
         self.converted.update(names)
 
     def leave(self, reason: str, *names: str) -> None:
-        """Say why flags have no line in this recipe."""
+        """Record the reason why flags have no line in this recipe."""
         self.left.update(dict.fromkeys(names, reason))
 
     def check(self, text: str) -> None:
-        """Tell the user what to look at before the first run."""
+        """Add a point that the user must check before the first run."""
         if text not in self.checks:
             self.checks.append(text)
 
     def check_placeholders(self, placeholders: Mapping[str, str]) -> None:
-        """Tell the user which parts of the recipe only a running shell could know, with the reason of each."""
+        """Add the placeholders of the recipe, whose values only a running shell could know, with the reason of each."""
         texts = [str(line.value) for lines in self.lines.values() for line in lines.values()] + self.checks
         for name, reason in placeholders.items():
             if any(f"<{name}>" in text for text in texts):
@@ -120,7 +120,7 @@ class Draft:
         return "\n".join([*lines, *listed]) + "\n"
 
     def _entries(self, table: tuple[str, ...]) -> list[str]:
-        """Return the lines of a table, in the order of the schema, without those that change nothing."""
+        """Return the lines of a table that change a default, in the order of the schema."""
         schema, entries = _schema(table), list[str]()
         fields = schema.model_fields if schema else {}
         order = list(fields)
@@ -160,7 +160,7 @@ class Draft:
         return text
 
     def report(self, source: str) -> str:
-        """Return what a user reads beside the recipe: counts, flags that were not converted, and points to check."""
+        """Return the report beside the recipe: counts, flags that were not converted, and points to check."""
         found = self.reasons()
         given, strange = len(self.flags.values), self.flags.unknown_count
         converted, other = given - len(found), f" ({strange} of them unknown, see below)" if strange else ""

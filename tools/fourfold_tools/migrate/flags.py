@@ -30,7 +30,7 @@ _SHOWN: Final = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A row of a table: a flag, and what becomes of it."""
+    """A row of a table: a flag and its conversion."""
 
     name: str
     kind: Kind
@@ -52,7 +52,7 @@ class Flags:
 
     table: Mapping[str, Flag]
     prefix: str
-    """What stands before a name, as --."""
+    """The prefix of a name, such as --."""
     values: dict[str, Any] = field(default_factory=dict)
     spellings: dict[str, str] = field(default_factory=dict)
     """The name that the configuration uses, by the name in the table."""
@@ -82,7 +82,7 @@ class Flags:
         self.spellings[name] = spelling
 
     def add_unknown(self, name: str) -> None:
-        """Count a name that is not in the table, and say which one is nearest."""
+        """Count a name that is not in the table, and report the most similar one."""
         near = nearest_flag(name, names_of(self.table))
         hint = f"; did you mean {self.prefix}{near}?" if near else ""
         self.unknown_count += 1
@@ -102,7 +102,7 @@ def table_of(rows: Iterable[Flag]) -> dict[str, Flag]:
 
 
 def names_of(table: Mapping[str, Flag]) -> dict[str, str]:
-    """Return the name in the table of every name, also of the older ones."""
+    """Return the name in the table for every name, including older names."""
     return {name: flag.name for flag in table.values() for name in (flag.name, *flag.older.split())}
 
 

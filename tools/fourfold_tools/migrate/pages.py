@@ -1,4 +1,4 @@
-"""Prints the tables of docs/migration/*.md: every flag of another system, and what becomes of it.
+"""Prints the tables of docs/migration/*.md: every flag of another system and its conversion.
 
 python -m fourfold_tools.migrate.pages openrlhf
 """

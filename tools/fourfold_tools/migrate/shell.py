@@ -62,7 +62,7 @@ class Script:
     placeholders: dict[str, str]
     """Reason of each placeholder `<NAME>`, by its name."""
     notes: list[str] = field(default_factory=list)
-    """What the user has to check."""
+    """Points that the user has to check."""
     found: bool = True
     """False: no command runs the program, and `words` are all words of the text."""
 
@@ -202,7 +202,7 @@ class _Reader:
         return commands + ([words] if words and self._runs is not False else [])
 
     def _end_command(self, words: list[str], separator: str) -> None:
-        """Follow the status of a command, and what its end means for the next one."""
+        """Track the status of a command, and its effect on the next one."""
         if words and words[0] in _SETTERS:
             self._doubt(" ".join(words))
         if words or self._assigned:
@@ -257,7 +257,7 @@ class _Reader:
 
     @property
     def _runs(self) -> bool | None:
-        """Whether what is read now runs; None: perhaps."""
+        """Whether the commands that are read now run; None: unknown."""
         inner = self._blocks[-1:]
         return both(self._linked, both(inner[0].outer, inner[0].runs) if inner else True)
 
@@ -348,7 +348,7 @@ class _Reader:
         raise self._unclosed("(", self._at)
 
     def _word(self, *, assigned: str = "") -> list[str]:
-        """Return the words that the text from here to the next separator stands for; one when it is assigned."""
+        """Return the expanded words of the text up to the next separator; a single word in an assignment."""
         words, quoted = [""], False
         start = self._at
         while self._at < len(self._text):
@@ -422,7 +422,7 @@ class _Reader:
         raise self._unclosed('"', start)
 
     def _dollar(self, assigned: str) -> list[str]:
-        """Return what a `$` stands for; several words only for an array."""
+        """Return the expansion of a `$`; several words only for an array."""
         text = self._text
         if text.startswith("((", self._at):
             self._at += 2

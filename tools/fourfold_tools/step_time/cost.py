@@ -98,7 +98,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """Name what the step time depends on."""
+        """Name the part that limits the step time."""
         if self.trainer_wait < 0.05:
             return "the trainer"
         return "full engines" if self.engine_wait < 0.05 else "the longest samples"
@@ -309,7 +309,7 @@ class _Simulation:
     # -- engines ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit what the lag allows, and start what has room."""
+        """Admit the groups that the lag allows, and start those with room in an engine."""
         work = self.work
         while self.admitted < (self.version + self.lag + 1) * work.groups_per_step:
             self.queue.append(self.admitted)

@@ -34,7 +34,7 @@ _SIZE: Final = 1024  # rows of the matrices that measure a CPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one rank of the trainer, or one GPU or replica of the engines, reaches."""
+    """The speed of one rank of the trainer, or of one GPU or replica of the engines."""
 
     title: str
     train_flops: float  # FLOP/s of passes with gradients

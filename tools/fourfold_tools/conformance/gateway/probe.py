@@ -49,7 +49,7 @@ class Sampled:
 
 @dataclass(kw_only=True)
 class GatewayProbe:
-    """Calls one gateway, and keeps what several checks need."""
+    """Calls one gateway, and keeps values that several checks need."""
 
     channel: grpc.aio.Channel
     peer: str
@@ -218,7 +218,7 @@ class GatewayProbe:
 
     @asynccontextmanager
     async def session(self, session_id: str = "", **fields: Any) -> AsyncIterator[pb.OpenSessionResponse]:
-        """Open a session; give it up at the end, if it is still open. Raise Skipped where the quota has none left."""
+        """Open a session; abandon it at the end if it is still open. Raise Skipped if the quota is used up."""
         name = session_id or f"conformance-{uuid.uuid4().hex}"
         try:
             response: pb.OpenSessionResponse = await self.call(pb.OpenSessionRequest(session_id=name, **fields))
@@ -255,7 +255,7 @@ class GatewayProbe:
                 await asyncio.sleep(0.05)
 
     async def export(self, session_id: str) -> pb.ExportSessionResponse:
-        """Return what a session holds."""
+        """Return the content of a session."""
         exported: pb.ExportSessionResponse = await self.call(pb.ExportSessionRequest(session_id=session_id))
         return exported
 

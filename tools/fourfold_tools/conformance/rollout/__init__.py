@@ -1,4 +1,4 @@
-"""Checks that a rollout service keeps the contract. No check depends on what the model says."""
+"""Checks that a rollout service keeps the contract. No check depends on the model's texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of calls: what is refused, ids, cancellation, deadlines, limits, parsing and load reports."""
+"""Checks of calls: refusals, ids, cancellation, deadlines, limits, parsing and load reports."""
 
 from __future__ import annotations
 

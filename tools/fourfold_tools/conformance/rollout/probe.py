@@ -33,7 +33,7 @@ _PROMPT_TOKENS: Final = 12
 
 @dataclass(kw_only=True)
 class RolloutProbe:
-    """Calls one service, and keeps what several checks need."""
+    """Calls one service, and keeps values that several checks need."""
 
     channel: grpc.aio.Channel
     peer: str
@@ -101,7 +101,7 @@ class RolloutProbe:
         return min(self.info.max_concurrent_samples or 256, 256)
 
     async def sample(self, request: pb.GenerateRequest) -> list[Completion]:
-        """Sample, and check what each sample must be; raise Violation or PeerFault."""
+        """Sample, and check each sample; raise Violation or PeerFault."""
         samples = await self.client.complete(request)
         for sample in samples:
             self.check_sample(request, sample)
@@ -113,7 +113,7 @@ class RolloutProbe:
         return tuple(sample.token_ids.tolist())
 
     def check_sample(self, request: pb.GenerateRequest, sample: Completion) -> None:
-        """Check what no chunk alone tells; see `StreamCheck` for the rules of chunks."""
+        """Check the rules about whole samples; `StreamCheck` has the rules of chunks."""
         where, params, count = f"sample {sample.sample_index}", request.sampling_params, len(sample.token_ids)
         if sample.finish_reason == pb.FINISH_REASON_ABORTED:
             raise Violation(f"{where} was aborted; run the checks while the service neither drains nor updates")

@@ -1,4 +1,4 @@
-"""Checks of what is sampled: tokens, their log-probabilities and versions, seeds and limits of a sample."""
+"""Checks of samples: tokens, their log-probabilities and versions, seeds and limits."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class WeightReceiver:
         current = self._current(epoch)
         self._end_feed()  # the feed reads memory that is overwritten now
         deadline = _deadline(timeout, current.abort_flag, epoch)
-        self._dirty |= self._uncommitted  # the present weights were received but never served
+        self._dirty |= self._uncommitted  # the weights held now were received but never served
         self._uncommitted = False
         clock = _Clock(current.seconds)
         applier = current.applier

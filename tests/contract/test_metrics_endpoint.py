@@ -27,7 +27,7 @@ from fourfold.service.exporter import TEXT, Exporter, Source
 from fourfold.service.lifecycle import ServeOptions
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward import serve as reward_serve
-from fourfold_rollout.exported import rollout_source
+from fourfold_rollout.metrics_source import rollout_source
 from tests.conftest import Serve
 from tests.fakes.rollout import request, rollout_service
 from tests.fakes.servicers import Reward
@@ -172,7 +172,7 @@ async def test_a_call_that_leaves_while_it_waits_is_no_longer_counted(serve: Ser
 
 
 async def test_the_trainer_counts_tokens_and_phases(trainer: Trainer) -> None:
-    from fourfold_trainer.service.exported import trainer_source
+    from fourfold_trainer.service.metrics_source import trainer_source
     from tests.contract.test_trainer_step import USEFUL
 
     source = trainer_source(trainer.core)

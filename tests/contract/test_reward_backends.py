@@ -22,8 +22,8 @@ from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward import serve as serve_module
 from fourfold_reward.backend import Backend
 from fourfold_reward.backends import make_backend
-from fourfold_reward.exported import reward_source
 from fourfold_reward.job import Job
+from fourfold_reward.metrics_source import reward_source
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.servicer import RewardServicer, sampled_ids
 from fourfold_reward.signatures import Reads

@@ -11,13 +11,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from fourfold.service import exporter
-from fourfold_coordinator.reporting import exported as coordinator
-from fourfold_gateway import exported as gateway
-from fourfold_reward import exported as reward
-from fourfold_reward.environment import exported as environment
-from fourfold_reward.reference import exported as reference
-from fourfold_rollout import exported as rollout
-from fourfold_trainer.service import exported as trainer
+from fourfold_coordinator.reporting import metrics_source as coordinator
+from fourfold_gateway import metrics_source as gateway
+from fourfold_reward import metrics_source as reward
+from fourfold_reward.environment import metrics_source as environment
+from fourfold_reward.reference import metrics_source as reference
+from fourfold_rollout import metrics_source as rollout
+from fourfold_trainer.service import metrics_source as trainer
 
 EXPORTED_BY_SERVICE = {
     "every service": exporter.COMMON,

@@ -60,7 +60,7 @@ from .data.load_prompts import load_prompts
 from .data.prompts import PromptSet
 from .launch.run_folder import is_finished, locked, read_stop_reason, write_stop_reason
 from .launch.run_names import ADDRESS_FILE, CONFIG_FILE, COORDINATOR_LOCK, DEATH_VARIABLE, LEDGER_FILE, REPORT_FILE
-from .reporting.exported import RunSource
+from .reporting.metrics_source import RunSource
 from .reporting.run_files import RunFileServicer
 from .reporting.run_service import RunServicer
 from .reporting.run_totals import RunTotals

@@ -23,8 +23,8 @@ from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_gateway.coordinator_link import CoordinatorLink
 from fourfold_gateway.core import GatewayCore
 from fourfold_gateway.engines import EnginePool
-from fourfold_gateway.exported import gateway_source
 from fourfold_gateway.http.server import serve_http
+from fourfold_gateway.metrics_source import gateway_source
 from fourfold_gateway.servicer import AgentServicer
 from fourfold_gateway.store import SessionStore
 

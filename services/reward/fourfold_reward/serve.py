@@ -17,7 +17,7 @@ from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_reward.backends import make_backend
-from fourfold_reward.exported import reward_source
+from fourfold_reward.metrics_source import reward_source
 from fourfold_reward.servicer import RewardServicer
 
 # A recipe must describe a run. The reward role reads no table but those that `serve_reward` adds.

@@ -28,9 +28,9 @@ from fourfold.rpc.server import bind_error
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold.weights.transport.locality import host_id
 from fourfold_rollout.engine import EngineSettings
-from fourfold_rollout.exported import rollout_source
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.metrics_source import rollout_source
 from fourfold_rollout.update.controller import WeightController
 from fourfold_rollout.update.servicer import RolloutControlServicer
 from fourfold_rollout.vllm import environment

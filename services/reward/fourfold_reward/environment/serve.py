@@ -16,9 +16,9 @@ from fourfold.security.access import COORDINATOR
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_reward import worker_sandbox
 from fourfold_reward.environment.check import check_keys
-from fourfold_reward.environment.exported import environment_source
 from fourfold_reward.environment.gateways import Gateway
 from fourfold_reward.environment.members import RunGateways, open_gateway
+from fourfold_reward.environment.metrics_source import environment_source
 from fourfold_reward.environment.pool import EnvironmentPool
 from fourfold_reward.environment.python_tool import PythonTool
 from fourfold_reward.environment.runner import EpisodeLimits, Runner

@@ -10,7 +10,7 @@ from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
-from fourfold_reward.reference.exported import reference_source
+from fourfold_reward.reference.metrics_source import reference_source
 from fourfold_reward.reference.model import ReferenceModel
 from fourfold_reward.reference.servicer import MAX_CALLS, ReferenceServicer
 

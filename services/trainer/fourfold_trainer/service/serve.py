@@ -19,8 +19,8 @@ from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold_trainer.ranks import holder
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
-from fourfold_trainer.service.exported import trainer_source
 from fourfold_trainer.service.meeting_point import MeetingPoint, check_ranks
+from fourfold_trainer.service.metrics_source import trainer_source
 from fourfold_trainer.service.servicer import TrainerServicer
 from fourfold_trainer.service.state import TrainerCore
 from fourfold_trainer.service.weight_servicer import TrainerWeightServicer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fourfold.metrics import REWARD_MEAN, STALE_TOKENS
 from fourfold.service.exporter import Values
-from fourfold_coordinator.reporting.exported import RunSource
+from fourfold_coordinator.reporting.metrics_source import RunSource
 from fourfold_coordinator.state.faults import FaultLog
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold_rollout.vllm.worker import RolloutWorker
+from fourfold_rollout.vllm.worker_extension import RolloutWorker
 
 
 class PipelineWorker(RolloutWorker):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fourfold_rollout.vllm.worker import RolloutWorker
+from fourfold_rollout.vllm.worker_extension import RolloutWorker
 
 
 class SlowWorker(RolloutWorker):

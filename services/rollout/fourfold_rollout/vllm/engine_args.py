@@ -21,7 +21,7 @@ from fourfold.errors import ConfigError
 from fourfold.text import nearest_name
 from fourfold_rollout.engine import EngineSettings
 
-_WORKER_EXTENSION: Final = "fourfold_rollout.vllm.worker.RolloutWorker"
+_WORKER_EXTENSION: Final = "fourfold_rollout.vllm.worker_extension.RolloutWorker"
 # Samples of one prompt share the blocks that the prompt fills. With vLLM's default of 128 tokens a short prompt fills
 # none. 32 is the minimum of the CPU kernels, and halves the time of the 96 samples of a quickstart step.
 _CPU_BLOCK_TOKENS: Final = 32

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from fourfold_rollout.vllm.worker import RolloutWorker
+from fourfold_rollout.vllm.worker_extension import RolloutWorker
 
 _ARCH_PRCTL = 158
 _ARCH_GET_XCOMP_PERM = 0x1022

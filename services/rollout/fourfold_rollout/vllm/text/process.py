@@ -1,4 +1,4 @@
-"""Starts and calls the text processes (`worker.py`), from the side of the service. Belongs to one event loop."""
+"""Starts and calls the text processes (`main.py`), from the side of the service. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START_SECONDS: Final = 180.0
 _STUCK_SECONDS: Final = 60.0
 _QUEUE: Final = 256
 _RETRY_SECONDS: Final = 1.0
-_PROGRAM: Final = "fourfold_rollout.vllm.text.worker"
+_PROGRAM: Final = "fourfold_rollout.vllm.text.main"
 
 
 class TextProcess:

@@ -21,7 +21,7 @@ from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.ranks.rank_channel import RankMessage
 from fourfold_trainer.ranks.rank_processes import RankProcesses
-from fourfold_trainer.ranks.worker import _sums_answer as sums_answer
+from fourfold_trainer.ranks.rank_worker import _sums_answer as sums_answer
 from tests.fakes.threads import ThreadGroup
 from tests.support.architectures import build
 from tests.support.recipes import make_recipe

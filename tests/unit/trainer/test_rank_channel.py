@@ -13,7 +13,7 @@ import pytest
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded, Unavailable
 from fourfold_trainer.batches import Array
 from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage, from_bytes
-from fourfold_trainer.ranks.worker import ERROR, read_error
+from fourfold_trainer.ranks.rank_worker import ERROR, read_error
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from fourfold_trainer.ranks.main import QueuedBatches
 from fourfold_trainer.ranks.placement import collective_interface, place_ranks, rank_environment
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_processes import RankProcesses, SharedBatches
-from fourfold_trainer.ranks.worker import explain_failure
+from fourfold_trainer.ranks.rank_worker import explain_failure
 from tests.support.recipes import make_recipe
 
 
@@ -235,7 +235,7 @@ OUT_OF_MEMORY = (
 FAILING_RANK = """
 import sys, torch
 from fourfold_trainer.ranks.main import run_rank
-from fourfold_trainer.ranks.worker import RankWorker
+from fourfold_trainer.ranks.rank_worker import RankWorker
 
 def fail(command):
     raise torch.OutOfMemoryError({text!r})

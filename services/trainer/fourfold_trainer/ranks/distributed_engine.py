@@ -30,7 +30,7 @@ from fourfold_trainer.flops import ModelSize
 from fourfold_trainer.ranks.placement import place_ranks
 from fourfold_trainer.ranks.rank_channel import RankMessage
 from fourfold_trainer.ranks.rank_processes import OtherMachines, RankProcesses, raise_first_error
-from fourfold_trainer.ranks.worker import RankWorker, read_error, read_sums
+from fourfold_trainer.ranks.rank_worker import RankWorker, read_error, read_sums
 
 # An answer may arrive this much later than the deadline in its command.
 _ANSWER_GRACE_SECONDS: Final = 5.0

@@ -9,7 +9,7 @@ from fourfold.config import Config
 from fourfold.host.imports import fast_imports
 from fourfold.model import folder
 from fourfold_trainer.ranks.placement import RankPlacement, rank_environment
-from fourfold_trainer.ranks.worker import RankWorker
+from fourfold_trainer.ranks.rank_worker import RankWorker
 
 
 def make_worker(config: Config, model_folder: Path, place: RankPlacement, *, meeting: str, run_dir: Path) -> RankWorker:

@@ -29,7 +29,7 @@ from fourfold_trainer.ranks.loading import make_worker
 from fourfold_trainer.ranks.local_ranks import NAME_VARIABLE
 from fourfold_trainer.ranks.placement import RankPlacement
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
-from fourfold_trainer.ranks.worker import ANSWER, RankWorker, explain_failure
+from fourfold_trainer.ranks.rank_worker import ANSWER, RankWorker, explain_failure
 
 _START_SECONDS: Final = 60.0
 

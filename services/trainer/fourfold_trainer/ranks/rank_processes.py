@@ -30,8 +30,8 @@ from fourfold_trainer.ranks.loading import make_worker
 from fourfold_trainer.ranks.local_ranks import PROGRAM, WATCH_SECONDS, LocalRanks
 from fourfold_trainer.ranks.placement import RankPlacement
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
+from fourfold_trainer.ranks.rank_worker import RankWorker, read_error
 from fourfold_trainer.ranks.remote_ranks import AttachedRanks, RemoteRanks
-from fourfold_trainer.ranks.worker import RankWorker, read_error
 from fourfold_trainer.zero.meeting import file_meeting
 
 Shares: TypeAlias = Sequence[Sequence[MicroBatch]]

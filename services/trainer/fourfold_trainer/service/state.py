@@ -29,7 +29,7 @@ from fourfold.sample.columns import Samples
 from fourfold_trainer import flops
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder, layout_of
 from fourfold_trainer.engine import TrainerEngine
-from fourfold_trainer.ranks.worker import explain_failure
+from fourfold_trainer.ranks.rank_worker import explain_failure
 from fourfold_trainer.service import metrics as service_metrics
 from fourfold_trainer.service.engine_thread import EngineThread, Phase
 from fourfold_trainer.step import accumulation

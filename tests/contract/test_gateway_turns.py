@@ -18,7 +18,7 @@ from fourfold.rollout.group_requests import GroupRequest
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats, pack_ints, read_ints
 from fourfold_gateway.engines import EnginePool
-from fourfold_gateway.turns import TurnRequest, TurnSampler, _Turn
+from fourfold_gateway.turn_sampler import TurnRequest, TurnSampler, _Turn
 from tests.fakes.stage import until
 from tests.fakes.toy import END, START, VOCABULARY, make_config
 from tests.fakes.toy_rollout import FakeRollout

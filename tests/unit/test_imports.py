@@ -60,13 +60,13 @@ _VIOLATIONS = (
     ("fourfold/cli/main.py", "def f():\n    import fourfold_tools", "Services and tools stand on fourfold"),
     ("fourfold/cli/main.py", "def f():\n    import fourfold_reward", "Services and tools stand on fourfold"),
     ("fourfold_tools/cli/conformance.py", "import fourfold_rollout", "Services and tools stand on fourfold"),
-    ("fourfold_gateway/turns.py", "import fourfold_rollout.load", "Services and tools stand on fourfold"),
+    ("fourfold_gateway/turn_sampler.py", "import fourfold_rollout.load", "Services and tools stand on fourfold"),
     ("fourfold_trainer/engine.py", "import fourfold_trainer.step.train_step", "Layers of the trainer"),
     ("fourfold_coordinator/training/loop.py", "import ray", "Ray is imported by its launcher"),
     ("fourfold_coordinator/state/ledger.py", "import fourfold_coordinator.serve", "Layers of the coordinator"),
     ("fourfold_trainer/step/train_step.py", "import deepspeed", "DeepSpeed is imported by its engine"),
     ("fourfold_rollout/engine.py", "import fourfold_rollout.warm_up", "Layers of the rollout service"),
-    ("fourfold_gateway/turns.py", "import torch", "The gateway needs no tensor library"),
+    ("fourfold_gateway/turn_sampler.py", "import torch", "The gateway needs no tensor library"),
 )
 
 

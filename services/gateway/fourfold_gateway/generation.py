@@ -34,7 +34,7 @@ from fourfold_gateway.grammars import engine_grammar, tools_json
 from fourfold_gateway.sessions import Session
 from fourfold_gateway.store import SessionStore, StoredTurn
 from fourfold_gateway.trajectory import CONTEXT_LENGTH, PendingTurn, Sampling, Turn
-from fourfold_gateway.turns import TurnRequest, TurnSampler
+from fourfold_gateway.turn_sampler import TurnRequest, TurnSampler
 
 _log = logging.getLogger("fourfold.gateway.generation")
 

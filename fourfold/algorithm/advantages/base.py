@@ -31,8 +31,8 @@ from fourfold.algorithm.registry import Definition, Registry
 
 if TYPE_CHECKING:
     from fourfold.algorithm.packed import PackedRewards
+    from fourfold.algorithm.scored_turns import ScoredTurns
     from fourfold.algorithm.tokens import ScoredTokens
-    from fourfold.algorithm.turns import ScoredTurns
     from fourfold.arrays import Float64Array, Int64Array
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.algorithm.advantages import Gae, Grpo, Reinforce, ScoredSamples, TurnGrpo
 from fourfold.algorithm.packed import PackedRewards
-from fourfold.algorithm.turns import ScoredTurns
+from fourfold.algorithm.scored_turns import ScoredTurns
 
 
 def packed(

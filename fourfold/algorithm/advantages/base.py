@@ -2,7 +2,7 @@
 
     B         samples, in groups of one prompt each; groups may differ in size. A trajectory of several segments is one
     k         action tokens of all samples, packed: one sample after another (packed.py)
-    u         turns of all samples (turns.py)
+    u         turns of all samples (scored_turns.py)
     r         [B]  score of a sample after shaping (rewards.py)
     R         [k]  reward of a token (rewards.py)
     V         [k]  the critic's estimate of the state before the token

@@ -2,7 +2,7 @@
 
     service -> step/train_step.py -> TrainerEngine   (rank 0; implemented by ranks/distributed_engine.py)
                                           |  rank channel
-                                     ranks/rank_worker.py -> step/optimizer_step.py -> Policy, Critic  (every rank; zero/)
+                                     ranks/rank_worker.py -> step/optimizer_step.py -> Policy, Critic (each rank; zero/)
 
 service/ and train_step.py use `TrainerEngine` alone and are tested with a fake. `Policy` and `Critic` are in
 trained_model.py.

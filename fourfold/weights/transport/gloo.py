@@ -49,9 +49,9 @@ from fourfold.weights.transport.rendezvous import (
     FAULT,
     NONCE_BYTES,
     POLL_SECONDS,
-    Board,
-    BoardClient,
-    BoardGone,
+    KeyValueStore,
+    StoreClient,
+    StoreGone,
     connect_pair,
 )
 from fourfold.weights.transport.staging import hand_to_sink
@@ -67,7 +67,7 @@ _CONNECT_SECONDS: Final = 10.0
 # Longer than the wait in `_Pair.finish`: when gloo's own timeout closes the connection, this member looks dead.
 _GLOO_EXTRA_SECONDS: Final = 5.0
 _ABORTED: Final = b"aborted"
-# port of the board, its secret; the rest is its IP address as text
+# port of the store, its secret; the rest is its IP address as text
 _BODY: Final = struct.Struct(f"<H{NONCE_BYTES}s")
 _TRAINER: Final = -1
 
@@ -81,31 +81,31 @@ class _Offer(NamedTuple):
 class _Membership:
     """A member's view of the chain: its index (-1: a trainer rank), the store of its rank, and the first failure."""
 
-    def __init__(self, board: BoardClient, index: int, address: str, abort: threading.Event) -> None:
-        self.board, self.index, self.address, self.abort = board, index, address, abort
+    def __init__(self, store: StoreClient, index: int, address: str, abort: threading.Event) -> None:
+        self.store, self.index, self.address, self.abort = store, index, address, abort
         self._watching = False
 
     def watch(self) -> None:
         """Ask the store for the first failure. After this call, nothing else may be asked."""
-        self.board.ask(FAULT)
+        self.store.ask(FAULT)
         self._watching = True
 
     def check(self) -> None:
         """Raise the error of the first member that failed, if one did."""
-        if self._watching and (told := self.board.poll(0.0)) is not None:
+        if self._watching and (told := self.store.poll(0.0)) is not None:
             raise self.fault(told)
 
     def report(self, kind: str, index: int) -> None:
         """Report that a member is "gone" or "slow", unless another failure was reported before."""
-        self.board.put(FAULT, f"{kind} {index}".encode())
+        self.store.put(FAULT, f"{kind} {index}".encode())
 
     def first_fault(self, seconds: float) -> FourfoldError | None:
         """Return the error of the member that was reported first; None if nothing is known within `seconds`."""
         if not self._watching:
             return None
         try:
-            told = self.board.poll(seconds)
-        except BoardGone as gone:
+            told = self.store.poll(seconds)
+        except StoreGone as gone:
             return gone
         return None if told is None else self.fault(told)
 
@@ -126,11 +126,11 @@ class _Membership:
 class _Pair(SenderLink):
     """One end of a connection of the chain. `upper`: this end sends."""
 
-    def __init__(self, member: _Membership, board: BoardClient, name: str, *, upper: bool, neighbour: int) -> None:
-        """Prepare the connection `name` to the member with the index `neighbour`, whom `board` knows, too."""
-        self._member, self._board, self._name = member, board, name
+    def __init__(self, member: _Membership, store: StoreClient, name: str, *, upper: bool, neighbour: int) -> None:
+        """Prepare the connection `name` to the member with the index `neighbour`, whom `store` knows, too."""
+        self._member, self._store, self._name = member, store, name
         self._upper, self._neighbour = upper, neighbour
-        self._who = board.owner if neighbour == _TRAINER else f"receiver {neighbour}"
+        self._who = store.owner if neighbour == _TRAINER else f"receiver {neighbour}"
         self._group: ProcessGroupGloo | None = None
         self._last: _Operation | None = None
 
@@ -138,7 +138,7 @@ class _Pair(SenderLink):
         """Wait for the other end and connect. Raises Unavailable: it has ended, or cannot be reached."""
         member, rank, what = self._member, 0 if self._upper else 1, f"the meeting with {self._who}"
         try:
-            self._group = connect_pair(self._board, self._name, rank, member.address, member.abort, deadline, what)
+            self._group = connect_pair(self._store, self._name, rank, member.address, member.abort, deadline, what)
         except RuntimeError as error:
             # Both ends fail. Blame the lower one, because the others form a chain without it.
             raise Unavailable(
@@ -207,21 +207,21 @@ class GlooSender:
     through_host = True
 
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
-        """Open the board. Raises WrongState: this machine has no address that the receivers reach."""
+        """Open the store. Raises WrongState: this machine has no address that the receivers reach."""
         self._group, self._rank, self._source = group, rank, source
         self._spans = sorted(group.manifest.spans_of_rank(rank), key=lambda span: span.offset)
         self._address = listen_address(group.host, group.interface)
-        self._board = Board(self._address)
+        self._store = KeyValueStore(self._address)
         self._abort = threading.Event()
         self._member: _Membership | None = None
         self._pair: _Pair | None = None
 
     def offer(self) -> bytes:
-        body = _BODY.pack(self._board.port, self._board.nonce) + self._address.encode()
+        body = _BODY.pack(self._store.port, self._store.nonce) + self._address.encode()
         return pack_offer(Backend.GLOO, self._group, self._rank, body)
 
     def open(self, deadline: Deadline) -> None:
-        client = BoardClient(self._address, self._board.port, self._board.nonce, "this rank's board", deadline)
+        client = StoreClient(self._address, self._store.port, self._store.nonce, "this rank's board", deadline)
         self._member = _Membership(client, _TRAINER, self._address, self._abort)
         self._pair = _Pair(self._member, client, "link-0", upper=True, neighbour=0)
         self._pair.join(deadline)
@@ -249,16 +249,16 @@ class GlooSender:
         return shard_bytes
 
     def abort(self) -> None:
-        """End the waits of this sender and, through its board, those of the receivers."""
+        """End the waits of this sender and, through its store, those of the receivers."""
         self._abort.set()
-        self._board.close(FAULT, _ABORTED)
+        self._store.close(FAULT, _ABORTED)
 
     def close(self) -> None:
         self.abort()
         if self._pair is not None:
             self._pair.close()
         if self._member is not None:
-            self._member.board.close()
+            self._member.store.close()
 
 
 class GlooReceiver(ReceiveTransport[_Offer, _Pair]):
@@ -273,7 +273,7 @@ class GlooReceiver(ReceiveTransport[_Offer, _Pair]):
     def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
         super().__init__(group, receiver_index, device)
         self._shards: list[torch.Tensor] = []
-        self._boards: list[BoardClient] = []
+        self._stores: list[StoreClient] = []
 
     def accept(self, offers: Sequence[bytes]) -> None:
         """Also raises WrongState: this machine has no address that the neighbours reach."""
@@ -297,11 +297,11 @@ class GlooReceiver(ReceiveTransport[_Offer, _Pair]):
         Receivers with an odd index connect to their successor first, so that the chain is connected in two rounds.
         """
         self._shards = [torch.empty(size, dtype=torch.uint8) for size in self._group.manifest.shard_bytes]
-        board = self._visit(0, self._offers[0], deadline)
-        self._member = _Membership(board, self._index, self._address, self._abort)
+        store = self._visit(0, self._offers[0], deadline)
+        self._member = _Membership(store, self._index, self._address, self._abort)
         successor = self._index + 1
         if successor < self._group.receiver_count:
-            self._downstream = _Pair(self._member, board, f"link-{successor}", upper=True, neighbour=successor)
+            self._downstream = _Pair(self._member, store, f"link-{successor}", upper=True, neighbour=successor)
         if self._downstream is not None and self._index % 2:
             self._downstream.join(deadline)
         super().open(deadline)
@@ -316,22 +316,22 @@ class GlooReceiver(ReceiveTransport[_Offer, _Pair]):
         super().close()
         if self._downstream is not None:
             self._downstream.close()
-        for board in self._boards:
-            board.close()
-        self._shards, self._boards, self._downstream = [], [], None
+        for store in self._stores:
+            store.close()
+        self._shards, self._stores, self._downstream = [], [], None
 
     def _connect(self, rank: int, offer: _Offer) -> _Pair | None:
         """Return the connection to a rank, which the first receiver alone has, or for rank 0 to the predecessor."""
         assert self._member is not None, "opened"
         if rank and self._index:
             return None
-        # Without a deadline of its own: the rank has just sent this offer, so its board answers or refuses at once.
-        board = self._visit(rank, offer, Deadline(_CONNECT_SECONDS)) if rank else self._boards[0]
-        return _Pair(self._member, board, f"link-{self._index}", upper=False, neighbour=self._index - 1)
+        # Without a deadline of its own: the rank has just sent this offer, so its store answers or refuses at once.
+        store = self._visit(rank, offer, Deadline(_CONNECT_SECONDS)) if rank else self._stores[0]
+        return _Pair(self._member, store, f"link-{self._index}", upper=False, neighbour=self._index - 1)
 
-    def _visit(self, rank: int, offer: _Offer, deadline: Deadline) -> BoardClient:
-        self._boards.append(BoardClient(*offer, f"trainer rank {rank}", deadline))
-        return self._boards[-1]
+    def _visit(self, rank: int, offer: _Offer, deadline: Deadline) -> StoreClient:
+        self._stores.append(StoreClient(*offer, f"trainer rank {rank}", deadline))
+        return self._stores[-1]
 
     def _receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
         if self._member is None:

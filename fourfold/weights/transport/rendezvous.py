@@ -42,8 +42,8 @@ _HANDSHAKE_SECONDS: Final = 2.0
 _MAX_UNAUTHENTICATED: Final = 128
 
 
-class Board:
-    """The board, served by a thread until `close`."""
+class KeyValueStore:
+    """The store, served by a thread until `close`."""
 
     def __init__(self, address: str) -> None:
         """Listen on a free port of `address`, an IP address of this machine."""
@@ -60,7 +60,7 @@ class Board:
         for readable in (self._listener, self._woken):
             self._selector.register(readable, selectors.EVENT_READ)
         self._last_words: tuple[str, bytes] | None = None
-        self._thread = threading.Thread(target=self._serve, name="weights-board", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="weights-store", daemon=True)
         self._thread.start()
 
     def close(self, name: str, value: bytes) -> None:
@@ -115,7 +115,7 @@ class Board:
         visitor.connection.close()
 
     def put(self, name: str, value: bytes) -> None:
-        """Set a value unless the name has one, and reply to those who asked. In the board's thread."""
+        """Set a value unless the name has one, and reply to those who asked. In the store's thread."""
         self._values.setdefault(name, value)
         for visitor in list(self._visitors.values()):
             if name in visitor.asked:
@@ -130,13 +130,13 @@ class Board:
 
 
 class _Visitor:
-    """A member's connection, at the board's end."""
+    """A member's connection, at the store's end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.asked = connection, set[str]()
         self._buffer = b""
 
-    def read(self, board: Board) -> bool:
+    def read(self, store: KeyValueStore) -> bool:
         """Handle received bytes; return False at the end of the connection, or if it breaks the protocol."""
         try:
             data = self.connection.recv(1 << 16)
@@ -145,13 +145,13 @@ class _Visitor:
         except OSError:
             return False
         self._buffer += data
-        if self in board.unauthenticated:
+        if self in store.unauthenticated:
             if len(self._buffer) < NONCE_BYTES:
                 return bool(data)
-            if not hmac.compare_digest(self._buffer[:NONCE_BYTES], board.nonce):
+            if not hmac.compare_digest(self._buffer[:NONCE_BYTES], store.nonce):
                 return False
             self._buffer = self._buffer[NONCE_BYTES:]
-            del board.unauthenticated[self]
+            del store.unauthenticated[self]
         while len(self._buffer) >= _REQUEST.size:
             is_put, name_bytes, value_bytes = _REQUEST.unpack_from(self._buffer)
             end = _REQUEST.size + name_bytes + value_bytes
@@ -162,9 +162,9 @@ class _Visitor:
             name = self._buffer[_REQUEST.size : _REQUEST.size + name_bytes].decode("ascii", "replace")
             value, self._buffer = self._buffer[_REQUEST.size + name_bytes : end], self._buffer[end:]
             if is_put:
-                board.put(name, value)
+                store.put(name, value)
             else:
-                board.ask(self, name)
+                store.ask(self, name)
         return bool(data)
 
     def reply(self, value: bytes) -> None:
@@ -174,8 +174,8 @@ class _Visitor:
             self.connection.send(_REPLY.pack(len(value)) + value)
 
 
-class BoardClient:
-    """A member's connection to a board. Belongs to one thread."""
+class StoreClient:
+    """A member's connection to a store. Belongs to one thread."""
 
     def __init__(self, address: str, port: int, nonce: bytes, owner: str, deadline: Deadline) -> None:
         """Connect. Raises Unavailable: nothing listens there, or it cannot be reached."""
@@ -192,7 +192,7 @@ class BoardClient:
             ) from None
 
     def put(self, name: str, value: bytes) -> None:
-        """Set a value, unless the name has one. A board that has ended is noticed by the next reply."""
+        """Set a value, unless the name has one. A store that has ended is noticed by the next reply."""
         with suppress(OSError):
             self._request(True, name, value)
 
@@ -202,7 +202,7 @@ class BoardClient:
             self._request(False, name, b"")
 
     def poll(self, seconds: float) -> bytes | None:
-        """Return the value asked for, or None if there is none within `seconds`. Raises BoardGone: the board ended."""
+        """Return the value asked for, or None if there is none within `seconds`. Raises StoreGone: the store ended."""
         self._socket.settimeout(max(seconds, 1e-4))
         try:
             data = self._socket.recv(1 << 16)
@@ -211,7 +211,7 @@ class BoardClient:
         except OSError:
             data = b""
         if not data:
-            raise BoardGone(f"{self.owner} has ended, or aborted this epoch", reason=PEER_LOST)
+            raise StoreGone(f"{self.owner} has ended, or aborted this epoch", reason=PEER_LOST)
         self._buffer += data
         if len(self._buffer) < _REPLY.size:
             return None
@@ -222,7 +222,7 @@ class BoardClient:
         return value
 
     def get(self, name: str, abort: threading.Event, deadline: Deadline, what: str) -> bytes:
-        """Return a value when there is one. Raises StaleEpoch, DeadlinePassed, BoardGone."""
+        """Return a value when there is one. Raises StaleEpoch, DeadlinePassed, StoreGone."""
         self.ask(name)
         while (value := self.poll(POLL_SECONDS)) is None:
             if abort.is_set():
@@ -239,24 +239,24 @@ class BoardClient:
         self._socket.sendall(_REQUEST.pack(is_put, len(key), len(value)) + key + value)
 
 
-class BoardGone(Unavailable):
-    """The process of a board has ended."""
+class StoreGone(Unavailable):
+    """The process of a store has ended."""
 
 
 class _PairStore(Store):
     """The store in which gloo exchanges the addresses of one pair: one value of each end."""
 
     def __init__(
-        self, board: BoardClient, name: str, rank: int, abort: threading.Event, deadline: Deadline, what: str
+        self, store: StoreClient, name: str, rank: int, abort: threading.Event, deadline: Deadline, what: str
     ) -> None:
         super().__init__()
-        self._board, self._name, self._rank = board, name, rank
+        self._store, self._name, self._rank = store, name, rank
         self._wait = (abort, deadline, what)
         self._values: dict[int, bytes] = {}  # by rank
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo passes bytes
         self._values[self._rank] = value
-        self._board.put(f"{self._name}/{self._rank}", value)
+        self._store.put(f"{self._name}/{self._rank}", value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
@@ -265,22 +265,22 @@ class _PairStore(Store):
     def get(self, key: str) -> bytes:
         rank = int(key.rpartition("/")[2])  # gloo's keys end with the rank
         if rank not in self._values:
-            self._values[rank] = self._board.get(f"{self._name}/{rank}", *self._wait)
+            self._values[rank] = self._store.get(f"{self._name}/{rank}", *self._wait)
         return self._values[rank]
 
 
 def connect_pair(
-    board: BoardClient, name: str, rank: int, address: str, abort: threading.Event, deadline: Deadline, what: str
+    store: StoreClient, name: str, rank: int, address: str, abort: threading.Event, deadline: Deadline, what: str
 ) -> ProcessGroupGloo:
-    """Return the gloo group of two processes, which is called `name` on the board; each end has a `rank`, 0 or 1.
+    """Return the gloo group of two processes, which is called `name` on the store; each end has a `rank`, 0 or 1.
 
-    `address` is this machine's. Raises StaleEpoch, DeadlinePassed, BoardGone. Raises RuntimeError: gloo cannot connect.
+    `address` is this machine's. Raises StaleEpoch, DeadlinePassed, StoreGone. Raises RuntimeError: gloo cannot connect.
     """
     # Meet first: gloo's constructor can be left only through its own timeout.
-    board.put(f"{name}/here-{rank}", b"x")
-    board.get(f"{name}/here-{1 - rank}", abort, deadline, what)
+    store.put(f"{name}/here-{rank}", b"x")
+    store.get(f"{name}/here-{1 - rank}", abort, deadline, what)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._threads = 1
     options._timeout = timedelta(seconds=min(deadline.check(what), _CONNECT_SECONDS))
-    return ProcessGroupGloo(_PairStore(board, name, rank, abort, deadline, what), rank, 2, options)
+    return ProcessGroupGloo(_PairStore(store, name, rank, abort, deadline, what), rank, 2, options)

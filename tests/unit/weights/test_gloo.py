@@ -18,7 +18,7 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.transport import rendezvous
-from fourfold.weights.transport.rendezvous import NONCE_BYTES, BoardClient
+from fourfold.weights.transport.rendezvous import NONCE_BYTES, StoreClient
 from fourfold.weights.transport.waiting import Deadline
 from tests.support.descriptors import open_descriptors
 from tests.support.weight_peers import Peer, make_model, receiver, sender
@@ -240,33 +240,33 @@ def _is_closed(connection: socket.socket, within: float) -> bool:
 
 
 @pytest.fixture
-def board() -> Iterator[rendezvous.Board]:
-    board = rendezvous.Board("127.0.0.1")
-    yield board
-    board.close("end", b"")
+def store() -> Iterator[rendezvous.KeyValueStore]:
+    store = rendezvous.KeyValueStore("127.0.0.1")
+    yield store
+    store.close("end", b"")
 
 
-def test_a_board_does_not_tell_how_much_of_its_secret_is_right(board: rendezvous.Board) -> None:
+def test_a_store_does_not_tell_how_much_of_its_secret_is_right(store: rendezvous.KeyValueStore) -> None:
     for right in range(NONCE_BYTES):
-        guess = board.nonce[:right] + bytes([board.nonce[right] ^ 1]) + board.nonce[right + 1 :]
-        with socket.create_connection(("127.0.0.1", board.port)) as connection:
+        guess = store.nonce[:right] + bytes([store.nonce[right] ^ 1]) + store.nonce[right + 1 :]
+        with socket.create_connection(("127.0.0.1", store.port)) as connection:
             connection.sendall(guess[:-1])
             assert not _is_closed(connection, 0.02), f"{right} bytes are right"
             connection.sendall(guess[-1:])
             assert _is_closed(connection, 5.0)
 
 
-def test_a_board_keeps_few_connections_without_the_secret_and_no_old_ones(
-    board: rendezvous.Board,
+def test_a_store_keeps_few_connections_without_the_secret_and_no_old_ones(
+    store: rendezvous.KeyValueStore,
 ) -> None:
     deadline = Deadline(20.0)
-    member = BoardClient("127.0.0.1", board.port, board.nonce, "the board", deadline)
+    member = StoreClient("127.0.0.1", store.port, store.nonce, "the store", deadline)
     with ExitStack() as stack:
         began = time.monotonic()
-        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", board.port))) for _ in range(300)]
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", store.port))) for _ in range(300)]
         for connection in strangers[::2]:
-            connection.sendall(board.nonce[:-1])
-        second = BoardClient("127.0.0.1", board.port, board.nonce, "the board", deadline)
+            connection.sendall(store.nonce[:-1])
+        second = StoreClient("127.0.0.1", store.port, store.nonce, "the store", deadline)
         second.put("name", b"value")
         assert member.get("name", threading.Event(), deadline, "a value") == b"value"
         assert sum(not _is_closed(connection, 0.001) for connection in strangers) <= 128
@@ -278,9 +278,9 @@ def test_a_board_keeps_few_connections_without_the_secret_and_no_old_ones(
         second.close()
 
 
-def test_an_abort_ends_a_member_that_waits_for_another_one(board: rendezvous.Board) -> None:
+def test_an_abort_ends_a_member_that_waits_for_another_one(store: rendezvous.KeyValueStore) -> None:
     deadline, abort = Deadline(20.0), threading.Event()
-    member = BoardClient("127.0.0.1", board.port, board.nonce, "the board", deadline)
+    member = StoreClient("127.0.0.1", store.port, store.nonce, "the store", deadline)
     timer = threading.Timer(0.1, abort.set)
     timer.start()
     began = time.monotonic()

@@ -207,7 +207,7 @@ def test_too_few_ranks_do_not_go_on() -> None:
 def test_ranks_without_gaps_get_the_streams_of_the_machines_that_are_there() -> None:
     remote = expecting([], least=4)
     attached = remote.attach(hello(remote, 4, 5))
-    others = OtherMachines(remote=remote, held=2, attached=remote.wait(timeout=0), meeting="")
+    others = OtherMachines(remote=remote, held=2, attached=remote.wait(timeout=0), store_address="")
     assert others.machines == [range(2), range(2, 4)]
     assert others.connections == {2: attached.engine_ends[4], 3: attached.engine_ends[5]}
 

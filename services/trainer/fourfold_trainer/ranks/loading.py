@@ -12,11 +12,11 @@ from fourfold_trainer.ranks.placement import RankPlacement, rank_environment
 from fourfold_trainer.ranks.rank_worker import RankWorker
 
 
-def make_worker(config: Config, model_folder: Path, place: RankPlacement, *, meeting: str, run_dir: Path) -> RankWorker:
+def make_worker(config: Config, model_folder: Path, place: RankPlacement, *, store_address: str, run_dir: Path) -> RankWorker:
     """Join the process group and load this process's models.
 
     Args:
-        meeting: where the ranks meet, of `zero.meeting`.
+        store_address: address of the process group's store, from `zero.rendezvous_store`.
         run_dir: folder of the run on this machine, for checkpoints.
     """
     os.environ.update(rank_environment(config, place))
@@ -32,7 +32,7 @@ def make_worker(config: Config, model_folder: Path, place: RankPlacement, *, mee
         share = max(1, cores // place.machine_ranks)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or share)
     rank, rank_count = place.rank, place.rank_count
-    join(config, rank=rank, rank_count=rank_count, gpu=place.gpu, meeting=meeting)
+    join(config, rank=rank, rank_count=rank_count, gpu=place.gpu, store_address=store_address)
     exchange = make_exchange(config, rank=rank)
     file_group = make_file_group(config) if place.machine_ranks < rank_count else None
     torch.manual_seed(config.seed * rank_count + rank)

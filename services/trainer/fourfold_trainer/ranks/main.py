@@ -70,7 +70,7 @@ def main() -> int:
             config,
             Path(start["model_folder"]),
             RankPlacement(**start["place"]),
-            meeting=start["meeting"],
+            store_address=start["meeting"],
             run_dir=Path(start["run_dir"]),
         )
 

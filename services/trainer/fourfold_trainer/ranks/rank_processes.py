@@ -32,7 +32,7 @@ from fourfold_trainer.ranks.placement import RankPlacement
 from fourfold_trainer.ranks.rank_channel import BATCH, RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_worker import RankWorker, read_error
 from fourfold_trainer.ranks.remote_ranks import AttachedRanks, RemoteRanks
-from fourfold_trainer.zero.meeting import file_meeting
+from fourfold_trainer.zero.rendezvous_store import file_rendezvous
 
 Shares: TypeAlias = Sequence[Sequence[MicroBatch]]
 """The micro-batches of each rank."""
@@ -65,7 +65,7 @@ class OtherMachines:
     remote: RemoteRanks
     held: int  # ranks of this machine
     attached: Sequence[AttachedRanks]  # at least one, in order; all of them after this machine's
-    meeting: str  # address of the process group's store, which every machine reaches
+    store_address: str  # address of the process group's store, which every machine reaches
 
     @property
     def machines(self) -> list[range]:
@@ -119,7 +119,7 @@ class RankProcesses:
         self._timeout = config.trainer.step_timeout_seconds
         self._local = LocalRanks(run_dir=run_dir, name=name, on_death=on_death)
         self._remote = None if others is None else others.remote
-        self._meeting = file_meeting(self._local.scratch.path) if others is None else others.meeting
+        self._store_address = file_rendezvous(self._local.scratch.path) if others is None else others.store_address
         self.worker: RankWorker | None = None  # rank 0, if it is in this process
         self.channels: list[RankChannel] = []  # to the other ranks
         self.change_count = 0  # number of commands that have begun to change models
@@ -136,7 +136,7 @@ class RankProcesses:
         """Load the models of rank 0 in this process, while the other ranks load theirs."""
         with self._starting():
             self.worker = make_worker(
-                self._config, self._model_folder, self._places[0], meeting=self._meeting, run_dir=self._run_dir
+                self._config, self._model_folder, self._places[0], store_address=self._store_address, run_dir=self._run_dir
             )
 
     def wait_loaded(self) -> None:
@@ -243,7 +243,7 @@ class RankProcesses:
         start = {
             "config": self._config.model_dump(mode="json"),
             "model_folder": str(self._model_folder),
-            "meeting": self._meeting,
+            "meeting": self._store_address,
             "run_dir": str(self._run_dir),
         }
         for place, connection in zip(places, connections, strict=True):

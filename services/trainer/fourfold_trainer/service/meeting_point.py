@@ -32,7 +32,7 @@ from fourfold_trainer.ranks.placement import INTERFACE_VARIABLE, collective_inte
 from fourfold_trainer.ranks.rank_processes import OtherMachines
 from fourfold_trainer.ranks.remote_ranks import RemoteRanks
 from fourfold_trainer.service.rank_servicer import RankServicer
-from fourfold_trainer.zero.meeting import TcpMeeting
+from fourfold_trainer.zero.rendezvous_store import TcpRendezvous
 
 _log = logging.getLogger("fourfold.trainer")
 
@@ -55,7 +55,7 @@ class MeetingPoint:
         self._remote: RemoteRanks | None = None
         self._growing = False
         self._failures = int(os.environ.get(_FAILURES_VARIABLE, "0"))
-        self._meeting: TcpMeeting | None = None  # its server lives as long as the process
+        self._store: TcpRendezvous | None = None  # its server lives as long as the process
         host.server.add(
             pb.DESCRIPTOR.services_by_name["RankService"], pb_grpc.add_RankServiceServicer_to_server, self.servicer
         )
@@ -91,8 +91,8 @@ class MeetingPoint:
                 stack.pop_all()  # the others find this process, and wait
         if not attached:
             return None
-        self._meeting = TcpMeeting(address, remote.secret.hex(), count, timeout=trainer.step_timeout_seconds)
-        return OtherMachines(remote=remote, held=self._held.stop, attached=attached, meeting=self._meeting.address)
+        self._store = TcpRendezvous(address, remote.secret.hex(), count, timeout=trainer.step_timeout_seconds)
+        return OtherMachines(remote=remote, held=self._held.stop, attached=attached, store_address=self._store.address)
 
     def fail(self, message: str) -> None:
         """End the service after a failure of the engine; called in its thread. Name a lost machine if it is the

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.config import Config
 from fourfold.nn.sequence import Kernel
-from fourfold_trainer.zero.meeting import store_of
+from fourfold_trainer.zero.rendezvous_store import store_of
 
 # Dimensions of [1, tokens, heads, head size]. The all-to-all scatters the heads and gathers the tokens.
 _BATCH: Final = 0
@@ -28,10 +28,10 @@ def device_of(config: Config, gpu: int) -> torch.device:
     return torch.device(f"cuda:{gpu}" if config.trainer.device == "cuda" else "cpu")
 
 
-def join(config: Config, *, rank: int, rank_count: int, gpu: int, meeting: str) -> None:
+def join(config: Config, *, rank: int, rank_count: int, gpu: int, store_address: str) -> None:
     """Join the process group: NCCL on GPUs, gloo on CPUs. `rank_environment` names the network of both.
 
-    All ranks pass the same `meeting` place, of `meeting.py`.
+    All ranks pass the same `store_address`, from `rendezvous_store.py`.
     """
     if config.trainer.device == "cuda":
         torch.cuda.set_device(device_of(config, gpu))
@@ -44,7 +44,7 @@ def join(config: Config, *, rank: int, rank_count: int, gpu: int, meeting: str) 
     backend, timeout = "nccl" if config.trainer.device == "cuda" else "gloo", config.trainer.step_timeout_seconds
     torch.distributed.init_process_group(
         backend,
-        store=store_of(meeting, rank_count, timeout=timeout),
+        store=store_of(store_address, rank_count, timeout=timeout),
         rank=rank,
         world_size=rank_count,
         timeout=timedelta(seconds=timeout),

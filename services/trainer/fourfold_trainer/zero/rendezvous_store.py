@@ -1,4 +1,4 @@
-"""Names the place where the ranks of a process group meet, and makes the store that they exchange addresses in.
+"""Makes the store in which the ranks of a process group exchange addresses, and names its address.
 
     one machine         file:///tmp/.../rendezvous        a file in a private folder
     several machines    tcp://10.0.0.1:40213/SECRET       a server in rank 0's process, on its own address only
@@ -20,13 +20,13 @@ from fourfold.errors import ConfigError
 from fourfold.rpc.channel import join_target, split_target
 
 
-def file_meeting(folder: Path) -> str:
-    """Return the meeting place of ranks on one machine, in a folder that only this user can enter."""
+def file_rendezvous(folder: Path) -> str:
+    """Return the address of the store of ranks on one machine, in a folder that only this user can enter."""
     return f"file://{folder / 'rendezvous'}"
 
 
-class TcpMeeting:
-    """The server of a meeting between machines. It serves as long as this object lives."""
+class TcpRendezvous:
+    """The server of the store of ranks on several machines. It serves as long as this object lives."""
 
     def __init__(self, host: str, secret: str, rank_count: int, *, timeout: float) -> None:
         """Listen on a free port of `host`, an address of this machine.
@@ -50,9 +50,9 @@ class TcpMeeting:
         )
 
 
-def store_of(meeting: str, rank_count: int, *, timeout: float) -> Any:
-    """Return the store of a meeting place, for `init_process_group`."""
-    kind, _, place = meeting.partition("://")
+def store_of(store_address: str, rank_count: int, *, timeout: float) -> Any:
+    """Return the store at an address, for `init_process_group`."""
+    kind, _, place = store_address.partition("://")
     if kind == "file":
         return FileStore(place, rank_count)
     target, _, secret = place.partition("/")

@@ -17,7 +17,7 @@ _TIMEOUT = 30.0
 
 
 class ThreadGroup:
-    """The meeting point of the ranks."""
+    """The rendezvous of the ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -14,7 +14,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.service.lifecycle import ServeOptions
 from fourfold_coordinator.cli import log
-from fourfold_trainer.service.meeting_point import check_ranks
+from fourfold_trainer.service.rank_rendezvous import check_ranks
 
 
 def options(ranks: range, **tables: Any) -> ServeOptions:

@@ -17,8 +17,8 @@ from fourfold.trainer.v1.rank_service_pb2_grpc import RankServiceStub, add_RankS
 from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_processes import OtherMachines
 from fourfold_trainer.ranks.remote_ranks import AttachedRanks, RemoteRanks
-from fourfold_trainer.service import meeting_point
-from fourfold_trainer.service.meeting_point import MeetingPoint
+from fourfold_trainer.service import rank_rendezvous
+from fourfold_trainer.service.rank_rendezvous import RankRendezvous
 from fourfold_trainer.service.rank_servicer import RankServicer
 from tests.conftest import Serve
 
@@ -229,9 +229,9 @@ def test_a_failed_engine_ends_the_service_with_the_lost_machine_as_reason(monkey
     remote = expecting(said, held=1, ranks=2)
     attached = remote.attach(hello(remote, 1, 1))
     remote.wait(timeout=0)
-    point = MeetingPoint.__new__(MeetingPoint)
+    point = RankRendezvous.__new__(RankRendezvous)
     point._remote, point._host = remote, SimpleNamespace(fatal=said.append)  # type: ignore[assignment]
-    monkeypatch.setattr(meeting_point, "_LOSS_SECONDS", 60)
+    monkeypatch.setattr(rank_rendezvous, "_LOSS_SECONDS", 60)
     killed = threading.Timer(0.05, remote.detach, (attached, "killed"))
     killed.start()
     point.fail("the engine failed while training: connection closed by peer")

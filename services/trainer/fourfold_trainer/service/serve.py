@@ -19,8 +19,8 @@ from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold_trainer.ranks import holder
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
-from fourfold_trainer.service.meeting_point import MeetingPoint, check_ranks
 from fourfold_trainer.service.metrics_source import trainer_source
+from fourfold_trainer.service.rank_rendezvous import RankRendezvous, check_ranks
 from fourfold_trainer.service.servicer import TrainerServicer
 from fourfold_trainer.service.state import TrainerCore
 from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
@@ -42,14 +42,14 @@ def main(options: ServeOptions) -> int:
     os._exit(code)
 
 
-async def _serve(options: ServeOptions) -> tuple[int, MeetingPoint | None]:
-    """Serve until the end; return the exit code, and the meeting point of a trainer on several machines."""
+async def _serve(options: ServeOptions) -> tuple[int, RankRendezvous | None]:
+    """Serve until the end; return the exit code, and the rendezvous of a trainer on several machines."""
     config = options.config
     run_dir = options.make_folder().absolute()
     host = ServiceHost(options, role=ROLE_TRAINER)
     if config.trainer.device == "cuda":  # engines on other machines get weights by NCCL
         os.environ[NCCL_VARIABLE] = nccl_interface(options.host, options.interface)
-    point = None if options.ranks is None or len(options.ranks) == config.trainer.ranks else MeetingPoint(options, host)
+    point = None if options.ranks is None or len(options.ranks) == config.trainer.ranks else RankRendezvous(options, host)
     loop = asyncio.get_running_loop()
 
     def make_engine() -> DistributedEngine:

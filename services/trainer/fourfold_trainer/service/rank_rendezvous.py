@@ -44,8 +44,8 @@ _LOSS_SECONDS: Final = 5.0
 _FAILURES_VARIABLE: Final = "FOURFOLD_TRAINER_FAILURES"
 
 
-class MeetingPoint:
-    """The meeting of the ranks of one trainer. Make it before the server of `host` starts."""
+class RankRendezvous:
+    """The rendezvous of the ranks of one trainer. Make it before the server of `host` starts."""
 
     def __init__(self, options: ServeOptions, host: ServiceHost) -> None:
         """Serve RankService. `options.ranks`: the ranks of this machine, from 0."""

@@ -94,7 +94,9 @@ def main(rank: int, count: int, folder: Path, device_name: str = "cuda") -> None
     os.environ.update(placement.rank_environment(config, place))
     from fourfold_trainer.zero import process_groups, rendezvous_store
 
-    process_groups.join(config, rank=rank, rank_count=count, gpu=place.gpu, store_address=rendezvous_store.file_rendezvous(folder))
+    process_groups.join(
+        config, rank=rank, rank_count=count, gpu=place.gpu, store_address=rendezvous_store.file_rendezvous(folder)
+    )
     device = process_groups.device_of(config, rank)
     exchange = process_groups.make_exchange(config, rank=rank)
     assert exchange is not None

@@ -40,7 +40,9 @@ def main(rank: int, count: int, size: int, folder: Path) -> None:
     os.environ.update(placement.rank_environment(config, place))
     from fourfold_trainer.zero import process_groups, rendezvous_store
 
-    process_groups.join(config, rank=rank, rank_count=count, gpu=place.gpu, store_address=rendezvous_store.file_rendezvous(folder))
+    process_groups.join(
+        config, rank=rank, rank_count=count, gpu=place.gpu, store_address=rendezvous_store.file_rendezvous(folder)
+    )
     exchange = process_groups.make_exchange(config, rank=rank)
     for index, case in enumerate(CASES):
         with float64_alone():

@@ -12,7 +12,9 @@ from fourfold_trainer.ranks.placement import RankPlacement, rank_environment
 from fourfold_trainer.ranks.rank_worker import RankWorker
 
 
-def make_worker(config: Config, model_folder: Path, place: RankPlacement, *, store_address: str, run_dir: Path) -> RankWorker:
+def make_worker(
+    config: Config, model_folder: Path, place: RankPlacement, *, store_address: str, run_dir: Path
+) -> RankWorker:
     """Join the process group and load this process's models.
 
     Args:

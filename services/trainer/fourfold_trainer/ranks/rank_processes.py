@@ -136,7 +136,11 @@ class RankProcesses:
         """Load the models of rank 0 in this process, while the other ranks load theirs."""
         with self._starting():
             self.worker = make_worker(
-                self._config, self._model_folder, self._places[0], store_address=self._store_address, run_dir=self._run_dir
+                self._config,
+                self._model_folder,
+                self._places[0],
+                store_address=self._store_address,
+                run_dir=self._run_dir,
             )
 
     def wait_loaded(self) -> None:

@@ -49,7 +49,9 @@ async def _serve(options: ServeOptions) -> tuple[int, RankRendezvous | None]:
     host = ServiceHost(options, role=ROLE_TRAINER)
     if config.trainer.device == "cuda":  # engines on other machines get weights by NCCL
         os.environ[NCCL_VARIABLE] = nccl_interface(options.host, options.interface)
-    point = None if options.ranks is None or len(options.ranks) == config.trainer.ranks else RankRendezvous(options, host)
+    point = (
+        None if options.ranks is None or len(options.ranks) == config.trainer.ranks else RankRendezvous(options, host)
+    )
     loop = asyncio.get_running_loop()
 
     def make_engine() -> DistributedEngine:

@@ -31,7 +31,7 @@ from fourfold_rollout.vllm.compile_cache import compiled_once
 from fourfold_rollout.vllm.crash import CrashNote, one_line
 from fourfold_rollout.vllm.engine_args import engine_args, raise_for_option
 from fourfold_rollout.vllm.patches.front_end import disarm_shutdown
-from fourfold_rollout.vllm.patches.rendezvous import meet_in_a_folder
+from fourfold_rollout.vllm.patches.private_folder import use_private_folder
 from fourfold_rollout.vllm.patches.scheduler import scheduler_for
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     before = set(multiprocessing.active_children())
     # Overrides the choice that vLLM made in `create_engine_config`: "spawn" on CPU, "fork" with CUDA.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and threading.active_count() == 1 else "spawn"
-    scratch, llm = meet_in_a_folder(), None
+    scratch, llm = use_private_folder(), None
     _ForkGuard.arm()
     try:
         eager = config.model_config.enforce_eager

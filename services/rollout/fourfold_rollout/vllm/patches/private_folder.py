@@ -18,7 +18,7 @@ _SHORT_ROOT: Final = Path("/tmp")
 _ROOT_BYTES: Final = 107 - len(f"/fourfold-engine-12345678/{uuid.UUID(int=0)}")
 
 
-def meet_in_a_folder() -> Scratch:
+def use_private_folder() -> Scratch:
     """Let the processes of the next engine meet in a private folder; return it, to be removed after the engine's end.
 
     vLLM before 0.32 lets workers meet at a TCP port on all interfaces; later versions leave a file in the temporary

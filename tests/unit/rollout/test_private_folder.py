@@ -10,7 +10,7 @@ import pytest
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-from fourfold_rollout.vllm.patches.rendezvous import meet_in_a_folder
+from fourfold_rollout.vllm.patches.private_folder import use_private_folder
 
 _NAMES = ("get_file_store_init_method", "get_distributed_init_method")
 
@@ -31,7 +31,7 @@ def test_sockets_of_an_engine_are_in_its_private_folder(monkeypatch: pytest.Monk
         root = Path(short) / ("x" * 80) if long else Path(short)
         root.mkdir(exist_ok=True)
         monkeypatch.setattr("tempfile.tempdir", str(root))
-        scratch = meet_in_a_folder()
+        scratch = use_private_folder()
         path = get_open_zmq_ipc_path().removeprefix("ipc://")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)  # its name is short enough

@@ -50,8 +50,8 @@ from fourfold_coordinator.state.ledger import Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.state.samples import SampleGroup
 from fourfold_coordinator.state.segments import SegmentFiles
-from fourfold_coordinator.tasks.board import AttemptState, TaskBoard, TaskGroup
 from fourfold_coordinator.tasks.servicer import ExperienceServicer, TaskSource
+from fourfold_coordinator.tasks.task_queue import AttemptState, TaskGroup, TaskQueue
 from tests.support import agent_process
 from tests.support.agent_process import AgentPlan, Record
 from tests.support.gateway_process import CENSUS_VARIABLE
@@ -72,13 +72,13 @@ class Books:
         self.board = RunBoard(name=config.name, step_count=1)
         self._files = SegmentFiles(folder / "experiences")
         self.experiences = ExperienceStore(self._files, self.ledger, DiskWriter(folder, self.board, wait_seconds=1))
-        self.tasks, self.faults = TaskBoard(config.agents), FaultLog()
+        self.tasks, self.faults = TaskQueue(config.agents), FaultLog()
         servicer = ExperienceServicer()
         servicer.open(
             TaskSource(
                 config=config,
                 run_id="0" * 32,
-                board=self.tasks,
+                queue=self.tasks,
                 experiences=self.experiences,
                 faults=self.faults,
                 vocabulary_size=lambda: vocabulary_size,

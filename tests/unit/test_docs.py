@@ -272,7 +272,7 @@ def test_the_contract_page_has_every_error() -> None:
     paths += [ROOT / f"services/rollout/fourfold_rollout/generate/{name}.py" for name in ("admission", "servicer")]
     raised = {reason for path in paths for reason in re.findall(r'"([A-Z]+_[A-Z_]+|DRAINING)"', path.read_text())}
     gateway = [*(ROOT / "services/gateway/fourfold_gateway").rglob("*.py")]
-    gateway += [ROOT / "services/coordinator/fourfold_coordinator/tasks/board.py"]
+    gateway += [ROOT / "services/coordinator/fourfold_coordinator/tasks/task_queue.py"]
     for path in gateway:
         text = path.read_text()
         names = dict(re.findall(r'^_?([A-Z_]+): Final = "([A-Z_]+)"', text, re.MULTILINE))

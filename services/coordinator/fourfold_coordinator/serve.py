@@ -85,8 +85,8 @@ from .state.run_board import RunBoard
 from .state.sample_traces import SampleTraces
 from .state.segments import SegmentFiles
 from .state.timeline import Timeline
-from .tasks.board import TaskBoard
 from .tasks.servicer import ExperienceServicer, TaskSource
+from .tasks.task_queue import TaskQueue
 from .training.context import RunContext
 from .training.evaluation.evaluator import Evaluator
 from .training.evaluation.standalone import StandaloneEvaluation
@@ -190,7 +190,7 @@ class Coordinator:
         self._scorers = ScorerTable(config, self._registry, self._router)
         self._scoring = Scoring(config, self._router, self._scorers, run=folder.name)
         self._scorer_servicer = ScorerServicer(self._scorers, self._router)
-        self._tasks = TaskBoard(config.agents, max_refusals=config.retry.data, max_releases=config.retry.infrastructure)
+        self._tasks = TaskQueue(config.agents, max_refusals=config.retry.data, max_releases=config.retry.infrastructure)
         self._standstill = StandstillMonitor(
             config, self._board, self._router, tasks=self._tasks, weights=self._weight_status, disk=self._disk
         )
@@ -371,7 +371,7 @@ class Coordinator:
             TaskSource(
                 config=config,
                 run_id=run_id,
-                board=self._tasks,
+                queue=self._tasks,
                 experiences=experiences,
                 faults=self._router.faults,
                 vocabulary_size=lambda: max((r.vocabulary_size for r in router.replicas(Role.ROLE_ROLLOUT)), default=0),

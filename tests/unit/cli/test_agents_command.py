@@ -16,8 +16,8 @@ from fourfold.rpc.server import Server
 from fourfold_coordinator.data.prompts import own_prompt
 from fourfold_coordinator.launch.run_names import ADDRESS_FILE, CONFIG_FILE
 from fourfold_coordinator.state.faults import FaultLog
-from fourfold_coordinator.tasks.board import AgentSession, AttemptState, TaskBoard, TaskGroup
 from fourfold_coordinator.tasks.servicer import ExperienceServicer, TaskSource
+from fourfold_coordinator.tasks.task_queue import AgentSession, AttemptState, TaskGroup, TaskQueue
 from tests.fakes.toy import make_config
 
 
@@ -29,14 +29,14 @@ class Run:
         self.folder.mkdir()
         config = make_config(folder, agents={"source": "tasks"})
         (self.folder / CONFIG_FILE).write_text(dump(config))
-        self.board = TaskBoard(AgentsConfig(source="tasks"), max_releases=5)
+        self.queue = TaskQueue(AgentsConfig(source="tasks"), max_releases=5)
         prompt = own_prompt("3 * 4", answer="12", metadata_json="")
         self.group = TaskGroup(group_id="g", prompt=prompt, task_ids=["g-0", "g-1", "g-2"], seed=3)
         self.servicer = ExperienceServicer()
         self.source = TaskSource(
             config=config,
             run_id="0" * 32,
-            board=self.board,
+            queue=self.queue,
             experiences=None,  # type: ignore[arg-type]
             faults=FaultLog(),
             vocabulary_size=lambda: 258,
@@ -49,12 +49,12 @@ class Run:
         self.server.add(service, add_ExperienceServiceServicer_to_server, self.servicer)
         self.address = await self.server.start()
         (self.folder / ADDRESS_FILE).write_text(self.address + "\n")
-        self.work = asyncio.create_task(self.board.collect(self.group))
+        self.work = asyncio.create_task(self.queue.collect(self.group))
         await asyncio.sleep(0)
-        (first, _) = await self.board.lease("gateway-0", 2, wait=0)
+        (first, _) = await self.queue.lease("gateway-0", 2, wait=0)
         now = asyncio.get_running_loop().time()
         session = AgentSession(session_id="s-0", turn_count=2, idle_since=now - 95, expires_at=now + 480)
-        assert self.board.renew(["g-0"], [first.lease], [session]) == []
+        assert self.queue.renew(["g-0"], [first.lease], [session]) == []
 
     @property
     def states(self) -> list[AttemptState]:

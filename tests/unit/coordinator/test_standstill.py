@@ -15,7 +15,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold_coordinator.cli.event_lines import EventLines
 from fourfold_coordinator.data.prompts import own_prompt
 from fourfold_coordinator.state.run_board import RunBoard
-from fourfold_coordinator.tasks.board import TaskBoard, TaskGroup
+from fourfold_coordinator.tasks.task_queue import TaskGroup, TaskQueue
 from fourfold_coordinator.training.standstill import StandstillMonitor
 from tests.fakes.clock import FakeClock
 
@@ -34,7 +34,7 @@ class Scene:
         self.members: list[SimpleNamespace] = []
         self.disk = SimpleNamespace(pending_since=None)
         self.update = ""
-        self.tasks = TaskBoard(AgentsConfig(source="tasks", lease_seconds=60), clock=self.clock)
+        self.tasks = TaskQueue(AgentsConfig(source="tasks", lease_seconds=60), clock=self.clock)
         self.lines = EventLines(self.clock.monotonic(), epoch_seconds=self.clock.now)
         self.monitor = StandstillMonitor(
             cast(Any, SimpleNamespace(trainer=SimpleNamespace(step_timeout_seconds=3600.0))),

@@ -1,4 +1,4 @@
-"""Tests of the task board on a fake clock, and of the checks of trajectories."""
+"""Tests of the task queue on a fake clock, and of the checks of trajectories."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fourfold_coordinator.data.prompts import own_prompt
 from fourfold_coordinator.state.experiences import ExperienceStore
 from fourfold_coordinator.state.faults import FaultLog
 from fourfold_coordinator.state.samples import Trajectory
-from fourfold_coordinator.tasks import board as board_module
-from fourfold_coordinator.tasks.board import Attempt, AttemptState, OwnProblem, TaskBoard, TaskGroup, check_reason
+from fourfold_coordinator.tasks import task_queue as queue_module
 from fourfold_coordinator.tasks.check import TrajectoryRules, check_trajectory
 from fourfold_coordinator.tasks.servicer import ExperienceServicer, TaskSource
+from fourfold_coordinator.tasks.task_queue import Attempt, AttemptState, OwnProblem, TaskGroup, TaskQueue, check_reason
 from tests.fakes.clock import FakeClock
 from tests.fakes.toy import make_config
 from tests.fakes.toy_gateway import trajectory
@@ -35,8 +35,8 @@ RULES = TrajectoryRules(
 TASK = pb.LeasedTask(task_id="t-0", group_id="t", text="3 * 4")
 
 
-def make_board(clock: FakeClock) -> TaskBoard:
-    return TaskBoard(AgentsConfig(source="tasks", lease_seconds=10, group_seconds=25), clock=clock)
+def make_queue(clock: FakeClock) -> TaskQueue:
+    return TaskQueue(AgentsConfig(source="tasks", lease_seconds=10, group_seconds=25), clock=clock)
 
 
 def make_group(name: str = "g", *, evaluation: bool = False, size: int = 2) -> TaskGroup:
@@ -44,149 +44,149 @@ def make_group(name: str = "g", *, evaluation: bool = False, size: int = 2) -> T
     return TaskGroup(group_id=name, prompt=PROMPT, task_ids=names, seed=3, evaluation=evaluation)
 
 
-async def opened(board: TaskBoard, group: TaskGroup) -> asyncio.Task[None]:
-    task = asyncio.create_task(board.collect(group))
+async def opened(queue: TaskQueue, group: TaskGroup) -> asyncio.Task[None]:
+    task = asyncio.create_task(queue.collect(group))
     await asyncio.sleep(0)
     return task
 
 
 async def test_agents_hear_of_the_end_of_the_run_also_while_they_wait() -> None:
-    board = make_board(FakeClock())
-    waiting = asyncio.create_task(board.lease("gateway-0", 1, wait=60))
+    queue = make_queue(FakeClock())
+    waiting = asyncio.create_task(queue.lease("gateway-0", 1, wait=60))
     await asyncio.sleep(0)
-    board.end()
+    queue.end()
     with pytest.raises(WrongState, match="no task follows") as error:
         await waiting
     assert error.value.reason == "RUN_ENDED"
     own = OwnProblem("agent", "key", PROMPT, asyncio.get_running_loop().create_future())
     with pytest.raises(WrongState, match="no task follows"):
-        await board.join("gateway-0", "0" * 32, own)
-    board.begin()  # the trainer restarted
-    collecting = await opened(board, make_group())
-    assert len(await board.lease("gateway-0", 5, wait=0)) == 2
+        await queue.join("gateway-0", "0" * 32, own)
+    queue.begin()  # the trainer restarted
+    collecting = await opened(queue, make_group())
+    assert len(await queue.lease("gateway-0", 5, wait=0)) == 2
     collecting.cancel()
 
 
 async def test_a_lease_that_is_renewed_lives_and_another_one_returns_to_waiting() -> None:
     clock = FakeClock()
-    board, group = make_board(clock), make_group()
-    collecting = await opened(board, group)
-    first, second = await board.lease("gateway-0", 5, wait=0)
+    queue, group = make_queue(clock), make_group()
+    collecting = await opened(queue, group)
+    first, second = await queue.lease("gateway-0", 5, wait=0)
     await clock.advance(6)
-    assert board.renew(["g-0", "unknown"]) == ["unknown"]
+    assert queue.renew(["g-0", "unknown"]) == ["unknown"]
     await clock.advance(6)
-    board.tick()
+    queue.tick()
     assert (first.state, second.state) == (AttemptState.LEASED, AttemptState.WAITING)
-    assert [a.task_id for a in await board.lease("gateway-1", 5, wait=0)] == ["g-1"]
-    assert board.renew(["g-1"]) == []
+    assert [a.task_id for a in await queue.lease("gateway-1", 5, wait=0)] == ["g-1"]
+    assert queue.renew(["g-1"]) == []
     await clock.advance(13)  # 25 s after the first lease
-    board.tick()
+    queue.tick()
     await collecting
     assert [(a.state, a.reason) for a in group.attempts] == [(AttemptState.MISSING, "EXPIRED")] * 2
     with pytest.raises(NotFound, match="its group closed"):
-        board.find("g-0")
+        queue.find("g-0")
 
 
 async def test_a_group_does_not_close_while_a_trajectory_is_stored() -> None:
     clock = FakeClock()
-    board, group = make_board(clock), make_group()
-    collecting = await opened(board, group)
-    (attempt,) = await board.lease("gateway-0", 1, wait=0)
-    board.begin_storing(attempt)
+    queue, group = make_queue(clock), make_group()
+    collecting = await opened(queue, group)
+    (attempt,) = await queue.lease("gateway-0", 1, wait=0)
+    queue.begin_storing(attempt)
     await clock.advance(100)
-    board.tick()
+    queue.tick()
     assert not group.closed.is_set()
-    board.return_tasks("gateway-0")
+    queue.return_tasks("gateway-0")
     assert attempt.state is AttemptState.STORING
     (segment,) = check_trajectory(trajectory(TASK), group_id="t", rules=RULES)
-    board.take(attempt, Trajectory(prompt=PROMPT, sample=segment, completion=""), b"digest")
+    queue.take(attempt, Trajectory(prompt=PROMPT, sample=segment, completion=""), b"digest")
     await collecting
     assert [a.state for a in group.attempts] == [AttemptState.TAKEN, AttemptState.MISSING]
-    assert board.find(attempt.task_id) == b"digest"
+    assert queue.find(attempt.task_id) == b"digest"
 
 
 async def test_tasks_of_an_evaluation_are_leased_first_and_released_ones_end_or_wait() -> None:
-    board, group, evaluation = make_board(FakeClock()), make_group(), make_group("e", evaluation=True)
+    queue, group, evaluation = make_queue(FakeClock()), make_group(), make_group("e", evaluation=True)
     for each in (group, evaluation):
-        await opened(board, each)
-    leased = await board.lease("gateway-0", 3, wait=0)
+        await opened(queue, each)
+    leased = await queue.lease("gateway-0", 3, wait=0)
     assert [a.task_id for a in leased] == ["e-0", "e-1", "g-0"]
-    board.release("e-0", "ABANDONED", again=False)
-    board.release("e-1", "ABANDONED", again=True)
-    board.release("e-0", "OTHER", again=True)
+    queue.release("e-0", "ABANDONED", again=False)
+    queue.release("e-1", "ABANDONED", again=True)
+    queue.release("e-0", "OTHER", again=True)
     states = [(a.state, a.reason) for a in evaluation.attempts]
     assert states == [(AttemptState.MISSING, "ABANDONED"), (AttemptState.WAITING, "")]
-    board.return_tasks("gateway-0")
+    queue.return_tasks("gateway-0")
     assert leased[2].state is AttemptState.WAITING
 
 
 async def test_a_key_without_an_offer_is_refused_with_a_retry_time() -> None:
-    board = make_board(FakeClock())
+    queue = make_queue(FakeClock())
     problem = OwnProblem("agent", "key", PROMPT, asyncio.get_running_loop().create_future())
     with pytest.raises(Overloaded) as refused:
-        await board.join("gateway-0", "0" * 32, problem)
+        await queue.join("gateway-0", "0" * 32, problem)
     assert refused.value.retry_after
 
 
 async def test_a_lease_that_ended_neither_keeps_nor_ends_the_next_one() -> None:
     """A gateway was cut off for longer than its lease, and the task went to another one."""
     clock = FakeClock()
-    board = make_board(clock)
-    await opened(board, make_group())
-    (first,) = await board.lease("gateway-0", 1, wait=0)
+    queue = make_queue(clock)
+    await opened(queue, make_group())
+    (first,) = await queue.lease("gateway-0", 1, wait=0)
     old = first.lease
     await clock.advance(11)
-    board.tick()
-    (again,) = await board.lease("gateway-1", 1, wait=0)
+    queue.tick()
+    (again,) = await queue.lease("gateway-1", 1, wait=0)
     assert again is first and again.lease != old and again.leases == {old, again.lease}
     await clock.advance(6)
-    assert board.renew(["g-0"], [old]) == ["g-0"]
-    board.release("g-0", "ABANDONED", again=False, lease=old)
+    assert queue.renew(["g-0"], [old]) == ["g-0"]
+    queue.release("g-0", "ABANDONED", again=False, lease=old)
     assert {again.state} == {AttemptState.LEASED}
-    assert board.renew(["g-0"], [again.lease]) == [] == board.renew(["g-0"], [""])
-    board.release("g-0", "ABANDONED", again=False, lease=again.lease)
+    assert queue.renew(["g-0"], [again.lease]) == [] == queue.renew(["g-0"], [""])
+    queue.release("g-0", "ABANDONED", again=False, lease=again.lease)
     assert again.state is AttemptState.MISSING
 
 
 async def test_tasks_belong_to_the_processes_that_attempt_them() -> None:
     """An environment service was killed, and the run stood for 124 s: until its sessions had been idle for too long."""
-    board = make_board(FakeClock())
-    await opened(board, make_group(size=4))
-    old, other = await board.lease("gateway-0", 1, wait=0, agent="a" * 32), await board.lease("gateway-0", 1, wait=0)
-    board.on_agent_left("a" * 32)
+    queue = make_queue(FakeClock())
+    await opened(queue, make_group(size=4))
+    old, other = await queue.lease("gateway-0", 1, wait=0, agent="a" * 32), await queue.lease("gateway-0", 1, wait=0)
+    queue.on_agent_left("a" * 32)
     assert (old[0].state, other[0].state) == (AttemptState.WAITING, AttemptState.LEASED)
-    assert not await board.lease("gateway-0", 1, wait=0, agent="a" * 32), "a call of the dead process still waited"
-    board.on_agent_joined("a" * 32)  # it was only slow
-    assert await board.lease("gateway-0", 1, wait=0, agent="a" * 32) == old
+    assert not await queue.lease("gateway-0", 1, wait=0, agent="a" * 32), "a call of the dead process still waited"
+    queue.on_agent_joined("a" * 32)  # it was only slow
+    assert await queue.lease("gateway-0", 1, wait=0, agent="a" * 32) == old
 
 
 async def test_a_task_whose_environment_never_opens_a_session_returns_soon() -> None:
     """A gateway was stopped while it took a task for an environment, whose call had ended: the run stood for 94 s."""
     clock = FakeClock()
-    board = TaskBoard(AgentsConfig(source="tasks", lease_seconds=120), clock=clock)
-    await opened(board, make_group())
-    (lost,), (held,) = [await board.lease("gateway-0", 1, wait=0, agent="a" * 32) for _ in range(2)]
-    assert board.renew([held.task_id], [held.lease]) == []
+    queue = TaskQueue(AgentsConfig(source="tasks", lease_seconds=120), clock=clock)
+    await opened(queue, make_group())
+    (lost,), (held,) = [await queue.lease("gateway-0", 1, wait=0, agent="a" * 32) for _ in range(2)]
+    assert queue.renew([held.task_id], [held.lease]) == []
     await clock.advance(15)
-    board.tick()
-    assert board.leased() == [held]
-    assert await board.lease("gateway-0", 1, wait=0, agent="a" * 32) == [lost]
+    queue.tick()
+    assert queue.leased() == [held]
+    assert await queue.lease("gateway-0", 1, wait=0, agent="a" * 32) == [lost]
     await clock.advance(90)
-    board.tick()
-    assert board.leased() == [held]
+    queue.tick()
+    assert queue.leased() == [held]
 
 
 async def test_a_new_gateway_keeps_the_tasks_that_it_names_and_others_are_leased_again(tmp_path: Path) -> None:
     """A gateway was killed with tasks whose sessions were not open yet: they were lost until their leases ended."""
-    board = make_board(FakeClock())
-    await opened(board, make_group(size=4))
+    queue = make_queue(FakeClock())
+    await opened(queue, make_group(size=4))
     named, lost, moved, foreign = [
-        (await board.lease(name, 1, wait=0))[0] for name in ("gateway-0", "gateway-0", "gateway-0", "gateway-1")
+        (await queue.lease(name, 1, wait=0))[0] for name in ("gateway-0", "gateway-0", "gateway-0", "gateway-1")
     ]
     request = pb.RenewTasksRequest(
         task_ids=[named.task_id, moved.task_id], leases=[named.lease, "older"], gateway="gateway-0", all=True
     )
-    servicer = make_servicer(tmp_path, board, cast(Any, None))
+    servicer = make_servicer(tmp_path, queue, cast(Any, None))
     unclear = pb.RenewTasksRequest(task_ids=[named.task_id], gateway="gateway-0", all=True)
     with pytest.raises(InvalidInput, match="all = true, and no leases of 1 tasks; send one for each"):
         await servicer.RenewTasks(unclear, cast(Any, None))
@@ -195,26 +195,26 @@ async def test_a_new_gateway_keeps_the_tasks_that_it_names_and_others_are_leased
     states = [attempt.state for attempt in (named, lost, moved, foreign)]
     leased, waiting = AttemptState.LEASED, AttemptState.WAITING
     assert states == [leased, waiting, waiting, leased]
-    board.return_tasks("gateway-0")
+    queue.return_tasks("gateway-0")
     assert (named.state, foreign.state) == (waiting, leased)
 
 
 async def test_a_task_that_agents_give_back_again_and_again_is_missing() -> None:
-    board = make_board(FakeClock())
-    await opened(board, make_group(size=1))
+    queue = make_queue(FakeClock())
+    await opened(queue, make_group(size=1))
     for reason in ("SESSION_EXPIRED", "DROPPED", "DROPPED", "ENVIRONMENT_DIED", "ENVIRONMENT_DIED"):
-        (attempt,) = await board.lease("gateway-0", 1, wait=0)
-        board.release(attempt.task_id, reason, again=True)
+        (attempt,) = await queue.lease("gateway-0", 1, wait=0)
+        queue.release(attempt.task_id, reason, again=True)
     assert (attempt.state, attempt.reason) == (AttemptState.MISSING, "ENVIRONMENT_DIED")
 
 
 async def test_the_board_tells_for_which_sessions_it_waits_and_what_ends_that(tmp_path: Path) -> None:
     clock = FakeClock()
-    board = make_board(clock)
-    servicer = make_servicer(tmp_path, board, cast(Any, None))
+    queue = make_queue(clock)
+    servicer = make_servicer(tmp_path, queue, cast(Any, None))
     servicer._clock = clock
-    await opened(board, make_group(size=5))
-    attempts = await board.lease("gateway-0", 4, wait=0)
+    await opened(queue, make_group(size=5))
+    attempts = await queue.lease("gateway-0", 4, wait=0)
     request = pb.RenewTasksRequest(task_ids=[a.task_id for a in attempts[:3]], gateway="gateway-0")
     for idle, seconds in ((30, 480), (20, 470), (None, 600)):
         session = request.sessions.add(session_id=f"s{seconds}", turn_count=2)
@@ -222,14 +222,14 @@ async def test_the_board_tells_for_which_sessions_it_waits_and_what_ends_that(tm
         if idle:
             session.idle.FromSeconds(idle)
     await servicer.RenewTasks(request, cast(Any, None))
-    assert board.describe() == (
+    assert queue.describe() == (
         "gateway-0: 2 sessions idle, they expire in 8:00 min, 1 session at work, "
         "1 task without a session, leased for 10 s; 1 task for which no agent asks"
     )
-    assert board.moved_at == clock.monotonic(), "turns have come"
+    assert queue.moved_at == clock.monotonic(), "turns have come"
     await clock.advance(5)
     await servicer.RenewTasks(request, cast(Any, None))
-    assert board.moved_at == clock.monotonic() - 5
+    assert queue.moved_at == clock.monotonic() - 5
     tasks = (await servicer.ListTasks(pb.ListTasksRequest(), cast(Any, None))).tasks
     found = [(t.gateway, t.session.session_id, t.session.idle.seconds, t.age.seconds) for t in tasks]
     assert found == [("gateway-0", name, idle, 5) for name, idle in (("s480", 30), ("s470", 20), ("s600", 0), ("", 0))]
@@ -237,13 +237,13 @@ async def test_the_board_tells_for_which_sessions_it_waits_and_what_ends_that(tm
 
 
 def make_servicer(
-    tmp_path: Path, board: TaskBoard, keep: Callable[[Trajectory], Awaitable[None]]
+    tmp_path: Path, queue: TaskQueue, keep: Callable[[Trajectory], Awaitable[None]]
 ) -> ExperienceServicer:
     servicer = ExperienceServicer()
     source = TaskSource(
         config=make_config(tmp_path, agents={"source": "tasks"}),
         run_id="0" * 32,
-        board=board,
+        queue=queue,
         experiences=cast(ExperienceStore, SimpleNamespace(keep=keep)),
         faults=FaultLog(),
         vocabulary_size=lambda: 258,
@@ -265,17 +265,17 @@ async def test_a_trajectory_of_another_run_with_the_same_task_id_is_not_taken(tm
         return
 
     clock = FakeClock()
-    board, group = make_board(clock), make_group()
-    collecting = await opened(board, group)
-    attempts = await board.lease("gateway-0", 2, wait=0)
-    servicer = make_servicer(tmp_path, board, keep)
+    queue, group = make_queue(clock), make_group()
+    collecting = await opened(queue, group)
+    attempts = await queue.lease("gateway-0", 2, wait=0)
+    servicer = make_servicer(tmp_path, queue, keep)
     messages = [trajectory(servicer._to_task(attempt)) for attempt in attempts]
     messages[0].lease, messages[1].lease = "of another run", attempts[1].lease
     assert await put(servicer, messages[0]) == (code_pb2.NOT_FOUND, "OTHER_LEASE")
     assert [attempt.state for attempt in attempts] == [AttemptState.LEASED] * 2 and not attempts[0].refused
     await clock.advance(11)
-    board.tick()
-    await board.lease("gateway-1", 2, wait=0)
+    queue.tick()
+    await queue.lease("gateway-1", 2, wait=0)
     assert await put(servicer, messages[1]) == (code_pb2.OK, ""), "the first one is taken, also after its lease"
     messages[0].lease = attempts[0].lease
     assert await put(servicer, messages[0]) == (code_pb2.OK, "")
@@ -287,83 +287,83 @@ async def test_an_attempt_that_cannot_be_stored_does_not_keep_its_group_open(tmp
         raise Unavailable("the disk is full")
 
     clock = FakeClock()
-    board, group = make_board(clock), make_group()
-    collecting = await opened(board, group)
-    attempts = await board.lease("gateway-0", 2, wait=0)
-    servicer = make_servicer(tmp_path, board, keep)
+    queue, group = make_queue(clock), make_group()
+    collecting = await opened(queue, group)
+    attempts = await queue.lease("gateway-0", 2, wait=0)
+    servicer = make_servicer(tmp_path, queue, keep)
     message = trajectory(servicer._to_task(attempts[0]))
     assert await put(servicer, message) == (code_pb2.UNAVAILABLE, "UNAVAILABLE")
     assert attempts[0].state is AttemptState.LEASED, "its gateway may bring it again"
     await clock.advance(26)  # but it died
-    board.tick()
+    queue.tick()
     await asyncio.wait_for(collecting, 1)
 
 
-async def join(board: TaskBoard, key: str = "k", attempt_id: str = "0" * 32) -> Attempt:
+async def join(queue: TaskQueue, key: str = "k", attempt_id: str = "0" * 32) -> Attempt:
     problem = OwnProblem("agent", key, PROMPT, asyncio.get_running_loop().create_future())
-    return await board.join("gateway-0", attempt_id, problem)
+    return await queue.join("gateway-0", attempt_id, problem)
 
 
 async def test_an_own_group_whose_agents_left_before_it_opened_closes_at_its_deadline() -> None:
     clock = FakeClock()
-    board = make_board(clock)
-    offer = asyncio.create_task(board.offer())
+    queue = make_queue(clock)
+    offer = asyncio.create_task(queue.offer())
     await asyncio.sleep(0)
-    joining = asyncio.create_task(join(board))
+    joining = asyncio.create_task(join(queue))
     group = make_group()
     group.own = await offer
     joining.cancel()
     await asyncio.gather(joining, return_exceptions=True)
-    collecting = await opened(board, group)
+    collecting = await opened(queue, group)
     await clock.advance(24)
-    board.tick()
+    queue.tick()
     assert not collecting.done()
-    assert (await join(board)).group is group, "an agent that returns finds it, and has the whole time"
+    assert (await join(queue)).group is group, "an agent that returns finds it, and has the whole time"
     await clock.advance(24)
-    board.renew(["g-0"])
-    board.tick()
+    queue.renew(["g-0"])
+    queue.tick()
     assert not collecting.done()
     await clock.advance(2)
-    board.tick()
+    queue.tick()
     await asyncio.wait_for(collecting, 1)
 
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_an_own_group_that_opens_too_late_is_found_or_ends(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
     """With `again`, its agent has opened the key a second time by then."""
-    monkeypatch.setattr(board_module, "_OPENING_SECONDS", 0.01)
-    board, groups = make_board(FakeClock()), [make_group("g"), make_group("h")]
-    offers = [asyncio.create_task(board.offer()) for _ in groups]
+    monkeypatch.setattr(queue_module, "_OPENING_SECONDS", 0.01)
+    queue, groups = make_queue(FakeClock()), [make_group("g"), make_group("h")]
+    offers = [asyncio.create_task(queue.offer()) for _ in groups]
     await asyncio.sleep(0)
     for offer, group in zip(offers[: 1 + again], groups, strict=False):
         with pytest.raises(Unavailable, match="in time"):
-            await join(board)
+            await join(queue)
         group.own = await offer
     late, second = groups
     if again:
-        collecting = await opened(board, second)
-        assert (await join(board)).group is second
-        await asyncio.wait_for(await opened(board, late), 1)
+        collecting = await opened(queue, second)
+        assert (await join(queue)).group is second
+        await asyncio.wait_for(await opened(queue, late), 1)
         assert {attempt.state for attempt in late.attempts} == {AttemptState.MISSING}
-        assert (await join(board, attempt_id="1" * 32)).group is second and not collecting.done()
+        assert (await join(queue, attempt_id="1" * 32)).group is second and not collecting.done()
     else:
-        await opened(board, late)
-        assert (await join(board)).group is late
+        await opened(queue, late)
+        assert (await join(queue)).group is late
 
 
 async def test_agents_do_not_share_a_place_whose_lease_ended() -> None:
     clock = FakeClock()
-    board, group = make_board(clock), make_group()
-    offer = asyncio.create_task(board.offer())
+    queue, group = make_queue(clock), make_group()
+    offer = asyncio.create_task(queue.offer())
     await asyncio.sleep(0)
-    joining = asyncio.create_task(join(board))
+    joining = asyncio.create_task(join(queue))
     group.own = await offer
-    await opened(board, group)
+    await opened(queue, group)
     first = await joining
     await clock.advance(11)
-    board.tick()
-    assert await join(board, attempt_id="1" * 32) is first
-    assert await join(board) is not first
+    queue.tick()
+    assert await join(queue, attempt_id="1" * 32) is first
+    assert await join(queue) is not first
 
 
 @pytest.mark.parametrize("reason", ["", "lower", "A" * 64, "NO SPACE", "X;Y"])
@@ -383,7 +383,7 @@ def test_a_trajectory_that_no_micro_batch_holds_is_refused_where_the_loss_needs_
     async def keep(trajectory: Trajectory) -> None:
         return
 
-    servicer, limits = make_servicer(tmp_path, make_board(FakeClock()), keep), []
+    servicer, limits = make_servicer(tmp_path, make_queue(FakeClock()), keep), []
     for kind in ("ppo", "gspo"):
         servicer._source = replace(servicer._run, config=make_config(tmp_path, algorithm={"loss": {"kind": kind}}))
         for evaluation in (False, True):

@@ -36,8 +36,8 @@ from ..data.prompts import own_prompt
 from ..state.experiences import ExperienceStore
 from ..state.faults import FaultLog
 from ..state.samples import Trajectory
-from .board import BAD_TRAJECTORY, AgentSession, Attempt, AttemptState, OwnProblem, TaskBoard, check_reason
 from .check import TrajectoryRules, check_trajectory
+from .task_queue import BAD_TRAJECTORY, AgentSession, Attempt, AttemptState, OwnProblem, TaskQueue, check_reason
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -58,7 +58,7 @@ class TaskSource:
 
     config: Config
     run_id: str
-    board: TaskBoard
+    queue: TaskQueue
     experiences: ExperienceStore
     faults: FaultLog
     vocabulary_size: Callable[[], int]  # longest context of the engines; 0 without engines
@@ -66,7 +66,7 @@ class TaskSource:
 
 
 class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
-    """Translates between messages and the task board; UNAVAILABLE until the run is assembled."""
+    """Translates between messages and the task queue; UNAVAILABLE until the run is assembled."""
 
     def __init__(self, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._source: TaskSource | None = None
@@ -106,7 +106,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         wait = request.wait.ToNanoseconds() / 1e9 if request.HasField("wait") else _WAIT_SECONDS
         if not 0 <= wait <= _MAX_WAIT_SECONDS:
             raise InvalidInput(f"wait is {wait:g} s; it must be in [0, {_MAX_WAIT_SECONDS:g}]")
-        attempts = await run.board.lease(
+        attempts = await run.queue.lease(
             _gateway(request.gateway), request.max_task_count, wait=wait, agent=request.agent_incarnation
         )
         return pb.LeaseTasksResponse(tasks=[self._to_task(attempt) for attempt in attempts])
@@ -124,7 +124,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             request.description, answer=request.answer, metadata_json=_check_object(request.metadata_json)
         )
         problem = OwnProblem(request.owner, request.key, prompt, asyncio.get_running_loop().create_future())
-        attempt = await run.board.join(_gateway(request.gateway), request.attempt_id, problem)
+        attempt = await run.queue.join(_gateway(request.gateway), request.attempt_id, problem)
         return pb.JoinGroupResponse(task=self._to_task(attempt))
 
     async def RenewTasks(self, request: pb.RenewTasksRequest, context: Context) -> pb.RenewTasksResponse:
@@ -136,15 +136,15 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
                 raise InvalidInput(f"{count} {name} of {len(request.task_ids)} tasks; send one for each, or none")
         if request.all and len(request.leases) < len(request.task_ids):
             raise InvalidInput(f"all = true, and no leases of {len(request.task_ids)} tasks; send one for each")
-        board, now = self._run.board, self._clock.monotonic()
+        queue, now = self._run.queue, self._clock.monotonic()
         if request.all and (gateway := _gateway(request.gateway)):
-            board.return_tasks(gateway, but=set(zip(request.task_ids, request.leases, strict=True)))
-        gone = board.renew(request.task_ids, request.leases, [_session_from(s, now) for s in request.sessions])
+            queue.return_tasks(gateway, but=set(zip(request.task_ids, request.leases, strict=True)))
+        gone = queue.renew(request.task_ids, request.leases, [_session_from(s, now) for s in request.sessions])
         return pb.RenewTasksResponse(ttl=duration(self._run.config.agents.lease_seconds), gone_task_ids=gone)
 
     async def ListTasks(self, request: pb.ListTasksRequest, context: Context) -> pb.ListTasksResponse:
         """List the leased tasks."""
-        now, attempts = self._clock.monotonic(), self._run.board.leased()
+        now, attempts = self._clock.monotonic(), self._run.queue.leased()
         return pb.ListTasksResponse(tasks=[_state_of(attempt, now) for attempt in attempts])
 
     async def ReleaseTasks(self, request: pb.ReleaseTasksRequest, context: Context) -> pb.ReleaseTasksResponse:
@@ -153,7 +153,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             raise InvalidInput("no tasks; name at least one")
         reasons = [check_reason(task.reason) for task in request.tasks]
         for task, reason in zip(request.tasks, reasons, strict=True):
-            self._run.board.release(task.task_id, reason, again=task.again, lease=task.lease)
+            self._run.queue.release(task.task_id, reason, again=task.again, lease=task.lease)
         return pb.ReleaseTasksResponse()
 
     async def PutTrajectories(self, request: pb.PutTrajectoriesRequest, context: Context) -> pb.PutTrajectoriesResponse:
@@ -187,7 +187,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             answer=prompt.answer,
             metadata_json=prompt.metadata_json,
             ttl=duration(left),
-            time_left=duration(self._run.board.time_left(attempt)),
+            time_left=duration(self._run.queue.time_left(attempt)),
             evaluation=group.evaluation,
             seed=attempt.seed,
             lease=attempt.lease,
@@ -195,7 +195,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
 
     async def _put(self, message: pb.Trajectory) -> pb.PutResult:
         try:
-            found = self._run.board.find(message.task_id)
+            found = self._run.queue.find(message.task_id)
             digest = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
             if isinstance(found, bytes):
                 _check_same(message.task_id, found, digest)
@@ -231,7 +231,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             name = attempt.gateway or "gateway"
             run.faults.record(name, BAD_TRAJECTORY, f"{name}: {error.message}")
             log.warning("trajectory refused: gateway=%s: %s", name, error.message)
-            run.board.refuse(attempt)
+            run.queue.refuse(attempt)
             raise
         trajectory = Trajectory(
             prompt=attempt.group.prompt,
@@ -243,7 +243,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         )
         if message.HasField("reward"):
             trajectory = trajectory.with_score(shortest(message.reward), AGENT_SCORER)
-        run.board.begin_storing(attempt)
+        run.queue.begin_storing(attempt)
         # Completed even if the gateway dies or leaves. A sample that only the store has would keep its group open for
         # ever, and its trajectory could not be stored again.
         await completed(_store(run, attempt, trajectory, digest))
@@ -270,11 +270,11 @@ async def _store(run: TaskSource, attempt: Attempt, trajectory: Trajectory, dige
         if not attempt.group.evaluation:
             await run.experiences.keep(trajectory)
     except BaseException as error:
-        run.board.cancel_storing(attempt)  # otherwise the group would stay open for ever after the gateway left
+        run.queue.cancel_storing(attempt)  # otherwise the group would stay open for ever after the gateway left
         if isinstance(error, WrongState):  # the run went back to a checkpoint meanwhile
             raise NotFound(f"task {attempt.task_id} has ended: {error.message}") from None
         raise
-    run.board.take(attempt, trajectory, digest)
+    run.queue.take(attempt, trajectory, digest)
 
 
 def _gateway(name: str) -> str:

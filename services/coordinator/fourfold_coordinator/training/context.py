@@ -18,7 +18,7 @@ from ..state.experiences import ExperienceStore
 from ..state.files import DiskWriter
 from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
-from ..tasks.board import TaskBoard
+from ..tasks.task_queue import TaskQueue
 from .ports import Certificates, Scorers, ShadowScores, WeightPublisher
 from .service_calls import ServiceCalls
 
@@ -40,7 +40,7 @@ class RunContext:
     service_calls: ServiceCalls
     scorers: Scorers
     shadows: ShadowScores
-    tasks: TaskBoard  # for agents; without groups if the recipe has none
+    tasks: TaskQueue  # tasks for agents; empty if the recipe has no agents
     certificates: Certificates
     totals: RunTotals
     start_seconds: float  # longest wait for the services when the run starts

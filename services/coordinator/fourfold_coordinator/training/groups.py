@@ -5,8 +5,8 @@
             +--> greedy ----> score --+      no: filtered out          every failure: DROPPED(reason), the group is lost
                  (remax)
 
-In a run of agents, `tasks/board.py` takes the place of `generate`: the samples are attempts that gateways lease. Those
-without a reward of their agent are scored when the group is closed; attempts that never came are DROPPED(reason).
+In a run of agents, `tasks/task_queue.py` replaces `generate`: the samples are attempts that gateways lease. Attempts
+without a reward of their agent are scored when the group is closed; missing attempts are DROPPED(reason).
 
 Samples are scored as they finish (`_FinishedSamples`), so that a group then waits only for the score of its slowest
 sample. Without a filter, reference log-probabilities are computed at the same time as the scores. A READY group is
@@ -41,7 +41,7 @@ from ..routing.trainer_session import leaves
 from ..state.group_commit import GroupCommit
 from ..state.ledger import BASELINE, IssuedGroup, SampleState
 from ..state.samples import SampleGroup, Trajectory
-from ..tasks.board import OwnProblem, TaskGroup
+from ..tasks.task_queue import OwnProblem, TaskGroup
 from .context import RunContext
 
 log = logging.getLogger("fourfold.coordinator")

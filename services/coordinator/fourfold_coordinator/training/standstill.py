@@ -22,7 +22,7 @@ from fourfold.text import format_duration
 from ..routing.router import Router
 from ..state.files import DiskWriter
 from ..state.run_board import RunBoard
-from ..tasks.board import TaskBoard
+from ..tasks.task_queue import TaskQueue
 from ..weights.status import WeightPlaneStatus
 
 WAIT_SECONDS: Final = 10.0
@@ -54,7 +54,7 @@ class StandstillMonitor:
         board: RunBoard,
         router: Router,
         *,
-        tasks: TaskBoard,
+        tasks: TaskQueue,
         weights: WeightPlaneStatus,
         disk: DiskWriter,
         clock: Clock = SYSTEM_CLOCK,

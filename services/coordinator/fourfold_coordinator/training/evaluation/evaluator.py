@@ -25,7 +25,7 @@ from ...routing.replica import GivenUp, ReplicaKey, RetryBudget
 from ...state.eval_results import AtK, EvalRow, Evaluation, SetResult, half_width, mean_of_sets
 from ...state.ledger import SampleState
 from ...state.samples import Trajectory
-from ...tasks.board import TaskBoard, TaskGroup
+from ...tasks.task_queue import TaskGroup, TaskQueue
 from ..service_calls import ServiceCalls
 from .estimators import clustered_interval, majority_at_k, pass_at_k, sample_sizes
 
@@ -123,7 +123,7 @@ class Evaluator:
         sets: Sequence[HeldOutSet],
         *,
         service_calls: ServiceCalls,
-        tasks: TaskBoard,
+        tasks: TaskQueue,
         run_all: RunAll,
     ) -> None:
         """Prepare evaluations; `run_all` awaits coroutines at the same time, and the first error ends all."""

@@ -143,7 +143,7 @@ class OwnProblem:
     joined: dict[str, Attempt] = field(default_factory=dict)  # by attempt_id
 
 
-class TaskBoard:
+class TaskQueue:
     """The open tasks of a run. Not thread-safe; `run` ends leases and groups in time."""
 
     def __init__(

@@ -11,7 +11,7 @@ from fourfold.rollout.group_requests import GroupRequest, join_parts
 from fourfold.rollout.stream_check import StreamCheck
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_rollout.engine import SampleOutput
-from fourfold_rollout.generate.versions import SampleVersions
+from fourfold_rollout.generate.outputs import SampleVersions
 from fourfold_rollout.vllm.logprob_table import LogprobTable, open_flags, open_table
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold_rollout.engine import Finish, SampleOutput
-from fourfold_rollout.generate.versions import SampleVersions
+from fourfold_rollout.generate.outputs import SampleVersions
 from fourfold_rollout.pause.hold import TokenHold
 
 

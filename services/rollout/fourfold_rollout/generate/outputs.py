@@ -1,11 +1,12 @@
 """Turns the engine's outputs for one call into chunks for its client; no chunk has tokens of two policy versions.
 
-put --> split at changes of the weights (versions.py) --> TokenHold --> deliver: one chunk
+put --> split at changes of the weights (SampleVersions) --> TokenHold --> deliver: one chunk
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -16,7 +17,6 @@ from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_rollout.engine import EMPTY_IDS, EngineSample, Finish, SampleOutput
-from fourfold_rollout.generate.versions import SampleVersions
 from fourfold_rollout.pause.hold import TokenHold
 
 _RETRY_SECONDS: Final = 1.0
@@ -26,6 +26,49 @@ _FINISH_REASONS: Final = {
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.ABORTED: pb.FINISH_REASON_ABORTED,
 }
+
+
+class SampleVersions:
+    """The boundaries between the versions in one sample.
+
+    At each change of weights the engine reports how many tokens the sample has. Tokens that are put later, or all at
+    once at the end, are attributed by these counts.
+    """
+
+    def __init__(self) -> None:
+        self._given = 0
+        self._ends: deque[tuple[int, int]] = deque()  # (token count of the sample, version of the last of them)
+
+    def end(self, token_count: int, version: int) -> None:
+        """Record that the first `token_count` tokens exist; those without a version yet are of `version`."""
+        counted = self._ends[-1][0] if self._ends else self._given
+        if token_count <= counted:
+            return
+        if self._ends and self._ends[-1][1] == version:
+            self._ends.pop()
+        self._ends.append((token_count, version))
+
+    def cut(self, output: SampleOutput, version: int) -> list[tuple[int, SampleOutput]]:
+        """Return an output as (version, tokens) in order; tokens after the last boundary are of `version`.
+
+        Neighbours have different versions. Only the last piece has the finish, and it may be empty.
+        """
+        start, self._given = self._given, self._given + len(output.token_ids)
+        if not self._ends:
+            return [(version, output)]
+        bounds: list[tuple[int, int]] = []
+        at = start
+        for end, sampled_by in (*self._ends, (self._given, version)):
+            upto = min(end, self._given)
+            if upto <= at:
+                continue
+            if bounds and bounds[-1][1] == sampled_by:
+                bounds.pop()
+            bounds.append((upto, sampled_by))
+            at = upto
+        while self._ends and self._ends[0][0] <= self._given:
+            self._ends.popleft()
+        return _slices(output, start, bounds) or [(version, output)]
 
 
 class CallOutputs:
@@ -143,3 +186,21 @@ def _given_up(version: int) -> Unavailable:
 def _pack_logprobs(values: Float32Array) -> bytes:
     """Pack as little-endian float32. Rounding can make a value slightly positive; receivers reject that, so it is 0."""
     return np.minimum(values, 0).astype("<f4", copy=False).tobytes()
+
+
+def _slices(output: SampleOutput, start: int, bounds: list[tuple[int, int]]) -> list[tuple[int, SampleOutput]]:
+    """Return the pieces that end at `bounds`, which are positions in the sample; the output begins at `start`."""
+    pieces: list[tuple[int, SampleOutput]] = []
+    low = 0
+    for index, (end, version) in enumerate(bounds):
+        high = end - start
+        finish = output.finish if index == len(bounds) - 1 else None
+        piece = SampleOutput(
+            token_ids=output.token_ids[low:high],
+            logprobs=output.logprobs[low:high],
+            finish=finish,
+            constrained=output.constrained[low:high],
+        )
+        pieces.append((version, piece))
+        low = high
+    return pieces

@@ -19,7 +19,7 @@ from fourfold.cli.main import main
 from fourfold_gateway import sessions, trajectory, turns
 
 CENSUS_VARIABLE = "FOURFOLD_TEST_CENSUS"
-_KINDS = {"sessions": sessions.Session, "trajectories": trajectory.Trajectory, "turns in flight": turns._Turn}
+_KINDS = {"sessions": sessions.Session, "trajectories": trajectory.Trajectory, "turns in flight": turn_sampler._Turn}
 
 
 def census() -> dict[str, int]:

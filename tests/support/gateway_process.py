@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from fourfold.cli.main import main
-from fourfold_gateway import sessions, trajectory, turns
+from fourfold_gateway import sessions, trajectory, turn_sampler
 
 CENSUS_VARIABLE = "FOURFOLD_TEST_CENSUS"
 _KINDS = {"sessions": sessions.Session, "trajectories": trajectory.Trajectory, "turns in flight": turn_sampler._Turn}

@@ -20,8 +20,7 @@ LAUNCH_OPTIONS: Final[Mapping[str, str]] = {"launcher": "local", "ray_address": 
 
 
 def program() -> str:
-    """Return `fourfold` if the user's PATH finds this program, else its path, relative to the current folder if below
-    it.
+    """Return `fourfold` if the user's PATH finds this program, else its path, relative if below this folder.
 
     `make quickstart` runs .venv/bin/fourfold while the environment is not activated.
     """

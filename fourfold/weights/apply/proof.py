@@ -114,8 +114,7 @@ def prove(model: ProvableModel, appliers: Sequence[Applier]) -> Proof:
 def folder_manifest(model: ProvableModel) -> Manifest:
     """Return the manifest of the tensors of the model folder that a trainer would send.
 
-    These are the tensors that the loaders take; of tied weights, only the first. Raises WrongState: a tensor cannot be
-    sent.
+    These are the tensors that the loaders take; of tied weights, only the first. Raises WrongState: one cannot be sent.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.checkpoint():

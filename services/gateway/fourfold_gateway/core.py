@@ -145,8 +145,7 @@ class GatewayCore:
             await self.sessions.settle(session, state, reason)
 
     async def on_gone(self, task_id: str, lease: str) -> None:
-        """Expire the session of an ended lease: the group closed, another agent has the task, or the run is another
-        one."""
+        """Expire the session of an ended lease: the group closed, another agent has the task, or the run changed."""
         for session in self.sessions.live:
             if (session.stored.task_id, session.lease) == (task_id, lease):
                 await self._expire(session, "TASK_GONE")

@@ -331,8 +331,7 @@ class EnginePool:
         _log.info("engine dropped: member=%s target=%s", engine.member_id, engine.target)
 
     async def _inspect(self, engine: Engine) -> None:
-        """Call GetInfo regularly and after a failed call; remove an engine that the coordinator has not listed for
-        long."""
+        """Call GetInfo regularly and after failures; remove an engine that the coordinator has not listed for long."""
         while True:
             now = self.clock.monotonic()
             if engine.absent_since is not None and now - engine.absent_since > _ABSENT_SECONDS:

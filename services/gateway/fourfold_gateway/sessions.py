@@ -141,8 +141,7 @@ class Sessions:
         """Prepare; `most` sessions may be open in all, and `most_each` of one owner.
 
         Sessions with and without a task are counted apart. Without TLS, the environments of the run and all other
-        programs of the machine are one owner, and sessions without a task must not use up the limits of the
-        environments.
+        programs of the machine are one owner, and sessions without a task must not use up their limits.
         """
         self.store, self._template, self._limits = store, template, limits
         self._most, self.most_each = most, most_each

@@ -26,8 +26,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.responses import MAX_ENGINE_VERSION
 from fourfold_gateway.engines import ENGINE_ERRORS, Engine, EnginePool, caller_error
 
-# An engine sends tokens at least this often, even if the agent wants none before the end: a dead engine loses the
-# tokens that it has not sent.
+# Engines send tokens at least this often, because a dead engine loses the tokens that it has not sent.
 _FLUSH_SECONDS: Final = 2.0
 _WAIT_SECONDS: Final = 10.0
 _TRIES: Final = 4  # failed calls in a row without a new token
@@ -192,8 +191,7 @@ class _Turn:
             self._pass_on(index, rollout.SampleChunk(policy_version=version, finish_reason=reason))
 
     def _check(self, engine: Engine, chunk: rollout.SampleChunk, has_tokens: bool) -> None:
-        """Check the values that the client cannot check: the vocabulary, the highest version, the mask and the finish
-        reason."""
+        """Check what the client cannot check: the vocabulary, the highest version, the mask and the finish reason."""
         peer, ids = engine.client.peer, chunk.token_ids
         vocabulary_size = self._engines.vocabulary_size
         if ids and int(np.frombuffer(ids, "<u4").max()) >= vocabulary_size:

@@ -243,8 +243,7 @@ class RolloutEngine(Protocol):
         """Continue sampling after `pause`. Does not wait for the engine."""
 
     async def forget_prefixes(self, *, recompute: bool) -> None:
-        """Drop all cached prefixes, so that a sample reads only its own keys and values. Call it between `pause` and
-        `resume`.
+        """Between `pause` and `resume`, drop all cached prefixes, so that a sample reads only its own keys and values.
 
         With `recompute`, running samples lose their keys and values, too, and compute them again after `resume`.
         """

@@ -152,8 +152,7 @@ def _unwritable(recipe: Path, error: OSError) -> ConfigError:
 
 
 Ask = Callable[[str, str, Callable[[str], T]], T]
-"""Asks a question. The arguments are the question, its default, and a function that returns the value of an answer or
-raises ConfigError."""
+"""Asks a question, given its default and a function that returns the value of an answer or raises ConfigError."""
 
 
 def _ask_terminal(question: str, default: str, parse: Callable[[str], T]) -> T:

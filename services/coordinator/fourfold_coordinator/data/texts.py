@@ -22,8 +22,7 @@ class _Batch:
 
 
 class TextDecoder:
-    """Decodes off the event loop. Calls are batched, because a call of a thread costs more than decoding a group of
-    short samples."""
+    """Decodes in threads, in batches: a call of a thread costs more than decoding a group of short samples."""
 
     def __init__(self, decode: Callable[[Sequence[Int32Array]], list[str]]) -> None:
         """`decode` returns the texts of token ids, and is called in other threads, once at a time."""

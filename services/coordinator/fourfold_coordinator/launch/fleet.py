@@ -40,8 +40,7 @@ _COORDINATOR_START_SECONDS: Final = 120.0
 # The coordinator itself gives up after 900 s without its services, and names those that are missing. This limit is for
 # a coordinator that hangs.
 READY_SECONDS: Final = 960.0
-# Delay between restarts of a trainer that lacks the ranks of a lost node. The trainer usually waits for the ranks
-# itself, but may fail at once.
+# Delay between restarts of a trainer that lacks the ranks of a lost node, for a trainer that fails at once.
 _PART_LOST_SECONDS: Final = 5.0
 # A coordinator that receives SIGTERM from another program drains first and exits by itself.
 _ENDED_BY_SIGTERM: Final = 128 + signal.SIGTERM

@@ -53,8 +53,7 @@ _PLACEMENT_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 3.5
 _POLL_SECONDS: Final = 0.3
 _NOTICE_SECONDS: Final = 1.0
-# Time before a node leaves at which its services are stopped: a service drains within 4 s, and this process sees the
-# announcement up to 2 s late.
+# Services stop this long before their node leaves: they drain within 4 s, and announcements arrive up to 2 s late.
 _DRAIN_SECONDS: Final = 10.0
 # Variables of the driver that its services get on other machines. CUDA_VISIBLE_DEVICES and all of Ray are the node's.
 _PASSED: Final = re.compile(

@@ -35,8 +35,7 @@ _RECOVERIES: Final = "recoveries"
 
 _SAVE_SECONDS: Final = 5.0
 _SAMPLE_SECONDS: Final = 2.0
-# The meter sleeps for this multiple of the duration of its last measurement, in which the kernel walks all pages of
-# each process.
+# The meter sleeps for this multiple of its last duration, because the kernel walks all pages of each process.
 _REST_SHARE: Final = 49
 # Member ids come from other processes, so their number must be limited.
 _MAX_NAMES: Final = 1000

@@ -143,8 +143,7 @@ class Registry:
     def rival(self, member: Member, owner: Principal = LOCAL) -> Member | None:
         """Return the live process that `member` would replace, if it may still answer.
 
-        A process at the same address must have ended, because the new one listens there. Raises the errors of
-        `register`.
+        A process at the same address has ended, because the new one listens there. Raises the errors of `register`.
         """
         self._forgive_stall()
         self._check(member, owner)

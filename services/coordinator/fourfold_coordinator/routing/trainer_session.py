@@ -75,8 +75,7 @@ class TrainerSession:
     async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Make an idempotent call, `name` in messages, and repeat it when the response is lost.
 
-        Raises TrainerRestarted when the trainer is a new process, ServiceMissing when it left and no trainer came in
-        time.
+        Raises TrainerRestarted when the trainer is a new process, ServiceMissing when no trainer came in time.
         """
         return await self._repeat(name, work)
 

@@ -67,8 +67,7 @@ class ExperienceStore:
         self._files.close()
 
     async def put(self, group: SampleGroup) -> None:
-        """Make a group durable and its samples READY; raise DiskFull. A call cancelled while it waits changes
-        nothing."""
+        """Make a group durable and its samples READY; raise DiskFull. A cancelled wait changes nothing."""
         if len(self._batch.groups) == _BATCH_GROUPS:
             self._batch = _Batch()
         batch = self._batch

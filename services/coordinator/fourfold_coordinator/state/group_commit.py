@@ -38,8 +38,7 @@ class GroupCommit:
         self._batch: list[_Change] = []  # the batch that accepts further changes
 
     async def write(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the ledger; raise its errors, or DiskFull. A call cancelled while it waits changes
-        nothing."""
+        """Call a method of the ledger; raise its errors, or DiskFull. A cancelled wait changes nothing."""
         mine, batch = _Change(partial(change, *args, **kwargs)), self._batch
         batch.append(mine)
         try:

@@ -35,9 +35,8 @@ log = logging.getLogger("fourfold.coordinator")
 
 OnTry = Callable[[], AbstractAsyncContextManager[None]]
 
-# The death of an engine costs minutes of sampling, and a flush costs the coordinator 10 % of the CPU time of 8 samples
-# with 1,024 tokens each. So engines send the tokens of unfinished samples a few times in a long call, and never in a
-# short one.
+# A dead engine costs minutes of sampling; a flush costs the coordinator 10 % of the CPU time of 8 samples with 1,024
+# tokens each. So engines send the tokens of unfinished samples a few times in a long call, never in a short one.
 FLUSH_SECONDS: Final = (5.0, 10.0)
 _FLUSHES: Final = 4
 # Pace before the first call has ended: that of a fast engine under load.

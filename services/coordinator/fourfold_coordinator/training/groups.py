@@ -221,8 +221,7 @@ class GroupMaker:
         revision = self._scoring.revision
         everyone = group.all_trajectories()
         scored_by_service = [t for t in everyone if t.sample.terms]  # agents brought the other scores
-        # Keep the greedy completion although it is dropped as BASELINE: the advantages of the others depend on its
-        # score.
+        # Keep the greedy completion, dropped as BASELINE: the advantages of the others depend on its score.
         open_again = [replace(t, dropped="") if t is group.baseline else t for t in scored_by_service]
         alive = [t for t in open_again if not t.dropped]
         if not alive:
@@ -368,8 +367,7 @@ class GroupMaker:
         draft.scored = time.monotonic()
         for trajectory in trajectories:
             name = trajectory.sample.sample_id
-            # Write the ledger first: if the group is given up now, a sample dropped only in the draft would stay
-            # ROLLED.
+            # The ledger first: if the group is given up now, a sample dropped only in the draft would stay ROLLED.
             if trajectory.dropped:
                 await self._drop(draft, [name], trajectory.dropped)
             draft.trajectories[name] = trajectory

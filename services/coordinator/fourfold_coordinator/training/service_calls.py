@@ -125,8 +125,7 @@ class ServiceCalls:
         return [samples[index] for index in range(len(sample_ids))]
 
     def room(self, prompt: Prompt, samples: int, *, version: int) -> float:
-        """Return the number of calls for `samples` of a prompt that engines of this version or later would start
-        now."""
+        """Return how many calls for `samples` of a prompt engines of this version or later would start now."""
         longest = sampling_params(self._config, prompt, 0).max_tokens
         demand = self._sampler.demand(prompt.token_ids, [0] * samples, longest)
         return self._router.room(Role.ROLE_ROLLOUT, demand, version=version)

@@ -45,8 +45,7 @@ _TEXT: Final = frozenset({"text"})
 def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     """Return the turn that a request asks for; raise RequestError for a wrong parameter."""
     if fields.has("thread"):
-        # The SDK's tool runner requests this first; after an error with these details it repeats the request without
-        # it.
+        # The SDK's tool runner asks for this first; after an error with these details it asks again without it.
         raise RequestError(
             "thread is not supported: the gateway keeps no conversation for it; leave it out and send all messages",
             param="thread",

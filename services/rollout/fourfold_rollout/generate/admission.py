@@ -34,8 +34,7 @@ _MAX_FLUSH_SECONDS: Final = 10.0
 _SHORTEST_FLUSH_SECONDS: Final = 0.01
 # With this interval or a longer one, a call starts like a call without flushes, so that its tokens are the same.
 _LONG_FLUSH_SECONDS: Final = 1.0
-# A sample counts with its largest length, prompt plus max_tokens. Most samples stop earlier, so the limit is twice the
-# size of the cache.
+# A sample counts with its largest length, prompt plus max_tokens. Most stop earlier, so the limit is twice the cache.
 _TOKENS_PROMISED_PER_CACHED: Final = 2
 _MAX_GRAMMAR_BYTES: Final = 64 << 10
 _RETRY_SECONDS: Final = 0.5

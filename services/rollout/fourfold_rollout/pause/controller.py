@@ -105,8 +105,7 @@ class SamplingController:
             async with asyncio.timeout(timeout):
                 if not stay:
                     await self._drain(interrupt=mode is PauseMode.ABORT)
-                # Otherwise a request on its way to the engine could start during the update, with the old version's
-                # cache.
+                # Otherwise a request on its way could start during the update, with the old version's cache.
                 await self._gate.wait_submitted()
                 if stay and self._engine.running_count:
                     await self._engine.pause()

@@ -59,8 +59,7 @@ class TrainerState:
     batch_sha256: str = ""
     """Digest of the last step's batch, hexadecimal."""
     lineage: str = ""
-    """Digest over the batches of all steps so far, hexadecimal. It distinguishes two states with the same step
-    number."""
+    """Digest over the batches of all steps so far, hexadecimal; differs for two states of the same step number."""
     answer: StepAnswer | None = None
     """Answer of the last step."""
     algorithm_state: AlgorithmState = field(default_factory=AlgorithmState)

@@ -294,8 +294,7 @@ class SharedBatches:
             yield to_arrays(self._own[index])
 
     def send_rest(self) -> None:
-        """Send the micro-batches that rank 0 did not read after an error. Raises Unavailable if a channel broke
-        before."""
+        """Send the rest that rank 0 did not read after an error. Raises Unavailable if a channel broke before."""
         if self._error is not None:  # its stream may have stopped in the middle of a message
             raise self._error
         self._send_up_to(len(self) - 1)

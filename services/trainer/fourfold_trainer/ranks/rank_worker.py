@@ -199,8 +199,7 @@ class RankWorker:
         self._shards |= {name: model.read(folder, name) for name, model in self._models.items()}
 
     def _restore(self, _command: RankMessage) -> None:
-        # Load the policy last: each model restores the random state of this process, and the policy's state must
-        # remain.
+        # The policy last: each model restores the random state of this process, and the policy's must remain.
         for name in reversed(self._models):
             self._models[name].restore(self._shards.pop(name))
 

@@ -95,8 +95,7 @@ class RankRendezvous:
         return OtherMachines(remote=remote, held=self._held.stop, attached=attached, store_address=self._store.address)
 
     def fail(self, message: str) -> None:
-        """End the service after a failure of the engine; called in its thread. Name a lost machine if it is the
-        cause."""
+        """End the service after a failure of the engine, in its thread. Name a lost machine if it is the cause."""
         if self._remote is not None and self._remote.wait_for_death(timeout=_LOSS_SECONDS):
             _log.error("%s", message)
             message = self._remote.death

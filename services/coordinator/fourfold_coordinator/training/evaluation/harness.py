@@ -1,7 +1,6 @@
 """Runs tasks of lm-evaluation-harness on the engines of an evaluation. Imports `lm_eval`: the extra `lm-eval`.
 
-The harness runs in a thread of its own. Its requests become calls on the coordinator's event loop, with the router's
-retries.
+The harness runs in a thread. Its requests become calls on the coordinator's event loop, with the router's retries.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class ChildProcess:
         env = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",  # the last lines of a dying process must reach its log
-            "PYTHONFAULTHANDLER": "1",  # so that the stack of a crash is complete, too
+            "PYTHONFAULTHANDLER": "1",  # writes the stack of a crash to the log
             **command.env,
             PARENT_PID_VARIABLE: str(os.getpid()),
             **tag_variable(tag),

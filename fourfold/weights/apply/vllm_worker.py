@@ -101,7 +101,7 @@ def _record_loads() -> None:
     These are the tensors beside the parameters that the model got, or that changed, between its construction and the
     end of its load. Later ones, such as KV caches, have nothing to do with weights.
     """
-    loader: Any = base_loader  # patch the module itself, which does not export the names that it calls
+    loader: Any = base_loader  # untyped: the module does not export the names that it calls
     construct, process = loader.initialize_model, loader.process_weights_after_loading
 
     @functools.wraps(construct)

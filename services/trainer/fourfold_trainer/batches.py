@@ -32,7 +32,7 @@ class PolicyBatch:
     weights: Float32Array  # [k], weight of each token's loss; 0: a dummy, which counts nowhere
     advantages: Float32Array  # [k]
     behavior_logprobs: Float32Array  # [k]
-    old_logprobs: Float32Array  # [k], or [0]: the current ones, because the policy has not moved yet
+    old_logprobs: Float32Array  # [k], or [0] before the first update, when they equal the current ones
     reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
 
     @property

@@ -28,7 +28,7 @@ from fourfold_trainer.flops import Machine
 
 T = TypeVar("T")
 
-# Sums over tokens that metrics are computed from, besides those that have the name of a metric.
+# Names of sums over tokens from which metrics are computed; other sums have the name of a metric.
 RATIO_SUM: Final = "sum of the mismatch ratio"
 RATIO_SQUARE_SUM: Final = "sum of the squared mismatch ratio"
 SAMPLE_COUNT: Final = "samples with loss tokens"
@@ -79,7 +79,7 @@ class UpdateSums:
             self.lowest[name] = min(self.lowest.get(name, value), value)
         for name, value in other.highest.items():
             self.highest[name] = max(self.highest.get(name, value), value)
-        both = len(self.mismatches) > 0  # without a copy of the only ones
+        both = len(self.mismatches) > 0  # no copy if only one side has values
         self.mismatches = np.concatenate([self.mismatches, other.mismatches]) if both else other.mismatches
         pairs = zip(self.expert_counts, other.expert_counts, strict=True) if self.expert_counts else ()
         self.expert_counts = [[a + b for a, b in zip(*rows, strict=True)] for rows in pairs] or other.expert_counts

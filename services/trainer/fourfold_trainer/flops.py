@@ -49,7 +49,7 @@ class ModelSize:
     parameters: int  # parameters of products with every token
     trained_parameters: int  # parameters of these that have a gradient
     head: int = 0  # parameters of the output embedding
-    trained_head: int = 0  # the same if it has a gradient
+    trained_head: int = 0  # the same number if it has a gradient, else 0
     attention: int  # layers times width of the attention
 
     @classmethod

@@ -461,7 +461,7 @@ class TaskQueue:
         # Set a deadline: if all agents have left by now, their group would otherwise never close.
         group.deadline = self._clock.monotonic() + self._group_seconds
         own.opened.set_result(group)
-        if self._own.setdefault((own.owner, own.key), own) is not own:  # its first opening came too late
+        if self._own.setdefault((own.owner, own.key), own) is not own:  # another opening of this key came first
             self._close_late(group)
 
     def _forget_own(self, own: OwnProblem) -> None:

@@ -177,7 +177,7 @@ class Runner:
             await gateway.close_session(outcome, until=until)
         except FourfoldError as error:  # the session expires, and the task is leased again
             if outcome.abandon_reason and isinstance(error, NotFound):
-                return outcome  # the open was in progress and has failed
+                return outcome  # the session was not open yet
             _log.warning("session not closed: session=%s cause=%s", outcome.session_id, error.message)
             if not outcome.abandon_reason and isinstance(error, InvalidInput | WrongState):
                 # An open session would keep its task until it has been idle for longer than an episode.

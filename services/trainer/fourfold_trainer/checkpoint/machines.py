@@ -48,7 +48,7 @@ def list_files(folder: Path) -> dict[str, int]:
 
 
 def copies_to_keep(seen: Sequence[Mapping[str, int]], machines: Sequence[range]) -> list[FileCopy]:
-    """Return the copies after which rank 0's machine has every file, and so has a second one.
+    """Return the copies after which rank 0's machine and a second one have every file.
 
     Args:
         seen: the files that each machine sees, and their sizes.
@@ -91,7 +91,7 @@ def copy_files(folder: Path, copies: Sequence[FileCopy], *, rank: int, group: An
 
     Raises:
         InvalidInput: a name leaves the folder.
-        Unavailable: the disk refuses.
+        Unavailable: the disk refuses a write.
     """
     for copy in copies:
         path = folder / copy.name
@@ -128,7 +128,7 @@ def _receive(path: Path, copy: FileCopy, group: Any) -> None:
 def commit(partial: Path, target: Path, record: str) -> None:
     """Make `partial` the checkpoint `target` on this machine, with the text of its record file.
 
-    Does nothing where rank 0 sees the same folder, and does so itself.
+    Does nothing on machines that share the folder with rank 0, which commits it.
     """
     if (partial / STATE_FILE).exists() or not partial.is_dir():
         return

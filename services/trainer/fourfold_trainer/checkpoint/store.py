@@ -4,7 +4,7 @@ checkpoints/step-000012/
     trainer.json            step, policy version, last answer, held-out score, layout, names and sizes of all files
     policy-000.safetensors  rank 0's share of the policy: weights, optimizer, random state (see shards.py)
     policy-001.safetensors  ...
-    critic-000.safetensors  the same of the critic, if there is one
+    critic-000.safetensors  the same for the critic, if there is one
 
 Every function that writes raises Unavailable when the disk refuses.
 """
@@ -51,7 +51,7 @@ class StepAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Everything that a restart needs besides weights and optimizer."""
+    """The state for a restart, besides weights and optimizer."""
 
     step: int = 0
     policy_version: int = 0
@@ -115,7 +115,7 @@ class CheckpointStore:
             write: writes every rank's file into the given folder, durably.
             commit: makes the first folder the second one on other machines; called when the first one is complete.
             score: of a held-out evaluation of these weights, higher is better; None without an evaluation.
-            extra: remove none: the coordinator does not know of this one, and may need an older one.
+            extra: remove no other checkpoint, because the coordinator does not know this one and may need an older one.
         """
         if self._is_there(state):
             if score is not None and score != self._score(state.step):
@@ -232,7 +232,7 @@ def _state(fields: dict[str, Any]) -> TrainerState:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a hidden folder to fill, then replace `target` by it; an error leaves `target` unchanged."""
     partial = target.with_name(f"{_HIDDEN}{target.name}-{os.getpid()}")
-    for left in target.parent.glob(f"{_HIDDEN}{target.name}-*"):  # by a process that died
+    for left in target.parent.glob(f"{_HIDDEN}{target.name}-*"):  # left by a process that died
         shutil.rmtree(left, ignore_errors=True)
     with writing(partial):
         partial.mkdir(parents=True)

@@ -39,7 +39,7 @@ class RankMessage:
     arrays: Sequence[Array] = ()
     sequence: int = 0  # number of the command, which its answer repeats: a late answer is recognised and dropped
     batch_count: int = 0  # messages named BATCH that follow a command, each with the arrays of one micro-batch
-    batches: Batches[Sequence[Array]] = ()  # fields of the running command; `send` leaves them out
+    batches: Batches[Sequence[Array]] = ()  # micro-batches of a running command; `send` leaves them out
 
 
 def from_bytes(data: bytes) -> Array:

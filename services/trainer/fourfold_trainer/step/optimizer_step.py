@@ -67,7 +67,7 @@ def compute_gradient(
             # No token is left to learn from. Every ZeRO stage skips a step whose gradient is not finite.
             accumulator.all_rejected = True
             loss = loss + math.nan * logprobs.sum()
-        # The gradient is averaged over the ranks, but c counts the whole step.
+        # The gradient is averaged over the ranks, but c is computed over the whole step.
         policy.backward(loss * rank_count, last=last)
     if policy.routers is not None:
         policy.routers.weight = 0.0  # ForwardBackward adds no router loss to the caller's

@@ -14,7 +14,7 @@ from typing import Any, Final
 from fourfold.errors import ConfigError, DeadlinePassed, InvalidInput, Overloaded, Unavailable
 from fourfold.workers import frames
 from fourfold_rollout.engine import GrammarConstraint, ParsedText
-from fourfold_rollout.vllm.text.worker import MAX_FRAME_BYTES
+from fourfold_rollout.vllm.text.main import MAX_FRAME_BYTES
 
 _FORKS: Final = 2
 _START_SECONDS: Final = 180.0

@@ -3,3 +3,4 @@
 from fourfold.sample.sample import Sample as Sample
 from fourfold.sample.sample import ScoreTerm as ScoreTerm
 from fourfold.sample.sample import VersionSpan as VersionSpan
+from fourfold.sample.sample import check_unique as check_unique

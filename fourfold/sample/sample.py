@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array
+from fourfold.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +69,12 @@ class Sample:
 def shortest(score: float) -> float:
     """Return the shortest decimal that gives the same float32: 0.3 instead of 0.30000001192092896."""
     return float(str(np.float32(score)))
+
+
+def check_unique(ids: Iterable[str]) -> None:
+    """Raise InvalidInput when a sample id occurs twice."""
+    seen: set[str] = set()
+    for sample_id in ids:
+        if sample_id in seen:
+            raise InvalidInput(f"sample {sample_id} occurs twice in one request; sample ids must be unique")
+        seen.add(sample_id)

@@ -181,15 +181,6 @@ def from_token_ids(token_ids: Iterable[ArrayLike], temperature: float) -> Iterat
         )
 
 
-def check_unique(ids: Iterable[str]) -> None:
-    """Raise InvalidInput when a sample id occurs twice."""
-    seen: set[str] = set()
-    for sample_id in ids:
-        if sample_id in seen:
-            raise InvalidInput(f"sample {sample_id} occurs twice in one request; sample ids must be unique")
-        seen.add(sample_id)
-
-
 def _mask(data: bytes, count: int, sample_id: str, field: str) -> BoolArray:
     if len(data) != count:
         raise InvalidInput(f"sample {sample_id}: {field} has {len(data)} bytes; {count} tokens need {count}")

@@ -16,7 +16,7 @@ from fourfold.errors import InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from fourfold.rpc.codec import check_id, pack_floats
-from fourfold.sample.wire import check_unique
+from fourfold.sample import check_unique
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward.backend import Backend
 from fourfold_reward.job import Job

@@ -10,7 +10,7 @@ import pytest
 
 from fourfold.errors import InvalidInput
 from fourfold.rpc import codec
-from fourfold.sample import Sample, VersionSpan, wire
+from fourfold.sample import Sample, VersionSpan, check_unique, wire
 from fourfold.sample.wire import decode, encode
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.types.v1 import experience_pb2 as pb
@@ -184,9 +184,9 @@ def test_parts_are_not_copies_of_the_arrays() -> None:
 
 
 def test_a_repeated_sample_id_is_refused() -> None:
-    wire.check_unique(["a", "b"])
+    check_unique(["a", "b"])
     with pytest.raises(InvalidInput, match="sample a occurs twice"):
-        wire.check_unique(["a", "b", "a"])
+        check_unique(["a", "b", "a"])
 
 
 def test_lists_and_arrays_pack_to_the_same_bytes() -> None:

@@ -19,9 +19,9 @@ from fourfold.bounds import MAX_RAISED_VERSION, check_number
 from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import check_id, pack_floats, unpack_floats
-from fourfold.sample import Sample
+from fourfold.sample import Sample, check_unique
 from fourfold.sample.columns import Samples
-from fourfold.sample.wire import check_unique, decode, decode_token_ids
+from fourfold.sample.wire import decode, decode_token_ids
 from fourfold.tracing import spans
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc

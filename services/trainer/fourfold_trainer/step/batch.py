@@ -14,9 +14,8 @@ from fourfold.arrays import BoolArray, Float32Array, Int64Array
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.schema import Config
 from fourfold.errors import InvalidInput
-from fourfold.sample import Sample
+from fourfold.sample import Sample, check_unique
 from fourfold.sample.columns import Samples
-from fourfold.sample.wire import check_unique
 
 Number = TypeVar("Number", np.int64, np.float64)
 

@@ -2,8 +2,8 @@
 
     Score call --> some samples have a score: the scorer works
       |            a sample with an error is scored once more (retry.data, retry.infrastructure), then dropped
-      '----------> no sample has a score: score the sample again that had one last
-                     it has one now:  the samples are at fault, see above
+      '----------> no sample has a score: score again the last sample that had a score
+                     it has one now:  the new samples are at fault, see above
                      it has none:     the call failed, as one that was refused, hung, or had a malformed response
 
     failed call    opens the service's circuit breaker; the next try goes to another one, or to the same one later

@@ -71,7 +71,7 @@ class RankHolder:
         self._stops_when_saved = False
         self._announced = False
         self._attached = False
-        self._said = ""  # the last refusal, which a machine that waits gets every second
+        self._logged_refusal = ""  # a waiting machine repeats its call every second; its refusal is logged once
 
     async def run(self) -> int:
         """Hold the ranks until the run is over, a signal, or an error that stays; return the exit code."""
@@ -132,8 +132,8 @@ class RankHolder:
         except WrongState as error:
             if error.reason not in ("ENDING", "RANK_TAKEN", "LATER"):  # another model or version, unknown ranks
                 raise
-            if error.message != self._said:
-                self._said = error.message
+            if error.message != self._logged_refusal:
+                self._logged_refusal = error.message
                 _log.warning("%s", error)
         except FourfoldError as error:
             # A killed process reports no cause, and gRPC's own text does not name it.

@@ -6,21 +6,19 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from fourfold.arrays import BoolArray, Float32Array, Int32Array
+from fourfold.arrays import Float32Array, Int32Array
 from fourfold.rollout.stream_check import StreamCheck, sample_count
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
-from fourfold.rpc.codec import pack_ints, read_floats, read_ints
+from fourfold.rpc.codec import pack_ints
 from fourfold.rpc.responses import MAX_DEVICES, MAX_ENGINE_VERSION
-from fourfold.sample.sampled import NO_MASK, SampledTokens, TokenDraft
+from fourfold.sample.sampled import CHUNK_FIELDS, SampledColumns, SampledTokens, TokenDraft, read_columns
 from fourfold.types.v1.experience_pb2 import Experience
 
 
@@ -36,15 +34,12 @@ class Completion(SampledTokens):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CompletionChunk:
-    """The next tokens of one sample in progress."""
+class CompletionChunk(SampledColumns):
+    """The next tokens of one sample in progress: those since its last chunk."""
 
     sample_index: int
-    token_ids: Int32Array  # [n], since the last chunk of this sample
-    logprobs: Float32Array  # [n]
     policy_version: int  # of the weights that sampled these tokens; a chunk never spans two versions
     finish_reason: pb.FinishReason.ValueType  # FINISH_REASON_UNSPECIFIED before the last chunk of the sample
-    constrained: BoolArray = field(default_factory=lambda: NO_MASK)  # [n] or [0], as of Completion
 
 
 class CompletionDraft(TokenDraft):
@@ -143,11 +138,9 @@ class AsyncRolloutClient(AsyncClient):
             async for chunk in chunks:
                 yield CompletionChunk(
                     sample_index=chunk.sample_index,
-                    token_ids=read_ints(chunk.token_ids),
-                    logprobs=read_floats(chunk.logprobs),
                     policy_version=chunk.policy_version,
                     finish_reason=chunk.finish_reason,
-                    constrained=np.frombuffer(chunk.constrained_mask, np.bool_),
+                    **read_columns({name: getattr(chunk, field) for name, field in CHUNK_FIELDS.items()}),
                 )
 
     async def generate(

@@ -9,7 +9,10 @@ import numpy as np
 from fourfold.bounds import MAX_NUMBER
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.responses import ResponseCheck
+from fourfold.sample.sampled import CHUNK_FIELDS
+from fourfold.sample.token_columns import SAMPLED_COLUMNS
 
+_OPTIONAL: Final = {CHUNK_FIELDS[column.name]: column for column in SAMPLED_COLUMNS if not column.required}
 _MAX_TOKENS: Final = 1 << 20
 """Limit of a sample whose request has no max_tokens, so that no service can stream without end."""
 
@@ -76,8 +79,11 @@ class StreamCheck:
         if size and not (np.maximum.reduce(values) <= 0 and np.minimum.reduce(values) > -np.inf):  # NaN fails both
             fault = "has log-probabilities that are NaN, -inf or above 0"
             raise self._fault(f"sample {chunk.sample_index} {fault}", "NOT_FINITE")
-        mask = chunk.constrained_mask
-        if mask and (len(mask) != size // 4 or mask.strip(b"\0\1")):
-            rule = f"{len(mask)} bytes of constrained_mask; it must be empty or have a byte of 0 or 1 for each token"
-            raise self._fault(f"sample {chunk.sample_index} has {rule}", "WRONG_LENGTH")
+        for name, column in _OPTIONAL.items():
+            found: bytes = getattr(chunk, name)
+            is_mask, item = column.dtype == np.bool_, column.dtype.itemsize
+            if found and (len(found) != size // 4 * item or (is_mask and found.strip(b"\0\1"))):
+                value = "a byte of 0 or 1" if is_mask else f"{item} bytes"
+                rule = f"{len(found)} bytes of {name}; it must be empty or have {value} for each token"
+                raise self._fault(f"sample {chunk.sample_index} has {rule}", "WRONG_LENGTH")
         return size // 4

@@ -89,10 +89,10 @@ class SamplesBuilder:
     def add(self, sample: Sample) -> None:
         """Add a sample: its arrays are copied."""
         for name, column in _COLUMNS.items():
-            array = np.ascontiguousarray(getattr(sample, name), column.dtype)
+            array = getattr(sample, name)
             self._present[name].append(len(array) > 0)
             if len(array):
-                self._tokens[name].append(array.view(np.uint8).data, self._count)
+                self._tokens[name].append(column.pack(array), self._count)
         for name, values in self._values.items():
             values.append(getattr(sample, name))
         self._lengths.append(len(sample.token_ids))

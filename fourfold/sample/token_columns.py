@@ -3,7 +3,8 @@
 `COLUMNS` are those of a finished sample. The codec of the wire, the form on the disk and `Samples` loop over them. A
 new one is a row here, a field of `Sample`, and a field of `Experience` with the same name.
 
-`SAMPLED_COLUMNS` are those that an engine returns of the tokens that it samples.
+`SAMPLED_COLUMNS` are those that an engine returns of the tokens that it samples. A new one is a row here, a field of
+`SampledColumns`, and a field of `SampleChunk`; if a column of samples has the same name, it gets the values.
 """
 
 from __future__ import annotations
@@ -27,16 +28,25 @@ Rule = Callable[[NDArray[Any], BoolArray], str]
 class TokenColumn:
     """One value per token."""
 
-    name: str  # of the field of `Sample` and of `Experience`, or of `SampledTokens`
+    name: str  # of the field of `Sample` and of `Experience`, or of `SampledColumns`
     number: int  # of the field of the message
-    dtype: np.dtype[Any]  # of the bytes on the wire and on the disk
-    required: bool = True  # in an experience; otherwise a sample may have an array [0]
+    dtype: np.dtype[Any]  # of the bytes on the wire and on the disk; with a shape, if the value is a row
+    required: bool = True  # in a message; otherwise a sample may have an array [0]
     absent: float = 0.0  # value of each token of a sample without the column, beside samples that have it
     rule: Rule | None = None
 
     def fill(self, count: int) -> NDArray[Any]:
         """Return the values of tokens that do not have the column."""
         return np.full(count, self.absent, self.dtype)
+
+    def read(self, data: bytes | memoryview) -> NDArray[Any]:
+        """Return the values in some bytes, without a copy where the machine has their byte order."""
+        values: NDArray[Any] = np.frombuffer(data, self.dtype)
+        return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+    def pack(self, values: NDArray[Any]) -> memoryview:
+        """Return the bytes of some values, without a copy where that is possible."""
+        return np.ascontiguousarray(values, self.dtype.base).reshape(-1).view(np.uint8).data
 
 
 class ColumnBuffer:
@@ -55,8 +65,7 @@ class ColumnBuffer:
         """Return the values of all `count` tokens, read-only; [0] if none has one. Without a copy, append no more."""
         if self._data:
             self._fill_up(count)
-        data = bytes(self._data) if copy else memoryview(self._data).toreadonly()
-        return np.frombuffer(data, self._column.dtype).astype(self._column.dtype.newbyteorder("="), copy=False)
+        return self._column.read(bytes(self._data) if copy else memoryview(self._data).toreadonly())
 
     def _fill_up(self, count: int) -> None:
         if missing := count - len(self._data) // self._column.dtype.itemsize:

@@ -52,9 +52,10 @@ def encode_parts(sample: Sample) -> list[Buffer]:
     )
     parts: list[Buffer] = [rest.SerializeToString(), *map(_encode_span, sample.version_spans)]
     for column in COLUMNS:
-        array = np.asarray(getattr(sample, column.name), column.dtype)
-        if array.size and not (column is LOSS_MASK and _is_action_mask(sample)):
-            parts += (field_head(column.number, array.nbytes), np.ascontiguousarray(array).view(np.uint8).data)
+        array = getattr(sample, column.name)
+        if len(array) and not (column is LOSS_MASK and _is_action_mask(sample)):
+            data = column.pack(array)
+            parts += (field_head(column.number, len(data)), data)
     return parts
 
 
@@ -115,8 +116,14 @@ def _column(message: pb.Experience, column: TokenColumn, count: int, action_mask
         return action_mask if column is LOSS_MASK and action_mask is not None else EMPTY_FLOATS
     if column.dtype == np.bool_:
         values: NDArray[Any] = _mask(data, count, message.sample_id, column.name)
-    else:
+    elif column.dtype == np.float32:
         values = unpack_floats(data, count, message.sample_id, column.name)
+    elif len(data) != (size := column.dtype.itemsize * count):
+        raise InvalidInput(
+            f"sample {message.sample_id}: {column.name} has {len(data)} bytes; {count} tokens need {size}"
+        )
+    else:
+        values = column.read(data)
     fault = column.rule(values, values if action_mask is None else action_mask) if column.rule else ""
     if fault:
         raise InvalidInput(f"sample {message.sample_id}: {fault}")

@@ -84,7 +84,7 @@ class FakeSample:
             token_ids=np.arange(10 + first, 10 + self.tokens, dtype=np.int32),
             logprobs=-np.arange(first + 1, self.tokens + 1, dtype=np.float32),
             finish=self.finish,
-            constrained=bytes(self.masks[first : self.tokens]),
+            constrained=np.array(self.masks[first : self.tokens], np.bool_),
         )
         self.request.sink.put(self.request.index, output)
 

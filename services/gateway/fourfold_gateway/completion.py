@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -12,7 +11,7 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import read_ints
-from fourfold.sample.sampled import NO_MASK, SampledTokens, TokenDraft
+from fourfold.sample.sampled import SampledTokens, TokenDraft
 
 # Decoded text ends with this character when tokens of its last character are still missing.
 _INCOMPLETE: Final = "\ufffd"
@@ -81,8 +80,7 @@ class Completion:
 
     def tokens(self) -> SampledTokens:
         """Return what was sampled."""
-        tokens = SampledTokens(**self._draft.fields())
-        return tokens if tokens.constrained.any() else replace(tokens, constrained=NO_MASK)
+        return SampledTokens(**self._draft.fields())
 
     def raw_text(self) -> str:
         """Return the text with special tokens, for the parsers of tool calls and reasoning.

@@ -29,7 +29,8 @@ from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, Internal
 from fourfold.host.disk import is_full
 from fourfold.rpc import codec
 from fourfold.sample import VersionSpan
-from fourfold.sample.sampled import SampledTokens
+from fourfold.sample.sampled import SampledTokens, pack_columns, read_columns
+from fourfold.sample.token_columns import SAMPLED_COLUMNS
 
 from .trajectory import Sampling, Turn, TurnTokens
 
@@ -64,13 +65,18 @@ _PUT_SESSION: Final = (
     "used_at = excluded.used_at, settled_at = excluded.settled_at, reason = excluded.reason, "
     "reward = excluded.reward, metrics = excluded.metrics, outcome_sha256 = excluded.outcome_sha256"
 )
-_PUT_TURN: Final = f"INSERT INTO turns VALUES (NULL{', ?' * 18})"
+_TOKENS: Final = tuple(column.name for column in SAMPLED_COLUMNS)
+_TURN: Final = (
+    "session_id, number, segment_index, prompt_token_count, finish_reason, request_id, request_sha256, sample_index, "
+    f"temperature, top_p, top_k, observation, {', '.join(_TOKENS)}, version_spans, chat, reply"
+)
+_PUT_TURN: Final = f"INSERT INTO turns ({_TURN}) VALUES (?{', ?' * _TURN.count(',')})"
 # The row may exist: a call is repeated after its deadline, although it may have taken effect.
 _PUT_OUTBOX: Final = (
     "INSERT INTO outbox (session_id, trajectory) VALUES (?, ?) "
     "ON CONFLICT (session_id) DO UPDATE SET trajectory = excluded.trajectory"
 )
-_GET_TURNS: Final = "SELECT * FROM turns WHERE session_id = ? ORDER BY id"
+_GET_TURNS: Final = f"SELECT {_TURN} FROM turns WHERE session_id = ? ORDER BY id"
 _SPAN: Final = np.dtype([("version", "<i8"), ("count", "<i4")])
 _BATCH_CHANGES: Final = 256  # changes in one transaction
 _FULL_RETRY_SECONDS: Final = 5.0
@@ -383,6 +389,10 @@ def _open(path: Path) -> sqlite3.Connection:
                 f"with the release of Fourfold that wrote it, or give it another folder"
             )
         db.executescript(_SCHEMA)
+        known = {row[1] for row in db.execute("PRAGMA table_info(turns)")}
+        for name in _TOKENS:  # an earlier release did not have every column
+            if name not in known:
+                db.execute(f"ALTER TABLE turns ADD COLUMN {name} BLOB NOT NULL DEFAULT x''")
         db.execute(f"PRAGMA user_version = {_VERSION}")
     except (sqlite3.Error, FourfoldError) as error:
         db.close()
@@ -442,9 +452,7 @@ def _turn_row(session_id: str, tokens: TurnTokens, chat: bytes, reply: bytes) ->
         sampling.top_p,
         sampling.top_k,
         codec.pack_ints(tokens.observation),
-        codec.pack_ints(completion.token_ids),
-        codec.pack_floats(completion.logprobs),
-        completion.constrained.tobytes(),
+        *pack_columns(completion).values(),
         spans.tobytes(),
         chat,
         reply,
@@ -452,16 +460,14 @@ def _turn_row(session_id: str, tokens: TurnTokens, chat: bytes, reply: bytes) ->
 
 
 def _turn(row: Sequence[Any]) -> StoredTurn:
-    (number, segment_index, prompt_token_count, finish_reason, request_id, request_sha256, sample_index) = row[2:9]
-    (temperature, top_p, top_k, observation, token_ids, logprobs, constrained, spans, chat, reply) = row[9:]
+    (number, segment_index, prompt_token_count, finish_reason, request_id, request_sha256, sample_index) = row[1:8]
+    (temperature, top_p, top_k, observation, *columns, spans, chat, reply) = row[8:]
     completion = SampledTokens(
-        token_ids=codec.read_ints(token_ids),
-        logprobs=codec.read_floats(logprobs),
+        **read_columns(dict(zip(_TOKENS, columns, strict=True))),
         version_spans=tuple(
             VersionSpan(policy_version=version, token_count=count)
             for version, count in np.frombuffer(spans, _SPAN).tolist()
         ),
-        constrained=np.frombuffer(constrained, np.bool_),
     )
     turn = Turn(
         number=number,

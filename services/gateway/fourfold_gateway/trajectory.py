@@ -11,16 +11,16 @@ that finishes extends the segment that their prompts continue, and each of the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array
+from fourfold.arrays import EMPTY_FLOATS, Int32Array
 from fourfold.errors import InvalidInput, WrongState
-from fourfold.sample import Sample, VersionSpan
-from fourfold.sample.sampled import SampledTokens, join_spans
+from fourfold.sample import Sample
+from fourfold.sample.sampled import SampledTokens, sample_columns
 from fourfold.sample.wire import encode
 from fourfold.types.v1 import experience_pb2
 
@@ -29,7 +29,6 @@ TOO_MANY_SEGMENTS: Final = "TOO_MANY_SEGMENTS"
 TOO_LARGE: Final = "TRAJECTORY_TOO_LARGE"
 # Most tokens of all segments: a token takes 9 bytes, and the run refuses trajectories above 8 MiB.
 _MAX_TOKENS: Final = 900_000
-_NOT_SAMPLED: Final = -1
 _MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
 
 
@@ -54,7 +53,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A finished turn, without its tokens, which are in its segment."""
+    """A finished turn, without its tokens, which are in `TurnTokens`."""
 
     number: int
     """Number in the order of `begin_turn`, with gaps for cancelled turns. `Trajectory.turns` has this order."""
@@ -95,15 +94,18 @@ class PendingTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """Tokens of consecutive turns, each of which continues the one before exactly; n of them."""
+    """Consecutive turns, at least one, each of which continues the one before exactly."""
 
-    token_ids: Int32Array  # [n]
-    action_mask: BoolArray  # [n], True for sampled tokens
-    behavior_logprobs: Float32Array  # [n], NaN where action_mask is False
-    constrained: BoolArray  # [n], subset of action_mask
-    version_spans: tuple[VersionSpan, ...]
-    turn_ends: tuple[tuple[int, int], ...]  # (number of the turn, tokens up to its end)
-    sampling: Sampling
+    turns: tuple[TurnTokens, ...]
+    token_ids: Int32Array  # [n], of all turns
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.turns[0].sampling
+
+    def columns(self) -> dict[str, Any]:
+        """Return the token columns and version spans of the segment as a `Sample`."""
+        return sample_columns([(tokens.observation, tokens.completion) for tokens in self.turns])
 
 
 class Trajectory:
@@ -112,7 +114,7 @@ class Trajectory:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._segments: list[Segment] = []
-        self._turns: dict[int, Turn] = {}  # by number
+        self._turns: dict[int, TurnTokens] = {}  # by number
         self._claims: dict[int, int | None] = {}  # segment that each pending turn extends; None: it opens one
         self._next_number = 0
 
@@ -131,7 +133,7 @@ class Trajectory:
     @property
     def turns(self) -> list[Turn]:
         """Return the finished turns in the order in which they began; `turn_index` of the contract counts these."""
-        return [self._turns[number] for number in sorted(self._turns)]
+        return [self._turns[number].turn for number in sorted(self._turns)]
 
     @property
     def turn_count(self) -> int:
@@ -213,9 +215,8 @@ class Trajectory:
             request_sha256=request_sha256,
             sample_index=sample_index,
         )
-        tokens = TurnTokens(
-            turn=turn, observation=pending.prompt_ids[begin:], completion=completion, sampling=pending.sampling
-        )
+        observation = pending.prompt_ids[begin:].copy()  # without the prompt, which the segment has already
+        tokens = TurnTokens(turn=turn, observation=observation, completion=completion, sampling=pending.sampling)
         del self._claims[pending.number]
         for number, claim in self._claims.items():
             if claim is not None and claim == index:
@@ -234,13 +235,7 @@ class Trajectory:
 
     def completion_of(self, turn: Turn) -> SampledTokens:
         """Return the sampled tokens of a finished turn."""
-        segment, part = self._segments[turn.segment_index], slice(turn.prompt_token_count, turn.end)
-        return SampledTokens(
-            token_ids=segment.token_ids[part],
-            logprobs=segment.behavior_logprobs[part],
-            version_spans=_cut_spans(segment.version_spans, turn.prompt_token_count, turn.end),
-            constrained=segment.constrained[part],
-        )
+        return self._turns[turn.number].completion
 
     def to_experiences(
         self,
@@ -288,7 +283,8 @@ class Trajectory:
 
     def _final_order(self) -> list[int]:
         """Return the indices of the segments in the order of their last turns."""
-        return sorted(range(len(self._segments)), key=lambda index: max(n for n, _ in self._segments[index].turn_ends))
+        last = [max(tokens.turn.number for tokens in segment.turns) for segment in self._segments]
+        return sorted(range(len(last)), key=last.__getitem__)
 
     def _continued_segment(self, prompt: Int32Array, sampling: Sampling) -> int | None:
         """Return the index of the longest segment that is a prefix of the prompt; None: there is none."""
@@ -341,65 +337,22 @@ class Trajectory:
             )
 
     def _add(self, tokens: TurnTokens) -> None:
-        turn = tokens.turn
-        if turn.segment_index == len(self._segments):
-            self._segments.append(_empty_segment(tokens.sampling))
-        segment = self._segments[turn.segment_index]
-        if segment.token_ids.size + tokens.observation.size != turn.prompt_token_count:
+        turn, turns = tokens.turn, [tokens]
+        parts = [tokens.observation, tokens.completion.token_ids]
+        if turn.segment_index < len(self._segments):
+            segment = self._segments[turn.segment_index]
+            turns, parts = [*segment.turns, tokens], [segment.token_ids, *parts]
+        token_ids = np.concatenate(parts, dtype=np.int32)
+        if token_ids.size != turn.end:
             raise ValueError(f"turn {turn.number} does not continue segment {turn.segment_index} at its end")
-        self._segments[turn.segment_index] = _extend(segment, tokens)
-        self._turns[turn.number] = turn
+        self._segments[turn.segment_index : turn.segment_index + 1] = [Segment(turns=tuple(turns), token_ids=token_ids)]
+        self._turns[turn.number] = tokens
         self._next_number = max(self._next_number, turn.number + 1)
 
 
 def segment_id(trajectory_id: str, index: int) -> str:
     """Return the sample id of a segment."""
     return f"{trajectory_id}-seg{index}" if index else trajectory_id
-
-
-def _empty_segment(sampling: Sampling) -> Segment:
-    nothing = np.empty(0, np.bool_)
-    return Segment(
-        token_ids=np.empty(0, np.int32),
-        action_mask=nothing,
-        behavior_logprobs=EMPTY_FLOATS,
-        constrained=nothing,
-        version_spans=(),
-        turn_ends=(),
-        sampling=sampling,
-    )
-
-
-def _extend(segment: Segment, tokens: TurnTokens) -> Segment:
-    """Return the segment with the observation and the completion of a turn."""
-    completion, count = tokens.completion, tokens.observation.size
-    zeros, sampled = np.zeros(count, np.bool_), completion.token_ids.size
-    constrained = completion.constrained if completion.constrained.size else np.zeros(sampled, np.bool_)
-    spans = completion.version_spans
-    if count:
-        spans = (VersionSpan(policy_version=_NOT_SAMPLED, token_count=count), *spans)
-    return Segment(
-        token_ids=np.concatenate((segment.token_ids, tokens.observation, completion.token_ids), dtype=np.int32),
-        action_mask=np.concatenate((segment.action_mask, zeros, np.ones(sampled, np.bool_))),
-        behavior_logprobs=np.concatenate(
-            (segment.behavior_logprobs, np.full(count, np.nan, np.float32), completion.logprobs), dtype=np.float32
-        ),
-        constrained=np.concatenate((segment.constrained, zeros, constrained)),
-        version_spans=join_spans(segment.version_spans + spans),
-        turn_ends=(*segment.turn_ends, (tokens.turn.number, tokens.turn.end)),
-        sampling=segment.sampling,
-    )
-
-
-def _cut_spans(spans: tuple[VersionSpan, ...], begin: int, end: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of the tokens [begin, end)."""
-    found, position = [], 0
-    for span in spans:
-        count = min(position + span.token_count, end) - max(position, begin)
-        if count > 0:
-            found.append(replace(span, token_count=count))
-        position += span.token_count
-    return tuple(found)
 
 
 def _rewards_by_number(rewards: Mapping[int, float], turns: Sequence[Turn]) -> dict[int, float]:
@@ -417,19 +370,15 @@ def _to_sample(
     token_rewards = EMPTY_FLOATS
     if rewards:
         token_rewards = np.zeros(segment.token_ids.size, np.float32)
-        for number, end in segment.turn_ends:
-            token_rewards[end - 1] = rewards.get(number, 0.0)
+        for turn in (tokens.turn for tokens in segment.turns):
+            token_rewards[turn.end - 1] = rewards.get(turn.number, 0.0)
     return Sample(
         sample_id=sample_id,
         group_id=group_id,
-        token_ids=segment.token_ids,
-        behavior_logprobs=segment.behavior_logprobs,
-        action_mask=segment.action_mask,
-        loss_mask=segment.action_mask & ~segment.constrained,
-        version_spans=segment.version_spans,
         temperature=segment.sampling.temperature,
         top_p=segment.sampling.top_p,
         top_k=segment.sampling.top_k,
         truncated=truncated,
         token_rewards=token_rewards,
+        **segment.columns(),
     )

@@ -191,16 +191,13 @@ class _Turn:
             self._pass_on(index, rollout.SampleChunk(policy_version=version, finish_reason=reason))
 
     def _check(self, engine: Engine, chunk: rollout.SampleChunk, has_tokens: bool) -> None:
-        """Check what the client cannot check: the vocabulary, the highest version, the mask and the finish reason."""
+        """Check what the client cannot check: the vocabulary, the highest version and the finish reason."""
         peer, ids = engine.client.peer, chunk.token_ids
         vocabulary_size = self._engines.vocabulary_size
         if ids and int(np.frombuffer(ids, "<u4").max()) >= vocabulary_size:
             raise PeerFault(peer, "BAD_SAMPLE", f"sampled ids outside the vocabulary [0, {vocabulary_size})")
         if chunk.policy_version > MAX_ENGINE_VERSION:
             raise PeerFault(peer, "BAD_VERSION", f"tokens of policy_version {chunk.policy_version}")
-        mask = chunk.constrained_mask
-        if mask and (len(mask) * 4 != len(ids) or mask.translate(None, b"\x00\x01")):
-            raise PeerFault(peer, "BAD_MASK", "constrained_mask must have one byte, 0 or 1, for each token")
         reason = chunk.finish_reason
         if reason not in rollout.FinishReason.values():
             raise PeerFault(peer, "BAD_SAMPLE", f"unknown finish_reason {reason}")

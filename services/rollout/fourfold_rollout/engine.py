@@ -15,8 +15,9 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from fourfold.address import LOOPBACK
-from fourfold.arrays import Float32Array, Int32Array
+from fourfold.arrays import Int32Array
 from fourfold.errors import FourfoldError
+from fourfold.sample.sampled import SampledColumns
 
 EMPTY_IDS: Final[Int32Array] = np.empty(0, np.int32)
 
@@ -53,13 +54,10 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampleOutput:
+class SampleOutput(SampledColumns):
     """The n new tokens of one sample since its last output. The receiver owns the arrays."""
 
-    token_ids: Int32Array  # [n]
-    logprobs: Float32Array  # [n], natural log, of the distribution after temperature, top-p and top-k
     finish: Finish | None = None  # set on the last output
-    constrained: bytes = b""  # a byte of 0 or 1 each: whether a grammar forbade any token; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

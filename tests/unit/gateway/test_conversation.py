@@ -111,7 +111,9 @@ class Driver:
         if index < len(before):
             assert prompt_ids[: before[index].size].tolist() == before[index].tolist(), "it extends an exact prefix"
         else:
-            assert not segment.action_mask[: prompt_ids.size].any(), "the prompt of a new segment is context"
+            assert not segment.columns()["action_mask"][: prompt_ids.size].any(), (
+                "the prompt of a new segment is context"
+            )
 
     def answer(self, chat: pb.Chat, text: str, *, cut: bool = False, reply: pb.Message | None = None) -> Segment:
         ids = self.tokenizer.encode(text) + ([] if cut else [self.stop])
@@ -234,7 +236,7 @@ def test_a_branch_keeps_the_sampled_ids_that_it_shares() -> None:
     assert len(driver.trajectory.segments) == 2
     begin = driver.rows[0][0].turn.prompt_token_count
     assert segment.token_ids[begin : begin + 3].tolist() == letters
-    assert not segment.action_mask[: begin + 4].any()
+    assert not segment.columns()["action_mask"][: begin + 4].any()
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -336,9 +338,9 @@ def check_sampled(driver: Driver) -> None:
         turn, segment = tokens.turn, driver.trajectory.segments[tokens.turn.segment_index]
         place = slice(turn.prompt_token_count, turn.end)
         assert segment.token_ids[place].tolist() == tokens.completion.token_ids.tolist()
-        assert segment.action_mask[place].all()
+        assert segment.columns()["action_mask"][place].all()
         total += turn.completion_token_count
-    assert sum(int(segment.action_mask.sum()) for segment in driver.trajectory.segments) == total
+    assert sum(int(segment.columns()["action_mask"].sum()) for segment in driver.trajectory.segments) == total
 
 
 def check_restored(driver: Driver, requests: list[pb.Chat]) -> None:
@@ -348,7 +350,7 @@ def check_restored(driver: Driver, requests: list[pb.Chat]) -> None:
     conversation = Conversation.restore(driver.template, trajectory, rows)
     for ours, theirs in zip(driver.trajectory.segments, trajectory.segments, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-        assert ours.version_spans == theirs.version_spans
+        assert ours.columns()["version_spans"] == theirs.columns()["version_spans"]
     for request in requests:
         expected = driver.conversation.make_prompt(request).token_ids.tolist()
         assert conversation.make_prompt(request).token_ids.tolist() == expected

@@ -60,14 +60,16 @@ def test_a_prompt_that_begins_with_a_segment_extends_it() -> None:
     assert second.observation.tolist() == [9]
     (segment,) = session.segments
     assert segment.token_ids.tolist() == [1, 2, 3, 4, 9, 6]
-    assert segment.action_mask.tolist() == [False, False, True, True, False, True]
-    assert np.isnan(segment.behavior_logprobs).tolist() == [True, True, False, False, True, False]
-    spans = [(span.policy_version, span.token_count) for span in segment.version_spans]
+    columns = segment.columns()
+    assert columns["action_mask"].tolist() == [False, False, True, True, False, True]
+    assert np.isnan(columns["behavior_logprobs"]).tolist() == [True, True, False, False, True, False]
+    spans = [(span.policy_version, span.token_count) for span in columns["version_spans"]]
     assert spans == [(-1, 2), (5, 2), (-1, 1), (5, 1)]
     third = turn(session, [1, 2, 3, 4, 9, 6], sampled(7, version=5))
     assert third.turn.segment_index == 0, "without an observation, too"
     assert segment.token_ids.size == 6, "segments that were given out do not change"
-    assert [(s.policy_version, s.token_count) for s in session.segments[0].version_spans][-1] == (5, 2)
+    last = session.segments[0].columns()["version_spans"][-1]
+    assert (last.policy_version, last.token_count) == (5, 2)
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [1, 2, 3, 5, 9], [2, 1, 2, 3, 4], [9]])
@@ -76,7 +78,7 @@ def test_any_other_prompt_opens_a_segment_in_which_it_is_context(prompt: list[in
     turn(session, [1, 2], sampled(3, 4))
     turn(session, prompt, sampled(8))
     assert [segment.token_ids.tolist() for segment in session.segments] == [[1, 2, 3, 4], [*prompt, 8]]
-    assert np.flatnonzero(session.segments[1].action_mask).tolist() == [len(prompt)]
+    assert np.flatnonzero(session.segments[1].columns()["action_mask"]).tolist() == [len(prompt)]
 
 
 def test_the_longest_segment_is_extended() -> None:
@@ -238,7 +240,7 @@ def test_a_restored_trajectory_goes_on() -> None:
         Trajectory.restore(Limits(max_segments=8, max_context_tokens=100), rows[2:])
 
 
-def test_a_completion_across_versions_is_cut_out_of_its_segment() -> None:
+def test_a_completion_across_versions_keeps_them() -> None:
     session = trajectory()
     spans = (VersionSpan(policy_version=1, token_count=2), VersionSpan(policy_version=2, token_count=1))
     completion = SampledTokens(

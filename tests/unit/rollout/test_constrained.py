@@ -52,9 +52,12 @@ def test_a_change_of_weights_splits_the_mask() -> None:
     versions = SampleVersions()
     versions.end(2, 4)
     output = SampleOutput(
-        token_ids=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32), constrained=b"\1\0\1"
+        token_ids=np.arange(3, dtype=np.int32),
+        logprobs=np.zeros(3, np.float32),
+        constrained=np.array([True, False, True]),
     )
-    assert [(version, piece.constrained) for version, piece in versions.cut(output, 5)] == [(4, b"\1\0"), (5, b"\1")]
+    pieces = [(version, piece.constrained.tolist()) for version, piece in versions.cut(output, 5)]
+    assert pieces == [(4, [True, False]), (5, [True])]
 
 
 def test_chunks_without_a_mask_count_as_unconstrained() -> None:

@@ -44,7 +44,8 @@ from fourfold.config.sources import EvalSet
 from fourfold.errors import PeerFault
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.sample import Sample, ScoreTerm, VersionSpan
+from fourfold.sample import Sample, ScoreTerm
+from fourfold.sample.sampled import sample_columns
 
 from ..data.prompts import Prompt
 from .ledger import FILTERED
@@ -204,22 +205,12 @@ def build_sample(
     prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str, temperature: float
 ) -> Sample:
     """Return the sample of a prompt and its completion; all its arrays are [prompt tokens + completion tokens]."""
-    before, after = len(prompt.token_ids), len(completion.token_ids)
-    action_mask = np.zeros(before + after, np.bool_)
-    action_mask[before:] = True
-    behavior = np.empty(before + after, np.float32)
-    behavior[:before] = np.nan
-    behavior[before:] = completion.logprobs
     return Sample(
         sample_id=sample_id,
         group_id=group_id,
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids], dtype=np.int32),
-        behavior_logprobs=behavior,
-        action_mask=action_mask,
-        loss_mask=action_mask,
-        version_spans=(VersionSpan(policy_version=-1, token_count=before), *completion.version_spans),
         temperature=temperature,
         truncated=completion.finish_reason == rollout.FINISH_REASON_LENGTH,
+        **sample_columns([(prompt.token_ids, completion)]),
     )
 
 

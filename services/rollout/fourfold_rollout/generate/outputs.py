@@ -16,6 +16,7 @@ import numpy as np
 from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.sample.sampled import CHUNK_FIELDS, cut_columns, pack_columns
 from fourfold_rollout.engine import EMPTY_IDS, EngineSample, Finish, SampleOutput
 from fourfold_rollout.pause.hold import TokenHold
 
@@ -122,16 +123,12 @@ class CallOutputs:
         self._token_hold.forget(self)
 
     def deliver(self, index: int, version: int, output: SampleOutput) -> None:
-        self._emit(
-            pb.SampleChunk(
-                sample_index=index,
-                token_ids=output.token_ids.astype("<i4", copy=False).tobytes(),
-                logprobs=_pack_logprobs(output.logprobs),
-                policy_version=version,
-                finish_reason=_FINISH_REASONS[output.finish],
-                constrained_mask=output.constrained if 1 in output.constrained else b"",
-            )
-        )
+        # Rounding can make a log-probability slightly positive, which receivers reject. The sink owns the array.
+        np.minimum(output.logprobs, 0, out=output.logprobs)
+        chunk = pb.SampleChunk(sample_index=index, policy_version=version, finish_reason=_FINISH_REASONS[output.finish])
+        for name, data in pack_columns(output).items():
+            setattr(chunk, CHUNK_FIELDS[name], data)
+        self._emit(chunk)
         if output.finish is not None:
             self._left -= 1
             if not self._left:
@@ -183,11 +180,6 @@ def _given_up(version: int) -> Unavailable:
     )
 
 
-def _pack_logprobs(values: Float32Array) -> bytes:
-    """Pack as little-endian float32. Rounding can make a value slightly positive; receivers reject that, so it is 0."""
-    return np.minimum(values, 0).astype("<f4", copy=False).tobytes()
-
-
 def _slices(output: SampleOutput, start: int, bounds: list[tuple[int, int]]) -> list[tuple[int, SampleOutput]]:
     """Return the pieces that end at `bounds`, which are positions in the sample; the output begins at `start`."""
     pieces: list[tuple[int, SampleOutput]] = []
@@ -195,12 +187,6 @@ def _slices(output: SampleOutput, start: int, bounds: list[tuple[int, int]]) -> 
     for index, (end, version) in enumerate(bounds):
         high = end - start
         finish = output.finish if index == len(bounds) - 1 else None
-        piece = SampleOutput(
-            token_ids=output.token_ids[low:high],
-            logprobs=output.logprobs[low:high],
-            finish=finish,
-            constrained=output.constrained[low:high],
-        )
-        pieces.append((version, piece))
+        pieces.append((version, SampleOutput(finish=finish, **cut_columns(output, slice(low, high)))))
         low = high
     return pieces

@@ -150,7 +150,7 @@ class VllmSample:
             values = np.asarray(logprob_values(logprobs, ids), np.float32)
         else:
             values = self.row.take(len(ids)) if ids else EMPTY_FLOATS
-        flags = self.row.taken_flags(len(ids)) if self.row is not None else b""
+        flags = np.frombuffer(self.row.taken_flags(len(ids)) if self.row is not None else b"", np.bool_)
         return SampleOutput(token_ids=np.asarray(ids, np.int32), logprobs=values, finish=finish, constrained=flags)
 
 

@@ -323,14 +323,14 @@ class _Coordinator:
         trajectories = []
         for name, completion, text in zip(issued.sample_ids, completions, texts, strict=True):
             sample = build_sample(self._prompt, completion, sample_id=name, group_id=issued.group_id, temperature=1.0)
-            trajectories.append(Trajectory(prompt=self._prompt, sample=sample, completion=text))
+            trajectories.append(Trajectory(prompt=self._prompt, segments=(sample,), completion=text))
         return SampleGroup(position=position, seed=0, trajectories=tuple(trajectories))
 
     async def _score(self, group: SampleGroup) -> SampleGroup:
         items = [score_item(t, ScorerInputs()) for t in group.trajectories]
         scores = await self._reward.score(items, timeout=_TIMEOUT)
-        scored = [t.with_score(s.score, "ready@1") for t, s in zip(group.trajectories, scores, strict=True)]
-        return replace(group, trajectories=tuple(scored))
+        pairs = zip(group.trajectories, scores, strict=True)
+        return replace(group, trajectories=tuple(t.with_values(score=s.score, scorer="ready@1") for t, s in pairs))
 
     async def _record(self, step: int, batch: StepBatch) -> None:
         """Do what the coordinator does with a trained batch; its checkpoint is that of the step."""

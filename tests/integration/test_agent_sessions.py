@@ -31,8 +31,8 @@ from fourfold.model import folder as model_folder
 from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
+from fourfold.sample.record import TrajectoryRecord
 from fourfold_bench import record
-from fourfold_coordinator.state.experiences import StoredSample
 from tests.fakes.stage import until
 from tests.support import rollout_process, soak_measure
 from tests.support.agent_process import AgentPlan, Record
@@ -239,7 +239,7 @@ def check_nothing_is_left(world: World) -> None:
 
 
 def check_prompts(
-    stored: Sequence[StoredSample], records: Sequence[Record], states: Mapping[str, int], model: Path
+    stored: Sequence[TrajectoryRecord], records: Sequence[Record], states: Mapping[str, int], model: Path
 ) -> int:
     """Check that the ids of prompts made from messages are those of the chat template; return their number.
 
@@ -247,12 +247,12 @@ def check_prompts(
     one message. The template is written out here, and encoded by the library alone.
     """
     library, count = Library.from_file(str(model / "tokenizer.json")), 0
-    by_task = {each.sample.sample_id: each for each in stored}
+    by_task = {each.segments[0].sample_id: each for each in stored}
     for kept in records:
         if kept.kind == "ids" or states.get(kept.session) != agent_pb.SESSION_STATE_STORED:
             continue
         each, turns = by_task[kept.task["id"]], iter(kept.turns)
-        for segment in (each.sample, *each.more_segments):
+        for segment in each.segments:
             at, ids = 0, segment.token_ids.tolist()
             for turn in turns_of(segment):
                 asked = f"<|im_start|>user\n{next(turns)['asked']}<|im_end|>\n<|im_start|>assistant\n"
@@ -264,12 +264,12 @@ def check_prompts(
     return count
 
 
-def check_versions(stored: Sequence[StoredSample], weights: VersionedWeights, most: int) -> dict[str, Any]:
+def check_versions(stored: Sequence[TrajectoryRecord], weights: VersionedWeights, most: int) -> dict[str, Any]:
     """Compare turns with a plain forward pass of the versions that the store has, and with one of other versions.
 
     Half of the turns crossed an update, if there are so many.
     """
-    turns = [turn for each in stored for segment in (each.sample, *each.more_segments) for turn in turns_of(segment)]
+    turns = [turn for each in stored for segment in each.segments for turn in turns_of(segment)]
     random.Random(3).shuffle(turns)
     crossed = [turn for turn in turns if len(turn.spans) > 1]
     chosen = crossed[: most // 2]

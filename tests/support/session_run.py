@@ -39,11 +39,12 @@ from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rpc.server import Server
 from fourfold.sample import Sample
+from fourfold.sample.record import TrajectoryRecord
 from fourfold_coordinator.data.prompts import Prompt, own_prompt
 from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.routing.membership import MembershipServicer
 from fourfold_coordinator.routing.registry import Registry
-from fourfold_coordinator.state.experiences import ExperienceStore, StoredSample
+from fourfold_coordinator.state.experiences import ExperienceStore
 from fourfold_coordinator.state.faults import FaultLog
 from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger, SampleState
@@ -125,8 +126,8 @@ class Books:
         """Number of attempts whose trajectories are stored."""
         return sum(a.state is AttemptState.TAKEN for group, _, _ in self._groups for a in group.attempts)
 
-    async def finish(self, seconds: float) -> list[StoredSample]:
-        """Wait for all attempts; make their groups READY, and return the samples as a new coordinator reads them."""
+    async def finish(self, seconds: float) -> list[TrajectoryRecord]:
+        """Wait for all attempts; make their groups READY, and return the records as a new coordinator reads them."""
         async with asyncio.timeout(seconds):
             await asyncio.gather(*(task for _, _, task in self._groups))
         for group, position, _ in self._groups:
@@ -134,7 +135,9 @@ class Books:
             trajectories = tuple(a.trajectory for a in group.attempts if a.trajectory is not None)
             await self.experiences.put(SampleGroup(position=position, seed=position, trajectories=trajectories))
         limits = {"vocabulary_size": self.vocabulary_size, "max_tokens": self.config.model.max_context_tokens}
-        return [sample for _, _, samples in await self.experiences.load(**limits) for sample in samples]
+        found = [each for _, group in await self.experiences.load(**limits) for each in group]
+        assert not any(row.dropped for row, _ in found)
+        return [record for _, record in found]
 
     async def stop(self) -> None:
         """End the server and the tasks."""
@@ -275,12 +278,12 @@ class Agents:
 
 
 def check(
-    stored: Sequence[StoredSample], records: Sequence[Record], states: Mapping[str, int], *, tasks: int
+    stored: Sequence[TrajectoryRecord], records: Sequence[Record], states: Mapping[str, int], *, tasks: int
 ) -> Counter[str]:
     """Check that each task has one trajectory, that of a session that was closed, with the tokens of its agent.
 
     Args:
-        stored: samples of the coordinator's store.
+        stored: trajectories of the coordinator's store.
         records: journals of all agents.
         states: of the gateway's sessions, by session.
         tasks: number of tasks.
@@ -288,7 +291,7 @@ def check(
     Returns:
         What was checked, so that a test can see that it has a meaning.
     """
-    by_task = {each.sample.sample_id: each for each in stored}
+    by_task = {each.segments[0].sample_id: each for each in stored}
     assert len(by_task) == len(stored) == tasks
     closed = [record for record in records if record.end == "closed"]
     # The agent of a session that is "closing" was killed before it knew the outcome.
@@ -303,9 +306,9 @@ def check(
     checked: Counter[str] = Counter(sessions=len(records), closed=len(closed))
     for name, each in by_task.items():
         record = by_name[name]
-        assert each.sample.score == float(record.task["sample_index"] % 2) and not each.dropped
+        assert each.segments[0].score == float(record.task["sample_index"] % 2)
         assert each.metrics == {"turns": len(record.turns)}
-        check_session([each.sample, *each.more_segments], record, checked)
+        check_session(each.segments, record, checked)
     return checked
 
 

@@ -167,7 +167,7 @@ class SyntheticRun:
             scorer="last_number@0.1.0",
             terms=(ScoreTerm(name="reward", score=score, weight=1.0, scorer="last_number@0.1.0"),),
         )
-        return Trajectory(prompt=prompt, sample=sample, completion=self._text(ids))
+        return Trajectory(prompt=prompt, segments=(sample,), completion=self._text(ids))
 
     def _ids(self, random: np.random.Generator, count: int) -> Any:
         return np.searchsorted(self._cumulative, random.random(count)).clip(0, len(self._words) - 2).astype(np.int32)

@@ -78,7 +78,7 @@ def trajectory(
         group_key="a",
         source=values.pop("source", ""),
     )
-    return Trajectory(prompt=own, sample=sample, completion=text, **values)
+    return Trajectory(prompt=own, segments=(sample,), completion=text, **values)
 
 
 def append_step(folder: Path, step: int, trajectories: Sequence[Trajectory], **metrics: Any) -> None:

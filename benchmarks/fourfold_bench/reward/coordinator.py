@@ -98,5 +98,5 @@ def trajectories_of(texts: Sequence[tuple[str, str]]) -> list[Trajectory]:
         row = Prompt(
             index=number, text=prompt, token_ids=ids[:_PROMPT_TOKENS], answer="42", metadata_json="{}", group_key=""
         )
-        made.append(Trajectory(prompt=row, sample=sample, completion=completion))
+        made.append(Trajectory(prompt=row, segments=(sample,), completion=completion))
     return made

@@ -54,10 +54,9 @@ def group(*scores: float | None, tokens: int = 3, **changes: Any) -> SampleGroup
         sample = build_sample(
             PROMPT, completion(tokens, **changes), sample_id=f"s-{index}", group_id="g", temperature=1.0
         )
-        trajectory = Trajectory(prompt=PROMPT, sample=sample, completion="6")
-        trajectories.append(
-            trajectory.with_drop_reason("NO_IDEA") if score is None else trajectory.with_score(score, "x@1")
-        )
+        trajectory = Trajectory(prompt=PROMPT, segments=(sample,), completion="6")
+        scored = trajectory.with_values(score=score, scorer="x@1")
+        trajectories.append(trajectory.with_drop_reason("NO_IDEA") if score is None else scored)
     return SampleGroup(position=0, seed=1, trajectories=tuple(trajectories))
 
 
@@ -149,8 +148,8 @@ def test_turns_versions_and_samples_without_actions_are_counted() -> None:
     mask[[1, 2]] = True  # of eight tokens the policy sampled 1 to 2 and 5 to 7
     spans = [(-1, 1), (3, 2), (-1, 2), (7, 2), (4, 1)]
     versions = tuple(VersionSpan(policy_version=v, token_count=n) for v, n in spans)
-    two = replace(one, sample=replace(one.sample, action_mask=mask, version_spans=versions))
-    none = replace(other, sample=replace(other.sample, action_mask=np.zeros(8, bool), version_spans=()))
+    two = one.with_values(action_mask=mask, version_spans=versions)
+    none = other.with_values(action_mask=np.zeros(8, bool), version_spans=())
     numbers = compute_batch_metrics(collected(replace(group(1, 0), trajectories=(two, none))), policy_version=8)
     assert (numbers["length/turns_mean"], numbers["length/no_action_rate"], numbers["train/lag_span"]) == (1, 0.5, 4)
 
@@ -175,7 +174,7 @@ def with_turn_rewards(before: SampleGroup, *rewards: float) -> SampleGroup:
     mask = before.trajectories[0].sample.action_mask
     streams = [np.where(np.arange(len(mask)) == len(mask) - 1, reward, 0).astype(np.float32) for reward in rewards]
     pairs = zip(before.trajectories, streams, strict=True)
-    changed = tuple(replace(t, sample=replace(t.sample, token_rewards=stream)) for t, stream in pairs)
+    changed = tuple(t.with_values(token_rewards=stream) for t, stream in pairs)
     return replace(before, trajectories=changed)
 
 
@@ -188,7 +187,7 @@ def test_a_group_whose_turns_have_different_rewards_is_useful() -> None:
 
 def test_a_trajectory_is_truncated_if_one_of_its_segments_is() -> None:
     one, two = group(0.0, 1.0).trajectories
-    cut = replace(one, more_segments=(replace(one.sample, truncated=True), one.sample))
+    cut = replace(one, segments=(one.sample, replace(one.sample, truncated=True), one.sample))
     assert cut.truncated and not two.truncated
     batch = collected(SampleGroup(position=0, seed=1, trajectories=(cut, two)))
     assert compute_batch_metrics(batch, policy_version=2)[m.TRUNCATION_RATE] == 0.5

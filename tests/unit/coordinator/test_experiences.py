@@ -60,11 +60,17 @@ class Shop:
                 position=position,
                 seed=0,
                 trajectories=tuple(
-                    Trajectory(prompt=PROMPT, sample=s.sample, completion="", dropped=s.dropped, abstained=s.abstained)
-                    for s in stored
+                    Trajectory(
+                        prompt=PROMPT,
+                        segments=record.segments,
+                        completion="",
+                        dropped=row.dropped,
+                        abstained=record.abstained,
+                    )
+                    for row, record in stored
                 ),
             )
-            for position, _, stored in found
+            for position, stored in found
         ]
 
     def record_count(self) -> int:
@@ -94,7 +100,7 @@ def trajectory(sample_id: str, group_id: str, *, seed: int) -> Trajectory:
         reference_logprobs=-rng.random(10).astype(np.float32),
         baseline_score=0.7,
     )
-    return Trajectory(prompt=PROMPT, sample=sample, completion="")
+    return Trajectory(prompt=PROMPT, segments=(sample,), completion="")
 
 
 def same(one: SampleGroup, other: SampleGroup) -> bool:

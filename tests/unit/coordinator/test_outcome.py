@@ -32,7 +32,7 @@ def trajectory(**changes: Any) -> Trajectory:
     )
     ids = np.arange(1, dtype=np.int32)
     prompt = Prompt(index=0, text="?", token_ids=ids, answer="", metadata_json="{}", group_key="")
-    return Trajectory(prompt=prompt, sample=sample, completion="!")
+    return Trajectory(prompt=prompt, segments=(sample,), completion="!")
 
 
 def table(name: str, **keys: Any) -> RewardConfig:

@@ -30,7 +30,7 @@ def trajectory(text: str) -> Trajectory:
     prompt = Prompt(
         index=0, text="a\t\u00e9", token_ids=mask[:1], answer='"', metadata_json="{}", group_key="0", source="sums"
     )
-    return Trajectory(prompt=prompt, sample=sample, completion=text, dropped="FILTERED")
+    return Trajectory(prompt=prompt, segments=(sample,), completion=text, dropped="FILTERED")
 
 
 def test_a_line_has_the_documented_keys_in_order() -> None:

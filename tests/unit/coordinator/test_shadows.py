@@ -37,7 +37,8 @@ def group() -> SampleGroup:
     )
     ids = np.arange(1, dtype=np.int32)
     prompt = Prompt(index=0, text="?", token_ids=ids, answer="", metadata_json="{}", group_key="")
-    return SampleGroup(position=0, seed=1, trajectories=(Trajectory(prompt=prompt, sample=sample, completion="!"),))
+    trajectory = Trajectory(prompt=prompt, segments=(sample,), completion="!")
+    return SampleGroup(position=0, seed=1, trajectories=(trajectory,))
 
 
 def shadows_of(score: Callable[[str], Awaitable[float]]) -> Shadows:

@@ -99,7 +99,7 @@ async def test_a_group_does_not_close_while_a_trajectory_is_stored() -> None:
     queue.return_tasks("gateway-0")
     assert attempt.state is AttemptState.STORING
     (segment,) = check_trajectory(trajectory(TASK), group_id="t", rules=RULES)
-    queue.take(attempt, Trajectory(prompt=PROMPT, sample=segment, completion=""), b"digest")
+    queue.take(attempt, Trajectory(prompt=PROMPT, segments=(segment,), completion=""), b"digest")
     await collecting
     assert [a.state for a in group.attempts] == [AttemptState.TAKEN, AttemptState.MISSING]
     assert queue.find(attempt.task_id) == b"digest"

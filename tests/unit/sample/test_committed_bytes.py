@@ -49,13 +49,18 @@ def trajectories() -> list[Trajectory]:
     )
     first, second = made.segments()
     own = own_prompt("Find \u00fc", answer="u", metadata_json='{"level": 2}')
+    task = AgentTask(text=own.text, answer=own.answer, metadata_json=own.metadata_json)
     return [
-        Trajectory(prompt=prompt, sample=made.plain(), completion='say "2"\n\t\u2028'),
-        Trajectory(prompt=prompt, sample=made.full(), completion="", abstained=True, dropped="ABSTAINED"),
+        Trajectory(prompt=prompt, segments=(made.plain(),), completion='say "2"\n\t\u2028'),
+        Trajectory(prompt=prompt, segments=(made.full(),), completion="", abstained=True, dropped="ABSTAINED"),
         Trajectory(
-            prompt=own, sample=first, more_segments=(second,), completion="x", by_agent=True, metrics={"tools": 2.5}
+            prompt=own,
+            segments=(first, second),
+            completion="x",
+            task=task,
+            metrics={"tools": 2.5},
         ),
-        Trajectory(prompt=prompt, sample=made.long(), completion="..."),
+        Trajectory(prompt=prompt, segments=(made.long(),), completion="..."),
     ]
 
 

@@ -126,7 +126,7 @@ def mix(trajectory: Trajectory, outcomes: Sequence[tuple[RewardConfig, Outcome]]
     else:
         score = shortest(math.fsum(term.weight * term.score for term in terms))
         scorer = " + ".join(term.scorer for term in terms)[:_MAX_SCORER]
-    scored = trajectory.with_score(score, scorer, terms)
+    scored = trajectory.with_values(score=score, scorer=scorer, terms=terms)
     rewards = [(table.weight, o.token_rewards) for table, o in counted if o.token_rewards is not None]
     components = {
         f"{table.name}/{name}": value for table, o in counted if o.components for name, value in o.components.items()
@@ -141,15 +141,17 @@ def _with_token_rewards(trajectory: Trajectory, rewards: Sequence[tuple[float, F
     total = sample.token_rewards.copy() if len(sample.token_rewards) else np.zeros(len(sample.token_ids), np.float32)
     for weight, values in rewards:
         total += np.float32(weight) * values
-    return replace(trajectory, sample=replace(sample, token_rewards=total), agent_rewards=sample.token_rewards)
+    rewarded = (replace(sample, token_rewards=total), *trajectory.segments[1:])
+    return replace(trajectory, segments=rewarded, agent_rewards=sample.token_rewards)
 
 
 def without_scores(trajectory: Trajectory) -> Trajectory:
     """Return a trajectory as it was before `mix`; a trajectory without terms is returned unchanged."""
     if not trajectory.sample.terms:
         return trajectory
-    plain = trajectory.map_segments(lambda s: replace(s, score=None, scorer="", terms=()))
+    first, *others = trajectory.with_values(score=None, scorer="", terms=()).segments
     rewards = trajectory.agent_rewards
     if rewards is None:  # all rewards of a sample from the store are those of scorers, unless an agent sampled it
-        rewards = plain.sample.token_rewards if trajectory.by_agent else EMPTY_FLOATS
-    return replace(plain, sample=replace(plain.sample, token_rewards=rewards), components={}, agent_rewards=None)
+        rewards = first.token_rewards if trajectory.task is not None else EMPTY_FLOATS
+    segments = (replace(first, token_rewards=rewards), *others)
+    return replace(trajectory, segments=segments, components={}, agent_rewards=None)

@@ -15,7 +15,6 @@ from typing import Final
 
 from fourfold import metrics as m
 from fourfold.errors import FourfoldError
-from fourfold.sample import Sample
 from fourfold.sample.sample import shortest
 
 from ..routing.replica import RetryBudget
@@ -131,9 +130,4 @@ def _with_shadow(trajectory: Trajectory, name: str, scores: dict[str, float]) ->
     if trajectory.dropped or sample.sample_id not in scores:
         return trajectory
     terms = ((scores[sample.sample_id] if t.name == name else t.score, t.weight) for t in sample.terms)
-    score = shortest(sum(value * weight for value, weight in terms))
-
-    def change(segment: Sample) -> Sample:
-        return replace(segment, shadow_score=score)
-
-    return trajectory.map_segments(change)
+    return trajectory.with_values(shadow_score=shortest(sum(value * weight for value, weight in terms)))

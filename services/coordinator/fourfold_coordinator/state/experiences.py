@@ -14,16 +14,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from fourfold.errors import FourfoldError
-from fourfold.rpc.codec import Buffer
-from fourfold.sample import Sample
-from fourfold.sample.record import AgentTask, DamagedRecord, TrajectoryRecord, decode_record, encode_record
+from fourfold.sample.record import DamagedRecord, TrajectoryRecord, decode_record, encode_record
 
-from ..data.prompts import Prompt, own_prompt
 from .files import DiskWriter
 from .ledger import Ledger, RecordedSample, RecordPlace
 from .samples import SampleGroup, Trajectory
@@ -32,6 +29,7 @@ from .segments import BadRecord, SegmentFiles
 log = logging.getLogger("fourfold.coordinator")
 
 FOLDER: Final = "experiences"
+StoredTrajectory = tuple[RecordedSample, TrajectoryRecord]  # with the reason in the row, if it was dropped
 _BATCH_GROUPS: Final = 256  # of one sync: the transaction for more of them would block the event loop for long
 
 
@@ -41,18 +39,6 @@ class _Batch:
 
     groups: list[SampleGroup] = field(default_factory=list)
     written: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSample:
-    """A sample as it was stored, without its prompt and its text."""
-
-    sample: Sample
-    dropped: str
-    abstained: bool
-    more_segments: tuple[Sample, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    problem: Prompt | None = None  # of an agent's attempt
 
 
 class ExperienceStore:
@@ -104,7 +90,7 @@ class ExperienceStore:
         await self._disk.write_in_thread(self._ledger.sync)
 
     def _append(self, trajectories: Sequence[Trajectory]) -> list[RecordPlace]:
-        places = self._files.append([_to_record(t) for t in trajectories])
+        places = self._files.append([encode_record(t) for t in trajectories])
         return [RecordPlace(t.sample.sample_id, *place) for t, place in zip(trajectories, places, strict=True)]
 
     async def release(self, step: int) -> None:
@@ -118,21 +104,21 @@ class ExperienceStore:
                 await asyncio.sleep(0)  # let the event loop run between two transactions
             await self._disk.write_in_thread(self._files.keep_only, self._ledger.segments())
 
-    async def load(self, *, vocabulary_size: int, max_tokens: int) -> list[tuple[int, str, list[StoredSample]]]:
-        """Return position, id and samples of the groups that are READY or leased.
+    async def load(self, *, vocabulary_size: int, max_tokens: int) -> list[tuple[int, list[StoredTrajectory]]]:
+        """Return position and trajectories of the groups that are READY or leased.
 
         A group whose records are damaged is left out, with a warning.
         """
 
-        def read() -> list[tuple[int, str, list[StoredSample]]]:
+        def read() -> list[tuple[int, list[StoredTrajectory]]]:
             groups = []
             for (position, name), rows in itertools.groupby(recorded, key=lambda row: (row.position, row.group_id)):
                 try:
-                    samples = [_from_record(row, self._files, vocabulary_size, max_tokens) for row in rows]
+                    found = [(row, _read_record(row, self._files, vocabulary_size, max_tokens)) for row in rows]
                 except FourfoldError as error:
                     log.warning("group cannot be recovered, its prompt is issued again: group=%s: %s", name, error)
                     continue
-                groups.append((position, name, samples))
+                groups.append((position, found))
             return groups
 
         async with self._lock:
@@ -140,24 +126,11 @@ class ExperienceStore:
             return await asyncio.to_thread(read)
 
 
-def _to_record(trajectory: Trajectory) -> list[Buffer]:
-    prompt = trajectory.prompt
-    task = AgentTask(text=prompt.text, answer=prompt.answer, metadata_json=prompt.metadata_json)
-    return encode_record(
-        TrajectoryRecord(
-            segments=trajectory.segments,
-            abstained=trajectory.abstained,
-            task=task if trajectory.by_agent else None,
-            metrics=trajectory.metrics,
-        )
-    )
-
-
-def _from_record(row: RecordedSample, files: SegmentFiles, vocabulary_size: int, max_tokens: int) -> StoredSample:
-    """Return the sample of a row of the ledger; raise BadRecord, or InvalidInput for a sample of another recipe."""
+def _read_record(row: RecordedSample, files: SegmentFiles, vocabulary_size: int, max_tokens: int) -> TrajectoryRecord:
+    """Return the record of a row of the ledger; raise BadRecord, or InvalidInput for a sample of another recipe."""
     body = files.read(row.segment, row.offset)
     try:
-        record = decode_record(
+        return decode_record(
             body,
             sample_id=row.sample_id,
             group_id=row.group_id,
@@ -166,15 +139,3 @@ def _from_record(row: RecordedSample, files: SegmentFiles, vocabulary_size: int,
         )
     except DamagedRecord as error:
         raise BadRecord(f"segment {row.segment}, record at byte {row.offset}: {error}") from None
-    first, *more = record.segments
-    problem: Prompt | None = None
-    if (task := record.task) is not None:
-        problem = own_prompt(task.text, answer=task.answer, metadata_json=task.metadata_json)
-    return StoredSample(
-        sample=first,
-        dropped=row.dropped,
-        abstained=record.abstained,
-        more_segments=tuple(more),
-        metrics=record.metrics,
-        problem=problem,
-    )

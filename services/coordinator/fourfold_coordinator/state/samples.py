@@ -32,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 from pydantic import Field, TypeAdapter
@@ -44,7 +44,8 @@ from fourfold.config.sources import EvalSet
 from fourfold.errors import PeerFault
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.sample import Sample, ScoreTerm
+from fourfold.sample import Sample
+from fourfold.sample.record import TrajectoryRecord
 from fourfold.sample.sampled import sample_columns
 
 from ..data.prompts import Prompt
@@ -61,17 +62,12 @@ _JSON: Final = json.JSONEncoder(ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trajectory:
-    """A sample with the texts that users and scorers read; a trajectory of an agent may have further segments."""
+class Trajectory(TrajectoryRecord):
+    """A trajectory with the texts that users and scorers read. All its segments are trained on, or none."""
 
     prompt: Prompt
-    sample: Sample  # segment 0
     completion: str  # without special tokens
     dropped: str = ""  # reason why it is not trained on; empty if it is
-    abstained: bool = False  # whether the scorer abstained
-    more_segments: tuple[Sample, ...] = ()  # segments 1, 2, ...
-    by_agent: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers of the agent
     first_prompt: str = ""  # of an agent, without special tokens; empty: the prompt of the task
     components: Mapping[str, float] = field(default_factory=dict)  # parts of the scores, as SCORER/NAME
     agent_rewards: Float32Array | None = None  # token rewards without those of scorers; None: scorers gave none
@@ -83,15 +79,14 @@ class Trajectory:
         return self.first_prompt or self.prompt.text
 
     @property
-    def segments(self) -> tuple[Sample, ...]:
-        """Return all segments, in order; all are trained on, or none."""
-        return (self.sample, *self.more_segments)
+    def sample(self) -> Sample:
+        """Return segment 0, which has the score and the ids of all."""
+        return self.segments[0]
 
     @property
     def token_count(self) -> int:
         """Number of sampled tokens, over all segments."""
-        count = int(np.count_nonzero(self.sample.action_mask))
-        return count + sum(int(np.count_nonzero(segment.action_mask)) for segment in self.more_segments)
+        return sum(int(np.count_nonzero(segment.action_mask)) for segment in self.segments)
 
     @property
     def truncated(self) -> bool:
@@ -106,11 +101,11 @@ class Trajectory:
 
     def map_segments(self, change: Callable[[Sample], Sample]) -> Trajectory:
         """Return a copy whose segments are changed."""
-        return replace(self, sample=change(self.sample), more_segments=tuple(map(change, self.more_segments)))
+        return replace(self, segments=tuple(map(change, self.segments)))
 
-    def with_score(self, score: float, scorer: str, terms: tuple[ScoreTerm, ...] = ()) -> Trajectory:
-        """Return a copy with a score and its terms, the same for each segment."""
-        return self.map_segments(lambda segment: replace(segment, score=score, scorer=scorer, terms=terms))
+    def with_values(self, **values: Any) -> Trajectory:
+        """Return a copy with other values of some fields of `Sample`, the same for each segment."""
+        return self.map_segments(lambda segment: replace(segment, **values))
 
     def with_reference(self, logprobs: Sequence[Float32Array]) -> Trajectory:
         """Return a copy with reference log-probabilities, float32 [n] for each segment, unless it is dropped."""

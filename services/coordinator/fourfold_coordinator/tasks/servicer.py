@@ -28,6 +28,7 @@ from fourfold.errors import (
 from fourfold.host.cancellation import completed
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rpc.codec import check_id, duration
+from fourfold.sample.record import AgentTask
 from fourfold.sample.sample import shortest
 from fourfold.security import principal
 from fourfold.security.principal import LOCAL
@@ -233,16 +234,16 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
             log.warning("trajectory refused: gateway=%s: %s", name, error.message)
             run.queue.refuse(attempt)
             raise
+        prompt = attempt.group.prompt
         trajectory = Trajectory(
-            prompt=attempt.group.prompt,
-            sample=segments[0],
-            more_segments=tuple(segments[1:]),
+            prompt=prompt,
+            segments=tuple(segments),
             completion="",  # decoded when the group is complete
-            by_agent=True,
+            task=AgentTask(text=prompt.text, answer=prompt.answer, metadata_json=prompt.metadata_json),
             metrics=dict(message.metrics),
         )
         if message.HasField("reward"):
-            trajectory = trajectory.with_score(shortest(message.reward), AGENT_SCORER)
+            trajectory = trajectory.with_values(score=shortest(message.reward), scorer=AGENT_SCORER)
         run.queue.begin_storing(attempt)
         # Completed even if the gateway dies or leaves. A sample that only the store has would keep its group open for
         # ever, and its trajectory could not be stored again.

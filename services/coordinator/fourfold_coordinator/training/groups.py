@@ -234,7 +234,7 @@ class GroupMaker:
             if baseline.sample.score is None:
                 raise GivenUp("its greedy completion has no score", reason="NO_BASELINE")
             score = baseline.sample.score
-            trajectories = [replace(t, sample=replace(t.sample, baseline_score=score)) for t in trajectories]
+            trajectories = [t.with_values(baseline_score=score) for t in trajectories]
             baseline = baseline.with_drop_reason(BASELINE)
         again = replace(group, trajectories=tuple(trajectories), baseline=baseline, revision=revision)
         if len(again.samples) < self._min_samples:
@@ -411,9 +411,8 @@ class GroupMaker:
         if baseline.sample.score is None:
             raise GivenUp("its greedy completion has no score", reason="NO_BASELINE")
         for sample_id in draft.sample_ids:
-            trajectory = draft.trajectories[sample_id]
-            sample = replace(trajectory.sample, baseline_score=baseline.sample.score)
-            draft.trajectories[sample_id] = replace(trajectory, sample=sample)
+            scored = draft.trajectories[sample_id].with_values(baseline_score=baseline.sample.score)
+            draft.trajectories[sample_id] = scored
         await self._drop(draft, [name], BASELINE)
         draft.trajectories[name] = baseline.with_drop_reason(BASELINE)
 

@@ -34,9 +34,10 @@ from fourfold.sample import VersionSpan
 from fourfold.seeds import derive_seed
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
+from ..data.prompts import own_prompt
 from ..launch.run_names import METRICS_FILE
 from ..routing.replica import INFO_SECONDS
-from ..state.experiences import StoredSample
+from ..state.experiences import StoredTrajectory
 from ..state.files import replace_file
 from ..state.ledger import COORDINATOR_RESTARTED, TRAINER_RESTORED, Ledger, StepRow
 from ..state.sample_tokens import TOKENS_FILE, to_token_lines
@@ -192,32 +193,34 @@ async def _load_groups(context: RunContext, *, newest: int) -> list[SampleGroup]
     stored = await context.experiences.load(
         vocabulary_size=MAX_NUMBER, max_tokens=context.config.model.max_context_tokens
     )
-    groups = [await _to_group(context, position, samples) for position, _, samples in stored]
+    groups = [await _to_group(context, position, samples) for position, samples in stored]
     for raised_from, raised_to in _raises(context):
         groups = [_with_raised_versions(group, raised_from, raised_to) for group in groups]
     return [g for g in groups if all(v.policy_version <= newest for s in g.segments for v in s.version_spans)]
 
 
-async def _to_group(context: RunContext, position: int, stored: Sequence[StoredSample]) -> SampleGroup:
-    own = context.config.agents.source == "groups"
-    prompt = stored[0].problem if own and stored[0].problem is not None else context.prompts.at(position)
+async def _to_group(context: RunContext, position: int, stored: Sequence[StoredTrajectory]) -> SampleGroup:
+    task = stored[0][1].task
+    if context.config.agents.source == "groups" and task is not None:
+        prompt = own_prompt(task.text, answer=task.answer, metadata_json=task.metadata_json)
+    else:
+        prompt = context.prompts.at(position)
     trajectories = await context.service_calls.with_completions(
         [
             Trajectory(
                 prompt=prompt,
-                sample=s.sample,
+                segments=record.segments,
                 completion="",
-                dropped=s.dropped,
-                abstained=s.abstained,
-                more_segments=s.more_segments,
-                by_agent=s.problem is not None,
-                metrics=s.metrics,
+                dropped=row.dropped,
+                abstained=record.abstained,
+                task=record.task,
+                metrics=record.metrics,
             )
-            for s in stored
+            for row, record in stored
         ]
     )
     # Missing attempts of agents have no record, so the place in the list is not the index of a sample.
-    size, indices = context.config.batch.group_size, [int(s.sample.sample_id.rpartition("-")[2]) for s in stored]
+    size, indices = context.config.batch.group_size, [int(row.sample_id.rpartition("-")[2]) for row, _ in stored]
     return SampleGroup(
         position=position,
         seed=derive_seed(context.config.seed, "train", position, prompt.index),

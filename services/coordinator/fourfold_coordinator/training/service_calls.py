@@ -135,7 +135,7 @@ class ServiceCalls:
         ids = [sample.token_ids[prompt_length(sample) :] for sample in samples]
         texts = await self._texts.decode(ids)
         return [
-            Trajectory(prompt=prompt, sample=sample, completion=text)
+            Trajectory(prompt=prompt, segments=(sample,), completion=text)
             for sample, text in zip(samples, texts, strict=True)
         ]
 

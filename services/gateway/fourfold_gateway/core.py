@@ -450,7 +450,7 @@ class GatewayCore:
             response.turns.add(
                 segment_index=session.trajectory.final_index(turn),
                 prompt_token_count=turn.prompt_token_count,
-                completion_token_count=turn.completion_token_count,
+                completion_token_count=turn.completion.token_ids.size,
                 request_id=turn.request_id,
                 message=session.conversation.reply_of(turn),
             )

@@ -250,9 +250,9 @@ class Generator:
         async with session.writing:
             undo = session.trajectory.snapshot(), session.conversation.snapshot()
             try:
-                for chunk, turn in zip(last, pending, strict=True):
-                    tokens = session.trajectory.finish_turn(
-                        turn,
+                for chunk, begun in zip(last, pending, strict=True):
+                    turn = session.trajectory.finish_turn(
+                        begun,
                         completions[chunk.sample_index].tokens(),
                         finish_reason=chunk.finish_reason,
                         request_id=plan.request.request_id,
@@ -261,8 +261,8 @@ class Generator:
                     )
                     chat, reply = b"", b""
                     if plan.chat is not None:
-                        chat, reply = session.conversation.record(plan.chat, tokens.turn, chunk.message)
-                    turns.append(StoredTurn(tokens=tokens, chat=chat, reply=reply))
+                        chat, reply = session.conversation.record(plan.chat, turn, chunk.message)
+                    turns.append(StoredTurn(turn=turn, chat=chat, reply=reply))
                 await self._store.add_turns(session.session_id, turns)
             except DeadlinePassed:
                 raise  # the store may still write the turns
@@ -342,7 +342,7 @@ class Generator:
 
     def _replay(self, session: Session, request: pb.GenerateRequest, turn: Turn) -> list[pb.TurnChunk]:
         """Return the chunks of a stored turn with its text, one for each policy version."""
-        tokens, reply = session.trajectory.completion_of(turn), session.conversation.reply_of(turn)
+        tokens, reply = turn.completion, session.conversation.reply_of(turn)
         completion = Completion(turn.sample_index, self._tokenizer, request.sampling_params.stop)
         chunks, begin = list[pb.TurnChunk](), 0
         for span in tokens.version_spans:
@@ -353,7 +353,7 @@ class Generator:
                 logprobs=pack_floats(tokens.logprobs[part]),
                 policy_version=span.policy_version,
             )
-            if begin == turn.completion_token_count:  # replaced below by the finish reason of the turn
+            if begin == tokens.token_ids.size:  # replaced below by the finish reason of the turn
                 sampled.finish_reason = rollout.FINISH_REASON_STOP
             chunks.append(completion.add(sampled))
         chunks[-1].finish_reason = turn.finish_reason

@@ -288,8 +288,8 @@ class Sessions:
 
     async def _build(self, stored: StoredSession, *, key: str) -> Session:
         turns = await self.store.load_turns(stored.session_id)
-        trajectory = Trajectory.restore(self._limits, [turn.tokens for turn in turns])
-        triples = [(turn.tokens.turn, turn.chat, turn.reply) for turn in turns]
+        trajectory = Trajectory.restore(self._limits, [each.turn for each in turns])
+        triples = [(each.turn, each.chat, each.reply) for each in turns]
         return Session(stored, trajectory, Conversation.restore(self._template, trajectory, triples), key=key)
 
     def _add(self, session: Session) -> None:

@@ -32,7 +32,7 @@ from fourfold.sample import VersionSpan
 from fourfold.sample.sampled import SampledTokens, pack_columns, read_columns
 from fourfold.sample.token_columns import SAMPLED_COLUMNS
 
-from .trajectory import Sampling, Turn, TurnTokens
+from .trajectory import Sampling, Turn
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class StoredSession:
 class StoredTurn:
     """A turn and the messages that it added to its conversation."""
 
-    tokens: TurnTokens
+    turn: Turn
     chat: bytes = b""
     """From `Conversation.record`; empty for a prompt that was not a conversation."""
     reply: bytes = b""
@@ -170,7 +170,7 @@ class SessionStore:
 
     async def add_turns(self, session_id: str, turns: Sequence[StoredTurn]) -> None:
         """Add finished turns, all or none. The turns of a session are added in the order in which they finished."""
-        rows = [_turn_row(session_id, turn.tokens, turn.chat, turn.reply) for turn in turns]
+        rows = [_turn_row(session_id, each) for each in turns]
         await self._do(lambda db: _ignore(db.executemany(_PUT_TURN, rows)))
 
     async def close_session(self, session: StoredSession, trajectory: bytes) -> None:
@@ -436,9 +436,9 @@ def _session(row: Sequence[Any]) -> StoredSession:
     return StoredSession(**values | {"metrics": json.loads(values["metrics"])})
 
 
-def _turn_row(session_id: str, tokens: TurnTokens, chat: bytes, reply: bytes) -> tuple[object, ...]:
-    turn, completion, sampling = tokens.turn, tokens.completion, tokens.sampling
-    spans = np.array([(s.policy_version, s.token_count) for s in completion.version_spans], _SPAN)
+def _turn_row(session_id: str, stored: StoredTurn) -> tuple[object, ...]:
+    turn, sampling = stored.turn, stored.turn.sampling
+    spans = np.array([(s.policy_version, s.token_count) for s in turn.completion.version_spans], _SPAN)
     return (
         session_id,
         turn.number,
@@ -451,11 +451,11 @@ def _turn_row(session_id: str, tokens: TurnTokens, chat: bytes, reply: bytes) ->
         sampling.temperature,
         sampling.top_p,
         sampling.top_k,
-        codec.pack_ints(tokens.observation),
-        *pack_columns(completion).values(),
+        codec.pack_ints(turn.observation),
+        *pack_columns(turn.completion).values(),
         spans.tobytes(),
-        chat,
-        reply,
+        stored.chat,
+        stored.reply,
     )
 
 
@@ -473,16 +473,12 @@ def _turn(row: Sequence[Any]) -> StoredTurn:
         number=number,
         segment_index=segment_index,
         prompt_token_count=prompt_token_count,
-        completion_token_count=completion.token_ids.size,
+        observation=codec.read_ints(observation),
+        completion=completion,
+        sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
         finish_reason=finish_reason,
         request_id=request_id,
         request_sha256=request_sha256,
         sample_index=sample_index,
     )
-    tokens = TurnTokens(
-        turn=turn,
-        observation=codec.read_ints(observation),
-        completion=completion,
-        sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
-    )
-    return StoredTurn(tokens=tokens, chat=chat, reply=reply)
+    return StoredTurn(turn=turn, chat=chat, reply=reply)

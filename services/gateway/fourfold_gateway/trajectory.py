@@ -51,16 +51,18 @@ class Sampling:
     top_k: int = 0  # 0: all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """A finished turn, without its tokens, which are in `TurnTokens`."""
+    """A finished turn, and the tokens that it adds to its segment."""
 
     number: int
     """Number in the order of `begin_turn`, with gaps for cancelled turns. `Trajectory.turns` has this order."""
     segment_index: int
     prompt_token_count: int
     """Tokens of the segment before the completion."""
-    completion_token_count: int
+    observation: Int32Array  # [m]: the prompt, without the tokens that the segment had before
+    completion: SampledTokens
+    sampling: Sampling
     finish_reason: pb.FinishReason.ValueType
     request_id: str = ""
     request_sha256: bytes = b""
@@ -70,17 +72,7 @@ class Turn:
     @property
     def end(self) -> int:
         """Number of tokens of the segment up to the end of the completion."""
-        return self.prompt_token_count + self.completion_token_count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TurnTokens:
-    """The tokens that a turn adds to a trajectory. The store keeps them, and `Trajectory.restore` adds them again."""
-
-    turn: Turn
-    observation: Int32Array  # [m]: the prompt, without the tokens that the segment had before
-    completion: SampledTokens
-    sampling: Sampling
+        return self.prompt_token_count + self.completion.token_ids.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,7 +88,7 @@ class PendingTurn:
 class Segment:
     """Consecutive turns, at least one, each of which continues the one before exactly."""
 
-    turns: tuple[TurnTokens, ...]
+    turns: tuple[Turn, ...]
     token_ids: Int32Array  # [n], of all turns
 
     @property
@@ -105,7 +97,7 @@ class Segment:
 
     def columns(self) -> dict[str, Any]:
         """Return the token columns and version spans of the segment as a `Sample`."""
-        return sample_columns([(tokens.observation, tokens.completion) for tokens in self.turns])
+        return sample_columns([(turn.observation, turn.completion) for turn in self.turns])
 
 
 class Trajectory:
@@ -114,16 +106,16 @@ class Trajectory:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._segments: list[Segment] = []
-        self._turns: dict[int, TurnTokens] = {}  # by number
+        self._turns: dict[int, Turn] = {}  # by number
         self._claims: dict[int, int | None] = {}  # segment that each pending turn extends; None: it opens one
         self._next_number = 0
 
     @staticmethod
-    def restore(limits: Limits, turns: Iterable[TurnTokens]) -> Trajectory:
+    def restore(limits: Limits, turns: Iterable[Turn]) -> Trajectory:
         """Return the trajectory with these turns, given in the order in which they finished."""
         trajectory = Trajectory(limits)
-        for tokens in turns:
-            trajectory._add(tokens)
+        for turn in turns:
+            trajectory._add(turn)
         return trajectory
 
     @property
@@ -133,7 +125,7 @@ class Trajectory:
     @property
     def turns(self) -> list[Turn]:
         """Return the finished turns in the order in which they began; `turn_index` of the contract counts these."""
-        return [self._turns[number].turn for number in sorted(self._turns)]
+        return [self._turns[number] for number in sorted(self._turns)]
 
     @property
     def turn_count(self) -> int:
@@ -196,7 +188,7 @@ class Trajectory:
         request_id: str = "",
         request_sha256: bytes = b"",
         sample_index: int = 0,
-    ) -> TurnTokens:
+    ) -> Turn:
         """Add the sampled tokens of a turn.
 
         Raises:
@@ -209,20 +201,20 @@ class Trajectory:
             number=pending.number,
             segment_index=len(self._segments) if index is None else index,
             prompt_token_count=pending.prompt_ids.size,
-            completion_token_count=completion.token_ids.size,
+            observation=pending.prompt_ids[begin:].copy(),  # without the prompt, which the segment has already
+            completion=completion,
+            sampling=pending.sampling,
             finish_reason=finish_reason,
             request_id=request_id,
             request_sha256=request_sha256,
             sample_index=sample_index,
         )
-        observation = pending.prompt_ids[begin:].copy()  # without the prompt, which the segment has already
-        tokens = TurnTokens(turn=turn, observation=observation, completion=completion, sampling=pending.sampling)
         del self._claims[pending.number]
         for number, claim in self._claims.items():
             if claim is not None and claim == index:
                 self._claims[number] = None  # the prompt of the other turn lacks the tokens of this one
-        self._add(tokens)
-        return tokens
+        self._add(turn)
+        return turn
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that removes the turns that finish after this call; turns in flight stay."""
@@ -232,10 +224,6 @@ class Trajectory:
             self._segments, self._turns = segments, turns
 
         return go_back
-
-    def completion_of(self, turn: Turn) -> SampledTokens:
-        """Return the sampled tokens of a finished turn."""
-        return self._turns[turn.number].completion
 
     def to_experiences(
         self,
@@ -283,7 +271,7 @@ class Trajectory:
 
     def _final_order(self) -> list[int]:
         """Return the indices of the segments in the order of their last turns."""
-        last = [max(tokens.turn.number for tokens in segment.turns) for segment in self._segments]
+        last = [max(turn.number for turn in segment.turns) for segment in self._segments]
         return sorted(range(len(last)), key=last.__getitem__)
 
     def _continued_segment(self, prompt: Int32Array, sampling: Sampling) -> int | None:
@@ -336,17 +324,16 @@ class Trajectory:
                 f"and {completion.constrained.size} marks of constrained tokens; the counts must be equal"
             )
 
-    def _add(self, tokens: TurnTokens) -> None:
-        turn, turns = tokens.turn, [tokens]
-        parts = [tokens.observation, tokens.completion.token_ids]
+    def _add(self, turn: Turn) -> None:
+        turns, parts = [turn], [turn.observation, turn.completion.token_ids]
         if turn.segment_index < len(self._segments):
             segment = self._segments[turn.segment_index]
-            turns, parts = [*segment.turns, tokens], [segment.token_ids, *parts]
+            turns, parts = [*segment.turns, turn], [segment.token_ids, *parts]
         token_ids = np.concatenate(parts, dtype=np.int32)
         if token_ids.size != turn.end:
             raise ValueError(f"turn {turn.number} does not continue segment {turn.segment_index} at its end")
         self._segments[turn.segment_index : turn.segment_index + 1] = [Segment(turns=tuple(turns), token_ids=token_ids)]
-        self._turns[turn.number] = tokens
+        self._turns[turn.number] = turn
         self._next_number = max(self._next_number, turn.number + 1)
 
 
@@ -370,7 +357,7 @@ def _to_sample(
     token_rewards = EMPTY_FLOATS
     if rewards:
         token_rewards = np.zeros(segment.token_ids.size, np.float32)
-        for turn in (tokens.turn for tokens in segment.turns):
+        for turn in segment.turns:
             token_rewards[turn.end - 1] = rewards.get(turn.number, 0.0)
     return Sample(
         sample_id=sample_id,

@@ -20,7 +20,7 @@ from fourfold.sample import VersionSpan
 from fourfold.sample.sampled import SampledTokens
 from fourfold_gateway.conversation import ChatTemplate, Conversation
 from fourfold_gateway.encoding import PromptLimits
-from fourfold_gateway.trajectory import Limits, Sampling, Segment, Trajectory, TurnTokens
+from fourfold_gateway.trajectory import Limits, Sampling, Segment, Trajectory, Turn
 from tests.support.chat_templates import FAMILIES, SPECIAL, SPECIAL_MISTRAL, family_tokenizer
 
 LIMITS = Limits(max_segments=64, max_context_tokens=1 << 20)
@@ -83,7 +83,7 @@ class Driver:
         self.tokenizer = self.template.tokenizer
         self.trajectory = Trajectory(LIMITS)
         self.conversation = Conversation(self.template, self.trajectory)
-        self.rows: list[tuple[TurnTokens, bytes, bytes]] = []
+        self.rows: list[tuple[Turn, bytes, bytes]] = []
 
     @property
     def stop(self) -> int:
@@ -93,7 +93,7 @@ class Driver:
         """Sample a turn; return its segment."""
         prompt = self.conversation.make_prompt(chat)
         self.finish(chat, ids, reply, prompt, self.trajectory.begin_turn(prompt.token_ids, SAMPLING))
-        return self.trajectory.segments[self.rows[-1][0].turn.segment_index]
+        return self.trajectory.segments[self.rows[-1][0].segment_index]
 
     def finish(self, chat: pb.Chat, ids: list[int], reply: pb.Message, prompt: Any, pending: Any) -> None:
         before = [segment.token_ids for segment in self.trajectory.segments]
@@ -102,11 +102,11 @@ class Driver:
             logprobs=np.full(len(ids), -0.5, np.float32),
             version_spans=(VersionSpan(policy_version=3, token_count=len(ids)),),
         )
-        tokens = self.trajectory.finish_turn(pending, completion, finish_reason=pb.FINISH_REASON_STOP)
-        self.rows.append((tokens, *self.conversation.record(prompt, tokens.turn, reply)))
-        index = tokens.turn.segment_index
+        turn = self.trajectory.finish_turn(pending, completion, finish_reason=pb.FINISH_REASON_STOP)
+        self.rows.append((turn, *self.conversation.record(prompt, turn, reply)))
+        index = turn.segment_index
         segment = self.trajectory.segments[index]
-        prompt_ids = segment.token_ids[: tokens.turn.prompt_token_count]
+        prompt_ids = segment.token_ids[: turn.prompt_token_count]
         assert prompt_ids.tolist() == prompt.token_ids.tolist()
         if index < len(before):
             assert prompt_ids[: before[index].size].tolist() == before[index].tolist(), "it extends an exact prefix"
@@ -158,7 +158,7 @@ def test_sampled_ids_that_no_encoder_would_give_stay(family: str) -> None:
     segment = driver.answer(history, "z")
     assert len(driver.trajectory.segments) == 1
     assert driver.rows[0][0].completion.token_ids.tolist() == [*letters, driver.stop]
-    begin = driver.rows[0][0].turn.prompt_token_count
+    begin = driver.rows[0][0].prompt_token_count
     assert segment.token_ids[begin : begin + len(letters)].tolist() == letters
 
 
@@ -234,7 +234,7 @@ def test_a_branch_keeps_the_sampled_ids_that_it_shares() -> None:
     driver.answer(chat(user("a"), reply, user("b")), "c")
     segment = driver.answer(chat(user("a"), reply, user("other")), "d")
     assert len(driver.trajectory.segments) == 2
-    begin = driver.rows[0][0].turn.prompt_token_count
+    begin = driver.rows[0][0].prompt_token_count
     assert segment.token_ids[begin : begin + 3].tolist() == letters
     assert not segment.columns()["action_mask"][: begin + 4].any()
 
@@ -334,20 +334,19 @@ def test_every_prompt_extends_an_exact_prefix_or_opens_a_segment(data: st.DataOb
 def check_sampled(driver: Driver) -> None:
     """Check that every sampled token is in exactly one place, as sampled."""
     total = 0
-    for tokens, _, _ in driver.rows:
-        turn, segment = tokens.turn, driver.trajectory.segments[tokens.turn.segment_index]
+    for turn, _, _ in driver.rows:
+        segment = driver.trajectory.segments[turn.segment_index]
         place = slice(turn.prompt_token_count, turn.end)
-        assert segment.token_ids[place].tolist() == tokens.completion.token_ids.tolist()
+        assert segment.token_ids[place].tolist() == turn.completion.token_ids.tolist()
         assert segment.columns()["action_mask"][place].all()
-        total += turn.completion_token_count
+        total += turn.completion.token_ids.size
     assert sum(int(segment.columns()["action_mask"].sum()) for segment in driver.trajectory.segments) == total
 
 
 def check_restored(driver: Driver, requests: list[pb.Chat]) -> None:
     """Check that a session that was read from the store continues like the one that was not."""
-    trajectory = Trajectory.restore(LIMITS, [tokens for tokens, _, _ in driver.rows])
-    rows = [(tokens.turn, data, reply) for tokens, data, reply in driver.rows]
-    conversation = Conversation.restore(driver.template, trajectory, rows)
+    trajectory = Trajectory.restore(LIMITS, [turn for turn, _, _ in driver.rows])
+    conversation = Conversation.restore(driver.template, trajectory, driver.rows)
     for ours, theirs in zip(driver.trajectory.segments, trajectory.segments, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.columns()["version_spans"] == theirs.columns()["version_spans"]

@@ -25,7 +25,7 @@ from fourfold.sample import VersionSpan
 from fourfold.sample.sampled import SampledTokens
 from fourfold_gateway import store as store_module
 from fourfold_gateway.store import SessionStore, StoredSession, StoredTurn, StoreFull
-from fourfold_gateway.trajectory import Limits, Sampling, Trajectory, TurnTokens
+from fourfold_gateway.trajectory import Limits, Sampling, Trajectory, Turn
 
 LIMITS = Limits(max_segments=8, max_context_tokens=1000)
 OPEN = StoredSession(session_id="a", owner="agent", key_digest=b"k", state=pb.SESSION_STATE_OPEN)
@@ -33,7 +33,7 @@ CLOSED = dataclasses.replace(OPEN, state=pb.SESSION_STATE_CLOSED, reward=0.5, me
 STORED = dataclasses.replace(CLOSED, state=pb.SESSION_STATE_STORED, settled_at=100.0)
 
 
-def some_turns(count: int = 2) -> list[TurnTokens]:
+def some_turns(count: int = 2) -> list[Turn]:
     """Return turns of one trajectory: the odd ones open segments."""
     trajectory = Trajectory(LIMITS)
     turns = []
@@ -73,21 +73,23 @@ async def test_sessions_and_turns_come_back_as_they_were(store: SessionStore, tm
     await store.put_session(OPEN)
     turns = some_turns(3)
     for turn in turns:
-        await store.add_turns("a", [StoredTurn(tokens=turn, chat=b"\x00chat", reply=b"reply")])
+        await store.add_turns("a", [StoredTurn(turn=turn, chat=b"\x00chat", reply=b"reply")])
     await store.stop()
     again = SessionStore(tmp_path)
     assert await again.load_unsettled() == [OPEN]
     rows = await again.load_turns("a")
-    assert [row.tokens.turn for row in rows] == [turn.turn for turn in turns]
     for row, turn in zip(rows, turns, strict=True):
-        assert (row.chat, row.reply, row.tokens.sampling) == (b"\x00chat", b"reply", turn.sampling)
-        assert row.tokens.observation.tolist() == turn.observation.tolist()
-        ours, theirs = row.tokens.completion, turn.completion
+        assert (row.chat, row.reply) == (b"\x00chat", b"reply")
+        for field in dataclasses.fields(Turn):
+            if field.name not in ("observation", "completion"):
+                assert getattr(row.turn, field.name) == getattr(turn, field.name), field.name
+        assert row.turn.observation.tolist() == turn.observation.tolist()
+        ours, theirs = row.turn.completion, turn.completion
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.logprobs.tobytes() == theirs.logprobs.tobytes()
         assert ours.version_spans == theirs.version_spans
         assert ours.constrained.tolist() == theirs.constrained.tolist()
-    restored = Trajectory.restore(LIMITS, [row.tokens for row in rows])
+    restored = Trajectory.restore(LIMITS, [row.turn for row in rows])
     assert len(restored.segments) == 2
     await again.stop()
 
@@ -124,7 +126,7 @@ async def test_settled_sessions_are_pruned_and_others_stay(store: SessionStore) 
         ("d", dataclasses.replace(STORED, settled_at=300.0)),
     ):
         await store.put_session(dataclasses.replace(session, session_id=name))
-        await store.add_turns(name, [StoredTurn(tokens=some_turns(1)[0])])
+        await store.add_turns(name, [StoredTurn(turn=some_turns(1)[0])])
     assert await store.prune(200.0, max_count=1) == 1
     assert await store.prune(200.0) == 1
     assert await store.prune(200.0) == 0
@@ -149,7 +151,7 @@ async def test_partial_indexes_of_an_earlier_release_are_dropped(store: SessionS
 async def test_a_change_that_fails_leaves_those_beside_it(store: SessionStore) -> None:
     turn = some_turns(1)[0]
     results = await asyncio.gather(
-        *(store.add_turns(name, [StoredTurn(tokens=turn)]) for name in ("a", "b", "a", "c")), return_exceptions=True
+        *(store.add_turns(name, [StoredTurn(turn=turn)]) for name in ("a", "b", "a", "c")), return_exceptions=True
     )
     assert [type(result) for result in results] == [type(None), type(None), Internal, type(None)]
     assert "UNIQUE constraint failed" in str(results[2])
@@ -241,8 +243,8 @@ async def agent(store, name):
         session = dataclasses.replace(OPEN, session_id=f"{name}-{number}")
         await store.put_session(session)
         for turn in turns:
-            await store.add_turns(session.session_id, [StoredTurn(tokens=turn)])
-            print("turn", session.session_id, turn.turn.number, flush=True)
+            await store.add_turns(session.session_id, [StoredTurn(turn=turn)])
+            print("turn", session.session_id, turn.number, flush=True)
         await store.close_session(dataclasses.replace(CLOSED, session_id=session.session_id), b"t")
         print("closed", session.session_id, 0, flush=True)
 
@@ -272,9 +274,9 @@ async def test_a_killed_gateway_keeps_what_it_reported(tmp_path: Path) -> None:
     for name in {name for _, name, _ in reported}:
         session = await store.load_session(name)
         assert session is not None
-        turns = {str(row.tokens.turn.number) for row in await store.load_turns(name)}
+        turns = {str(row.turn.number) for row in await store.load_turns(name)}
         assert turns >= {number for kind, other, number in reported if (kind, other) == ("turn", name)}
-        Trajectory.restore(LIMITS, [row.tokens for row in await store.load_turns(name)])
+        Trajectory.restore(LIMITS, [row.turn for row in await store.load_turns(name)])
     closed = [name for kind, name, _ in reported if kind == "closed"]
     outbox = [entry.session_id for entry in await store.read_outbox(max_count=10_000)]
     assert closed
@@ -358,7 +360,7 @@ async def test_ten_thousand_sessions_leave_memory_flat(store: SessionStore, tmp_
         name = f"s{number}"
         await store.put_session(dataclasses.replace(OPEN, session_id=name))
         for turn in turns:
-            await store.add_turns(name, [StoredTurn(tokens=turn, chat=bytes(200))])
+            await store.add_turns(name, [StoredTurn(turn=turn, chat=bytes(200))])
         await store.close_session(dataclasses.replace(CLOSED, session_id=name), bytes(500))
         await store.settle(dataclasses.replace(STORED, session_id=name))
 

@@ -126,13 +126,13 @@ def samples_of_a_session(folder: Path) -> list[Any]:
 
     async def store_and_load() -> list[StoredTurn]:
         store = SessionStore(folder)
-        await store.add_turns("a", [StoredTurn(tokens=turn) for turn in turns])
+        await store.add_turns("a", [StoredTurn(turn=turn) for turn in turns])
         found = await store.load_turns("a")
         await store.stop()
         return found
 
     stored = asyncio.run(store_and_load())
-    messages = Trajectory.restore(limits, [turn.tokens for turn in stored]).to_experiences("t", "g")
+    messages = Trajectory.restore(limits, [each.turn for each in stored]).to_experiences("t", "g")
     return [decode(message, vocabulary_size=100, max_tokens=50) for message in messages]
 
 

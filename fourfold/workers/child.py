@@ -157,12 +157,18 @@ class Child:
         """Return the start of a message of which the rest has not arrived."""
         return bytes(self._unread)
 
-    @property
-    def usable(self) -> bool:
-        """Return whether the child waits for a request: it runs, and has written nothing that was not asked for."""
-        with contextlib.suppress(ValueError):
-            return not (self.read() or self._unread or self._closed)
-        return False
+    async def idle_fault(self) -> str:
+        """Return what a child did while it had no work and must not do; empty: nothing.
+
+        The next request would take a message that no request asked for as its own reply.
+        """
+        try:
+            messages = self.read()
+        except ValueError as error:
+            return f"it wrote something invalid: {error}"
+        if messages or self._unread:
+            return f"it wrote what no request asked for: {(*messages, self.unread)[0][:200]!r}"
+        return await self.describe_end() if self._closed else ""
 
     def send(self, data: bytes) -> None:
         """Send a request without waiting. The data are kept until the child reads them."""

@@ -4,12 +4,12 @@
                               |-> runner 1 --> worker process
                               '-> extra runner, while the sample of another one is stuck
 
-A runner is a task that owns a worker and gives it batches: as many samples as the worker scores in about 50 ms, so that
+A runner is a task that takes a worker for each batch: as many samples as the worker scores in about 50 ms, so that
 slow functions still spread over the workers. At the time limit the runner kills the worker, even inside C code, so that
 only this sample gets an error; samples behind it go back to the front of the queue. Long before that, when a sample
 runs 20 times longer than usual, it counts as stuck: the pool starts another runner, so that `processes` workers always
 make progress, and the runner that is too many afterwards ends. As long as samples get stuck, spare workers are kept
-ready.
+ready. `fourfold.workers.pool` keeps the workers.
 
 No library is used, because each of these (November 2026) unpickles a worker's reply in the service: code in the sandbox
 could run code outside of it. Their other gaps:
@@ -23,16 +23,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from fourfold.errors import ConfigError
 from fourfold.host.timing import Histogram
 from fourfold.workers import frames
 from fourfold.workers.child import WorkerDied
+from fourfold.workers.pool import Pool
 from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
 from fourfold_reward.batch import Batch, FunctionTimes, Queue, QueuedJob, Worker
 from fourfold_reward.job import Job
@@ -94,21 +94,14 @@ class WorkerPool:
         self._queue = Queue(self._wake_runners)
         self._queue_filled = asyncio.Event()
         self._times = FunctionTimes()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._pool = Pool(self._launch, title="worker pool", on_failure=on_failure)
         self._runners = 0
         self._idle = 0  # runners that wait for samples
         self.stuck = 0  # runners whose sample runs much longer than usual
-        self._workers: dict[int, Worker] = {}
-        self._spares: list[Worker] = []
-        self._spares_starting = 0
-        self._keeps_spares = False
-        self._spare_taken = asyncio.Event()
-        self._stuck_at = 0.0  # when a sample last got stuck
-        self._closed = False
+        self._lately_stuck = 0  # samples that got stuck in the last _SPARE_SECONDS
         self._mean_seconds = 0.0
-        self.busy = 0  # runners that score samples, or start a worker for them
+        self.busy = 0  # runners that score samples, or wait for a worker
         self.seconds = Histogram()  # of each sample that got a worker
-        self._start_error = ""
 
     async def start(self) -> None:
         """Start the workers and load the verifier in each. Afterwards `verifier` has its version.
@@ -116,14 +109,11 @@ class WorkerPool:
         Raises ConfigError: the verifier cannot be loaded.
         """
         try:
-            # One worker first: if it fails, so would the others, and it returns the version that they must have.
-            await self._start_worker()
-        except VerifierError as error:
+            await self._pool.start(self._processes)
+        except WorkerDied as error:
             raise ConfigError(f"reward.function: {error}") from None
-        await asyncio.gather(*(self._try_start_worker() for _ in range(self._processes - 1)))
-        workers = list(self._workers.values())
-        for index in range(self._processes):
-            self._add_runner(workers[index] if index < len(workers) else None)
+        for _ in range(self._processes):
+            self._add_runner()
 
     async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
         """Score samples and return their outcomes in order.
@@ -147,12 +137,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Stop the runners and kill the workers. Queued samples get no outcome."""
-        self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self._discard(worker) for worker in list(self._workers.values())))
+        await self._pool.close()
 
     @property
     def scorer(self) -> str:
@@ -170,7 +155,7 @@ class WorkerPool:
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the running workers."""
-        return list(self._workers)
+        return self._pool.pids()
 
     # -- queue --------------------------------------------------------------------------------------------------------
 
@@ -187,10 +172,8 @@ class WorkerPool:
     def _wake_runners(self) -> None:
         """Let runners take samples; start extra ones in the place of stuck ones."""
         self._queue_filled.set()
-        while self.stuck and self._queue and self._active < self._processes and not self._closed:
-            if not self._spares and not self._room:
-                break
-            self._add_runner(self._take_spare())
+        while self.stuck and self._queue and self._active < self._processes and self._runners < self._max_workers:
+            self._add_runner()
 
     @property
     def _active(self) -> int:
@@ -198,27 +181,23 @@ class WorkerPool:
         return self._runners - self.stuck
 
     @property
-    def _room(self) -> int:
-        """Return how many workers may be added."""
-        most = self._processes + min(_EXTRA_PER_PROCESS * self._processes, MAX_EXTRA_WORKERS)
-        return max(most - self._runners - len(self._spares) - self._spares_starting, 0)
+    def _max_workers(self) -> int:
+        return self._processes + min(_EXTRA_PER_PROCESS * self._processes, MAX_EXTRA_WORKERS)
 
-    def _add_runner(self, worker: Worker | None) -> None:
+    def _resize(self) -> None:
+        """Keep a worker for each runner, and spare ones while samples get stuck.
+
+        A sample behind a stuck one then waits for no start. Their number grows with that of stuck samples.
+        """
+        spares = min(1 + self.stuck // 2, _MAX_SPARES) if self._lately_stuck else 0
+        self._pool.resize(min(self.process_count + spares, self._max_workers))
+
+    def _add_runner(self) -> None:
         self._runners += 1
-        self._add_task(self._run(worker))
+        self._resize()
+        self._pool.add_task(self._run())
 
-    def _add_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_end)
-
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("task of the worker pool failed", exc_info=error)
-            self._on_failure(f"the worker pool failed: {type(error).__name__}: {error}")
-
-    async def _run(self, worker: Worker | None) -> None:
+    async def _run(self) -> None:
         while self._active <= self._processes:
             while not self._queue:
                 self._queue_filled.clear()
@@ -227,45 +206,27 @@ class WorkerPool:
                     await self._queue_filled.wait()
                 finally:
                     self._idle -= 1
-            worker = await self._score_next(worker)
+            self.busy += 1
+            try:
+                await self._score_next()
+            finally:
+                self.busy -= 1
         self._runners -= 1  # now, so that no second runner finds itself too many
-        if worker is not None and self._keeps_spares and self._wanted_spares > 0:
-            self._spares.append(worker)
-        elif worker is not None:
-            await self._discard(worker)
-
-    async def _score_next(self, worker: Worker | None) -> Worker | None:
-        """Score the next batch; start or replace the worker if that is necessary. Return the worker for the next."""
-        scored = False
-        self.busy += 1
-        try:
-            worker = await self._usable(worker)
-            if batch := self._take_batch():  # other runners may have taken the sample meanwhile
-                worker, scored = await self._score_batch(worker, batch), True
-        finally:
-            self.busy -= 1
-        if scored and worker is None and self._active <= self._processes:
-            # Now, because its start overlaps with the wait for the next sample.
-            worker = await self._usable(None)
-        return worker
-
-    async def _usable(self, worker: Worker | None) -> Worker | None:
-        """Return the worker, or a new one if there is none, or it ended or wrote something while it had no work."""
-        if worker is not None and not worker.usable:
-            await self._discard(worker)
-            worker = None
-        return worker or self._take_spare() or await self._try_start_worker()
+        self._resize()
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    async def _score_batch(self, worker: Worker | None, entries: Sequence[QueuedJob]) -> Worker | None:
-        """Hand out the outcomes of a batch; return the worker unless it had to be killed."""
-        if worker is None:
-            entries[0].set_result(
-                Outcome.error("WORKER_DIED", f"no worker process could be started: {self._start_error}")
-            )
-            self._queue.put_back(entries[1:])
-            return None
+    async def _score_next(self) -> None:
+        """Score the next batch, and give or put back all of its samples."""
+        try:
+            worker = await self._pool.take()
+        except (WorkerDied, OSError) as error:
+            for entry in self._queue.take(1, _BATCH_BYTES):
+                entry.set_result(Outcome.error("WORKER_DIED", f"no worker process could be started: {error}"))
+            return
+        if not (entries := self._take_batch()):  # other runners have taken the sample meanwhile
+            self._pool.put(worker)
+            return
         batch = Batch(
             worker,
             entries,
@@ -277,7 +238,8 @@ class WorkerPool:
         )
         try:
             await batch.run()
-            return worker
+            self._pool.put(worker)
+            return
         except TimeoutError:
             cause = f"killed at the time limit of {self._timeout:g} s"
             outcome = Outcome.error(
@@ -292,10 +254,9 @@ class WorkerPool:
         current = batch.current
         _log.warning("worker lost: sample=%s cause=%s", current.item.sample_id if current else "", cause)
         self._queue.put_back(batch.rest)
-        await self._discard(worker)
+        await self._pool.kill(worker)
         if current is not None:
             current.set_result(outcome)
-        return None
 
     def _on_scored(self, count: int, seconds: float) -> None:
         """Count samples that took `seconds` together."""
@@ -305,73 +266,35 @@ class WorkerPool:
 
     def _on_stuck(self, batch: Batch) -> None:
         self.stuck += 1
-        self._stuck_at = asyncio.get_running_loop().time()
+        self._lately_stuck += 1
+        asyncio.get_running_loop().call_later(_SPARE_SECONDS, self._forget_stuck)
         self._queue.put_back(batch.give_up_rest())
         self._wake_runners()
-        self._spare_taken.set()  # more are wanted now
-        if not self._keeps_spares:
-            self._keeps_spares = True
-            self._add_task(self._keep_spares())
+        self._resize()
+
+    def _forget_stuck(self) -> None:
+        self._lately_stuck -= 1
+        self._resize()
 
     def _on_moving(self) -> None:
         self.stuck -= 1
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _wanted_spares(self) -> int:
-        """Return the number of missing spare workers, which grows with the number of stuck samples."""
-        return min(1 + self.stuck // 2, _MAX_SPARES) - len(self._spares) - self._spares_starting
-
-    async def _keep_spares(self) -> None:
-        """Keep spare workers while samples get stuck, so that a sample behind a stuck one waits for no start."""
-        loop = asyncio.get_running_loop()
-        while (left := self._stuck_at + _SPARE_SECONDS - loop.time()) > 0:
-            self._spare_taken.clear()
-            for _ in range(min(self._wanted_spares, self._room)):
-                self._spares_starting += 1
-                self._add_task(self._start_spare())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._spare_taken.wait()
-        self._keeps_spares = False
-        while (spare := self._take_spare()) is not None:
-            await self._discard(spare)
-
-    async def _start_spare(self) -> None:
-        worker = await self._try_start_worker()
-        self._spares_starting -= 1
-        if worker is not None and self._keeps_spares:
-            self._spares.append(worker)
-        elif worker is not None:
-            await self._discard(worker)
-        self._wake_runners()  # a sample may have got stuck meanwhile, with no room for another worker
-
-    def _take_spare(self) -> Worker | None:
-        self._spare_taken.set()
-        return self._spares.pop() if self._spares else None
-
-    async def _start_worker(self) -> Worker:
+    async def _launch(self) -> Worker:
+        """Start a worker that has loaded the verifier. Raises WorkerDied: it cannot be loaded."""
         rights = partial(self._sandbox.rights, builtin=self.verifier.builtin, timeout_seconds=self._timeout)
         worker = await Worker.start(_MODULE, rights, frames.Frames(MAX_REPLY_BYTES), purpose="reward-worker")
-        self._workers[worker.pid] = worker
         try:
             self.verifier = await self._load(worker)
-        except VerifierError:
-            await self._discard(worker)
+        except BaseException as error:
+            await worker.kill()
+            if isinstance(error, VerifierError):
+                raise WorkerDied(str(error)) from None
+            if isinstance(error, WorkerDied):
+                raise WorkerDied(f"{self.verifier.name!r}: {error} while it imported the function") from None
             raise
-        except WorkerDied as error:
-            await self._discard(worker)
-            raise VerifierError(f"{self.verifier.name!r}: {error} while it imported the function") from None
         return worker
-
-    async def _try_start_worker(self) -> Worker | None:
-        try:
-            return await self._start_worker()
-        except (VerifierError, OSError) as error:
-            self._start_error = str(error)
-            _log.error("worker start failed: %s", error)
-        return None
 
     async def _load(self, worker: Worker) -> Verifier:
         """Load the verifier in a worker; return it with its version."""
@@ -392,10 +315,6 @@ class WorkerPool:
         self.reads = Reads(tokens=bool(reply["reads_tokens"]), messages=bool(reply["reads_messages"]))
         self.pure = reply["pure"] is True
         return replace(self.verifier, version=str(reply["version"]))
-
-    async def _discard(self, worker: Worker) -> None:
-        await worker.kill()
-        self._workers.pop(worker.pid, None)
 
     def _too_late(self) -> Outcome:
         return Outcome.error(

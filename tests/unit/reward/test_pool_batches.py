@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from fourfold.workers import frames
 from fourfold_reward import batch as batch_module
 from fourfold_reward import loader, protocol
 from fourfold_reward import pool as pool_module
-from fourfold_reward.batch import STUCK_SECONDS, Batch, FunctionTimes
+from fourfold_reward.batch import STUCK_SECONDS, Batch, FunctionTimes, Worker
 from fourfold_reward.job import Job
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.protocol import Outcome
@@ -194,13 +195,15 @@ async def test_extra_workers_are_bounded_and_end_with_the_stuck_ones(
     monkeypatch.setattr(batch_module, "_FIRST_STUCK_SECONDS", 0.1)
     monkeypatch.setattr(batch_module, "_FIRST_STUCK_SHARE", 0.0)
     pool = await make_pool(timeout=5)
-    start_spare = pool._start_spare
+    start, started = Worker.start, list[int]()
 
-    async def start_late() -> None:  # the second sample is stuck by then, and has no room for another worker
-        await until(lambda: pool.stuck >= 2)
-        await start_spare()
+    async def start_late(*args: Any, **kwargs: Any) -> Worker:
+        started.append(1)
+        if len(started) > 1:  # the second sample is stuck by then, and has no room for another worker
+            await until(lambda: pool.stuck >= 2)
+        return await start(*args, **kwargs)
 
-    monkeypatch.setattr(pool, "_start_spare", start_late)
+    monkeypatch.setattr(Worker, "start", start_late)
     (first,) = pool.worker_pids()
     call = asyncio.create_task(score(pool, *["hang"] * 4))
     most = 0

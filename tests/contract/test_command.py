@@ -215,23 +215,27 @@ async def test_programs_that_it_started_end_with_it(program: Path, tmp_path: Pat
         await until(lambda: not marked(), 10)
 
 
-async def test_a_failed_start_leaves_no_other_program(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, ready, real = list[Child](), asyncio.Event(), Child.start_program
+async def test_a_failed_start_is_an_error_of_the_recipe_or_is_tried_again(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing, started, real = {1}, list[int](), Child.start_program
 
     async def start(*args: Any, **kwargs: Any) -> Child:
-        if not ready.is_set():
-            ready.set()
-            while not started:
-                await asyncio.sleep(0.01)
+        started.append(len(started) + 1)
+        if started[-1] in failing:
             raise OSError("no process is left")
-        started.append(await real(*args, **kwargs))
-        return started[-1]
+        return await real(*args, **kwargs)
 
     monkeypatch.setattr(Child, "start_program", start)
-    with pytest.raises(ConfigError, match="no process is left"):
+    with pytest.raises(ConfigError, match="cannot be started: no process is left"):
         async with backend(str(program), processes=2):
             pass
-    assert [await process.ended(0) for process in started] == ["was killed by SIGKILL"]
+    assert len(started) == 1, "the others would fail, too"
+    started.clear()
+    failing = {2, 3}
+    async with backend(str(program), processes=2) as pool:
+        await until(lambda: len(pool.worker_pids()) == 2, 20)
+    assert len(started) == 4
 
 
 async def test_the_sandbox_is_that_of_functions(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from fourfold.reward.function import Abstain
 from fourfold.text import clean
 from fourfold.workers.child import Child, Rights, WorkerDied
 from fourfold.workers.frames import Lines
+from fourfold.workers.pool import Pool
 from fourfold_reward.columns import parse_metadata, to_json
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome, outcome_of
@@ -64,10 +64,10 @@ class CommandPool(QueuedScorer):
         self._files = [self._program, *(Path(word) for word in command[1:] if _is_file(word))]
         try:
             self._version = _digest(self._files)
-        except ProgramFault as error:
+        except WorkerDied as error:
             raise ConfigError(f"reward.command: {error}") from None
         self._timeout, self._sandbox = timeout_seconds, sandbox
-        self._processes: list[Child | None] = [None] * processes
+        self._pool = Pool(self._launch, title="command pool", on_failure=on_failure)
         super().__init__(SampleQueue(self._score_batch, slots=processes, on_failure=on_failure))
         self.reads = Reads()
 
@@ -78,23 +78,20 @@ class CommandPool(QueuedScorer):
 
     @property
     def process_count(self) -> int:
-        return len(self._processes)
+        return self._queue.slot_count
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the running programs."""
-        return [process.pid for process in self._processes if process is not None]
+        return self._pool.pids()
 
     async def start(self) -> None:
         """Start the processes. Raises ConfigError: the program cannot be started, or ends at once."""
         try:
-            async with asyncio.TaskGroup() as group:  # after a failure it ends the other starts; `close` ends the rest
-                for slot in range(len(self._processes)):
-                    group.create_task(self._start_slot(slot))
-        except* (OSError, ProgramFault) as errors:
-            cause = errors.exceptions[0]
-            raise ConfigError(f"reward.command = {self._title} cannot be started: {cause}") from None
-        for process in self._processes:
-            if process is not None and (end := await process.ended(_WATCHED_SECONDS / len(self._processes))):
+            await self._pool.start(self.process_count)
+        except (OSError, WorkerDied) as error:
+            raise ConfigError(f"reward.command = {self._title} cannot be started: {error}") from None
+        for process in list(self._pool.children):
+            if end := await process.ended(_WATCHED_SECONDS / self.process_count):
                 raise ConfigError(
                     f"reward.command = {self._title} {end} before the first sample; it must read lines from stdin "
                     f"until their end. Its errors are in the log of this service"
@@ -103,21 +100,15 @@ class CommandPool(QueuedScorer):
 
     async def close(self) -> None:
         await self._queue.close()
-        await asyncio.gather(*(process.kill() for process in self._processes if process is not None))
-        self._processes = [None] * len(self._processes)
+        await self._pool.close()
 
     @property
     def _title(self) -> str:
         return repr(" ".join(self._words))[:200]
 
-    async def _start_slot(self, slot: int) -> None:
-        self._processes[slot] = await self._start_process()
-
-    async def _start_process(self) -> Child:
+    async def _launch(self) -> Child:
         if _digest(self._files) != self._version:
-            raise ProgramFault(
-                "WORKER_DIED", f"the files of {self.scorer} changed while the service ran; restart the service"
-            )
+            raise WorkerDied(f"the files of {self.scorer} changed while the service ran; restart the service")
         return await Child.start_program(
             str(self._program), self._words, self._rights, Lines(_MAX_LINE_BYTES), purpose="reward-command"
         )
@@ -126,29 +117,28 @@ class CommandPool(QueuedScorer):
         rights = self._sandbox.rights(scratch, builtin=False, timeout_seconds=0)
         return replace(rights, policy=rights.policy and replace(rights.policy, cpu_seconds=_CPU_SECONDS))
 
-    async def _score_batch(self, slot: int, jobs: Sequence[Job]) -> Sequence[Outcome]:
+    async def _score_batch(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
         (job,) = jobs
         try:
             request = _request(job)
+            process = await self._pool.take()
         except InvalidSample as error:
             return [Outcome.error(error.reason, str(error))]
-        outcome, usable = await self._score_one(slot, job, request)
-        if not usable:
+        except WorkerDied as error:
+            return [Outcome.error("WORKER_DIED", str(error))]
+        except OSError as error:
+            return [Outcome.error("WORKER_DIED", f"the program could not be started: {error}")]
+        outcome, usable = await self._score_one(process, job, request)
+        if usable:
+            self._pool.put(process)
+        else:
             _log.warning("program restarted: sample=%s cause=%s", job.sample_id, outcome.message)
-            await self._end(slot)
+            await self._pool.kill(process)
         return [outcome]
 
-    async def _score_one(self, slot: int, job: Job, request: bytes) -> tuple[Outcome, bool]:
+    async def _score_one(self, process: Child, job: Job, request: bytes) -> tuple[Outcome, bool]:
         """Return the outcome of a sample, and whether the process can score another one."""
-        process = self._processes[slot]
-        # Between two samples: not the fault of this one.
-        if process is not None and (fault := await _idle_fault(process)):
-            _log.warning("program restarted: cause=%s", fault)
-            await self._end(slot)
-            process = None
         try:
-            if process is None:
-                process = self._processes[slot] = await self._start_process()
             result, more = await _ask(process, request, timeout=self._timeout)
             outcome = _outcome(result, job.sample_id)
             return outcome, not more and outcome.error_reason in ("", "RAISED")
@@ -159,13 +149,6 @@ class CommandPool(QueuedScorer):
             return Outcome.error(error.reason, str(error)), False
         except (ValueError, RecursionError) as error:
             return Outcome.error("BAD_RESPONSE", f"the program's result: {error}"), False
-        except OSError as error:
-            return Outcome.error("WORKER_DIED", f"the program could not be started: {error}"), False
-
-    async def _end(self, slot: int) -> None:
-        process, self._processes[slot] = self._processes[slot], None
-        if process is not None:
-            await process.kill()
 
 
 async def _ask(process: Child, request: bytes, *, timeout: float) -> tuple[Any, bool]:
@@ -179,32 +162,15 @@ async def _ask(process: Child, request: bytes, *, timeout: float) -> tuple[Any, 
     try:
         line, *more = await process.receive(timeout=timeout)
     except WorkerDied:
-        raise await _died(process) from None
+        rest = f" after {_excerpt(process.unread)}" if process.unread else ""
+        cause = f"the program {await process.ended() or 'closed its stdout'}{rest}"
+        raise ProgramFault("WORKER_DIED", cause) from None
     except ValueError as error:
         raise ProgramFault("BAD_RESPONSE", f"the program wrote {error}") from None
     try:
         return json.loads(line), bool(more)
     except (ValueError, RecursionError):
         raise ProgramFault("BAD_RESPONSE", f"the program wrote no JSON: {_excerpt(line)}") from None
-
-
-async def _idle_fault(process: Child) -> str:
-    """Return what a program did between two samples that it must not do; empty: nothing.
-
-    The next sample would take a line that no sample waits for as its own answer.
-    """
-    try:
-        lines = process.read()
-    except ValueError as error:
-        return f"the program wrote {error}"
-    if lines:
-        return f"the program wrote a line that no sample asked for: {_excerpt(lines[0])}"
-    return str(await _died(process)) if process.closed else ""
-
-
-async def _died(process: Child) -> ProgramFault:
-    rest = f" after {_excerpt(process.unread)}" if process.unread else ""
-    return ProgramFault("WORKER_DIED", f"the program {await process.ended() or 'closed its stdout'}{rest}")
 
 
 def _excerpt(line: bytes) -> str:
@@ -262,5 +228,5 @@ def _digest(files: Sequence[Path]) -> str:
     try:
         hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     except OSError as error:
-        raise ProgramFault("WORKER_DIED", f"{error.filename} cannot be read: {error.strerror}") from None
+        raise WorkerDied(f"{error.filename} cannot be read: {error.strerror}") from None
     return (hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest())[:12]

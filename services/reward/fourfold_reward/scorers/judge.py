@@ -79,7 +79,7 @@ class Judge(QueuedScorer):
         await self._queue.close()
         await self._client.close()
 
-    async def _score_batch(self, slot: int, jobs: Sequence[Job]) -> Sequence[Outcome]:
+    async def _score_batch(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
         (job,) = jobs
         usage = _Usage()
         try:

@@ -57,7 +57,7 @@ class OpenRlhfServer(QueuedScorer):
         await self._queue.close()
         await self._client.close()
 
-    async def _score_batch(self, slot: int, jobs: Sequence[Job]) -> Sequence[Outcome]:
+    async def _score_batch(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._timeout + _SINGLE_SECONDS
         outcomes = await self._request(jobs, self._timeout)

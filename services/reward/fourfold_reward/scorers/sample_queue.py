@@ -1,7 +1,7 @@
 """A bounded queue of samples with slots that score them, for backends without worker processes of their own.
 
-    score() --> bounded queue --> slot 0 --> score(0, [sample, ...])
-                              `-> slot 1 --> score(1, [sample, ...])
+    score() --> bounded queue --> slot 0 --> score([sample, ...])
+                              `-> slot 1 --> score([sample, ...])
 
 A slot takes one sample, or several at a time if more samples wait than slots are free.
 """
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 MAX_BATCH_BYTES: Final = 4 << 20
 _NEWEST_WEIGHT: Final = 0.1
 
-ScoreBatch = Callable[[int, Sequence[Job]], Awaitable[Sequence[Outcome]]]
+ScoreBatch = Callable[[Sequence[Job]], Awaitable[Sequence[Outcome]]]
 """Scores the samples of one slot; it returns one outcome for each, and never later than its own time limit."""
 
 
@@ -59,8 +59,8 @@ class SampleQueue:
 
     def start(self) -> None:
         """Start the slots."""
-        for number in range(self._slot_count):
-            slot = asyncio.create_task(self._run_slot(number))
+        for _ in range(self._slot_count):
+            slot = asyncio.create_task(self._run_slot())
             slot.add_done_callback(self._on_slot_end)
             self._slots.append(slot)
 
@@ -94,7 +94,7 @@ class SampleQueue:
         outcomes = await self._queue.put(jobs, timeout=timeout)
         return [outcome or self._too_late() for outcome in outcomes]
 
-    async def _run_slot(self, number: int) -> None:
+    async def _run_slot(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             while not self._queue:
@@ -106,7 +106,7 @@ class SampleQueue:
             self._busy_slots += 1
             started = loop.time()
             try:
-                outcomes = await self._score_batch(number, [entry.item for entry in taken])
+                outcomes = await self._score_batch([entry.item for entry in taken])
             finally:
                 self.busy -= len(taken)
                 self._busy_slots -= 1

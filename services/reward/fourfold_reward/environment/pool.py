@@ -1,4 +1,4 @@
-"""Keeps the worker processes of an environment service alive and divides the episodes among them.
+"""Divides the episodes of an environment service among its worker processes, which `fourfold.workers.pool` keeps.
 
 A process that dies or hangs costs its own episodes, which fail with a reason, and is replaced. A call that passes its
 deadline is cancelled. If its thread goes on, the process takes no new episode and ends after its last one, because a
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from fourfold.errors import ConfigError
 from fourfold.workers.child import WorkerDied
+from fourfold.workers.pool import Pool
 from fourfold_reward.environment import wire
 from fourfold_reward.environment.process import EnvironmentProcess, EnvironmentRaised
 from fourfold_reward.environment.protocol import Action, Done, Endpoint, Observation, Task
@@ -26,7 +27,6 @@ _log = logging.getLogger(__name__)
 
 _LOAD_SECONDS: Final = 120.0
 _ANSWER_SECONDS: Final = 3.0  # a process whose event loop does not answer for this time is blocked
-_MAX_BACKOFF_SECONDS: Final = 30.0
 
 
 class EpisodeFailed(Exception):
@@ -62,132 +62,83 @@ class EnvironmentPool:
         self.loaded = Loaded(agent=False, wants_text=False, tools=())
         self._spec, self._count, self._sandbox = spec, processes, sandbox
         self.step_seconds = step_seconds
-        self._on_failure = on_failure
         self._numbers = itertools.count()
-        self._processes: list[EnvironmentProcess] = []
-        self._changed = asyncio.Condition()
-        self._slots: list[asyncio.Task[None]] = []
-        self._closing = False
+        self._pool = Pool(self._launch, title="environment pool", on_failure=on_failure)
+        self._retired: list[EnvironmentProcess] = []  # they take no new episodes
         self.deaths = 0
 
     async def start(self) -> None:
         """Start the processes. Raises ConfigError: the environment or a tool cannot be loaded."""
         try:
-            first = await self._launch()
-        except (EnvironmentRaised, WorkerDied, TimeoutError) as error:
-            text = str(error) or f"loading took longer than {_LOAD_SECONDS:g} s"
-            raise ConfigError(f"[environment] cannot be loaded: {text}") from None
-        others = await asyncio.gather(*(self._launch() for _ in range(self._count - 1)), return_exceptions=True)
-        for process in (first, *others):
-            # A process that did not start is tried again.
-            slot = asyncio.create_task(self._keep(None if isinstance(process, BaseException) else process))
-            slot.add_done_callback(self._on_slot_end)
-            self._slots.append(slot)
+            await self._pool.start(self._count)
+        except WorkerDied as error:
+            raise ConfigError(f"[environment] cannot be loaded: {error}") from None
 
     async def close(self) -> None:
         """Stop the processes; running episodes fail."""
-        self._closing = True
-        for slot in self._slots:
-            slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
-        await asyncio.gather(*(process.end("the service ends") for process in list(self._processes)))
-        self._processes.clear()
+        await self._pool.close()
+        await asyncio.gather(*(process.kill() for process in self._retired))
 
     def pids(self) -> list[int]:
         """Return the process ids of the running workers."""
-        return [process.pid for process in self._processes if not process.died.is_set()]
+        return [process.pid for process in (*self._pool.children, *self._retired)]
 
     def states(self) -> dict[str, int]:
         """Return the number of running processes by state."""
-        alive = [process for process in self._processes if not process.died.is_set()]
-        retired = sum(process.retired for process in alive)
-        return {"live": len(alive) - retired, "retired": retired}
+        return {"live": len(self._pool.children), "retired": len(self._retired)}
 
     async def open(self) -> Episode:
         """Begin an episode in the process with the fewest. Waits for a process; give the wait a deadline."""
-        async with self._changed:
-            while True:
-                free = [p for p in self._processes if not p.retired and not p.died.is_set()]
-                if free:
-                    break
-                await self._changed.wait()
-            process = min(free, key=lambda p: p.episodes)
-            process.episodes += 1
+        while not (free := [each for each in self._pool.free if not each.died.is_set()]):
+            self._pool.filled.clear()
+            await self._pool.filled.wait()
+        process = min(free, key=lambda each: each.episodes)
+        process.episodes += 1
         return Episode(self, process, next(self._numbers))
 
     async def release(self, process: EnvironmentProcess) -> None:
         """End an episode of a process; end the process if it was the last one of a retired process."""
         process.episodes -= 1
-        if process.retired and not process.episodes:
+        if process in self._retired and not process.episodes:
             await process.end("its last episode ended, and a thread of an earlier one still runs")
 
     async def retire(self, process: EnvironmentProcess, cause: str) -> None:
         """Give a process no new episodes, and start another one in its place."""
-        if not process.retired and not process.died.is_set():
-            process.retired = True
-            _log.warning("environment process retired: pid=%d cause=%s", process.pid, cause)
-            # At most one per slot: an environment that always hangs must not fill the memory.
-            retired = [p for p in self._processes if p.retired and not p.died.is_set()]
-            if len(retired) > self._count:
-                await retired[0].end("too many processes have threads that do not end")
-        await self._notify()
-
-    async def _keep(self, first: EnvironmentProcess | None) -> None:
-        """Keep one process alive and not retired."""
-        process, failures = first, 0
-        while True:
-            if process is None:
-                try:
-                    process, failures = await self._launch(), 0
-                except (EnvironmentRaised, WorkerDied, TimeoutError, OSError) as error:
-                    failures += 1
-                    seconds = min(2.0**failures / 2, _MAX_BACKOFF_SECONDS)
-                    _log.error("environment process start failed: cause=%s retry_seconds=%g", error, seconds)
-                    await asyncio.sleep(seconds)
-                    continue
-            async with self._changed:
-                while not process.died.is_set() and not process.retired:
-                    await self._changed.wait()  # `_watch` and `retire` notify
-            process = None
+        if process in self._retired or process.died.is_set():
+            return
+        self._retired.append(process)
+        _log.warning("environment process retired: pid=%d cause=%s", process.pid, cause)
+        self._pool.release(process)
+        # At most one per slot: an environment that always hangs must not fill the memory.
+        alive = [each for each in self._retired if not each.died.is_set()]
+        if len(alive) > self._count:
+            await alive[0].end("too many processes have threads that do not end")
 
     async def _launch(self) -> EnvironmentProcess:
         process = await EnvironmentProcess.launch(self._sandbox, step_seconds=self.step_seconds)
         process.begin()
-        watch = asyncio.create_task(self._watch(process))
         try:
             result = await process.call({"op": "load", "spec": asdict(self._spec)}, timeout=_LOAD_SECONDS)
             self.loaded = _loaded_from(result)
         except BaseException as error:
-            watch.cancel()
             await process.end(f"it could not load the environment: {error}")
+            if isinstance(error, EnvironmentRaised | TimeoutError):
+                raise WorkerDied(str(error) or f"loading took longer than {_LOAD_SECONDS:g} s") from None
             raise
-        self._processes.append(process)
-        await self._notify()
+        self._pool.add_task(self._watch(process))
         return process
 
     async def _watch(self, process: EnvironmentProcess) -> None:
-        """Remove a process when it has died."""
+        """Forget a process when it has died."""
         await process.died.wait()
-        if process in self._processes:
-            self._processes.remove(process)
-            if not process.retired and not self._closing:
-                self.deaths += 1
-                _log.warning(
-                    "environment process died: pid=%d episodes=%d cause=%s",
-                    process.pid,
-                    process.episodes,
-                    process.death,
-                )
-        await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _on_slot_end(self, slot: asyncio.Task[None]) -> None:
-        if not slot.cancelled() and (error := slot.exception()) is not None:
-            _log.error("slot of the environment pool failed", exc_info=error)
-            self._on_failure(f"the environment pool failed: {type(error).__name__}: {error}")
+        if process in self._retired:
+            self._retired.remove(process)
+            return
+        self.deaths += 1
+        _log.warning(
+            "environment process died: pid=%d episodes=%d cause=%s", process.pid, process.episodes, process.death
+        )
+        self._pool.release(process)
 
 
 def _loaded_from(data: Mapping[str, Any]) -> Loaded:

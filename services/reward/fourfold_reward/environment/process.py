@@ -32,7 +32,6 @@ class EnvironmentProcess(Child):
         self.death = ""
         self.died = asyncio.Event()
         self.episodes = 0
-        self.retired = False  # takes no new episodes
         self._reading = asyncio.create_task(self._take_replies())
 
     async def call(self, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
@@ -64,7 +63,11 @@ class EnvironmentProcess(Child):
         """Kill the process; every waiting call raises WorkerDied with `cause`."""
         self._fail(cause)
         self._reading.cancel()
-        await self.kill()
+        await super().kill()
+
+    async def kill(self) -> None:
+        """Kill the process, as the pool does when the service ends."""
+        await self.end("the service ends")
 
     async def _take_replies(self) -> None:
         try:
@@ -78,7 +81,7 @@ class EnvironmentProcess(Child):
         except ValueError as error:
             cause = f"the worker broke the protocol: {error}"
         self._fail(cause)
-        await self.kill()
+        await super().kill()
 
     def _fail(self, cause: str) -> None:
         if self.died.is_set():

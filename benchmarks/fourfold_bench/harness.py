@@ -266,7 +266,9 @@ def run(benchmark: Benchmark[Any], args: argparse.Namespace) -> int:
 
 
 def _plot(benchmark: Benchmark[Any], document: Mapping[str, Any], result: Path) -> None:
-    """Draw the plot of a result beside its file. Without matplotlib, say how to draw it on another machine."""
+    """Draw the plot of a result, if there is one, beside its file. Without matplotlib, say how to draw it elsewhere."""
+    if type(benchmark).plot is Benchmark.plot:
+        return
     if importlib.util.find_spec("matplotlib") is None:
         print(f"no plot: matplotlib is not installed; elsewhere: python -m fourfold_bench.plots {result}")
     else:

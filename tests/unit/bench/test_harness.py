@@ -219,6 +219,14 @@ def test_a_failure_is_an_exit_code_after_the_result_is_written(
     assert (tmp_path / "result.png").exists() == installed and ("no plot" in out) != installed
 
 
+def test_a_benchmark_without_a_plot_asks_for_no_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert harness.run(SmallBenchmark(), _arguments("--json", str(tmp_path / "result.json"))) == 0
+    assert capsys.readouterr().out == "double 6\n"
+
+
 def test_median_and_percentile() -> None:
     runs = [value / 1000 for value in range(1, 22)]
     found = record.percentiles(list(reversed(runs)))

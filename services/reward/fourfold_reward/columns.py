@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fourfold.answers import ANSWER_VALUE, answer_text
-from fourfold_reward.sample import InvalidSample
+from fourfold_reward.scores import InvalidSample
 
 
 def parse_metadata(text: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fourfold.reward.function import Abstain, Score
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_metric_name
 from fourfold.workers import frames
 from fourfold_reward.job import Job
-from fourfold_reward.sample import MAX_FLOAT32, components_of
+from fourfold_reward.scores import MAX_FLOAT32, components_of
 
 MAX_REPLY_BYTES: Final = 4 << 20  # an outcome has a few KiB, but may have a reward for each of 128k tokens
 MAX_TOKEN_REWARDS: Final = 1 << 17  # so that they fit the frame

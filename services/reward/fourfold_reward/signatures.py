@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
 from fourfold.reward.function import Result, RewardFunction, Score, ScoreInput
-from fourfold_reward.sample import InvalidSample, components_of
+from fourfold_reward.scores import InvalidSample, components_of
 
 _OPENRLHF: Final = frozenset({"queries", "prompts", "labels"})
 _TOKENS: Final = ("completion_ids", "completions_ids")  # the second is the spelling of older documents

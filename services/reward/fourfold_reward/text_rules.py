@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fourfold.reward.function import RewardFunction, Score, ScoreInput
-from fourfold_reward.sample import InvalidSample
+from fourfold_reward.scores import InvalidSample
 
 FORMAT: Final = "format"
 LENGTH: Final = "length"

@@ -23,7 +23,7 @@ from fourfold.text import nearest_name
 from fourfold_reward import text_rules
 from fourfold_reward.code import verifier as code_verifier
 from fourfold_reward.code.verifier import CODE_TESTS
-from fourfold_reward.sample import InvalidSample as InvalidSample
+from fourfold_reward.scores import InvalidSample as InvalidSample
 from fourfold_reward.text_rules import FORMAT, LENGTH
 
 GYM: Final = "reasoning_gym"

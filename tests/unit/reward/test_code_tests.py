@@ -18,7 +18,7 @@ from fourfold_reward import Abstain, ScoreInput
 from fourfold_reward.code import wire
 from fourfold_reward.code.remote import Connection, Remote
 from fourfold_reward.code.verifier import _same_text, _tests_of, extract_code
-from fourfold_reward.sample import InvalidSample
+from fourfold_reward.scores import InvalidSample
 
 
 @pytest.mark.parametrize(

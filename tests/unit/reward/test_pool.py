@@ -27,7 +27,7 @@ from tests.support.reward_jobs import make_job
 FUNCTIONS = """
 import asyncio, ctypes, json, math, multiprocessing, os, signal, subprocess, sys, threading, time
 from fourfold_reward import Abstain, Score, ScoreInput
-from fourfold_reward.sample import InvalidSample
+from fourfold_reward.scores import InvalidSample
 
 calls, held = 0, []
 

@@ -13,8 +13,8 @@ import pytest
 from fourfold.config.reward import JudgeConfig
 from fourfold.errors import ConfigError
 from fourfold_reward.job import Job
-from fourfold_reward.sample import InvalidSample
 from fourfold_reward.scorers.rubric import MAX_VERDICT, GradePattern, Rubric, Template
+from fourfold_reward.scores import InvalidSample
 from tests.support.reward_jobs import make_job
 
 EXAMPLE = Path(__file__).parents[3] / "examples/rewards/judge_rubric.md"

@@ -12,7 +12,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold_reward import ScoreInput, loader, verifiers
 from fourfold_reward.configured import ConfiguredFunction
-from fourfold_reward.sample import InvalidSample
+from fourfold_reward.scores import InvalidSample
 from tests.fakes.toy import make_config
 
 

@@ -27,7 +27,7 @@ import fourfold_reward
 from fourfold.answers import without_reasoning
 from fourfold.reward.function import Abstain, RewardFunction, Score, ScoreInput
 from fourfold_reward.code import wire, zygote
-from fourfold_reward.sample import InvalidSample
+from fourfold_reward.scores import InvalidSample
 from fourfold_reward.text_rules import OptionError, check_names
 
 CODE_TESTS: Final = "code_tests"

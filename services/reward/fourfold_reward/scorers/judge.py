@@ -17,10 +17,10 @@ from fourfold.config.reward import JudgeConfig
 from fourfold.errors import ConfigError
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
-from fourfold_reward.sample import InvalidSample
 from fourfold_reward.scorers.rubric import GradePattern, Rubric
 from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.scorers.web import JsonClient, WebError
+from fourfold_reward.scores import InvalidSample
 from fourfold_reward.signatures import Reads
 
 _log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from fourfold.reward.function import Score
 from fourfold_reward.columns import parse_metadata, take_answer
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import NO_SCORE, Outcome, outcome_of
-from fourfold_reward.sample import InvalidSample, components_of
 from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
 from fourfold_reward.scorers.web import JsonClient, WebError
+from fourfold_reward.scores import InvalidSample, components_of
 from fourfold_reward.signatures import Reads
 
 BATCH: Final = 32

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,12 +60,19 @@ def serve(runs: Sequence[Path], *options: str, env: dict[str, str]) -> Iterator[
     command = [sys.executable, "-c", _COMMAND, *map(str, runs), "--listen", "127.0.0.1:0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, stdin=subprocess.DEVNULL)
     assert process.stdout is not None
+    limit = threading.Timer(_START_SECONDS, process.kill)  # `readline` has no limit of its own
+    limit.start()
     try:
         found = re.search(r"https?://[^\s]+", process.stdout.readline())
+        limit.cancel()
         if found is None:
-            raise RuntimeError(f"`fourfold view` ended at once: {process.wait(_START_SECONDS)}")
+            code = process.wait(_START_SECONDS)
+            raise RuntimeError(
+                f"`fourfold view` printed no address within {_START_SECONDS:g} s, or ended: exit code {code}"
+            )
         yield found.group().rstrip("/")
     finally:
+        limit.cancel()
         process.terminate()
         process.wait(_PAGE_SECONDS)
         process.stdout.close()

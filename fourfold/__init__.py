@@ -190,12 +190,10 @@ def _import(name: str) -> Any:
 
 
 def _find_function(name: str) -> Any:
-    from importlib.metadata import entry_points
+    from fourfold.install import find_entry, install_command
 
-    for entry in entry_points(group="fourfold.functions", name=name):
+    if entry := find_entry("fourfold.functions", name):
         return entry.load()
-    from fourfold.install import install_command
-
     command = install_command(_FUNCTIONS[name])
     raise ImportError(f"fourfold.{name} needs {_FUNCTIONS[name]}; run `{command}`")
 

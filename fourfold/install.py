@@ -1,4 +1,4 @@
-"""Finds the parts of `fourfold-tools` that other distributions call, and the command that installs what is missing."""
+"""Finds what other distributions register by entry points, and the command that installs what is missing."""
 
 from __future__ import annotations
 
@@ -44,9 +44,15 @@ def find_tool(name: str, purpose: str) -> EntryPoint:
     Raises:
         ConfigError: `fourfold-tools` is not installed; the message begins with `purpose`, which needs it.
     """
-    for entry in importlib.metadata.entry_points(group="fourfold.tools", name=name):
-        return entry
-    raise ConfigError(f"{purpose} needs fourfold-tools, which is not installed; {install_command('fourfold-tools')}")
+    if (entry := find_entry("fourfold.tools", name)) is None:
+        how = install_command("fourfold-tools")
+        raise ConfigError(f"{purpose} needs fourfold-tools, which is not installed; {how}")
+    return entry
+
+
+def find_entry(group: str, name: str) -> EntryPoint | None:
+    """Return an entry point without loading it; None if no installed distribution registers it."""
+    return next(iter(importlib.metadata.entry_points(group=group, name=name)), None)
 
 
 def version_of(package: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol, TextIO
 
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.host import proxies
-from fourfold.install import install_command
+from fourfold.install import find_entry, install_command
 from fourfold.text import nearest_name
 
 _MODULES: Final = {
@@ -251,7 +251,7 @@ def how_to_install(role: str) -> str:
 def _load(group: str, name: str) -> Any:
     """Return the object that an installed distribution registered under a name."""
     is_command = group == "fourfold.commands"  # `reward` is a command of the coordinator, and a service
-    for entry in importlib.metadata.entry_points(group=group, name=name):
+    if entry := find_entry(group, name):
         try:
             return entry.load()
         except ModuleNotFoundError as error:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from fourfold.errors import ConfigError
 from fourfold.host.scratch import Scratch
 from fourfold.reward.function import RewardFunction
 from fourfold_reward import __version__, openrlhf_modules, text_rules, verifiers
@@ -73,6 +74,19 @@ def find(name: str, *, directory: Path) -> Verifier:
     if not _MODULE.fullmatch(place):
         raise VerifierError(f"{name!r}: {place!r} is neither a module nor a .py file. {usage}")
     return Verifier(name=name, module=place, function=function)
+
+
+def check(name: str, *, directory: Path) -> None:
+    """Check that a name has a function, for a command that writes a recipe. The function's code is not run.
+
+    Raises ConfigError: `find` fails, or the file does not have the word.
+    """
+    try:
+        found = find(name, directory=directory)
+    except VerifierError as error:
+        raise ConfigError(str(error)) from None
+    if found.file and not re.search(rf"\b{found.function}\b", found.source):
+        raise ConfigError(f"{name}: {found.file} has no {found.function}; name a function of that file")
 
 
 def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verifier, Reads]:

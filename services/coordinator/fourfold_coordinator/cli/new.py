@@ -6,8 +6,6 @@ On a terminal, the command asks for missing options; the data and the machine su
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.metadata
 import itertools
 import re
 import shlex
@@ -26,6 +24,7 @@ from fourfold.config.reward import ANSWER_VERIFIERS
 from fourfold.errors import ConfigError, InvalidInput
 from fourfold.host.hardware import visible_gpus
 from fourfold.host.program import program
+from fourfold.install import find_entry
 from fourfold.model import folder as model_folder
 from fourfold.model.chat import read_messages
 from fourfold.model.tokenizer import Tokenizer
@@ -361,14 +360,11 @@ def _check_reward(name: str, *, has_answers: bool) -> str:
             f"--reward {name or 'is missing'}: no row has a text or a number as its reference answer, which "
             f"{', '.join(ANSWER_VERIFIERS)} need; give --answer-field COLUMN, or --reward FILE.py:FUNCTION"
         )
-    for entry in importlib.metadata.entry_points(group="fourfold.checks", name="reward"):
-        loader = importlib.import_module(f"{entry.module.rpartition('.')[0]}.loader")
+    if check := find_entry("fourfold.verifiers", "check"):
         try:
-            found = loader.find(name, directory=Path.cwd())
-        except loader.VerifierError as error:
-            raise ConfigError(f"--reward {error}") from None
-        if found.file and not re.search(rf"\b{found.function}\b", found.source):
-            raise ConfigError(f"--reward {name}: {found.file} has no {found.function}; name a function of that file")
+            check.load()(name, directory=Path.cwd())
+        except ConfigError as error:
+            raise ConfigError(f"--reward {error.message}") from None
     return name
 
 

@@ -44,6 +44,7 @@ from fourfold.plan.placement import gpu_plan, memory_warnings, node_plan
 from fourfold.plan.preflight import Preflight, check_recipe
 from fourfold.plan.speed import SpeedPredictor, load_predictor
 from fourfold.plan.weight_update import update_cost
+from fourfold.security.access import VIEWER, Security
 from fourfold.text import align_columns
 
 _WIDTH: Final = 110
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-checks",
         action="store_true",
-        help="do not read data and reward functions, which may be on another machine",
+        help="do not read data, reward functions and certificates, which may be on another machine",
     )
     parser.add_argument("--resolved", action="store_true", help="print the recipe with every default written out")
 
@@ -77,7 +78,11 @@ def main(args: argparse.Namespace) -> int:
         print(configuration.dump(config), end="")
         return 0
     predictor = load_predictor(args.rates)
-    found = Preflight(config) if args.skip_checks else check_recipe(config, args.recipe, args.set)
+    if args.skip_checks:
+        found = Preflight(config)
+    else:
+        Security.load(config.security, VIEWER)  # as `fourfold run` does first
+        found = check_recipe(config, args.recipe, args.set)
     print(describe(config, found, predictor), end="")
     return 0
 

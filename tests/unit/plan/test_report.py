@@ -134,6 +134,17 @@ def test_missing_model_is_one_clear_error(tmp_path: Path, capsys: pytest.Capture
     assert "model.source = 'no/such/folder': no such folder" in capsys.readouterr().err
 
 
+def test_missing_certificates_are_the_error_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [str(QUICKSTART), "--set", 'security.directory="certs"']
+    assert main(["plan", *words]) == main(["run", *words]) == 1
+    planned, run = capsys.readouterr().err.splitlines()
+    assert planned == run and planned.startswith("fourfold: certs/ca.pem: cannot read it (No such file or directory); ")
+    assert main(["plan", *words, "--skip-checks"]) == 0
+
+
 def test_resolved_recipe_reads_back_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(QUICKSTART), "--resolved"]) == 0
     (tmp_path / "resolved.toml").write_text(capsys.readouterr().out)

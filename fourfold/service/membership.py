@@ -72,6 +72,7 @@ class Membership:
         self._clock = clock
         self._random = random_source or random.Random()
         self._lease: Lease | None = None
+        self._registration: asyncio.Task[Lease] | None = None  # the call in flight
         self._failures = 0
         self._registered = asyncio.Event()
         self.problem = "no answer yet"
@@ -98,27 +99,28 @@ class Membership:
         return self._registered.is_set()
 
     async def leave(self, *, timeout: float) -> None:
-        """Return the lease, if there is one. Errors are only logged, because the lease expires anyway."""
+        """Return the lease, also that of a registration still in flight. Cancel `run` first.
+
+        Errors are only logged, because the lease expires anyway. `timeout` is in seconds, for both calls together.
+        """
         lease, self._lease = self._lease, None
-        if lease is None:
-            return
+        registration, self._registration = self._registration, None
         try:
-            await self._client.deregister(lease.token, timeout=timeout)
+            async with asyncio.timeout(timeout):
+                if registration is not None:
+                    with suppress(FourfoldError):  # then there is no lease
+                        lease = await registration
+                if lease is not None:
+                    await self._client.deregister(lease.token, timeout=timeout)
         except FourfoldError as error:
             log.info("deregistration failed: %s", error)
+        except TimeoutError:
+            log.info("deregistration failed: no answer within %s s", timeout)
 
     async def _register_or_renew(self) -> float:
         """Register or keep alive once; return the seconds until the next call."""
         if self._lease is None:
-            self._lease = await self._client.register(
-                member_id=self._member_id,
-                incarnation=self.incarnation,
-                role=self._role,
-                target=self._target,
-                tokenizer_sha256=self._tokenizer_sha256,
-                timeout=_CALL_TIMEOUT_SECONDS,
-                scorer=self._scorer,
-            )
+            self._lease = await self._register()
             self._registered.set()
             log.info("registered", extra={"target": self._target, "ttl_seconds": self._lease.ttl_seconds})
             return self._lease.ttl_seconds / 3
@@ -127,6 +129,26 @@ class Membership:
         if drain:
             self._on_drain()
         return ttl / 3
+
+    async def _register(self) -> Lease:
+        """Register. A cancellation leaves the call in flight: the coordinator may have accepted it already."""
+        call = self._client.register(
+            member_id=self._member_id,
+            incarnation=self.incarnation,
+            role=self._role,
+            target=self._target,
+            tokenizer_sha256=self._tokenizer_sha256,
+            timeout=_CALL_TIMEOUT_SECONDS,
+            scorer=self._scorer,
+        )
+        self._registration = asyncio.create_task(call)
+        try:
+            lease = await asyncio.shield(self._registration)
+        except FourfoldError:
+            self._registration = None
+            raise
+        self._registration = None
+        return lease
 
     def _on_failure(self, error: FourfoldError) -> float:
         """Drop the lease after a failure; return the seconds until the next registration."""

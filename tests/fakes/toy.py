@@ -184,7 +184,6 @@ class Member(ABC):
     async def leave(self) -> None:
         """Give the lease back, as a service does that drains; it still answers."""
         assert self._membership is not None
-        await self._membership.is_registered(within=5)  # a call in flight would make it a member after it has left
         for task in self._tasks:
             task.cancel()
         await self._membership.leave(timeout=5)

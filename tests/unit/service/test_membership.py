@@ -23,6 +23,9 @@ class Client:
         self._clock = clock
         self.calls: list[tuple[float, str]] = []
         self.errors: dict[str, Exception | None] = {}
+        self.accepts = asyncio.Event()
+        """Set while the coordinator answers registrations."""
+        self.accepts.set()
         self.drain = False
         self.ttl = 15.0
 
@@ -35,6 +38,7 @@ class Client:
 
     async def register(self, **request: Any) -> Lease:
         self._note("register", request["timeout"])
+        await self.accepts.wait()
         return Lease(token=b"t", ttl_seconds=self.ttl)
 
     async def keep_alive(self, token: bytes, *, timeout: float) -> tuple[float, bool]:
@@ -160,3 +164,32 @@ async def test_leaving_gives_the_lease_back_once_and_never_fails(clock: FakeCloc
     await membership.leave(timeout=1)
     await membership.leave(timeout=1)
     assert [name for _, name in client.calls] == ["register", "deregister"]
+
+
+async def test_leaving_gives_back_a_lease_that_is_on_its_way(clock: FakeClock) -> None:
+    client = Client(clock)
+    client.accepts.clear()
+    membership = member(client, clock, [])
+    task = asyncio.create_task(membership.run())
+    await clock.advance(0)
+    await stopped(task)
+    leaving = asyncio.create_task(membership.leave(timeout=5))
+    await clock.advance(0)
+    assert not leaving.done()
+    client.accepts.set()
+    await leaving
+    await membership.leave(timeout=1)
+    assert [name for _, name in client.calls] == ["register", "deregister"]
+
+
+async def test_leaving_waits_no_longer_than_its_timeout_for_a_lease(clock: FakeClock) -> None:
+    client = Client(clock)
+    client.accepts.clear()
+    membership = member(client, clock, [])
+    task = asyncio.create_task(membership.run())
+    await clock.advance(0)
+    await stopped(task)
+    await asyncio.wait_for(membership.leave(timeout=0.01), 5)
+    client.accepts.set()
+    await clock.advance(0)
+    assert [name for _, name in client.calls] == ["register"]

@@ -165,12 +165,16 @@ class FaultRun:
 
     # -- coordinators -----------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start a coordinator with another lag limit, as a process or in this one, and let the services register."""
+    async def start(self, *, in_process: bool | None = None) -> None:
+        """Start a coordinator with another lag limit, and let the services register.
+
+        `in_process` tells whether it runs in this process; None: chance decides.
+        """
         stage = self.stage
         stage.config = make_config(self.root, **self._recipe())
         (stage.folder / "config.toml").write_text(configuration.dump(stage.config))
-        in_process = self.chance.random() < 0.4
+        if in_process is None:
+            in_process = self.chance.random() < 0.4
         self.tally.coordinators["in-process" if in_process else "process"] += 1
         self._offset[:] = struct.pack("<d", 0.0)
         if in_process:
@@ -254,21 +258,16 @@ class FaultRun:
 
     async def strike(self) -> None:
         """Let one fault strike, and bring back what it took."""
-        kinds = [kind for kind in KINDS if self.process is not None or kind not in PROCESS_ONLY]
-        kind = self.chance.choices(kinds, [KINDS[k] for k in kinds])[0]
-        phase = self.chance.choices(list(PHASES), [_WEIGHTS.get(name, 1) for name in PHASES])[0]
-        if self._given is not None:
-            kind, phase = next(self._given)
-        victims = self._victims(kind)
-        act = self._action(kind, victims)
+        kind, phase = self._draw() if self._given is None else next(self._given)
+        if kind in PROCESS_ONLY and self.process is None:  # a given fault, which would do nothing
+            await self._end_coordinator()
+            await self.start(in_process=False)
         if phase == "restoring":  # there is none without the death of a trainer before
             await self._replace([self.trainer])
-            victims, act = self._victims(kind), self._action(kind, self._victims(kind))
         elif phase == "joining":
             await self._replace([self.stage.rollouts[0]])
-            victims = self._victims(kind)
-            act = self._action(kind, victims)
-        phase = await self._strike_in(phase, act)
+        victims = self._victims(kind)
+        phase = await self._strike_in(phase, self._action(kind, victims))
         self.tally.faults[kind, phase] += 1
         self.faults.append(f"{kind} in {phase}, trainer at step {self.trainer.step}")
         if kind == "disk full":
@@ -277,6 +276,12 @@ class FaultRun:
         if kind.startswith("kill"):
             await asyncio.sleep(self.chance.choice([0.0, 0.0, 0.2, 1.0]))
             await self._replace(victims)
+
+    def _draw(self) -> tuple[str, str]:
+        """Return kind and phase of a fault that can strike the present coordinator."""
+        kinds = [kind for kind in KINDS if self.process is not None or kind not in PROCESS_ONLY]
+        kind = self.chance.choices(kinds, [KINDS[k] for k in kinds])[0]
+        return kind, self.chance.choices(list(PHASES), [_WEIGHTS.get(name, 1) for name in PHASES])[0]
 
     def _victims(self, kind: str) -> list[Any]:
         stage = self.stage

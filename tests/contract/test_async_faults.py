@@ -8,7 +8,6 @@ A run that failed is repeated with FOURFOLD_FAULT_SEED: the same faults in the s
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import sys
@@ -30,18 +29,21 @@ SEED: Final = int(os.environ.get("FOURFOLD_FAULT_SEED", "1"))
 RESULT: Final = os.environ.get("FOURFOLD_FAULT_RESULTS", "")
 _SAMPLES: Final = 100_000
 _PROCESSES: Final = 2
+_KILLS: Final = tuple(kind for kind in KINDS if kind.startswith("kill"))
+_TURNS: Final = range(len(_KILLS))
 _COUNTERS: Final = ("dropped", "coordinators", "errors", "violations", "samples_by_lag")
 
 
 @pytest.mark.slow
-@pytest.mark.lock
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("turn", [pytest.param(n, marks=pytest.mark.soak if n else pytest.mark.lock) for n in _TURNS])
 async def test_samples_survive_kills_in_every_phase_and_faults_of_all_kinds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None], turn: int
 ) -> None:
+    """All turns together have each kind of kill in each phase, which takes too long for the lock."""
     monkeypatch.setattr(report, "draw_curve", lambda path, *_, **__: path.write_bytes(b""))
-    kills = itertools.cycle(kind for kind in KINDS if kind.startswith("kill"))
-    faults = [*((next(kills), phase) for phase in PHASES), *((kind, "training") for kind in KINDS)]
+    kills = [(_KILLS[(number + turn + SEED - 1) % len(_KILLS)], phase) for number, phase in enumerate(PHASES)]
+    faults = [*kills, *((kind, "training") for kind in KINDS)]
     tally, clock, steps = Tally(), build_clock(tmp_path), 6 * len(faults)
     with memory_folder() as folder:
         await FaultRun(folder, clock, seed=SEED, steps=steps, tally=tally, given=faults).run(len(faults))

@@ -142,6 +142,8 @@ class Membership:
             scorer=self._scorer,
         )
         self._registration = asyncio.create_task(call)
+        # Read the error of a call that outlives `run`: `leave` may never await it, and asyncio would log that.
+        self._registration.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             lease = await asyncio.shield(self._registration)
         except FourfoldError:

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from fourfold_bench import models
-from tests.integration.test_trainer_deepspeed import run
 from tests.support.bench_command import bench
+from tests.support.fork_server import run_cases
 from tests.support.trainer_driver import Case
 
 _GPUS = torch.cuda.device_count()
@@ -57,7 +57,7 @@ def test_an_export_without_a_checkpoint_has_all_weights(ranks: int, tmp_path: Pa
         name="export", model=str(tmp_path / "model"), ranks=ranks, dtype="bfloat16", device="cuda", liger=True,
         does="export", budget=32, folder=str(tmp_path / "folder"),
     )  # fmt: skip
-    found = run([case], tmp_path)["export"]
+    found = run_cases([case], tmp_path)["export"]
     assert found["in_flight"] > 0, "or this tests nothing"
     assert found["after pass"] == found["after step"]
     np.testing.assert_array_equal(found["logprobs again"], found["logprobs"])

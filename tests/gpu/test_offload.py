@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.test_trainer_deepspeed import run
+from tests.support.fork_server import run_cases
 from tests.support.plain_trainer import Arrays
 from tests.support.tiny_models import write_tiny_model
 from tests.support.trainer_driver import Case
@@ -50,7 +50,7 @@ def test_offloading_changes_nothing(model: Path, tmp_path: Path, dtype: str) -> 
     shared = Case(name="", model=str(model), dtype=dtype, budget=48, device="cuda", does="parts")
     engines = [(1, "none"), (2, "none"), (3, "none"), *OFFLOADS]
     cases = [dataclasses.replace(shared, name=f"{s} {o}", stage=s, offload=o) for s, o in engines]
-    seen = run(cases, tmp_path)
+    seen = run_cases(cases, tmp_path)
     for stage, offload in OFFLOADS:
         found = seen[f"{stage} {offload}"]
         assert found["offloads"].tolist() == [True, offload == ALL], f"stage {stage}, {offload}"
@@ -63,7 +63,7 @@ def test_muon_with_and_without_offloading(model: Path, tmp_path: Path, dtype: st
     """The matrices are made orthogonal on the GPU, wherever the momentum is."""
     shared = Case(name="", model=str(model), dtype=dtype, budget=48, device="cuda", optimizer="muon")
     engines = [(0, "none"), (3, "none"), (2, "optimizer"), (3, ALL)]
-    seen = run([dataclasses.replace(shared, name=f"{s} {o}", stage=s, offload=o) for s, o in engines], tmp_path)
+    seen = run_cases([dataclasses.replace(shared, name=f"{s} {o}", stage=s, offload=o) for s, o in engines], tmp_path)
     for stage, offload in engines[2:]:
         close(seen[f"{stage} {offload}"], seen["3 none"], dtype)
     if dtype == "float32":  # in bfloat16 stage 0 sums micro-batches in another type
@@ -76,7 +76,7 @@ def test_offloaded_state_is_saved_and_restored(model: Path, tmp_path: Path, offl
     (tmp_path / "saved").mkdir()
     case = Case(name="one", model=str(model), dtype="bfloat16", offload=offload, optimizer="muon", budget=48,
                 device="cuda", does="resume", folder=str(tmp_path / "saved"))  # fmt: skip
-    seen = run([case], tmp_path)["one"]
+    seen = run_cases([case], tmp_path)["one"]
     for name in ("back", "after"):
         np.testing.assert_allclose(seen[name], seen["straight"], atol=TOLERANCE["bfloat16"])
     assert np.abs(seen["loaded"] - seen["straight"]).max() > 0.01, "the third step changes the model"
@@ -87,7 +87,7 @@ def test_weights_stream_from_where_they_are(model: Path, tmp_path: Path, offload
     (tmp_path / "saved").mkdir()
     case = Case(name="one", model=str(model), dtype="bfloat16", offload=offload, device="cuda", does="stream",
                 folder=str(tmp_path / "saved"))  # fmt: skip
-    seen = run([case], tmp_path)["one"]
+    seen = run_cases([case], tmp_path)["one"]
     np.testing.assert_array_equal(seen["streamed"], seen["exported"])
     assert (seen["exported"] != seen["before"]).any()
     assert set(seen["streamed_from"].tolist()) == {"cpu" if offload == ALL else "cuda"}
@@ -98,5 +98,5 @@ def test_weights_stream_from_where_they_are(model: Path, tmp_path: Path, offload
 def test_muon_on_two_gpus_is_muon_on_one(model: Path, tmp_path: Path, stage: int, offload: str) -> None:
     two = Case(name="two", model=str(model), stage=stage, offload=offload, optimizer="muon", budget=64, device="cuda",
                ranks=2)  # fmt: skip
-    seen = run([two, dataclasses.replace(two, name="one", ranks=1)], tmp_path)
+    seen = run_cases([two, dataclasses.replace(two, name="one", ranks=1)], tmp_path)
     close(seen["two"], seen["one"], "float32")

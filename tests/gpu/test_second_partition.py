@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.test_trainer_deepspeed import WIDE, run
+from tests.integration.test_trainer_deepspeed import WIDE
+from tests.support.fork_server import run_cases
 from tests.support.tiny_models import write_tiny_model
 from tests.support.trainer_driver import Case
 
@@ -32,7 +33,7 @@ def test_a_second_partition_changes_nothing(tmp_path: Path, dtype: str) -> None:
             name="two", model=str(model), ranks=2, hpz=hpz, dtype=dtype, device="cuda", budget=64, does="restore",
             folder=str(folder / "saved"),
         )  # fmt: skip
-        seen.append(run([case], folder)["two"])
+        seen.append(run_cases([case], folder)["two"])
     flat, second = seen
     assert (flat["straight"] != flat["before"]).any()
     np.testing.assert_array_equal(second["after"], second["straight"])

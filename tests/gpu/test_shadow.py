@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.test_trainer_deepspeed import run
 from tests.integration.test_trainer_shadow import case, check
+from tests.support.fork_server import run_cases
 from tests.support.tiny_models import write_tiny_model
 
 _GPUS = torch.cuda.device_count()
@@ -25,4 +25,4 @@ def test_zero_3_compares_as_one_process_in_float64_and_changes_nothing(
 ) -> None:
     llama = write_tiny_model(tmp_path / "llama", "llama_tied", seed=0, dtype="float32")
     one = case("case", llama, tmp_path, ranks=ranks, mini_batches=mini_batches, device="cuda")
-    check(run([one], tmp_path)["case"], llama, tmp_path / "case", {}, tolerance=1e-4)
+    check(run_cases([one], tmp_path)["case"], llama, tmp_path / "case", {}, tolerance=1e-4)

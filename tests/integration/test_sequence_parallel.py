@@ -5,9 +5,7 @@ What one rank alone gives is the truth; tests/unit/nn/test_sequence.py has the s
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 
+from tests.support.fork_server import run_cases, run_modules
 from tests.support.plain_trainer import Arrays
 from tests.support.sequence_cases import CASES, check, float64_alone, make_model, run
-from tests.support.trainer_driver import Case, trainer_environment, write_cases
+from tests.support.trainer_driver import Case
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 
-REPOSITORY = Path(__file__).parents[2]
 TinyModel = Callable[..., Path]
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"kl": {"coef": 0.1}},
@@ -32,32 +30,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def wait_for(commands: Sequence[Sequence[str]]) -> None:
-    """Run processes side by side."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", *command],
-            env=trainer_environment(),
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in commands
-    ]
-    try:
-        for process in started:
-            output, _ = process.communicate(timeout=350)
-            assert process.returncode == 0, output[-4000:]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-
-
 @pytest.mark.parametrize(("count", "size"), [(4, 2), *(pytest.param(n, n, marks=pytest.mark.soak) for n in (2, 4))])
 def test_the_exchange_of_deepspeed_gives_what_one_rank_gives(count: int, size: int, tmp_path: Path) -> None:
-    wait_for([("tests.support.sequence_ranks", *map(str, (rank, count, size, tmp_path))) for rank in range(count)])
+    run_modules(
+        [("tests.support.sequence_ranks", *map(str, (rank, count, size, tmp_path))) for rank in range(count)],
+        tmp_path / "ranks.log",
+    )
     for index, case in enumerate(CASES):
         for seed in range(count // size):
             ranks = range(seed * size, (seed + 1) * size)
@@ -67,13 +45,6 @@ def test_the_exchange_of_deepspeed_gives_what_one_rank_gives(count: int, size: i
 
 
 # ---- whole steps ---------------------------------------------------------------------
-
-
-def drive(cases: Sequence[Case], folder: Path) -> dict[str, Arrays]:
-    """Run cases in one process; return what each saw."""
-    write_cases(folder / "cases.json", cases)
-    wait_for([("tests.support.trainer_driver", str(folder / "cases.json"), str(folder))])
-    return {case.name: np.load(folder / f"{case.name}.npz") for case in cases}
 
 
 def case_of(name: str, model: Path, folder: Path, **settings: Any) -> Case:
@@ -101,7 +72,7 @@ def llama(tiny_model: TinyModel) -> Path:
 def one_rank(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Arrays]:
     folder = tmp_path_factory.mktemp("one-rank")
     cases = [*(case_of(name, llama, folder) for name in ALGORITHMS), case_of("grpo", llama, folder, does="parts")]
-    return drive(cases, folder)
+    return run_cases(cases, folder)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +99,7 @@ def test_ranks_that_share_rows_learn_as_one(
     one_rank: dict[str, Arrays], llama: Path, tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
     case = case_of(name, llama, tmp_path, sequence=2, **settings)
-    found, wanted = drive([case], tmp_path)[case.name], one_rank[case.name]
+    found, wanted = run_cases([case], tmp_path)[case.name], one_rank[case.name]
     np.testing.assert_allclose(found["before"], wanted["before"], atol=1e-5)
     np.testing.assert_allclose(found["losses"], wanted["losses"], atol=1e-5)
     np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-5)

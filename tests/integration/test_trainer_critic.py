@@ -17,9 +17,10 @@ from fourfold.nn.forward import read_value_head
 from fourfold.rpc.channel import open_channel
 from fourfold.sample.wire import encode
 from fourfold.trainer.client import AsyncTrainerClient
-from tests.integration.test_trainer_deepspeed import PPO, run
+from tests.integration.test_trainer_deepspeed import PPO
 from tests.integration.test_trainer_service import Service
 from tests.integration.test_trainer_state import Copies
+from tests.support.fork_server import run_cases
 from tests.support.trainer_driver import Case, batch
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -103,7 +104,7 @@ def test_a_critic_apart_learns_what_it_learns_in_the_ranks_of_the_policy(
     llama: Path, tmp_path: Path, ranks: int, critic_ranks: int, stage: int
 ) -> None:
     apart, shared = case(llama, tmp_path, ranks, critic_ranks, stage), case(llama, tmp_path, 1, 0, stage)
-    found = run([apart, shared], tmp_path)
+    found = run_cases([apart, shared], tmp_path)
     mine, theirs = found[apart.name], found[shared.name]
     same: Any = np.testing.assert_array_equal
     if ranks + critic_ranks > 2:  # sums in another order, through an optimiser

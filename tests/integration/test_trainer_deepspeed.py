@@ -6,9 +6,6 @@ The truth is a plain PyTorch loop over the whole batch: `tests/support/plain_tra
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,30 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.fork_server import run_cases
 from tests.support.plain_trainer import Arrays, plain, plain_parts, plain_ppo
 from tests.support.tiny_models import write_tiny_model
-from tests.support.trainer_driver import Case, config_of, trainer_environment, write_cases
+from tests.support.trainer_driver import REPOSITORY, Case, config_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-REPOSITORY = Path(__file__).parents[2]
 KL = {"kl": {"coef": 0.1}}
 PPO = {"preset": "ppo"}
 # Matrices above the size that DeepSpeed keeps whole on every rank.
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 TinyModel = Callable[..., Path]
-
-
-def run(cases: Sequence[Case], folder: Path, *, prepended: Path | None = None) -> dict[str, Arrays]:
-    """Run cases in one process; return what each saw. `prepended` comes first in PYTHONPATH."""
-    environment = trainer_environment()
-    if prepended is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(prepended), environment["PYTHONPATH"]])
-    write_cases(folder / "cases.json", cases)
-    argv = [sys.executable, "-m", "tests.support.trainer_driver", str(folder / "cases.json"), str(folder)]
-    result = subprocess.run(argv, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return {case.name: np.load(folder / f"{case.name}.npz") for case in cases}
 
 
 def check(found: Arrays, wanted: Arrays) -> None:
@@ -86,7 +71,7 @@ def one_rank(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         Case(name="clean bfloat16", model=model, algorithm=KL, dtype="bfloat16"),
         Case(name="float32 logits", model=model, algorithm=KL, dtype="bfloat16", head_dtype="float32"),
     ]
-    return run(cases, tmp_path_factory.mktemp("one-rank"))
+    return run_cases(cases, tmp_path_factory.mktemp("one-rank"))
 
 
 # Its gradients would be summed in bfloat16.
@@ -107,7 +92,7 @@ def resumed(llama: Path, folder: Path, stages: Sequence[int]) -> dict[str, Array
         name = f"resume {kind} {stage}"
         (folder / name).mkdir()
         cases.append(Case(name=name, model=str(llama), stage=stage, does="resume", folder=str(folder / name), **more))
-    return run(cases, folder)
+    return run_cases(cases, folder)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +207,7 @@ def test_ranks_with_a_second_partition_learn_and_restore_as_one(tmp_path: Path) 
 def check_restored(case: Case, truth: Arrays, folder: Path) -> None:
     saved = folder / "saved"
     saved.mkdir()
-    (seen,) = run([replace(case, does="restore", folder=str(saved))], folder).values()
+    (seen,) = run_cases([replace(case, does="restore", folder=str(saved))], folder).values()
     first = {"losses": seen["losses"][:6], "norms": seen["norms"][:3], "after": seen["straight"]}
     check({**seen, **first}, truth)
     np.testing.assert_array_equal(seen["after"], seen["straight"])
@@ -235,7 +220,7 @@ def test_a_step_of_parts_on_two_ranks_learns_the_same(
     llama: Path, truth_of_parts: Arrays, tmp_path: Path, stage: int
 ) -> None:
     case = Case(name="two", model=str(llama), stage=stage, ranks=2, budget=64, does="parts")
-    check_parts(run([case], tmp_path)["two"], truth_of_parts)
+    check_parts(run_cases([case], tmp_path)["two"], truth_of_parts)
 
 
 # ---- exports while parameters are in flight ------------------------------------------
@@ -252,7 +237,7 @@ def test_an_export_after_a_pass_without_gradients_has_all_weights(
     model = write_tiny_model(tmp_path / "model", "llama_tied", sizes=WIDE, dtype="float32")
     more: dict[str, Any] = {"budget": 32, "algorithm": KL, "lora": lora, "folder": str(tmp_path / "folder")}
     case = Case(name="export", model=str(model), ranks=ranks, does="export", **more)
-    found = run([case], tmp_path, prepended=REPOSITORY / "tests" / "prefetch")["export"]
+    found = run_cases([case], tmp_path, first=REPOSITORY / "tests/prefetch/sitecustomize.py")["export"]
     assert found["in_flight"] > 0, "or this tests nothing: see tests/prefetch"
     assert found["after pass"] == found["after step"]
     np.testing.assert_array_equal(found["logprobs again"], found["logprobs"])

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.test_trainer_deepspeed import check, run
+from tests.integration.test_trainer_deepspeed import check
+from tests.support.fork_server import run_cases
 from tests.support.plain_trainer import Arrays, plain
 from tests.support.trainer_driver import Case
 
@@ -36,7 +37,7 @@ def case(name: str, mixtral: Path, *, coef: float = COEF, budget: int = 512, sta
 def test_experts_at_stage_3_learn_with_the_routers_loss_what_plain_pytorch_learns(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:
-    seen = run([case("whole", mixtral), case("checkpointing", mixtral, checkpointing=True)], tmp_path)
+    seen = run_cases([case("whole", mixtral), case("checkpointing", mixtral, checkpointing=True)], tmp_path)
     check(seen["whole"], balanced)
     check(seen["checkpointing"], balanced)  # a layer that runs again adds nothing
     norms = plain(mixtral)["norms"]
@@ -48,11 +49,11 @@ def test_experts_learn_the_same_at_every_stage_and_on_two_ranks(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:
     truth = plain(mixtral)
-    seen = run([case(f"stage {n}", mixtral, coef=0.0, budget=48, stage=n) for n in range(4)], tmp_path)
+    seen = run_cases([case(f"stage {n}", mixtral, coef=0.0, budget=48, stage=n) for n in range(4)], tmp_path)
     for found in seen.values():
         check(found, truth)
-    check(run([case("stage 0", mixtral, stage=0)], tmp_path)["stage 0"], balanced)
-    check(run([case("two", mixtral, coef=0.0, budget=64, ranks=2)], tmp_path)["two"], truth)
+    check(run_cases([case("stage 0", mixtral, stage=0)], tmp_path)["stage 0"], balanced)
+    check(run_cases([case("two", mixtral, coef=0.0, budget=64, ranks=2)], tmp_path)["two"], truth)
 
 
 @pytest.mark.slow
@@ -60,8 +61,8 @@ def test_experts_learn_the_same_at_every_stage_and_on_two_ranks(
 def test_the_scale_of_the_routers_loss_does_not_depend_on_the_split(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:
-    split = run([case("split", mixtral, budget=48)], tmp_path)["split"]
-    two = run([case("two", mixtral, budget=64, ranks=2)], tmp_path)["two"]
+    split = run_cases([case("split", mixtral, budget=48)], tmp_path)["split"]
+    two = run_cases([case("two", mixtral, budget=64, ranks=2)], tmp_path)["two"]
     alone = np.array(plain(mixtral)["norms"])
     for found in (split, two):
         # Its gradient is that of a product of means over a micro-batch: near that of the whole step, not the same.
@@ -73,7 +74,7 @@ def test_the_scale_of_the_routers_loss_does_not_depend_on_the_split(
 def test_ranks_that_share_a_row_have_the_routers_loss_of_the_whole_row(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:
-    check(run([case("shared", mixtral, ranks=2, sequence=2, checkpointing=True)], tmp_path)["shared"], balanced)
+    check(run_cases([case("shared", mixtral, ranks=2, sequence=2, checkpointing=True)], tmp_path)["shared"], balanced)
 
 
 @pytest.mark.slow
@@ -83,6 +84,6 @@ def test_experts_are_sent_as_they_are_exported_at_every_stage(mixtral: Path, tmp
         case(f"stage {n}", mixtral, stage=n, does="stream", dtype=dtype, folder=str(tmp_path / "runs" / f"{n} {dtype}"))
         for n, dtype in ((0, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"))
     ]
-    for found in run(cases, tmp_path).values():
+    for found in run_cases(cases, tmp_path).values():
         np.testing.assert_array_equal(found["streamed"], found["exported"])
         assert np.abs(found["exported"] - found["before"]).max() > 0

@@ -6,8 +6,6 @@ The truth is a plain PyTorch loop in float64 over a model whose adapters were pu
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +18,10 @@ import transformers
 from torch import Tensor
 
 from tests.integration.test_trainer_deepspeed import check
+from tests.support.fork_server import run_cases
 from tests.support.plain_lora import by_hand, plain_lora, read_pairs
 from tests.support.plain_trainer import Arrays, lookup, plain
-from tests.support.trainer_driver import REPOSITORY, Case, trainer_environment, write_cases
+from tests.support.trainer_driver import Case
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 peft = pytest.importorskip("peft")
@@ -36,13 +35,7 @@ TinyModel = Callable[..., Path]
 
 def run(cases: Sequence[Case], folder: Path) -> dict[str, Arrays]:
     """Run cases in one process; return what each saw."""
-    write_cases(folder / "cases.json", cases)
-    argv = [sys.executable, "-m", "tests.support.lora_driver", str(folder / "cases.json"), str(folder)]
-    result = subprocess.run(
-        argv, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=280
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return {case.name: np.load(folder / f"{case.name}.npz") for case in cases if case.does != "refuse"}
+    return run_cases(cases, folder, driver="tests.support.lora_driver")
 
 
 def case(out: Path, base: Path, name: str, **more: Any) -> Case:

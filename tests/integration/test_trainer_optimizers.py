@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration.test_trainer_deepspeed import KL, check, check_parts, run
+from tests.integration.test_trainer_deepspeed import KL, check, check_parts
 from tests.integration.test_trainer_state import Copies, check_copy, check_step, content
+from tests.support.fork_server import run_cases
 from tests.support.plain_muon import PlainMuon
 from tests.support.plain_trainer import Arrays, plain, plain_parts
 from tests.support.trainer_driver import Case
@@ -46,7 +47,7 @@ def seen(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Arr
         Case(name="muon and offload", model=model, budget=48, optimizer=MUON, offload=ALL),
         Case(name="stream", model=model, dtype="bfloat16", offload=ALL, does="stream", folder=str(folder / "saved")),
     ]
-    return run(cases, folder)
+    return run_cases(cases, folder)
 
 
 @pytest.mark.parametrize("name", ["muon", "offload", "muon and offload"])
@@ -98,7 +99,7 @@ def test_muon_at_every_stage(llama: Path, truth: dict[str, Arrays], tmp_path: Pa
                does="resume", folder=folders[1])  # fmt: skip
     poison = Case(name="poison", model=model, stage=stage, offload=offload, optimizer=MUON, budget=48, algorithm=KL,
                   does="poison")  # fmt: skip
-    seen = run([two, one, poison], tmp_path)
+    seen = run_cases([two, one, poison], tmp_path)
     check_restored(seen["two"], truth[MUON])
     np.testing.assert_array_equal(seen["one"]["after"], seen["one"]["straight"])
     np.testing.assert_array_equal(seen["poison"]["after_poison"], seen["poison"]["before"])
@@ -123,7 +124,7 @@ def test_offloading_changes_where_things_are_and_nothing_else(llama: Path, tmp_p
         )
         for (stage, offload), does in itertools.product(engines, kinds)
     ]
-    seen = run(cases, tmp_path)
+    seen = run_cases(cases, tmp_path)
     # Norms are summed in another order, which may round a weight of 8 bits another way.
     tolerance = 2e-5 if dtype == "float32" else 0.02
     for (stage, offload), does in itertools.product(OFFLOADS, kinds):

@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from fourfold.metrics import GPU_PEAK
-from tests.integration.test_trainer_deepspeed import run
 from tests.integration.test_trainer_state import content
+from tests.support.fork_server import run_cases
 from tests.support.plain_gradients import Gradients, group_advantages, policy_gradients, ragged
 from tests.support.plain_trainer import Arrays
 from tests.support.trainer_driver import VOCABULARY, Case, with_shadow_scores
@@ -92,7 +92,7 @@ def check(seen: Arrays, llama: Path, folder: Path, algorithm: dict[str, Any], *,
 def test_zero_3_compares_as_one_process_in_float64_and_changes_nothing(
     llama: Path, tmp_path: Path, ranks: int, mini_batches: int
 ) -> None:
-    seen = run([case("case", llama, tmp_path, ranks=ranks, mini_batches=mini_batches)], tmp_path)["case"]
+    seen = run_cases([case("case", llama, tmp_path, ranks=ranks, mini_batches=mini_batches)], tmp_path)["case"]
     check(seen, llama, tmp_path / "case", {})
 
 
@@ -111,7 +111,9 @@ def test_every_stage_compares_all_terms_of_the_loss(llama: Path, tmp_path: Path,
             "offload all": {"offload": "optimizer+parameters", "optimizer": "muon"},
             "checkpointing": {"checkpointing": True, "ema": 0.9},
         }
-    run(cases := [case(name, llama, tmp_path, ranks=ranks, algorithm=TERMS, **kinds[name]) for name in kinds], tmp_path)
+    run_cases(
+        cases := [case(name, llama, tmp_path, ranks=ranks, algorithm=TERMS, **kinds[name]) for name in kinds], tmp_path
+    )
     for one in cases:
         check(np.load(tmp_path / f"{one.name}.npz"), llama, tmp_path / one.name, TERMS)
 
@@ -123,7 +125,7 @@ def test_other_models_change_nothing(llama: Path, tmp_path: Path) -> None:
         "adapters": {"lora": {"rank": 4}},
         "critic": {"algorithm": {"preset": "ppo"}},
     }
-    seen = run([case(name, llama, tmp_path, **kinds[name]) for name in kinds], tmp_path)
+    seen = run_cases([case(name, llama, tmp_path, **kinds[name]) for name in kinds], tmp_path)
     for name in kinds:
         check_unchanged(seen[name], tmp_path / name)
         assert -1 < float(seen[name][f"shadowed 1 {NAMES[0]}"]) < 0.999

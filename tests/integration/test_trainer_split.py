@@ -16,8 +16,8 @@ import pytest
 import torch
 import transformers
 
-from tests.integration.test_trainer_deepspeed import run
 from tests.integration.test_trainer_state import content
+from tests.support.fork_server import run_cases
 from tests.support.plain_gradients import (
     Gradients,
     check_gradients,
@@ -88,7 +88,7 @@ def compare(recipe: str, ranks: int, stages: Sequence[int], llama: Path, critic:
                 critic_source=str(critic),
             )
         )
-    run(cases, folder)
+    run_cases(cases, folder)
     for kind, budgets in SPLITS.items():
         wanted = truth(recipe, kind, llama, critic)
         for stage in stages:

@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from fourfold_trainer.checkpoint.shards import STEP
-from tests.integration.test_trainer_deepspeed import PPO, run
+from tests.integration.test_trainer_deepspeed import PPO
+from tests.support.fork_server import run_cases
 from tests.support.plain_trainer import Arrays, lookup, plain
 from tests.support.trainer_driver import Case
 
@@ -93,7 +94,7 @@ class Copies:
         )
 
     def run(self, *cases: Case) -> None:
-        self.seen |= run(cases, self.folder)
+        self.seen |= run_cases(cases, self.folder)
 
     def check(self, name: str, source: str) -> None:
         assert (self.folder / f"{name}.json").read_text() == (self.folder / f"{source}.json").read_text()
@@ -155,7 +156,7 @@ def averages(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     folder = tmp_path_factory.mktemp("averages")
     cases = [average_case(llama, folder, ranks=2, stage=3)]
     cases += [average_case(llama, folder, ranks=1, stage=stage) for stage in range(4)]
-    return folder, run(cases, folder)
+    return folder, run_cases(cases, folder)
 
 
 def average_case(model: Path, folder: Path, *, ranks: int, stage: int) -> Case:
@@ -194,4 +195,4 @@ def test_the_average_is_what_plain_pytorch_averages(
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_two_ranks_average_as_one(llama: Path, tmp_path: Path, stage: int) -> None:
     case = average_case(llama, tmp_path, ranks=2, stage=stage)
-    check_average(tmp_path, case.name, run([case], tmp_path)[case.name], llama)
+    check_average(tmp_path, case.name, run_cases([case], tmp_path)[case.name], llama)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -117,18 +118,28 @@ def test_a_job_trains(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     tiny_run.write_run(tmp_path, tiny_model("llama_tied", 0, "float32"), prompts_per_step=2, tables="")
     recipe = tmp_path / "recipe.toml"
     text = recipe.read_text().replace("steps = 3", "steps = 2").replace("[reward]", TABLES.strip())
-    recipe.write_text(text.replace("[reward]\nreplicas = 0", "[reward]\nreplicas = 0", 1))
+    recipe.write_text(text)
     port = free_ports(1)[0]
+    words = ["sbatch", "--parsable", "--cpus-per-task=2", str(ROOT / "deploy/slurm/run.sbatch"), str(recipe), str(port)]
     with slurm(tmp_path / "slurm") as env:
-        submit = [
-            "sbatch",
-            "--wait",
-            "--cpus-per-task=2",
-            str(ROOT / "deploy/slurm/run.sbatch"),
-            str(recipe),
-            str(port),
-        ]
-        done = subprocess.run(submit, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=350)
-    logs = "\n".join(path.read_text()[-6000:] for path in tmp_path.glob("fourfold-*.log"))
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{logs}"
+        # Not `sbatch --wait`, which asks after 2, 10, 42 s and so on.
+        job = call(words, tmp_path, env).strip()
+        end = time.monotonic() + 350
+        while True:
+            state = call(["scontrol", "show", "job", job], tmp_path, env)
+            if not re.search("JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", state):
+                break
+            assert time.monotonic() < end, f"{state}\n{logs(tmp_path)}"
+            time.sleep(0.5)
+    assert "JobState=COMPLETED" in state and "ExitCode=0:0" in state, f"{state}\n{logs(tmp_path)}"
     assert len((tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def call(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> str:
+    """Run a client of SLURM; return its output."""
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def logs(folder: Path) -> str:
+    """Return the ends of the job's logs."""
+    return "\n".join(path.read_text()[-6000:] for path in folder.glob("fourfold-*.log"))

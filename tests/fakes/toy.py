@@ -30,6 +30,7 @@ from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
@@ -145,6 +146,8 @@ class Member(ABC):
         """Name of the table [[reward]] that a reward service serves; empty: the first."""
         self.journal: list[str] = []
         """The calls that this member received, in order. Several members may share one list."""
+        self.clock: Clock = SYSTEM_CLOCK
+        """Paces the renewals of the lease."""
         self._server = Server(listen="127.0.0.1:0", security=None)
         self._tasks: list[asyncio.Task[None]] = []
         self._channels: list[grpc.aio.Channel] = []
@@ -176,6 +179,7 @@ class Member(ABC):
             target=self.target,
             tokenizer_sha256=self.tokenizer_sha256,
             on_drain=lambda: None,
+            clock=self.clock,
             scorer=self.scorer,
         )
         self._membership.incarnation = self._incarnation

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import pytest
 import torch
@@ -15,41 +13,12 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.tensor_sums import partial_sums
 from fourfold.weights.transport.staging import span_view
 from tests.support.shards import assemble, spans_by_tensor
-from tests.support.weight_ranks import Case, Outcome, rank_main
+from tests.support.weight_ranks import Case, Outcome, run_ranks
 
 pytestmark = pytest.mark.integration
-_TIMEOUT: Final = 100.0
 
 
-def _run(rank_count: int, cases: list[Case], folder: Path) -> list[list[Outcome]]:
-    """Run the cases; return for each the outcomes of all ranks."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    try:
-        for rank in range(rank_count):
-            ours, theirs = context.Pipe()
-            args = (theirs, rank, rank_count, str(folder / "rendezvous"), cases)
-            process = context.Process(target=rank_main, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        outcomes = []
-        for case in cases:
-            for pipe in pipes:
-                assert pipe.poll(_TIMEOUT), f"case {case.name} has not answered"
-            outcomes.append([pipe.recv() for pipe in pipes])
-        for pipe in pipes:
-            pipe.send("end")
-        for process in processes:
-            process.join(20)
-        return outcomes
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def _check(outcomes: list[Outcome]) -> Manifest:
+def _check(outcomes: tuple[Outcome, ...]) -> Manifest:
     """All ranks agree on the manifest, and their shards hold the gathered parameters, bit by bit."""
     manifest = Manifest.from_bytes(outcomes[0].manifest)
     assert {outcome.manifest for outcome in outcomes} == {manifest.to_bytes()}
@@ -68,7 +37,8 @@ def _check(outcomes: list[Outcome]) -> Manifest:
 def test_shards_are_the_gathered_parameters_after_optimizer_steps(
     rank_count: int, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    tied, untied, mixture = tiny_model("qwen2", 3), tiny_model("llama", 3, "float32"), tiny_model("qwen3_moe", 3)
+    models = (("qwen2", 3), ("llama", 3, "float32"), ("qwen3_moe", 3))
+    tied, untied, mixture = (str(tiny_model(*model)) for model in models)
     cases = [
         Case(name="persistent parameters, tied", folder=tied),
         Case(name="nothing persistent", folder=tied, persistence_threshold=0),
@@ -82,7 +52,7 @@ def test_shards_are_the_gathered_parameters_after_optimizer_steps(
     ]
     if rank_count == 1:
         cases = [*cases[:-1:3], cases[-1]]
-    outcomes = dict(zip((case.name for case in cases), _run(rank_count, cases, tmp_path), strict=True))
+    outcomes = dict(zip((case.name for case in cases), run_ranks(rank_count, cases, tmp_path), strict=True))
     for name, outcome in outcomes.items():
         manifest = _check(outcome)
         assert manifest.rank_count == rank_count

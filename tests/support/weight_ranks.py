@@ -1,14 +1,16 @@
-"""Runs real DeepSpeed ZeRO-3 ranks for the weight tests: each trains two steps, then reports what it would send.
+"""Runs a real DeepSpeed ZeRO-3 rank for the weight tests: `python -m tests.support.weight_ranks RANK COUNT FOLDER`.
 
-`rank_main` runs in a process of its own. For each case it returns the parameters that DeepSpeed gathers, and this
+For each case it trains two steps, then reports what it would send: the parameters that DeepSpeed gathers, and this
 rank's shard, so that the test can assemble the shards.
 """
 
 from __future__ import annotations
 
-import multiprocessing.connection
+import json
 import os
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.source.base import torch_dtype
 from fourfold.weights.tensor_sums import partial_sums
 from fourfold.weights.transport.staging import span_view
+from tests.support.fork_server import run_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,7 @@ class Case:
     """One engine."""
 
     name: str
-    folder: Path
+    folder: str
     dtype: str = "bfloat16"
     sent_dtype: str = ""
     persistence_threshold: int = 100_000
@@ -51,21 +54,36 @@ class Outcome:
     refused: tuple[str, ...] = ()
 
 
-def rank_main(
-    pipe: multiprocessing.connection.Connection, rank: int, rank_count: int, rendezvous: str, cases: list[Case]
-) -> None:
-    """Run all cases on one rank and send an Outcome for each."""
+def run_ranks(rank_count: int, cases: Sequence[Case], folder: Path) -> list[tuple[Outcome, ...]]:
+    """Run the cases on ranks in processes of their own; return for each case the outcomes of all ranks."""
+    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    ranks = range(rank_count)
+    commands = [("tests.support.weight_ranks", str(rank), str(rank_count), str(folder)) for rank in ranks]
+    run_modules(commands, folder / "ranks.log", seconds=200)
+    found = [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in ranks]
+    return list(zip(*([_read(outcome) for outcome in outcomes] for outcomes in found), strict=True))
+
+
+def _read(outcome: dict[str, Any]) -> Outcome:
+    octets = {name: bytes.fromhex(outcome[name]) for name in ("manifest", "shard", "sums")}
+    return Outcome(**{**outcome, **octets, "refused": tuple(outcome["refused"]), "views": tuple(outcome["views"])})
+
+
+def main(rank: int, rank_count: int, folder: Path) -> None:
+    """Run the cases of FOLDER/cases.json on one rank; write their outcomes to FOLDER/outcomes-RANK.json."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(rank_count), GLOO_SOCKET_IFNAME="lo")
     import deepspeed
     import deepspeed.ops
 
     # As the trainer does: otherwise every rank compiles, for 30 s, a shared-memory all-reduce that is never called.
     deepspeed.ops.__compatible_ops__ = {}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=rank_count)
+    meeting = f"file://{folder / 'rendezvous'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=rank_count)
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    for case in cases:
-        pipe.send(_run(case))
-    pipe.recv()
+    cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
+    outcomes = [asdict(_run(case)) for case in cases]
+    text = json.dumps(outcomes, default=bytes.hex)
+    (folder / f"outcomes-{rank}.json").write_text(text)
     torch.distributed.destroy_process_group()
 
 
@@ -171,3 +189,7 @@ def _gathered(model: Any, manifest: Manifest) -> dict[str, list[float]]:
             spec.name: written[spec.name].to(torch_dtype(spec.dtype)).float().flatten().tolist()
             for spec in manifest.tensors
         }
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

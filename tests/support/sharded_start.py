@@ -84,6 +84,7 @@ def _write_sparse_model(folder: Path, shape: str) -> Path:
 
 def _load(start: Start, folder: Path) -> int:
     """Load the model in this process, and return its peak in bytes. `DS_ACCELERATOR` must be set before."""
+    import deepspeed.ops
     import torch
     from deepspeed.comm import comm
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -92,6 +93,8 @@ def _load(start: Start, folder: Path) -> int:
     from fourfold_trainer.zero.models import DeepSpeedPolicy
 
     config = _recipe(start, folder)
+    # As the trainer does: otherwise DeepSpeed compiles, for a minute, a shared-memory all-reduce that is never called.
+    deepspeed.ops.__compatible_ops__ = {}
     store: Any = FakeStore()
     torch.distributed.init_process_group("fake", store=store, rank=start.rank, world_size=start.world)
     comm.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)

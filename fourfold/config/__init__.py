@@ -4,21 +4,21 @@ This list is for callers that read recipes. The loop and the step import a table
 """
 
 from fourfold.config.agents import AgentsConfig as AgentsConfig
+from fourfold.config.algorithm import PRESETS as PRESETS
 from fourfold.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from fourfold.config.layers import add_set_option as add_set_option
 from fourfold.config.placement import gpu_count as gpu_count
 from fourfold.config.placement import gpu_places as gpu_places
-from fourfold.config.presets import PRESETS as PRESETS
 from fourfold.config.recipe import dump as dump
+from fourfold.config.recipe import fix_date as fix_date
 from fourfold.config.recipe import flatten as flatten
 from fourfold.config.recipe import from_tables as from_tables
 from fourfold.config.recipe import load as load
 from fourfold.config.recipe import locate as locate
 from fourfold.config.recipe import toml_value as toml_value
+from fourfold.config.recipe import with_date as with_date
 from fourfold.config.reward import RewardConfig as RewardConfig
 from fourfold.config.rollout import RolloutPool as RolloutPool
-from fourfold.config.run_date import fix_date as fix_date
-from fourfold.config.run_date import with_date as with_date
 from fourfold.config.schema import Config as Config
 from fourfold.config.schema import CurriculumConfig as CurriculumConfig
 from fourfold.config.schema import DataConfig as DataConfig

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
-from datetime import date, time
+from contextlib import suppress
+from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any, Final
 
@@ -239,3 +241,25 @@ def toml_value(value: Any) -> str:
         case dict():
             return "{" + ", ".join(f"{_dump_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     raise ConfigError(f"{value!r} cannot be written as TOML; use a string, number, boolean, date, list or table")
+
+
+def fix_date(config: Config, run_dir: Path | None) -> Config:
+    """Return a recipe in which `data.date` is set: its own, that of the run in `run_dir`, or else the local time.
+
+    Chat templates write the date: with it, a run has the same prompts on every day and in every process. If the
+    config.toml of the run has no date, because an earlier release wrote it, the date is that of the file.
+    """
+    if config.data.date:
+        return config
+    now = datetime.now()
+    if run_dir is not None:
+        file = run_dir / "config.toml"
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no file or date, or a file that its user is editing
+            now = datetime.fromtimestamp(file.stat().st_mtime)
+            now = datetime.fromisoformat(tomllib.loads(file.read_text(encoding="utf-8"))["data"]["date"])
+    return with_date(config, now.isoformat(timespec="seconds"))
+
+
+def with_date(config: Config, date: str) -> Config:
+    """Return a recipe with another `data.date`."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"date": date})})

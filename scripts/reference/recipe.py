@@ -16,7 +16,7 @@ from fourfold.algorithm.advantages import ADVANTAGES, AdvantageEstimator
 from fourfold.algorithm.losses import LOSSES
 from fourfold.algorithm.registry import Definition
 from fourfold.config import rules
-from fourfold.config.presets import PRESETS
+from fourfold.config.algorithm import PRESETS
 from fourfold.config.rollout import EngineConfig, RolloutPool
 from fourfold.config.schema import Config
 from fourfold.table import Table

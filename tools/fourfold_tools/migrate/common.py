@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, get_args
 
 from fourfold.config import DataSourceConfig, parse_template
-from fourfold.config.sinks import SinkName
+from fourfold.config.schema import SinkName
 from fourfold.errors import ConfigError
 from fourfold.paths import expand_home
 from fourfold_tools.migrate.draft import Draft

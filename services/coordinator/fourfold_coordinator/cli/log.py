@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from fourfold import config as configuration
-from fourfold.config.sinks import SinkName
+from fourfold.config.schema import SinkName
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.text import choices
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import BinaryIO, Final
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -18,6 +19,8 @@ from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.coordinator.v1 import rendezvous_service_pb2 as rendezvous
 from fourfold.coordinator.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
+from fourfold.coordinator.v1 import run_file_service_pb2 as run_file
+from fourfold.coordinator.v1 import run_file_service_pb2_grpc as run_file_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
 from fourfold.coordinator.v1 import scorer_service_pb2 as scorers
@@ -330,3 +333,49 @@ def _deployment(targets: Sequence[str]) -> scorers.NewDeployment:
     if isinstance(targets, str):
         raise InvalidInput(f"targets = {targets!r:.200} is a text; give a list of addresses, [{targets!r:.200}]")
     return scorers.NewDeployment(targets=targets)
+
+
+TAIL_BYTES: Final = 1 << 16
+"""Bytes before `ReadFileRequest.offset` whose SHA-256 the request has, unless the reader has fewer."""
+
+
+def tail_sha256(file: BinaryIO, offset: int) -> bytes:
+    """Return `ReadFileRequest.tail_sha256` for a reader that has the first `offset` bytes of a file."""
+    begin = max(offset - TAIL_BYTES, 0)
+    file.seek(begin)
+    return hashlib.sha256(file.read(offset - begin)).digest() if offset else b""
+
+
+class AsyncRunFileClient(AsyncClient):
+    """Reads the files of a run from its coordinator, with asyncio. All methods raise FourfoldError."""
+
+    _role = "coordinator"
+    _caller_role = "viewer"
+
+    @cached_property
+    def _stub(self) -> run_file_grpc.RunFileServiceAsyncStub:
+        return run_file_grpc.RunFileServiceStub(self._open())
+
+    async def read_file(
+        self, file: run_file.RunFile.ValueType, *, offset: int = 0, tail: bytes = b"", timeout: float | None = None
+    ) -> AsyncGenerator[tuple[int, bytes], None]:
+        """Yield parts of a file with their offsets, from `offset` to its present end.
+
+        The first part begins at 0 instead if the bytes before `offset` do not have the `tail_sha256` that is given as
+        `tail`: then the file was replaced, or is missing. `timeout` is in seconds; the default is the client's.
+        """
+        request = run_file.ReadFileRequest(file=file, offset=offset, tail_sha256=tail)
+        expected = {0, offset}
+        async with aclosing(self._stream(self._stub.ReadFile, request, self._seconds(timeout))) as responses:
+            async for response in responses:
+                rule = f"offset is {response.offset}; the next byte is at {' or '.join(map(str, sorted(expected)))}"
+                self._check(response).require(response.offset in expected, rule)
+                yield response.offset, response.data
+                expected = {response.offset + len(response.data)}
+
+
+class RunFileClient(SyncClient[AsyncRunFileClient]):
+    """Reads the files of a run from its coordinator; each method blocks."""
+
+    _async_type = AsyncRunFileClient
+    read_file = blocking_stream(AsyncRunFileClient.read_file)

@@ -1,7 +1,7 @@
 """Finds repositories of the Hugging Face Hub in the local cache, and downloads them through `huggingface_hub`.
 
     hf:OWNER/NAME@REVISION --refs of the cache--> commit --list of its files--> all there? --yes--> folder
-                                                                                          \\--no--> download
+                                                                                          \--no--> download
 
 A branch, such as main, stays at the commit that was downloaded until `fourfold get` asks the hub again. Token, cache,
 address and offline mode are those of huggingface_hub (HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE).
@@ -24,8 +24,27 @@ from typing import Any, Final, Literal, Self
 
 from fourfold.errors import ConfigError
 from fourfold.hub.layout import README, data_files, model_files, split_files
-from fourfold.hub.package import MALFORMED, hub_package, network_errors
+from fourfold.install import install_command
 from fourfold.text import clean, public_url
+
+MALFORMED: Final = (ValueError, TypeError, KeyError, AttributeError)
+"""Exceptions of huggingface_hub for answers of other servers, such as a proxy's login page, which it does not check."""
+
+
+def hub_package() -> Any:
+    """Return the package `huggingface_hub`; raise ConfigError if it is not installed."""
+    try:
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+    except ModuleNotFoundError:
+        raise ConfigError(f"the hub needs the package huggingface_hub; {install_command('fourfold[hub]')}") from None
+    return huggingface_hub
+
+
+def network_errors() -> tuple[type[Exception], ...]:
+    """Return OSError, and the errors of the HTTP client that this version of huggingface_hub uses, which are none."""
+    return (OSError, *(sys.modules[name].HTTPError for name in ("httpx2", "httpx") if name in sys.modules))
+
 
 PREFIX: Final = "hf:"
 Kind = Literal["model", "dataset"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.hub.package import MALFORMED, hub_package, network_errors
+from fourfold.hub.repository import MALFORMED, hub_package, network_errors
 from fourfold.text import clean, public_url
 
 CARD: Final = "README.md"

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from fourfold import errors
 from fourfold.config import SecurityConfig
-from fourfold.coordinator.run_files import AsyncRunFileClient, RunFileClient
+from fourfold.coordinator.client import AsyncRunFileClient, RunFileClient
 from fourfold.coordinator.v1 import run_file_service_pb2 as files
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1.run_file_service_pb2_grpc import (

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final
 
 import grpc
 
-from fourfold.coordinator.run_files import TAIL_BYTES, tail_sha256
+from fourfold.coordinator.client import TAIL_BYTES, tail_sha256
 from fourfold.coordinator.v1 import run_file_service_pb2 as pb
 from fourfold.coordinator.v1 import run_file_service_pb2_grpc as pb_grpc
 from fourfold.errors import InvalidInput

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from fourfold.config.table import NAME_PATTERN
-from fourfold.coordinator.client import CoordinatorClient
-from fourfold.coordinator.run_files import RunFileClient, tail_sha256
+from fourfold.coordinator.client import CoordinatorClient, RunFileClient, tail_sha256
 from fourfold.coordinator.v1 import run_file_service_pb2 as files_pb
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, PeerFault, Unavailable

@@ -6,27 +6,91 @@ ends with its first error. A dirty model stays dirty until a later receive succe
 
 from __future__ import annotations
 
-import time
+import logging
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fourfold.address import LOOPBACK
-from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
+from fourfold.errors import CONSEQUENCES, FourfoldError, Internal, StaleEpoch, WrongState
 from fourfold.weights.apply.base import Applier, ApplyReport, CannotApply, ModelState
 from fourfold.weights.apply.loader_trace import no_place
 from fourfold.weights.consensus import GroupConsensus
 from fourfold.weights.digest import digest_of, unsummed_digest
-from fourfold.weights.feed import WeightFeed
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.tensor_sums import TensorSums, warm_up
-from fourfold.weights.transport.base import ReceiveTransport, Sink, TransferGroup, make_receiver
+from fourfold.weights.tensor_sums import TensorSums, partial_sums, warm_up
+from fourfold.weights.transport.base import Backend, ReceiveTransport, Sink, TransferGroup, make_receiver, make_sender
+from fourfold.weights.transport.staging import span_view
 from fourfold.weights.transport.waiting import Deadline
 from fourfold.weights.worker_control import AbortFlag
+
+_log = logging.getLogger(__name__)
+_JOIN_SECONDS = 10.0
+
+
+class HeldShards:
+    """Implements `WeightSource` with the shards of all ranks as they arrived: uint8 [bytes] each."""
+
+    def __init__(self, manifest: Manifest, shards: Sequence[torch.Tensor]) -> None:
+        self._manifest, self._shards = manifest, shards
+
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def begin_round(self) -> None:
+        pass
+
+    def read(self, span: Span) -> torch.Tensor:
+        return span_view(self._manifest, self._shards[span.rank], span)
+
+    def is_view(self, span: Span) -> bool:
+        return True
+
+    def end_round(self) -> None:
+        pass
+
+
+class WeightFeed:
+    """One transfer to late receivers, by gloo: one sender for each rank of the manifest."""
+
+    def __init__(self, group: TransferGroup, shards: Sequence[torch.Tensor], version: int, timeout: float) -> None:
+        """Make the offers and start the thread. Raises WrongState: see `listen_address`."""
+        self._source = HeldShards(group.manifest, shards)
+        self._manifest = group.manifest
+        ranks = range(group.manifest.rank_count)
+        self._senders = [make_sender(Backend.GLOO, group, rank, self._source) for rank in ranks]
+        self.offers = [sender.offer() for sender in self._senders]
+        self.sums = b""
+        """Sums of the weights sent; empty until everything was sent."""
+        self._thread = threading.Thread(target=self._run, args=(version, timeout), name="weights-feed", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the transfer. Any number of times."""
+        for sender in self._senders:
+            sender.abort()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self, version: int, timeout: float) -> None:
+        deadline = Deadline(timeout)
+        try:
+            for sender in self._senders:
+                sender.open(deadline)
+            for sender in self._senders:
+                sender.send(version, deadline)
+            self.sums = partial_sums(self._manifest, ((span, self._source.read(span)) for span in self._manifest.spans))
+            _log.info("Weights sent to late engines. version=%d", version)
+        except FourfoldError as error:  # the late engines report errors, and the coordinator chooses another sender
+            level = logging.INFO if error.reason in CONSEQUENCES else logging.WARNING
+            _log.log(level, "Late engines could not be fed. version=%d error=%s", version, error)
+        finally:
+            for sender in self._senders:
+                sender.close()
 
 
 @dataclass(slots=True)
@@ -38,7 +102,6 @@ class _Epoch:
     abort_flag: AbortFlag | None = None
     received_version: int = -1
     sums: bytes = b""
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class WeightReceiver:
@@ -135,20 +198,15 @@ class WeightReceiver:
         deadline = _deadline(timeout, current.abort_flag, epoch)
         self._dirty |= self._uncommitted  # the weights held now were received but never served
         self._uncommitted = False
-        clock = _Clock(current.seconds)
         applier = current.applier
         with ExitStack() as on_error:
             on_error.callback(self.abort, epoch)
             applier.begin(stable=current.transport.stable)
             sink = None if skip_sums else _SummingSink(applier, TensorSums(current.manifest))
-            clock.lap("begin")
             current.transport.receive(policy_version, sink or applier, deadline)
-            clock.lap("transfer")
             applier.finish()
             self._dirty = True  # until `check` below shows that the data did not change meanwhile
-            clock.lap("apply")
             current.sums = sink.finish() if sink else b""
-            clock.lap("sums")
             current.transport.check()
             self._dirty, self._uncommitted = False, True
             current.received_version = policy_version
@@ -156,10 +214,6 @@ class WeightReceiver:
         if skip_sums:
             return unsummed_digest(current.manifest, policy_version)
         return digest_of(current.manifest, current.sums)
-
-    def timings(self, epoch: int) -> dict[str, float]:
-        """Return the seconds that parts of the last `receive` took: begin, transfer, apply, sums."""
-        return dict(self._current(epoch).seconds)
 
     def sums(self, epoch: int) -> bytes:
         """Return the sums of the version received last; empty if it was received without sums and never fed."""
@@ -289,18 +343,6 @@ class _SummingSink:
     def finish(self) -> bytes:
         self._sums.add(self._in_place)
         return self._sums.to_bytes()
-
-
-class _Clock:
-    """Writes the seconds between laps into a dict."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-        self._last = time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        now = time.perf_counter()
-        self._seconds[part], self._last = now - self._last, now
 
 
 def _deadline(timeout: float, flag: AbortFlag | None, epoch: int) -> Deadline:

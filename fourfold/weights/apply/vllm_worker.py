@@ -394,9 +394,6 @@ class WeightWorker:
 
         return _reply(run)
 
-    def weights_timings(self, epoch: int) -> Any:
-        return _reply(lambda: self._fourfold_weights().timings(epoch))
-
     def weights_sums(self, epoch: int) -> Any:
         """Return the per-tensor sums of the version received last (see `fourfold.weights.digest`), or an error."""
         return _reply(lambda: self._fourfold_weights().sums(epoch))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -143,17 +141,6 @@ def test_an_epoch_in_which_nothing_was_sent_is_clean(pair: Pair) -> None:
         pair.receiver.open(-1, "shm", b"", [], 1, 0, 1)
     with pytest.raises(StaleEpoch, match="epoch -1 is not above the last one, -1"):
         Pair().receiver.open(-1, "shm", b"", [], 1, 0, 1)
-
-
-def test_the_parts_of_a_receive_are_timed(pair: Pair) -> None:
-    pair.open(1)
-    pair.update(1, 1)
-    began = time.perf_counter()
-    pair.update(1, 2)
-    took = time.perf_counter() - began
-    seconds = pair.receiver.timings(1)
-    assert list(seconds) == ["begin", "transfer", "apply", "sums"]
-    assert all(part >= 0 for part in seconds.values()) and sum(seconds.values()) <= took
 
 
 @pytest.mark.parametrize("stable", [True, False])

@@ -4,8 +4,7 @@
         rewards.py       scores -> shaped scores -> the reward R of every token
         advantages/      group baselines and recursions over tokens -> the advantage A of every token    (registered)
         packed.py        arrays over action tokens: sums to come, whitening
-        scored_turns.py  comparisons of the turns of a group
-        tokens.py        comparisons of the tokens of a group
+        comparison.py    comparisons of the turns, or of the tokens, of a group
         aggregation.py   lengths -> the weight c of every token in the loss
         state.py         what is kept for the next step
 

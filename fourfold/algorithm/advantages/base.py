@@ -2,7 +2,7 @@
 
     B         samples, in groups of one prompt each; groups may differ in size. A trajectory of several segments is one
     k         action tokens of all samples, packed: one sample after another (packed.py)
-    u         turns of all samples (scored_turns.py)
+    u         turns of all samples (comparison.py)
     r         [B]  score of a sample after shaping (rewards.py)
     R         [k]  reward of a token (rewards.py)
     V         [k]  the critic's estimate of the state before the token
@@ -30,9 +30,8 @@ from pydantic import BeforeValidator, SerializeAsAny
 from fourfold.algorithm.registry import Definition, Registry
 
 if TYPE_CHECKING:
+    from fourfold.algorithm.comparison import ScoredTokens, ScoredTurns
     from fourfold.algorithm.packed import PackedRewards
-    from fourfold.algorithm.scored_turns import ScoredTurns
-    from fourfold.algorithm.tokens import ScoredTokens
     from fourfold.arrays import Float64Array, Int64Array
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from fourfold.algorithm.advantages.base import ADVANTAGES, AdvantageEstimator
 
 if TYPE_CHECKING:
-    from fourfold.algorithm.tokens import ScoredTokens
+    from fourfold.algorithm.comparison import ScoredTokens
     from fourfold.arrays import Float64Array
 
 

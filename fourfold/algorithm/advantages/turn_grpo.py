@@ -9,7 +9,7 @@ from pydantic import Field
 from fourfold.algorithm.advantages.base import ADVANTAGES, AdvantageEstimator
 
 if TYPE_CHECKING:
-    from fourfold.algorithm.scored_turns import ScoredTurns
+    from fourfold.algorithm.comparison import ScoredTurns
     from fourfold.arrays import Float64Array
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fourfold.algorithm.advantages import OptimalTokenBaseline
-from fourfold.algorithm.tokens import ScoredTokens
+from fourfold.algorithm.comparison import ScoredTokens
 from tests.unit.trainer.test_before_update import recorded
 from tests.unit.trainer.test_train_step import batch, recipe
 

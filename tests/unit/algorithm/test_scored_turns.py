@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fourfold.algorithm.advantages import Gae, Grpo, Reinforce, ScoredSamples, TurnGrpo
+from fourfold.algorithm.comparison import ScoredTurns
 from fourfold.algorithm.packed import PackedRewards
-from fourfold.algorithm.scored_turns import ScoredTurns
 
 
 def packed(

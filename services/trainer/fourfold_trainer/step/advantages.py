@@ -20,10 +20,9 @@ import torch
 
 from fourfold.algorithm import kl, rewards
 from fourfold.algorithm.advantages.base import ScoredSamples
+from fourfold.algorithm.comparison import ScoredTokens, ScoredTurns
 from fourfold.algorithm.packed import PackedRewards, whiten
-from fourfold.algorithm.scored_turns import ScoredTurns
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.algorithm.tokens import ScoredTokens
 from fourfold.arrays import Float32Array, Float64Array, Int64Array
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.schema import Config

@@ -18,8 +18,7 @@ from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage
 from fourfold_trainer.ranks.rank_processes import OtherMachines
 from fourfold_trainer.ranks.remote_ranks import AttachedRanks, RemoteRanks
 from fourfold_trainer.service import rank_rendezvous
-from fourfold_trainer.service.rank_rendezvous import RankRendezvous
-from fourfold_trainer.service.rank_servicer import RankServicer
+from fourfold_trainer.service.rank_rendezvous import RankRendezvous, RankServicer
 from tests.conftest import Serve
 
 MODEL = b"m" * 32

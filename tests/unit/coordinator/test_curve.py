@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from fourfold import metrics as m
-from fourfold_coordinator.reporting.curve import draw_curve, draw_scores, points_of
+from fourfold_coordinator.reporting.report import draw_curve, draw_scores, points_of
 from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import StepRow
 from tests.support.eval_results import make_result

@@ -19,8 +19,7 @@ from fourfold.config.sources import MIXTURE_BLOCK
 from fourfold.errors import ConfigError
 from fourfold_coordinator.data.curriculum import Curriculum, ScoredAttempt
 from fourfold_coordinator.data.load_prompts import load_prompts
-from fourfold_coordinator.data.order import MixtureOrder
-from fourfold_coordinator.data.prompts import PromptSet
+from fourfold_coordinator.data.prompts import MixtureOrder, PromptSet
 from fourfold_coordinator.rewards.scoring import scorer_names
 from tests.fakes.toy import make_config
 from tests.unit.coordinator.test_prompts import Letters, a_prompt, write_jsonl

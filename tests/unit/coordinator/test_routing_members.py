@@ -18,9 +18,8 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.rollout.load import EngineLoad
 from fourfold_coordinator.routing import replica as replica_module
 from fourfold_coordinator.routing import router
-from fourfold_coordinator.routing.cancellation import CancelScopes
 from fourfold_coordinator.routing.registry import Member, Registry
-from fourfold_coordinator.routing.replica import Replica
+from fourfold_coordinator.routing.replica import CancelScopes, Replica
 from fourfold_coordinator.routing.router import Router
 from tests.fakes.clock import FakeClock
 from tests.fakes.rollout import until

@@ -39,9 +39,18 @@ from fourfold.security.access import VIEWER, Security
 from ..launch.fleet import Fleet, RunOutcome, services_of
 from ..launch.launcher import Launcher, LocalLauncher
 from ..launch.placement import assign_gpus, shared_gpus
-from ..launch.run_folder import find_run, free_name, is_finished, link_latest, locked, make_run_dir, write_stop_reason
+from ..launch.run_folder import (
+    describe_stop,
+    find_run,
+    free_name,
+    is_finished,
+    last_progress,
+    link_latest,
+    locked,
+    make_run_dir,
+    write_stop_reason,
+)
 from ..launch.run_names import CONFIG_FILE, RUN_LOCK
-from ..launch.stopped_run import describe_stop, last_progress
 from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 from .watch import follow

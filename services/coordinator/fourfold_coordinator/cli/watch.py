@@ -16,9 +16,8 @@ from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import COORDINATOR, VIEWER, Security
 
-from ..launch.run_folder import find_run, is_finished, is_locked, read_address
+from ..launch.run_folder import describe_stop, find_run, is_finished, is_locked, last_progress, read_address
 from ..launch.run_names import CONFIG_FILE, COORDINATOR_LOCK, FAILED_SUFFIX
-from ..launch.stopped_run import describe_stop, last_progress
 from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 

@@ -1,4 +1,4 @@
-"""The folder of a run: creation, lock, coordinator address, and whether the run finished or failed to start.
+"""The folder of a run: creation, lock, coordinator address, and whether the run finished, stopped or failed to start.
 
 runs/demo           the first run with this name
 runs/demo-2         the second one
@@ -13,10 +13,12 @@ import json
 import os
 import shutil
 import socket
+import sqlite3
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -27,9 +29,20 @@ from fourfold import hub
 from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import make_private_folder
+from fourfold.host.program import resume_command
 from fourfold.text import clean, nearest_name
 
-from .run_names import ADDRESS_FILE, CONFIG_FILE, FAILED_SUFFIX, LATEST, METRICS_FILE, REPORT_FILE, STOP_FILE
+from ..state.ledger import Progress, read_progress
+from .run_names import (
+    ADDRESS_FILE,
+    CONFIG_FILE,
+    FAILED_SUFFIX,
+    LATEST,
+    LEDGER_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    STOP_FILE,
+)
 
 _HOLDER_CHARACTERS: Final = 200
 # `is_locked` holds a lock for a moment; a starting process waits this long for it.
@@ -209,3 +222,48 @@ def is_finished(run_dir: Path, config: Config | None = None) -> bool:
         return bool(done >= steps)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no report, or one that must be written again
         return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedRun:
+    """A run of this machine that has stopped."""
+
+    how: str  # "stopped", or "was stopped by" a signal
+    resumption: str  # step at which it continues
+    command: str  # command that continues it
+    log: str  # log file that ends with the reason; empty if a signal stopped the run
+
+
+def last_progress(run_dir: Path) -> Progress:
+    """Return the progress of the run in a folder; step 0 if its coordinator never started."""
+    try:
+        return read_progress(run_dir / LEDGER_FILE)
+    except sqlite3.Error:
+        return Progress(0, None)
+
+
+def describe_stop(run_dir: Path, progress: Progress) -> StoppedRun:
+    """Return the description of a stopped run from its folder."""
+    reason = read_stop_reason(run_dir)
+    if progress.checkpoint_step is None:
+        done = f" of its {_steps(progress.step)}" if progress.step else ""
+        resumption = f"The run has no checkpoint{done}. To start it again"
+    else:
+        lost = max(progress.step - progress.checkpoint_step, 0)
+        repeated = f", and repeats {_steps(lost)}" if lost else ""
+        resumption = f"It continues from the checkpoint of step {progress.checkpoint_step}{repeated}"
+    return StoppedRun(
+        how=f"was stopped by {reason}" if reason else "stopped",
+        resumption=resumption,
+        command=resume_command(run_dir),
+        log="" if reason else log_of(run_dir),
+    )
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+def log_of(run_dir: Path) -> str:
+    """Return the log file that ends with the reason of the run's end."""
+    return str(run_dir / "logs" / "coordinator-0.log")

@@ -40,9 +40,8 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.sample.wire import encode
 from fourfold.types.v1.experience_pb2 import Experience
 
-from ..routing.cancellation import CancelScopes
 from ..routing.registry import Member
-from ..routing.replica import FatalRunError, GivenUp, Replica, RetryBudget, ScorerInputs
+from ..routing.replica import CancelScopes, FatalRunError, GivenUp, Replica, RetryBudget, ScorerInputs
 from ..routing.router import Router, WaitLimit
 from ..routing.scheduling import Demand
 from ..state.sample_traces import SCORE

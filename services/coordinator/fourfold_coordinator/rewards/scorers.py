@@ -39,9 +39,8 @@ from fourfold.errors import ConfigError, InvalidInput, NotFound, Unavailable, Wr
 from fourfold.host.cancellation import completed
 from fourfold.host.clock import utc_text
 
-from ..routing.cancellation import CancelScopes
 from ..routing.registry import Registry
-from ..routing.replica import NOT_INSPECTED
+from ..routing.replica import NOT_INSPECTED, CancelScopes
 from ..routing.router import Router
 
 T = TypeVar("T")

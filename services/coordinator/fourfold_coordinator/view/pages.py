@@ -15,7 +15,7 @@ from fourfold import metrics as m
 from fourfold.config import flatten
 from fourfold.host.program import program
 
-from ..launch.stopped_run import describe_stop, log_of
+from ..launch.run_folder import describe_stop, log_of
 from ..state.eval_results import EvalRow, SetResult
 from ..state.ledger import Progress
 from .charts import PHASES, Line, gantt, kind_of, line_chart

@@ -3,16 +3,163 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum
 from typing import Final
 
-from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable, WrongState
-from fourfold_rollout.engine import RolloutEngine
+from fourfold.errors import CANNOT_SLEEP, DeadlinePassed, FourfoldError, InvalidInput, Unavailable, WrongState
+from fourfold_rollout.engine import EngineDescription, RolloutEngine
 from fourfold_rollout.pause.hold import TokenHold
-from fourfold_rollout.pause.in_flight import RequestGate, RequestLease
-from fourfold_rollout.pause.sleep import SleepState
+
+
+class RequestLease:
+    """The right of one request to have samples in the engine."""
+
+    def __init__(self, gate: RequestGate, version: int, cache_salt: str) -> None:
+        self._gate = gate
+        self._submitting = True
+        self.version = version  # of the weights when the lease began
+        self.cache_salt = cache_salt  # unique to one commit of weights, even when a version number is reused
+
+    def mark_in_flight(self) -> None:
+        """Note that the samples of the request are in the engine now. Idempotent."""
+        if self._submitting:
+            self._submitting = False
+            self._gate.count(submitting=-1)
+
+
+class RequestGate:
+    """Blocks new requests during a weight update and counts the requests in flight.
+
+    wait_open --> lease: submitting --------------> in flight -----------------> released
+                  samples on the way to the engine  samples inside the engine
+
+    Open at first. Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._open, self._no_leases, self._none_submitting = (asyncio.Event() for _ in range(3))
+        for event in (self._open, self._no_leases, self._none_submitting):
+            event.set()
+        self._can_close = True
+        self._leases, self._submitting = 0, 0
+
+    @property
+    def lease_count(self) -> int:
+        return self._leases
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        if self._can_close:
+            self._open.clear()
+
+    def open_for_good(self) -> None:
+        """Open and ignore every later `close`."""
+        self._can_close = False
+        self._open.set()
+
+    async def wait_open(self, timeout: float) -> bool:
+        """Wait until the gate is open; return False if it stays closed for `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not self._open.is_set():  # the gate may close again before this task runs
+                    await self._open.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def wait_submitted(self) -> None:
+        """Return when no request with a lease is still on its way to the engine."""
+        await self._none_submitting.wait()
+
+    async def wait_empty(self) -> None:
+        await self._no_leases.wait()
+
+    @contextmanager
+    def lease(self, version: int, cache_salt: str) -> Iterator[RequestLease]:
+        """Hold a lease. Call it right after `wait_open`, because the gate may close during an await in between."""
+        lease = RequestLease(self, version, cache_salt)
+        self.count(leases=1, submitting=1)
+        try:
+            yield lease
+        finally:
+            lease.mark_in_flight()
+            self.count(leases=-1)
+
+    def count(self, *, leases: int = 0, submitting: int = 0) -> None:
+        """Add to the counts and wake the tasks that wait for zero."""
+        self._leases += leases
+        self._submitting += submitting
+        for number, event in ((self._leases, self._no_leases), (self._submitting, self._none_submitting)):
+            if number:
+                event.clear()
+            else:
+                event.set()
+
+
+_WEIGHTS: Final = "weights"
+_TAGS: Final = (_WEIGHTS, "kv_cache")
+_LEVELS: Final = (1, 2)
+
+
+class SleepState:
+    """The freed memory of one engine; none at first. vLLM frees all at once, and allocates it whole or in parts."""
+
+    def __init__(self) -> None:
+        self._asleep: tuple[str, ...] = ()
+        self._level = 0
+        self._confirmed = True
+        self.lost_weights = False  # a sleep of level 2 dropped the weights, and no update has replaced them
+
+    @property
+    def awake(self) -> bool:
+        return not self._asleep
+
+    @property
+    def weights_asleep(self) -> bool:
+        return _WEIGHTS in self._asleep
+
+    def check(self, level: int, description: EngineDescription) -> bool:
+        """Return whether the engine must be asked to sleep; False if it confirmed a sleep of this level.
+
+        Raises InvalidInput: no such level. Raises WrongState: the engine cannot sleep, or sleeps at another level.
+        """
+        if level not in _LEVELS:
+            raise InvalidInput(f"level is {level}; it must be 1 (weights wait in the host's memory) or 2 (dropped)")
+        if description.device_type == "cpu":
+            raise WrongState(
+                "this engine runs on CPU and has no GPU memory to free; call SleepEngine only on GPU engines",
+                reason=CANNOT_SLEEP,
+            )
+        if not description.sleep_mode:
+            raise WrongState("this engine cannot sleep; start it with rollout.sleep_mode = true", reason=CANNOT_SLEEP)
+        if self._asleep == _TAGS and self._level == level:
+            return not self._confirmed
+        if self._asleep:
+            raise WrongState(
+                f"the engine sleeps at level {self._level} ({', '.join(self._asleep)}); wake it before it can sleep "
+                f"at level {level}"
+            )
+        return True
+
+    def fell_asleep(self, level: int, *, confirmed: bool) -> None:
+        """Record a sleep. An unconfirmed sleep may have happened or may still happen."""
+        self._asleep, self._level, self._confirmed = _TAGS, level, confirmed
+        self.lost_weights |= level > 1
+
+    def to_wake(self, tags: Sequence[str]) -> tuple[str, ...]:
+        """Return those of `tags` that are asleep; without tags, all that are. Raises InvalidInput: no such tag."""
+        unknown = [tag for tag in tags if tag not in _TAGS]
+        if unknown:
+            raise InvalidInput(f"tag {unknown[0][:40]!r} is unknown; tags are {', '.join(_TAGS)}, or none for all")
+        return tuple(tag for tag in self._asleep if not tags or tag in tags)
+
+    def woke(self, tag: str) -> None:
+        self._asleep = tuple(other for other in self._asleep if other != tag)
+
 
 # An interrupt misses samples that reach the engine during it, so it is repeated at this interval.
 _INTERRUPT_INTERVAL_SECONDS: Final = 0.05

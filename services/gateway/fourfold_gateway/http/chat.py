@@ -10,21 +10,9 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold_gateway.http import sampling
 from fourfold_gateway.http.errors import encode
 from fourfold_gateway.http.fields import Fields, Refusal
-from fourfold_gateway.http.sampling import (
-    EXTENSIONS,
-    add_tool,
-    join_texts,
-    new_request,
-    refuses_parallel_calls,
-    set_json_format,
-    set_max_tokens,
-    set_seed,
-    set_stop,
-    set_tool_choice,
-)
 from fourfold_gateway.http.turns import Sample, TokenTexts, Turn, TurnOptions, finite
 
-USED: Final = EXTENSIONS | {
+USED: Final = sampling.EXTENSIONS | {
     "messages", "model", "stream", "stream_options", "tools", "tool_choice", "response_format", "n", "stop",
     "logprobs", "seed", "max_tokens", "max_completion_tokens", "temperature", "top_p", "parallel_tool_calls",
     "chat_template_kwargs",
@@ -53,11 +41,11 @@ _TEXT_PARTS: Final = frozenset({"text", "refusal"})
 def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     """Return the turn that a request asks for; raise RequestError for a wrong parameter."""
     fields.check_known(USED, IGNORED, REFUSED)
-    request = new_request(fields, session_id, request_id)
+    request = sampling.new_request(fields, session_id, request_id)
     request.sample_count = fields.integer("n", 1, 256) or 1
-    set_max_tokens(request, fields, "max_completion_tokens", "max_tokens")
-    set_stop(request, fields, "stop")
-    set_seed(request, fields)
+    sampling.set_max_tokens(request, fields, "max_completion_tokens", "max_tokens")
+    sampling.set_stop(request, fields, "stop")
+    sampling.set_seed(request, fields)
     messages = fields.tables("messages")
     if not messages:
         fields.refuse("messages", "has no message; send at least one")
@@ -66,7 +54,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     for tool in fields.tables("tools"):
         if tool.text("type") != "function":
             tool.refuse("type", "is not supported; send tools of the type function")
-        add_tool(request.chat, tool.table("function") or Fields(None, tool.path("function")), "parameters")
+        sampling.add_tool(request.chat, tool.table("function") or Fields(None, tool.path("function")), "parameters")
     _choose_tool(request, fields)
     _constrain(request, fields)
     stream_options = fields.table("stream_options")
@@ -75,7 +63,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         stream=fields.flag("stream"),
         include_usage=stream_options is not None and stream_options.flag("include_usage"),
         logprobs=fields.flag("logprobs"),
-        single_call=refuses_parallel_calls(fields),
+        single_call=sampling.refuses_parallel_calls(fields),
         token_ids=fields.flag("return_token_ids"),
     )
 
@@ -84,7 +72,7 @@ def _add_message(chat: pb.Chat, fields: Fields) -> None:
     role = fields.text("role")
     message = chat.messages.add(
         role="system" if role == "developer" else role,
-        content=join_texts(fields, "content", _TEXT_PARTS),
+        content=sampling.join_texts(fields, "content", _TEXT_PARTS),
         name=fields.text("name", ""),
         tool_call_id=fields.text("tool_call_id", ""),
         reasoning=fields.text("reasoning_content", "") or fields.text("reasoning", ""),
@@ -103,13 +91,13 @@ def _choose_tool(request: pb.GenerateRequest, fields: Fields) -> None:
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
             fields.refuse("tool_choice", 'is unknown; send "auto", "none", "required" or a function')
-        set_tool_choice(request, fields, choice, "")
+        sampling.set_tool_choice(request, fields, choice, "")
         return
     table = Fields(choice, "tool_choice")
     if table.text("type") != "function":
         table.refuse("type", 'is not supported; send {"type": "function", "function": {"name": ...}}')
     function = table.table("function") or Fields(None, "tool_choice.function")
-    set_tool_choice(request, fields, "function", function.text("name"))
+    sampling.set_tool_choice(request, fields, "function", function.text("name"))
 
 
 def _constrain(request: pb.GenerateRequest, fields: Fields) -> None:
@@ -118,10 +106,10 @@ def _constrain(request: pb.GenerateRequest, fields: Fields) -> None:
     if form is None or kind == "text":
         return
     if kind == "json_object":
-        set_json_format(request, fields, "response_format", {"type": "object"})
+        sampling.set_json_format(request, fields, "response_format", {"type": "object"})
     elif kind == "json_schema":
         schema = form.table("json_schema") or Fields(None, "response_format.json_schema")
-        set_json_format(request, schema, "schema", schema.raw("schema"))
+        sampling.set_json_format(request, schema, "schema", schema.raw("schema"))
     else:
         form.refuse("type", 'is not supported; send "text", "json_object" or "json_schema"')
 

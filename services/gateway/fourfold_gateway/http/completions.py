@@ -10,17 +10,9 @@ from fourfold_gateway.http import sampling
 from fourfold_gateway.http.chat import DONE, FINISH
 from fourfold_gateway.http.errors import encode
 from fourfold_gateway.http.fields import Fields, Refusal
-from fourfold_gateway.http.sampling import (
-    EXTENSIONS,
-    new_request,
-    set_max_tokens,
-    set_seed,
-    set_stop,
-    token_id,
-)
 from fourfold_gateway.http.turns import Sample, TokenTexts, Turn, TurnOptions, finite
 
-USED: Final = EXTENSIONS | {
+USED: Final = sampling.EXTENSIONS | {
     "prompt", "model", "stream", "stream_options", "n", "stop", "logprobs", "seed", "max_tokens", "temperature",
     "top_p",
 }  # fmt: skip
@@ -37,19 +29,19 @@ _DEFAULT_TOKENS: Final = 16  # OpenAI's default of max_tokens
 def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     """Return the turn that a request asks for; raise RequestError for a wrong parameter."""
     fields.check_known(USED, IGNORED, REFUSED)
-    request = new_request(fields, session_id, request_id)
+    request = sampling.new_request(fields, session_id, request_id)
     request.sample_count = fields.integer("n", 1, 256) or 1
     request.sampling_params.max_tokens = _DEFAULT_TOKENS
-    set_max_tokens(request, fields, "max_tokens")
-    set_stop(request, fields, "stop")
-    set_seed(request, fields)
+    sampling.set_max_tokens(request, fields, "max_tokens")
+    sampling.set_stop(request, fields, "stop")
+    sampling.set_seed(request, fields)
     prompt = fields.raw("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
         request.text = prompt
     elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], str | list):
-        request.token_ids.ids.extend([token_id(fields, "prompt", value) for value in prompt])
+        request.token_ids.ids.extend([sampling.token_id(fields, "prompt", value) for value in prompt])
     else:
         fields.refuse("prompt", "must be one text or one list of token ids; send a request for each prompt")
     count = fields.integer("logprobs", 0, 1 << 20)

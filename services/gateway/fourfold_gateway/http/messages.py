@@ -9,21 +9,9 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold_gateway.http import sampling
 from fourfold_gateway.http.errors import RequestError, encode
 from fourfold_gateway.http.fields import Fields, Refusal
-from fourfold_gateway.http.sampling import (
-    EXTENSIONS,
-    add_tool,
-    dump,
-    join_texts,
-    new_request,
-    set_json_format,
-    set_max_tokens,
-    set_seed,
-    set_stop,
-    set_tool_choice,
-)
 from fourfold_gateway.http.turns import Sample, TokenTexts, Turn, TurnOptions, parse_arguments
 
-USED: Final = EXTENSIONS | {
+USED: Final = sampling.EXTENSIONS | {
     "messages", "model", "stream", "system", "tools", "tool_choice", "stop_sequences", "max_tokens", "temperature",
     "top_p", "seed", "output_config",
 }  # fmt: skip
@@ -52,25 +40,25 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
             details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
         )
     fields.check_known(USED, IGNORED, REFUSED)
-    request = new_request(fields, session_id, request_id)
+    request = sampling.new_request(fields, session_id, request_id)
     if not fields.has("max_tokens"):
         fields.refuse("max_tokens", "is missing; send the largest number of tokens to sample")
-    set_max_tokens(request, fields, "max_tokens")
-    set_stop(request, fields, "stop_sequences")
-    set_seed(request, fields)
+    sampling.set_max_tokens(request, fields, "max_tokens")
+    sampling.set_stop(request, fields, "stop_sequences")
+    sampling.set_seed(request, fields)
     set_prompt(request, fields)
     choice = fields.table("tool_choice")
     if choice is not None:
         kind = _CHOICES.get(choice.text("type"), "")
         if not kind:
             choice.refuse("type", 'is unknown; send "auto", "any", "tool" or "none"')
-        set_tool_choice(request, fields, kind, choice.text("name") if kind == "function" else "")
+        sampling.set_tool_choice(request, fields, kind, choice.text("name") if kind == "function" else "")
     output = fields.table("output_config")
     form = None if output is None else output.table("format")
     if form is not None:
         if form.text("type") != "json_schema":
             form.refuse("type", 'is not supported; send "json_schema"')
-        set_json_format(request, form, "schema", form.raw("schema"))
+        sampling.set_json_format(request, form, "schema", form.raw("schema"))
     return TurnOptions(
         request=request,
         stream=fields.flag("stream"),
@@ -82,7 +70,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
 def set_prompt(request: pb.GenerateRequest, fields: Fields) -> None:
     """Set the conversation from system, messages and tools."""
     chat = request.chat
-    if system := join_texts(fields, "system", _TEXT):
+    if system := sampling.join_texts(fields, "system", _TEXT):
         chat.messages.add(role="system", content=system)
     messages = fields.tables("messages")
     if not messages:
@@ -100,7 +88,7 @@ def set_prompt(request: pb.GenerateRequest, fields: Fields) -> None:
     for tool in fields.tables("tools"):
         if tool.text("type", "custom") != "custom":
             tool.refuse("type", "is a tool of Anthropic's servers; send tools with name and input_schema")
-        add_tool(chat, tool, "input_schema")
+        sampling.add_tool(chat, tool, "input_schema")
 
 
 def _add_assistant(chat: pb.Chat, fields: Fields) -> None:
@@ -117,7 +105,7 @@ def _add_assistant(chat: pb.Chat, fields: Fields) -> None:
             message.tool_calls.add(
                 id=block.text("id"),
                 name=block.text("name"),
-                arguments_json=table.text("_raw") if table.has("_raw") else dump(block.raw("input")),
+                arguments_json=table.text("_raw") if table.has("_raw") else sampling.dump(block.raw("input")),
             )
         else:
             block.refuse("type", "is not supported; send text, thinking and tool_use")
@@ -133,7 +121,7 @@ def _add_user(chat: pb.Chat, fields: Fields, role: str) -> None:
             texts.append(block.text("text"))
         elif kind == "tool_result":
             call = block.text("tool_use_id")
-            chat.messages.add(role="tool", tool_call_id=call, content=join_texts(block, "content", _TEXT))
+            chat.messages.add(role="tool", tool_call_id=call, content=sampling.join_texts(block, "content", _TEXT))
         else:
             block.refuse("type", "is not supported: the model reads text only; send text and tool_result")
     if texts:
@@ -241,5 +229,8 @@ def _whole(index: int, block: dict[str, Any]) -> bytes:
     elif block["type"] == "thinking":
         empty, delta = {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
     else:
-        empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": dump(block["input"])}
+        empty, delta = (
+            {**block, "input": {}},
+            {"type": "input_json_delta", "partial_json": sampling.dump(block["input"])},
+        )
     return _start(index, empty) + _delta(index, delta) + event({"type": "content_block_stop", "index": index})

@@ -10,20 +10,9 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold_gateway.http import sampling
 from fourfold_gateway.http.errors import encode
 from fourfold_gateway.http.fields import Fields, Refusal
-from fourfold_gateway.http.sampling import (
-    EXTENSIONS,
-    add_tool,
-    join_texts,
-    new_request,
-    refuses_parallel_calls,
-    set_json_format,
-    set_max_tokens,
-    set_seed,
-    set_tool_choice,
-)
 from fourfold_gateway.http.turns import Sample, TokenTexts, Turn, TurnOptions, finite
 
-USED: Final = EXTENSIONS | {
+USED: Final = sampling.EXTENSIONS | {
     "input", "model", "stream", "instructions", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p",
     "text", "include", "seed", "parallel_tool_calls",
 }  # fmt: skip
@@ -47,9 +36,9 @@ _TEXTS: Final = frozenset({"input_text", "output_text", "text", "refusal", "reas
 def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     """Return the turn that a request asks for; raise RequestError for a wrong parameter."""
     fields.check_known(USED, IGNORED, REFUSED)
-    request = new_request(fields, session_id, request_id)
-    set_max_tokens(request, fields, "max_output_tokens")
-    set_seed(request, fields)
+    request = sampling.new_request(fields, session_id, request_id)
+    sampling.set_max_tokens(request, fields, "max_output_tokens")
+    sampling.set_seed(request, fields)
     if instructions := fields.text("instructions", ""):
         request.chat.messages.add(role="system", content=instructions)
     if isinstance(fields.raw("input"), str):
@@ -63,13 +52,15 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     for tool in fields.tables("tools"):
         if tool.text("type") != "function":
             tool.refuse("type", "is a tool of OpenAI's servers; send tools of the type function")
-        add_tool(request.chat, tool, "parameters")
+        sampling.add_tool(request.chat, tool, "parameters")
     _choose_tool(request, fields)
     form = text.table("format") if (text := fields.table("text")) is not None else None
     if form is not None and (kind := form.text("type")) != "text":
         if kind not in ("json_object", "json_schema"):
             form.refuse("type", 'is not supported; send "text", "json_object" or "json_schema"')
-        set_json_format(request, form, "schema", {"type": "object"} if kind == "json_object" else form.raw("schema"))
+        sampling.set_json_format(
+            request, form, "schema", {"type": "object"} if kind == "json_object" else form.raw("schema")
+        )
     include = fields.texts("include")
     if unknown := [name for name in include if name not in _INCLUDES]:
         fields.refuse("include", f"has {unknown[0][:60]!r}, which the gateway does not have; it has {_LOGPROBS}")
@@ -77,7 +68,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         request=request,
         stream=fields.flag("stream"),
         logprobs=_LOGPROBS in include,
-        single_call=refuses_parallel_calls(fields),
+        single_call=sampling.refuses_parallel_calls(fields),
         token_ids=fields.flag("return_token_ids"),
     )
 
@@ -85,7 +76,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
 def _add_item(chat: pb.Chat, item: Fields) -> None:
     kind = item.text("type", "message")
     if kind == "function_call_output":
-        output = join_texts(item, "output", _TEXTS)
+        output = sampling.join_texts(item, "output", _TEXTS)
         chat.messages.add(role="tool", tool_call_id=item.text("call_id"), content=output)
     elif kind == "function_call":
         _assistant(chat, "call").tool_calls.add(
@@ -93,10 +84,10 @@ def _add_item(chat: pb.Chat, item: Fields) -> None:
         )
     elif kind == "reasoning":
         name = "content" if item.items("content") else "summary"
-        _assistant(chat, "reasoning").reasoning = join_texts(item, name, _TEXTS)
+        _assistant(chat, "reasoning").reasoning = sampling.join_texts(item, name, _TEXTS)
     elif kind == "message":
         role = item.text("role")
-        content = join_texts(item, "content", _TEXTS)
+        content = sampling.join_texts(item, "content", _TEXTS)
         if role == "assistant":
             _assistant(chat, "content").content = content
         else:
@@ -122,12 +113,12 @@ def _choose_tool(request: pb.GenerateRequest, fields: Fields) -> None:
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
             fields.refuse("tool_choice", 'is unknown; send "auto", "none", "required" or a function')
-        set_tool_choice(request, fields, choice, "")
+        sampling.set_tool_choice(request, fields, choice, "")
         return
     table = Fields(choice, "tool_choice")
     if table.text("type") != "function":
         table.refuse("type", 'is not supported; send {"type": "function", "name": ...}')
-    set_tool_choice(request, fields, "function", table.text("name"))
+    sampling.set_tool_choice(request, fields, "function", table.text("name"))
 
 
 async def respond(turn: Turn, texts: TokenTexts) -> dict[str, Any]:

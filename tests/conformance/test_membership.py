@@ -16,8 +16,7 @@ from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold_tools import certs
 from fourfold_tools.conformance import membership
 from fourfold_tools.conformance.checks import Finding
-from fourfold_tools.conformance.coordinator import FakeCoordinator
-from fourfold_tools.conformance.membership import MEMBERSHIP, REGISTRATION, MembershipProbe, Started
+from fourfold_tools.conformance.membership import MEMBERSHIP, REGISTRATION, FakeCoordinator, MembershipProbe, Started
 from tests.conformance.conftest import FUNCTION
 from tests.conformance.toy_member import ToyMember
 

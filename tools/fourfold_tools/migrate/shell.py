@@ -104,8 +104,7 @@ def read_command(
     for name in sorted(reader.conditional & reader.used):
         script.notes.append(
             f"{path} sets {name} inside of a condition or loop, or by a command, which is not evaluated; this value is "
-            f"used: "
-            f"{clean(f'{name}={reader.text_of(name)}', 120)}"
+            f"used: {clean(f'{name}={reader.text_of(name)}', 120)}"
         )
     return script
 

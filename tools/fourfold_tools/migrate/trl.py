@@ -194,8 +194,7 @@ _OPTIMIZER_ROWS: Final = [
     *_none(_FSDP, "fsdp fsdp_config"),
     *_none(_TORCH, "tf32 gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode "
            "use_cache torch_empty_cache_steps ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
-           "ddp_static_graph "
-           "ddp_backend ddp_timeout liger_kernel_config use_cpu accelerator_config local_rank debug "
+           "ddp_static_graph ddp_backend ddp_timeout liger_kernel_config use_cpu accelerator_config local_rank debug "
            "skip_memory_metrics full_determinism"),
     *_none("no equivalent: use trainer.sequence_parallel_size", "parallelism_config"),
     *_none("no equivalent: this option is not part of GRPO", "neftune_noise_alpha label_smoothing_factor "

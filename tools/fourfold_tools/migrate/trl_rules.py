@@ -95,9 +95,8 @@ def _from_values(values: Mapping[str, Any]) -> Flags:
 def _from_command(script: Script, options: Options) -> Flags:
     if not script.found and not (script.words and script.words[0].startswith("--")):
         raise ConfigError(
-            f"{options.source}: no command that runs TRL's GRPO (trl grpo, or a file grpo*.py), no "
-            f"GRPOConfig(...) and no "
-            f"YAML; give a script, a Python file or a YAML file"
+            f"{options.source}: no command that runs TRL's GRPO (trl grpo, or a file grpo*.py), no GRPOConfig(...) and "
+            f"no YAML; give a script, a Python file or a YAML file"
         )
     words, files = list(script.words), list[str]()
     for index in range(len(words) - 1, -1, -1):
@@ -165,9 +164,8 @@ def _batch(draft: Draft, options: Options) -> None:
     names += [name for name in ("generation_batch_size", "steps_per_generation") if flags[name]]
     if samples % group:
         raise ConfigError(
-            f"{samples} samples of a step ({each // ranks} per device x {ranks} processes x "
-            f"{samples // each}) are no multiple of num_generations = {group}; give the number of processes with "
-            f"--gpus N"
+            f"{samples} samples of a step ({each // ranks} per device x {ranks} processes x {samples // each}) are no "
+            f"multiple of num_generations = {group}; give the number of processes with --gpus N"
         )
     draft.set(
         "batch.prompts_per_step", samples // group, *names, "num_generations", note=f"{samples:,} samples / {group}"
@@ -175,9 +173,8 @@ def _batch(draft: Draft, options: Options) -> None:
     common.mini_batches(draft, samples, per_update, *names)
     if generated < per_update:
         draft.check(
-            f"batch.prompts_per_step: TRL samples {per_update // generated} times for one optimizer step; here it "
-            f"is one "
-            f"step"
+            f"batch.prompts_per_step: TRL samples {per_update // generated} times for one optimizer step; here it is "
+            f"one step"
         )
     new = common.require(flags["max_completion_length"], "max_completion_length")
     names, context = ["vllm_max_model_length"], flags["vllm_max_model_length"]
@@ -186,9 +183,8 @@ def _batch(draft: Draft, options: Options) -> None:
         context = (flags["max_prompt_length"] or _PROMPT_TOKENS) + new
         if not flags["max_prompt_length"]:
             draft.check(
-                f"model.max_context_tokens = {context}: TRL has no limit of the prompt, and {_PROMPT_TOKENS} "
-                f"tokens are "
-                f"assumed; longer prompts are left out"
+                f"model.max_context_tokens = {context}: TRL has no limit of the prompt, and {_PROMPT_TOKENS} tokens "
+                f"are assumed; longer prompts are left out"
             )
     draft.set("model.max_context_tokens", max(context, new + 1), *names)
     draft.leave("not needed: vllm_max_model_length limits prompt and completion together", "max_prompt_length")

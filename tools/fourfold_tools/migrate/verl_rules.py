@@ -269,9 +269,8 @@ def _loss(draft: Draft, options: Options) -> None:
     draft.set("algorithm.aggregation", _AGGREGATIONS[aggregation], *names)
     if aggregation == "seq-mean-token-sum-norm":
         draft.check(
-            "algorithm.aggregation = constant-length: verl adds up the samples, Fourfold averages them; "
-            "gradients differ by "
-            "their number, which AdamW undoes and max_grad_norm does not"
+            "algorithm.aggregation = constant-length: verl adds up the samples, Fourfold averages them; gradients "
+            "differ by their number, which AdamW undoes and max_grad_norm does not"
         )
     draft.set("algorithm.loss.kind", kind, mode_name)
     clip_low = flags[low] if flags[low] is not None else flags[f"{_ACTOR}.clip_ratio"]
@@ -524,9 +523,8 @@ def _rewards(draft: Draft, options: Options) -> None:
     else:
         draft.set("reward.function", "math_verify", note="CHECK: verl chooses by the column data_source")
         draft.check(
-            "reward.function = math_verify: verl chooses the reward by the column data_source; math_verify "
-            "compares final "
-            "expressions, last_number numbers, code_tests programs, and [[reward]] where = {data_source = [...]} "
+            "reward.function = math_verify: verl chooses the reward by the column data_source; math_verify compares "
+            "final expressions, last_number numbers, code_tests programs, and [[reward]] where = {data_source = [...]} "
             "mixes them"
         )
     if not flags["reward_model.enable"]:

@@ -72,7 +72,7 @@ class LeaseRecord:
 
 @dataclass(slots=True, kw_only=True)
 class FakeCoordinator(MembershipServiceServicer):
-    """Grants leases to one service that registers, notes each call, and fails on request. Use it from one event loop."""
+    """Grants leases to one service that registers, notes each call, and fails on request. Use it on one event loop."""
 
     ttl: float
     """Time to live of leases, in seconds."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
@@ -24,61 +23,13 @@ from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
 from fourfold.rpc.codec import pack_floats
 from fourfold.rpc.limits import Quotas
 from fourfold.security import principal
-from fourfold.tracing import spans
 from fourfold_rollout.engine import EngineSample, ParsedText, RolloutEngine, TextWork
 from fourfold_rollout.generate.admission import Admission, GenerateCall, GenerateLimits, parse, parse_score
+from fourfold_rollout.generate.call_spans import CallSpans
 from fourfold_rollout.generate.coalesce import RequestCoalescer
 from fourfold_rollout.generate.outputs import CallOutputs, ReleasedLogprobs
 from fourfold_rollout.load import LoadMeter
 from fourfold_rollout.update.controller import WeightController
-
-
-class CallSpans:
-    """The spans of one call in the traces of its caller: `queue` until the engine has the samples, then `generate`.
-
-    The spans of a sample end with its last tokens.
-    """
-
-    def __init__(self, call: GenerateCall, model: str) -> None:
-        """Begin `queue`."""
-        self._call: Final = spans.current()
-        self._phase = self._call.child("queue")
-        self._tokens: Counter[int] = Counter()
-        self._call.set(
-            {
-                "gen_ai.operation.name": "text_completion",
-                "gen_ai.request.model": model,
-                "gen_ai.usage.input_tokens": len(call.prompt_token_ids),
-            }
-        )
-
-    def begin_generate(self) -> None:
-        """Note that the engine has the samples."""
-        self._phase.end_all()
-        self._phase = self._call.child("generate")
-
-    def add(self, chunk: pb.SampleChunk) -> None:
-        """Note tokens that were sampled."""
-        if not self._call:
-            return
-        index = chunk.sample_index
-        self._tokens[index] += len(chunk.token_ids) // 4
-        if chunk.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
-            reason = pb.FinishReason.Name(chunk.finish_reason).removeprefix("FINISH_REASON_").lower()
-            self._phase.end(index)
-            self._call.end(
-                index,
-                {
-                    "gen_ai.response.finish_reasons": (reason,),
-                    "gen_ai.usage.output_tokens": self._tokens[index],
-                    "fourfold.policy_version": chunk.policy_version,
-                },
-            )
-
-    def close(self) -> None:
-        """End the spans of unfinished samples."""
-        self._phase.end_all()
-
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]

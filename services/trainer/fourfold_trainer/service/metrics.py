@@ -13,8 +13,8 @@ from fourfold import metrics as m
 from fourfold.arrays import Float64Array
 from fourfold.config import Config
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT
+from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.step_result import StepResult
-from fourfold_trainer.step.train_step import learning_rate
 
 # Terms of an update's loss; their metrics are means over the updates.
 _UPDATE_MEANS: Final = (m.KL_LOSS, m.ROUTER_LOSS)

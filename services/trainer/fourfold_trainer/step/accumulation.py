@@ -25,9 +25,9 @@ from fourfold.sample.columns import Samples
 from fourfold_trainer.batches import Batches, WeightedBatch, dummy_tokens
 from fourfold_trainer.checkpoint.store import StepAnswer, TrainerState
 from fourfold_trainer.engine import TrainerEngine
+from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import add_gradient
 from fourfold_trainer.step.step_result import NOT_FINITE
-from fourfold_trainer.step.train_step import learning_rate
 from fourfold_trainer.trained_model import Policy
 
 

@@ -20,7 +20,6 @@ from functools import partial
 
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.config.schema import Config
-from fourfold.config.trainer import CriticConfig, TrainerConfig
 from fourfold.sample import Sample
 from fourfold_trainer.batches import dummy_tokens
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings
@@ -28,6 +27,7 @@ from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
 from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.before_update import compute_before, later_noise, with_old_logprobs
+from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.metric_accumulator import untrained_mismatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
 from fourfold_trainer.step.step_result import ALL_REJECTED, NOT_FINITE, Measure, StepResult
@@ -155,25 +155,3 @@ def _update_critic(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequen
     result.critic_work.add(tokens.batch.samples.lengths[members].tolist(), rows=0, backward=True)
     result.critic_norms.append(sums.grad_norm)
     result.critic.add(sums)
-
-
-def learning_rate(config: TrainerConfig | CriticConfig, step: int, step_count: int) -> float:
-    """Return the learning rate of step 1, 2, ...: a linear warm-up, then the schedule.
-
-    With w warm-up steps of n, share f, and x = (step - 1 - w) / (n - w), at most 1, of the rest done:
-
-        step <= w   rate * step / (w + 1)
-        constant    rate
-        linear      rate * (f + (1 - f) * (1 - x))
-        cosine      rate * (f + (1 - f) * (1 + cos(pi * x)) / 2)
-
-    Transformers begins at 0, (step - 1) / w: the first step would be sampled and scored, and learn nothing.
-    """
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / (config.warmup_steps + 1)
-    if config.schedule == "constant":
-        return config.learning_rate
-    done = min((step - 1 - config.warmup_steps) / max(step_count - config.warmup_steps, 1), 1.0)
-    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    final = config.final_learning_rate_share
-    return config.learning_rate * (final + (1 - final) * left)

@@ -37,7 +37,7 @@ class TrajectoryRules:
     segments in one micro-batch; otherwise the trainer refuses the whole batch."""
 
 
-def check_trajectory(message: pb.Trajectory, *, group_id: str, rules: TrajectoryRules) -> list[Sample]:
+def check_trajectory(message: pb.Trajectory, *, group_id: str, rules: TrajectoryRules) -> tuple[Sample, ...]:
     """Return the segments of a trajectory; InvalidInput names the task, the value and the rule."""
     task = message.task_id
     count = len(message.segments)
@@ -54,7 +54,7 @@ def check_trajectory(message: pb.Trajectory, *, group_id: str, rules: Trajectory
     if not abs(message.reward) <= _MAX_REWARD:  # also for NaN
         raise InvalidInput(f"task {task}: reward is {message.reward}; it must be a finite float32")
     _check_metrics(message)
-    segments = [_check_segment(s, k, count, task, group_id, rules) for k, s in enumerate(message.segments)]
+    segments = tuple(_check_segment(s, k, count, task, group_id, rules) for k, s in enumerate(message.segments))
     tokens = sum(len(segment.token_ids) for segment in segments)
     if rules.max_total_tokens and tokens > rules.max_total_tokens:
         raise InvalidInput(

@@ -237,7 +237,7 @@ class ExperienceServicer(pb_grpc.ExperienceServiceServicer):
         prompt = attempt.group.prompt
         trajectory = Trajectory(
             prompt=prompt,
-            segments=tuple(segments),
+            segments=segments,
             completion="",  # decoded when the group is complete
             task=AgentTask(text=prompt.text, answer=prompt.answer, metadata_json=prompt.metadata_json),
             metrics=dict(message.metrics),

@@ -49,13 +49,13 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """Consecutive tokens that the model either sampled or read."""
+class TokenSpan:
+    """Consecutive tokens that the model either sampled, as one turn, or read."""
 
     sampled: bool
     segment: int
     number: int  # number of the sampled turn from 1; 0 for tokens that the model read
-    count: int  # tokens of the whole turn
+    count: int  # tokens of the whole span
     tokens: list[Token]
 
 
@@ -130,7 +130,7 @@ def sample(request: Request) -> Response:
     except ValueError as error:
         damage = str(error)
     total = sum(len(segment.token_ids) for segment in segments)
-    turns = list(cut_turns(segments, row.line.version_spans, tokenizer, begin))
+    token_spans = list(cut_spans(segments, row.line.version_spans, tokenizer, begin))
     completion = row.line.completion
     size = PAGE_TOKENS if segments else PAGE_CHARACTERS
     length = total if segments else len(completion)
@@ -140,7 +140,7 @@ def sample(request: Request) -> Response:
         request,
         **{**head(reader), "live": False},
         row=row,
-        turns=turns,
+        token_spans=token_spans,
         has_texts=tokenizer is not None,
         segment_count=len(segments),
         damage=damage,
@@ -183,10 +183,10 @@ def compare_group(config: Config | None, group: Sequence[SampleRow]) -> dict[str
     return dict(zip((row.sample_id for row in trained), estimator.compare(batch).tolist(), strict=True))
 
 
-def cut_turns(
+def cut_spans(
     segments: Sequence[TokenSegment], spans: Sequence[tuple[int, int]], tokenizer: Tokenizer | None, begin: int
-) -> Iterator[Turn]:
-    """Yield the turns of a trajectory with their tokens on the page that starts at token `begin`.
+) -> Iterator[TokenSpan]:
+    """Yield the spans of a trajectory with their tokens on the page that starts at token `begin`.
 
     `spans` are [policy version, tokens] over all segments.
     """
@@ -206,7 +206,7 @@ def cut_turns(
                 for index in range(low, high)
             ]
             if tokens:
-                yield Turn(
+                yield TokenSpan(
                     sampled=own, segment=segment_index, number=number if own else 0, count=end - first, tokens=tokens
                 )
         place += len(segment.token_ids)

@@ -114,6 +114,13 @@ def test_each_fault_of_the_coordinator_has_its_place(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(1300)
+def test_a_copy_of_the_coordinator_without_a_fault_passes(tmp_path: Path) -> None:
+    assert run_mutant(None, tmp_path, seed=SEED, runs=1)["failures"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", list(MUTANTS))
 def test_faults_of_the_coordinator_are_found(name: str, tmp_path: Path) -> None:
     result = run_mutant(MUTANTS[name], tmp_path, seed=SEED, runs=8)

@@ -58,14 +58,15 @@ def mutated(mutant: Mutant) -> str:
     return text.replace(mutant.old, mutant.new)
 
 
-def run_mutant(mutant: Mutant, folder: Path, *, seed: int, runs: int) -> dict[str, Any]:
-    """Run the fault test on a mutant, until an invariant breaks; return its tally."""
+def run_mutant(mutant: Mutant | None, folder: Path, *, seed: int, runs: int) -> dict[str, Any]:
+    """Run the fault test on a mutant, or on an unchanged copy, until an invariant breaks; return its tally."""
     package = folder / "coordinator"
     shutil.copytree(_PACKAGE, package)
-    (package / "fourfold_coordinator" / mutant.file).write_text(mutated(mutant))
+    if mutant is not None:
+        (package / "fourfold_coordinator" / mutant.file).write_text(mutated(mutant))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), *filter(None, sys.path)])}
     words = ["--seed", str(seed), "--runs", str(runs), "--out", str(folder / "result.json")]
-    words += ["--fault", *mutant.fault] if mutant.fault else []
+    words += ["--fault", *mutant.fault] if mutant is not None and mutant.fault else []
     with (folder / "output.log").open("w") as log:
         subprocess.run(
             [sys.executable, "-m", "tests.support.fault_soak", *words],

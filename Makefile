@@ -29,7 +29,7 @@ lock: setup  ## compare behaviour with the committed records: values, contracts,
 	@# In reverse order the long files, those of tests/lock, come first.
 	$(pytest) -n 2 -m lock --no-loadscope-reorder $$(grep -rl --include="test_*.py" "mark\.lock" tests | sort -r)
 
-lock-record: setup  ## write the record of the seeded run again, after a change of values on purpose
+lock-record: setup  ## write the record of values again, after a change on purpose or with new libraries
 	$(bin)/python -m tests.lock.seeded_run
 
 soak: setup  ## run the tests that repeat for an hour or two, not in CI; SOAK_MINUTES: of the rollout service

@@ -1,6 +1,6 @@
 """The seeded run of the lock, and how a run is compared with the committed one.
 
-    .venv/bin/python -m tests.lock.seeded_run            # write tests/lock/record again, after a change on purpose
+    .venv/bin/python -m tests.lock.seeded_run            # write tests/lock/record again
     .venv/bin/python -m tests.lock.seeded_run --release  # also the run folder and contract of a release
 
 vLLM samples and DeepSpeed trains a model of 25,000 random float32 weights. The two mini-batches and epochs of each step
@@ -40,6 +40,8 @@ CONTRACT: Final = FOLDER / "contract.binpb"
 STEPS: Final = 4
 STEPS_OF_RELEASE: Final = 2
 SAMPLES: Final = 16  # of a step
+NEXT_TOKENS: Final = RECORD / "next_tokens.json"
+"""The token ids that the run of the release samples in its next step."""
 RUN_SECONDS: Final = 240
 # On a CPU of another type. With AVX2 in place of AVX-512 in torch, metrics differed by at most 2e-6, no log-probability
 # differed, and weights differed by at most 3e-5: those whose gradient is almost 0, because Adam divides by it.
@@ -145,10 +147,21 @@ def run(root: Path, steps: int) -> Path:
     return root / "runs" / "tiny"
 
 
+def unpack_release(root: Path) -> None:
+    """Unpack the folder in which the last release made a run, and stopped it."""
+    with tarfile.open(RELEASE) as archive:
+        archive.extractall(root, filter="data")
+
+
 def resume(root: Path, steps: int) -> Path:
     """Let the run of a folder go on until it has so many steps; return its folder."""
     fourfold(root, "--resume", "runs/tiny", "--set", f"steps={steps}")
     return root / "runs" / "tiny"
+
+
+def next_tokens(run_dir: Path) -> list[list[int]]:
+    """Return the token ids of the first step after that at which the run of the release was stopped."""
+    return [ids for _, ids, _ in read(run_dir, {}).tokens[STEPS_OF_RELEASE * SAMPLES :][:SAMPLES]]
 
 
 def differences(found: Record, wanted: Record) -> list[str]:
@@ -214,6 +227,9 @@ def _write_record() -> None:
         rows = [without_clocks(json.loads(line)) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         (RECORD / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (RECORD / "machine.json").write_text(json.dumps(machine(), indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        unpack_release(Path(folder))
+        NEXT_TOKENS.write_text(json.dumps(next_tokens(resume(Path(folder), STEPS))))
 
 
 def _write_release() -> None:
@@ -224,11 +240,6 @@ def _write_release() -> None:
         run_dir = run(root, STEPS_OF_RELEASE)
         for name in ("logs", "model"):
             shutil.rmtree(run_dir / name)
-        shutil.copytree(run_dir, root / "stopped")
-        tokens = read(resume(root, STEPS), {}).tokens[STEPS_OF_RELEASE * SAMPLES :][:SAMPLES]
-        (root / "next_tokens.json").write_text(json.dumps([ids for _, ids, _ in tokens]))
-        shutil.rmtree(run_dir)
-        (root / "stopped").rename(run_dir)
         with tarfile.open(RELEASE, "w:xz") as archive:
             archive.add(root, ".")
     shutil.copy(ROOT / "proto" / "fourfold.binpb", CONTRACT)

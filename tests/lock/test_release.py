@@ -6,13 +6,23 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.lock.seeded_run import CONTRACT, RELEASE, ROOT, SAMPLES, STEPS, STEPS_OF_RELEASE, read, resume
+from tests.lock.seeded_run import (
+    CONTRACT,
+    NEXT_TOKENS,
+    ROOT,
+    SAMPLES,
+    STEPS,
+    STEPS_OF_RELEASE,
+    next_tokens,
+    read,
+    resume,
+    unpack_release,
+)
 from tests.support.browser import serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.lock, pytest.mark.timeout(400)]
@@ -22,9 +32,8 @@ PAGES = ("", "/timeline", "/weights", "/recipe", "/samples")
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Unpack the folder in which the last release made a run, and stopped it."""
-    with tarfile.open(RELEASE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    """Return the folder in which the last release made a run, and stopped it."""
+    unpack_release(tmp_path)
     return tmp_path
 
 
@@ -52,9 +61,8 @@ def test_a_run_of_the_last_release_opens_in_view_and_goes_on(root: Path) -> None
     assert [row["step"] for row in found.metrics] == list(range(1, STEPS + 1))
     trained = [row["sample_id"] for row in found.samples if not row["dropped"]]
     assert len(trained) == len(set(trained)) == STEPS * SAMPLES
-    # The release itself sampled these after its checkpoint, whose weights sample now.
-    next_tokens = [ids for _, ids, _ in found.tokens[STEPS_OF_RELEASE * SAMPLES :][:SAMPLES]]
-    assert next_tokens == json.loads((root / "next_tokens.json").read_text())
+    # The weights of the release's checkpoint sample now.
+    assert next_tokens(run_dir) == json.loads(NEXT_TOKENS.read_text())
     assert f"{STEPS} of {STEPS}" in view(run_dir, root / "cache")["/"]
 
 

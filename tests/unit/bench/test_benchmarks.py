@@ -1,0 +1,99 @@
+"""Runs `fourfold bench gateway` and `reward` on a small load, and evaluates made metrics as `long-tail` does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import metrics as m
+from fourfold.cli import main as cli_main
+from fourfold.host.clock import utc_text
+from fourfold_bench import harness
+from fourfold_bench.long_tail import measure as long_tail
+from fourfold_bench.long_tail.benchmark import BENCHMARK as LONG_TAIL
+from fourfold_bench.long_tail.benchmark import LongTailSettings
+from fourfold_bench.models import write_config
+from fourfold_bench.reward.benchmark import HERE
+
+
+def bench(folder: Path, *words: str) -> dict[str, Any]:
+    """Run `fourfold bench`; return the result. Its goals are those of an idle machine, so the exit code is not read."""
+    cli_main.main(["bench", *words, "--json", str(folder / "result.json")])
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+@pytest.mark.slow
+def test_the_gateway_is_measured_with_an_engine_that_answers_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ("--engine", "echo", "--seconds", "1", "--warm-up", "0", "--new-tokens", "8")
+    result = bench(tmp_path, "gateway", *load, "--ways", "direct,http-logprobs")
+    assert result["results"]["ways"].keys() == {"direct", "http-logprobs"}
+    assert result["results"]["ways"]["http-logprobs"]["requests"] > 0
+    assert "gateway, HTTP chat with logprobs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_reward_service_and_the_coordinator_are_measured(tmp_path: Path) -> None:
+    load = ("--batch", "16", "--calls", "1", "--runs", "1", "--processes", "1", "--seconds", "0")
+    result = bench(tmp_path, "reward", *load)
+    assert result["benchmark"] == "reward-cpu" and result["results"]["open_loop"] == {}
+    assert result["results"]["cpu"][HERE]["samples_per_second"] > 0
+
+
+def _settings() -> LongTailSettings:
+    parser = argparse.ArgumentParser()
+    harness.add_arguments(LONG_TAIL, parser)
+    words = ["--device", "cuda", "--layout", "separate", "--lags", "0,2", "--steps", "2", "--warm-up", "1"]
+    return LongTailSettings.from_arguments(parser.parse_args(words))
+
+
+def _row(step: int, lag: int) -> dict[str, Any]:
+    """Return the metrics of a step that took 4 s at lag 0, and 2 s at others."""
+    ages = {m.TOKEN_LAG_MEAN: lag / 2, m.TOKEN_LAG_P95: float(lag), m.TOKEN_LAG_MAX: float(lag)}
+    zeros = dict.fromkeys((m.STALE_TOKENS, m.DROPPED_SAMPLES, m.SKIPPED_STEPS, m.TIME_OTHER), 0.0)
+    return {
+        "step": step, "end_time": utc_text(1.8e9 + (2 if lag else 4) * step), m.LAG_LIMIT: float(lag), **ages, **zeros,
+        m.TRAINED_TOKENS: 6000.0, m.TRAINED_SAMPLES: 8.0, m.RESPONSE_LENGTH: 750.0, m.RESPONSE_LENGTH_MAX: 4000.0,
+        m.TOTAL_LENGTH: 814.0, m.TRAIN_SPEED: 100_000.0, m.ROLLOUT_SPEED: 20_000.0, m.ENGINE_SPEED_MAX: 30_000.0,
+        m.ENGINE_STEP_BASE: 1.5e-3, m.ENGINE_STEP_SAMPLE: 6.1e-6, m.TRAINER_WAIT: 0.5, m.ROLLOUT_WAIT: 0.25,
+        m.LENGTH_BIAS: 0.01, m.TIME_PUBLISH: 0.1,
+    }  # fmt: skip
+
+
+def test_the_steps_of_each_lag_of_a_long_tail_are_measured_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, set_to, rows = _settings(), list[int](), list[dict[str, Any]]()
+    monkeypatch.setattr(long_tail, "change_lag", lambda _folder, lag: set_to.append(lag))
+    series = long_tail.LagSeries(settings, tmp_path)
+
+    def finish(*lags: int) -> bool:
+        for lag in lags:
+            rows.append(_row(len(rows) + 1, lag))
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return series.poll()
+
+    assert not finish(0, 0, 0) and set_to == [2]
+    # The step that was under way still has the old lag.
+    assert not finish(0, 2, 2, 2, 2, 2, 2, 2, 2) and finish(2)
+    assert {lag: [row["step"] for row in found] for lag, found in series.done.items()} == {
+        0: [1, 2, 3],
+        2: [7, 8, 9, 10, 11, 12, 13],
+    }
+
+    config = long_tail.write_recipe(settings, tmp_path)
+    write_config(tmp_path / "model", settings.shape, context=settings.step.context)
+    results = long_tail.summarise(settings, config, series.done, tmp_path)
+    assert [row["trained_tokens_per_second"] for row in results["lags"].values()] == [1500.0, 3000.0]
+    times = {"first_step_after_seconds": 80.0, "seconds": 300.0, "gpu_mib": {}}
+    document = {"parameters": settings.document(), "results": results | times}
+    assert any("3,000" in line and "2.00" in line for line in LONG_TAIL.table(document))
+    assert LONG_TAIL.failures(document) == []
+    results["lags"]["2"]["speed_up"] = 1.5
+    assert LONG_TAIL.failures(document) == ["lag 2: 1.50 times the trained tokens per second of lag 0; at least 2.0"]

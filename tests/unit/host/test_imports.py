@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -37,3 +39,13 @@ def test_collections_that_were_off_stay_off() -> None:
     with fast_imports():
         pass
     assert not gc.isenabled()
+
+
+def test_an_optional_dependency_is_hidden_in_the_block_alone() -> None:
+    name = "wsgiref"
+    assert name not in sys.modules
+    with fast_imports(without=name), pytest.raises(ImportError):
+        importlib.import_module(name)
+    with fast_imports(without="gc"):
+        assert importlib.import_module("gc") is gc
+    importlib.import_module(name)

@@ -22,8 +22,9 @@ def make_worker(
         run_dir: folder of the run on this machine, for checkpoints.
     """
     os.environ.update(rank_environment(config, place))
-    # Imported here, because DeepSpeed reads the environment at import.
-    with fast_imports():
+    # Imported here, because DeepSpeed reads the environment at import. Its autotuner, which nothing here uses, would
+    # import MLflow where that is installed.
+    with fast_imports(without="mlflow"):
         import torch
 
         from fourfold_trainer.zero.models import DeepSpeedCritic, DeepSpeedPolicy

@@ -1,7 +1,7 @@
 """Prints how long the tests took, by file and by fixture: `pytest -p tests.support.durations`.
 
 A file's seconds include those of its fixtures. Processor time is that of the process of the tests and of those of its
-descendants that have ended and were waited for.
+descendants that have ended and were waited for. Programs of `fork_server.py` are descendants of a server that has not.
 """
 
 from __future__ import annotations

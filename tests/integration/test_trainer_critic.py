@@ -23,7 +23,7 @@ from tests.integration.test_trainer_state import Copies
 from tests.support.fork_server import run_cases
 from tests.support.trainer_driver import Case, batch
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEEN = ("before", "straight", "straight_values", "back", "losses", "norms")
 
@@ -33,7 +33,6 @@ def llama(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("llama", 0, "float32")
 
 
-@pytest.mark.slow
 async def test_a_critic_apart_trains_saves_and_its_death_is_explained(llama: Path, tmp_path: Path) -> None:
     tables = '[algorithm]\npreset = "ppo"\n[critic]\nranks = 1\nlearning_rate = 1e-3'
     trainer = Service(llama, tmp_path, ranks=1, dtype="float32", timeout=120, tables=tables)
@@ -90,7 +89,6 @@ def case(model: Path, folder: Path, ranks: int, critic_ranks: int, stage: int) -
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "critic_ranks", "stage"),
     [
@@ -115,7 +113,6 @@ def test_a_critic_apart_learns_what_it_learns_in_the_ranks_of_the_policy(
     assert np.abs(mine["straight_values"]).max() > 0.01
 
 
-@pytest.mark.slow
 def test_a_checkpoint_moves_between_a_critic_apart_and_one_in_the_ranks_of_the_policy(
     llama: Path, tmp_path: Path
 ) -> None:

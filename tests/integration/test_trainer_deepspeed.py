@@ -6,7 +6,7 @@ The truth is a plain PyTorch loop over the whole batch: `tests/support/plain_tra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.support.plain_trainer import Arrays, plain, plain_parts, plain_ppo
 from tests.support.tiny_models import write_tiny_model
 from tests.support.trainer_driver import REPOSITORY, Case, config_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 KL = {"kl": {"coef": 0.1}}
 PPO = {"preset": "ppo"}
@@ -76,17 +76,20 @@ def one_rank(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 # Its gradients would be summed in bfloat16.
 REFUSED = [(0, "bfloat16")]
+STAGES = range(4)
 
 
-def resumed(llama: Path, folder: Path, stages: Sequence[int]) -> dict[str, Arrays]:
-    """Run the cases that save and load, of some ZeRO stages."""
+@pytest.fixture(scope="module")
+def resumed(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Arrays]:
+    """Run the cases that save and load."""
+    folder = tmp_path_factory.mktemp("resumed")
     kinds: dict[str, dict[str, Any]] = {
         "float32": {},
         "bfloat16": {"dtype": "bfloat16"},
         "critic": {"algorithm": PPO},
     }
     cases = []
-    for stage, (kind, more) in itertools.product(stages, kinds.items()):
+    for stage, (kind, more) in itertools.product(STAGES, kinds.items()):
         if (stage, kind) in REFUSED:
             continue
         name = f"resume {kind} {stage}"
@@ -95,20 +98,6 @@ def resumed(llama: Path, folder: Path, stages: Sequence[int]) -> dict[str, Array
     return run_cases(cases, folder)
 
 
-@pytest.fixture(scope="module")
-def resumed_often(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Arrays]:
-    return resumed(llama, tmp_path_factory.mktemp("resumed"), (0, 3))
-
-
-@pytest.fixture(scope="module")
-def resumed_seldom(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Arrays]:
-    return resumed(llama, tmp_path_factory.mktemp("resumed"), (1, 2))
-
-
-STAGES = range(4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 2", "stage 3", "whole", "gradient checkpointing"])
 def test_every_stage_and_split_learns_what_plain_pytorch_learns(
     one_rank: dict[str, Arrays], truth: dict[float, Arrays], name: str
@@ -123,7 +112,6 @@ def check_parts(found: Arrays, wanted: Arrays) -> None:
     check(found, wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_of_parts_learns_what_plain_pytorch_learns(
     one_rank: dict[str, Arrays], truth_of_parts: Arrays, stage: int
@@ -131,13 +119,11 @@ def test_a_step_of_parts_learns_what_plain_pytorch_learns(
     check_parts(one_rank[f"parts {stage}"], truth_of_parts)
 
 
-@pytest.mark.slow
 def test_the_kl_loss_learns_what_plain_pytorch_learns(one_rank: dict[str, Arrays], truth: dict[float, Arrays]) -> None:
     check(one_rank["kl"], truth[0.1])
     assert abs(one_rank["kl"]["norms"][0] - one_rank["whole"]["norms"][0]) > 0.1
 
 
-@pytest.mark.slow
 def test_ppo_with_a_critic_in_two_updates_learns_what_plain_pytorch_learns(
     one_rank: dict[str, Arrays], llama: Path
 ) -> None:
@@ -147,13 +133,11 @@ def test_ppo_with_a_critic_in_two_updates_learns_what_plain_pytorch_learns(
     assert np.abs(one_rank["ppo"]["values"]).max() > 0.05
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "kind"), [c for c in itertools.product(STAGES, ("float32", "bfloat16", "critic")) if c not in REFUSED]
 )
-def test_a_restored_checkpoint_goes_on_bit_for_bit(request: pytest.FixtureRequest, stage: int, kind: str) -> None:
-    cases = request.getfixturevalue("resumed_often" if stage in (0, 3) else "resumed_seldom")
-    seen = cases[f"resume {kind} {stage}"]
+def test_a_restored_checkpoint_goes_on_bit_for_bit(resumed: dict[str, Arrays], stage: int, kind: str) -> None:
+    seen = resumed[f"resume {kind} {stage}"]
     assert (seen["loaded"] != seen["before"]).any() and (seen["loaded"] != seen["straight"]).any()
     np.testing.assert_array_equal(seen["after"], seen["straight"])
     np.testing.assert_array_equal(seen["back"], seen["straight"])
@@ -161,7 +145,6 @@ def test_a_restored_checkpoint_goes_on_bit_for_bit(request: pytest.FixtureReques
     assert bool(len(seen["values"])) == (kind == "critic")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_gradient_that_is_not_finite_changes_nothing(one_rank: dict[str, Arrays], stage: int) -> None:
     seen = one_rank[f"poison {stage}"]
@@ -171,14 +154,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(one_rank: dict[str, Array
     np.testing.assert_allclose(seen["after"], one_rank["kl"]["after"], atol=2e-4)
 
 
-@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_changes_nothing_in_bfloat16(one_rank: dict[str, Arrays]) -> None:
     seen = one_rank["poison bfloat16"]
     assert not np.isfinite(seen["poisoned_norm"])
     np.testing.assert_array_equal(seen["after"], one_rank["clean bfloat16"]["after"])
 
 
-@pytest.mark.slow
 def test_float32_logits_change_the_gradient_by_the_rounding_alone(one_rank: dict[str, Arrays]) -> None:
     rounded, exact = one_rank["clean bfloat16"]["norms"], one_rank["float32 logits"]["norms"]
     assert not np.array_equal(rounded, exact)
@@ -188,7 +169,6 @@ def test_float32_logits_change_the_gradient_by_the_rounding_alone(one_rank: dict
 # ---- two ranks -----------------------------------------------------------------------
 
 
-@pytest.mark.slow  # two ranks also run in test_trainer_service.py
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_two_ranks_learn_and_restore_as_one(
     llama: Path, truth: dict[float, Arrays], tmp_path: Path, stage: int
@@ -196,7 +176,6 @@ def test_two_ranks_learn_and_restore_as_one(
     check_restored(Case(name="two", model=str(llama), stage=stage, ranks=2, budget=64), truth[0.0], tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.soak
 def test_ranks_with_a_second_partition_learn_and_restore_as_one(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", "llama_tied", sizes=WIDE, dtype="float32")
@@ -214,7 +193,6 @@ def check_restored(case: Case, truth: Arrays, folder: Path) -> None:
     assert sorted(p.name for p in saved.iterdir()) == [f"policy-{rank:03}.safetensors" for rank in range(case.ranks)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_a_step_of_parts_on_two_ranks_learns_the_same(
     llama: Path, truth_of_parts: Arrays, tmp_path: Path, stage: int
@@ -226,7 +204,6 @@ def test_a_step_of_parts_on_two_ranks_learns_the_same(
 # ---- exports while parameters are in flight ------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "lora"),
     [pytest.param(1, {}, id="1"), pytest.param(2, {}, id="2"), pytest.param(2, {"rank": 4}, id="2-adapters")],

@@ -14,7 +14,7 @@ from tests.support.fork_server import run_cases
 from tests.support.plain_trainer import Arrays, plain
 from tests.support.trainer_driver import Case
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 COEF = 1.0
 
@@ -33,7 +33,6 @@ def case(name: str, mixtral: Path, *, coef: float = COEF, budget: int = 512, sta
     return Case(name=name, model=str(mixtral), stage=stage, router_coef=coef, budget=budget, **more)
 
 
-@pytest.mark.slow
 def test_experts_at_stage_3_learn_with_the_routers_loss_what_plain_pytorch_learns(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:
@@ -44,7 +43,6 @@ def test_experts_at_stage_3_learn_with_the_routers_loss_what_plain_pytorch_learn
     assert np.abs(np.subtract(norms, balanced["norms"])).max() > 0.05  # the routers' loss is there
 
 
-@pytest.mark.slow
 def test_experts_learn_the_same_at_every_stage_and_on_two_ranks(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:
@@ -56,7 +54,6 @@ def test_experts_learn_the_same_at_every_stage_and_on_two_ranks(
     check(run_cases([case("two", mixtral, coef=0.0, budget=64, ranks=2)], tmp_path)["two"], truth)
 
 
-@pytest.mark.slow
 @pytest.mark.soak
 def test_the_scale_of_the_routers_loss_does_not_depend_on_the_split(
     mixtral: Path, balanced: Arrays, tmp_path: Path
@@ -70,14 +67,12 @@ def test_the_scale_of_the_routers_loss_does_not_depend_on_the_split(
         assert abs(found["norms"][0] - alone[0]) > 0.02
 
 
-@pytest.mark.slow
 def test_ranks_that_share_a_row_have_the_routers_loss_of_the_whole_row(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:
     check(run_cases([case("shared", mixtral, ranks=2, sequence=2, checkpointing=True)], tmp_path)["shared"], balanced)
 
 
-@pytest.mark.slow
 def test_experts_are_sent_as_they_are_exported_at_every_stage(mixtral: Path, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     cases = [

@@ -22,7 +22,7 @@ from tests.support.plain_gradients import Gradients, group_advantages, policy_gr
 from tests.support.plain_trainer import Arrays
 from tests.support.trainer_driver import VOCABULARY, Case, with_shadow_scores
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TERMS: Final[dict[str, Any]] = {"kl": {"coef": 0.1}, "entropy_coef": 0.01}
 NAMES: Final = ["shadow/gradient_cosine", "shadow/gradient_norm", "shadow/live_gradient_norm"]
@@ -87,7 +87,7 @@ def check(seen: Arrays, llama: Path, folder: Path, algorithm: dict[str, Any], *,
 
 @pytest.mark.parametrize(
     ("ranks", "mini_batches"),
-    [pytest.param(ranks, n, marks=pytest.mark.slow) for ranks, n in ((1, 1), (2, 1), (2, 2))],
+    [(1, 1), (2, 1), (2, 2)],
 )
 def test_zero_3_compares_as_one_process_in_float64_and_changes_nothing(
     llama: Path, tmp_path: Path, ranks: int, mini_batches: int
@@ -96,7 +96,6 @@ def test_zero_3_compares_as_one_process_in_float64_and_changes_nothing(
     check(seen, llama, tmp_path / "case", {})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_every_stage_compares_all_terms_of_the_loss(llama: Path, tmp_path: Path, ranks: int) -> None:
     # Under ZeRO-3 a case with several ranks must be the first of its process.
@@ -118,7 +117,6 @@ def test_every_stage_compares_all_terms_of_the_loss(llama: Path, tmp_path: Path,
         check(np.load(tmp_path / f"{one.name}.npz"), llama, tmp_path / one.name, TERMS)
 
 
-@pytest.mark.slow
 def test_other_models_change_nothing(llama: Path, tmp_path: Path) -> None:
     kinds: dict[str, dict[str, Any]] = {
         **{f"bfloat16 {n}": {"dtype": "bfloat16", "stage": n} for n in (1, 2, 3)},

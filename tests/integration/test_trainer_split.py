@@ -28,7 +28,7 @@ from tests.support.plain_gradients import (
 )
 from tests.support.trainer_driver import SPLITS, VOCABULARY, Case
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOLERANCE: Final = 1e-5
 BETA: Final = 0.9
@@ -105,7 +105,6 @@ def check(checkpoint: Path, wanted: dict[str, Gradients]) -> None:
         check_gradients(mine, gradients, TOLERANCE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "ranks"),
     [

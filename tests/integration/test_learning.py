@@ -6,16 +6,14 @@ Presets with the name of another program have losses and advantages of the other
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fourfold.config import PRESETS
+from tests.support.fork_server import run_modules
 from tests.support.learning_driver import LORA, has_learned
-from tests.support.trainer_driver import REPOSITORY, trainer_environment
 
 OTHER_PROGRAMS = ("openrlhf-", "verl-", "trl-", "prime-")
 RUNS = [*(name for name in PRESETS if not name.startswith(OTHER_PROGRAMS)), f"grpo{LORA}"]
@@ -27,11 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 def curves(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("learning")
     model = tiny_model("llama", 0, "float32")
-    argv = [sys.executable, "-m", "tests.support.learning_driver", str(model), str(out), *RUNS]
-    result = subprocess.run(
-        argv, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=850
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    run_modules([("tests.support.learning_driver", str(model), str(out), *RUNS)], out / "driver.log", seconds=850)
     return out
 
 

@@ -45,6 +45,8 @@ from fourfold_coordinator.weights.broker import WeightBroker
 from fourfold_coordinator.weights.status import WeightPlaneStatus
 
 _log = logging.getLogger(__name__)
+_ABORT_SECONDS: Final = 4.0
+"""Longest time of an abort, in place of 15 s: tests wait for it where a process does not answer."""
 MIXED: Final = "auto"
 """Backend of a recipe for GPUs that cannot read each other's memory: cuda_ipc on one GPU, nccl between two."""
 Moment = Literal["before", "during", "after"]
@@ -140,6 +142,7 @@ class Coordinator:
         self._tokens: dict[str, bytes] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._patched = ExitStack()
+        self._patched.enter_context(mock.patch.object(update, "_ABORT_SECONDS", _ABORT_SECONDS))
         if config.weights.backend == MIXED:
             self._patched.enter_context(mock.patch.object(update, "group_by_backend", _without_peer_access))
         for member in members:

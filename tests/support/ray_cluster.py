@@ -24,6 +24,7 @@ _ENV: Final = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "a" * 64,
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_period_ms": "1000",  # 3000 by default: a node that was killed is lost after 5 checks
     "RAY_raylet_start_wait_time_s": str(_START_SECONDS),  # 30 by default, too few while engines load on two cores
 }
 

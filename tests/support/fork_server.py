@@ -9,6 +9,7 @@ tests has one server, `python -m tests.support.fork_server`; the first program s
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -25,11 +26,20 @@ from typing import Any, Final
 import numpy as np
 
 from fourfold.host import process
+from fourfold.host.imports import fast_imports
 from fourfold.host.process_tree import PARENT_PID_VARIABLE, die_with_parent
 from tests.support.plain_trainer import Arrays
 from tests.support.trainer_driver import REPOSITORY, Case, trainer_environment, write_cases
 
 _RANK_PROGRAM: Final = "fourfold_trainer.ranks.main"
+_IMPORTED: Final = (
+    "deepspeed.sequence.layer",
+    "transformers.models.llama.modeling_llama",
+    "fourfold_trainer.zero.models",
+    _RANK_PROGRAM,
+    "tests.support.lora_driver",
+    "tests.support.sequence_cases",
+)
 _SHOWN: Final = 4000  # characters of a failed program's output
 
 
@@ -129,11 +139,10 @@ def _serve() -> None:
 
 
 def _import_libraries() -> None:
-    from fourfold.host.imports import fast_imports
-
-    with fast_imports():
-        import tests.support.lora_driver
-        import tests.support.sequence_cases  # noqa: F401
+    # As a rank does, see fourfold_trainer/ranks/loading.py.
+    with fast_imports(without="mlflow"):
+        for name in _IMPORTED:
+            importlib.import_module(name)
 
 
 def _fork(program: Callable[[], int | None]) -> int:

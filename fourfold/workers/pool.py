@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from fourfold.workers.child import Child, WorkerDied
+from fourfold.workers.tasks import Tasks
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,9 @@ class Pool(Generic[ChildT]):
             title: of the pool, in messages.
             on_failure: called with a message if a task of the pool ends because of a bug.
         """
-        self._launch, self._title, self._on_failure = launch, title, on_failure
+        self._launch, self._title = launch, title
+        self.tasks = Tasks(title, on_failure)
+        """Tasks that end with the pool."""
         self.children: list[ChildT] = []
         self.free: deque[ChildT] = deque()
         self.filled = asyncio.Event()
@@ -49,7 +52,6 @@ class Pool(Generic[ChildT]):
         self._ending: set[ChildT] = set()  # of `children`, those that are being killed
         self._fills = 0  # tasks that start a child, or wait until they try again
         self._waiting_fills = 0
-        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def start(self, count: int) -> None:
@@ -63,21 +65,12 @@ class Pool(Generic[ChildT]):
     async def close(self) -> None:
         """End the tasks and kill the children."""
         self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.tasks.close()
         await asyncio.gather(*(self.kill(child) for child in list(self.children)))
 
     def pids(self) -> list[int]:
         """Return the process ids of the children."""
         return [child.pid for child in self.children]
-
-    def add_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task until `close`. An error of it is a failure of the pool."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_end)
 
     def resize(self, count: int) -> None:
         """Keep this number of children; those that are too many end when they are free."""
@@ -136,7 +129,7 @@ class Pool(Generic[ChildT]):
 
     def _end(self, child: ChildT) -> None:
         self._ending.add(child)  # now, so that it does not count as too many again
-        self.add_task(self.kill(child))
+        self.tasks.add(self.kill(child))
 
     def _fill(self) -> None:
         """Start the children that are missing. For a waiting user, one is started before the next try is due."""
@@ -144,7 +137,7 @@ class Pool(Generic[ChildT]):
             self._fills - self._waiting_fills < min(len(self._takers), self._count - len(self.children))
         ):
             self._fills += 1
-            self.add_task(self._start_one())
+            self.tasks.add(self._start_one())
 
     async def _start_one(self) -> None:
         """Start a child; after a failure try again as long as one is missing."""
@@ -178,9 +171,3 @@ class Pool(Generic[ChildT]):
             if not (taker := self._takers.popleft()).done():
                 return taker
         return None
-
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("task of a pool failed: pool=%s", self._title, exc_info=error)
-            self._on_failure(f"the {self._title} failed: {type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from typing import Final
 
 from fourfold.workers import frames
 from fourfold.workers.child import Child, WorkerDied
-from fourfold.workers.queue import BatchQueue, Entry
+from fourfold.workers.queue import Entry
 from fourfold_reward import protocol
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
@@ -36,7 +36,6 @@ _NEWEST_WEIGHT: Final = 0.1
 _NUMBER_BITS: Final = 48
 
 
-Queue = BatchQueue[Job, Outcome]
 QueuedJob = Entry[Job, Outcome]
 
 

@@ -23,21 +23,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Final
 
 from fourfold.errors import ConfigError
-from fourfold.host.timing import Histogram
 from fourfold.workers import frames
 from fourfold.workers.child import WorkerDied
 from fourfold.workers.pool import Pool
-from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
-from fourfold_reward.batch import Batch, FunctionTimes, Queue, QueuedJob, Worker
-from fourfold_reward.job import Job
+from fourfold_reward.backend import MAX_WAITING_SAMPLES
+from fourfold_reward.batch import Batch, FunctionTimes, QueuedJob, Worker
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import MAX_REPLY_BYTES, Outcome
+from fourfold_reward.scorers.sample_queue import QueuedScorer
 from fourfold_reward.signatures import Reads
 from fourfold_reward.verifiers import GymOptions
 from fourfold_reward.worker_sandbox import WorkerSandbox
@@ -61,8 +60,8 @@ _NEWEST_WEIGHT: Final = 0.1
 _DEFAULT_SANDBOX: Final = WorkerSandbox()
 
 
-class WorkerPool:
-    """Worker processes and their queue. Use it from one event loop."""
+class WorkerPool(QueuedScorer):
+    """Worker processes and their queue. Use it from one event loop, in the main thread."""
 
     def __init__(
         self,
@@ -82,26 +81,23 @@ class WorkerPool:
             timeout_seconds: time limit of one sample.
             on_failure: called with a message if a task of the pool ends because of a bug.
         """
+        super().__init__(
+            workers=processes,
+            title="worker processes",
+            remedy="raise reward.processes",
+            max_waiting=max_waiting_samples,
+        )
         self.verifier = verifier
-        self.pure = False
         self.reads = Reads()  # of the verifier; known after `start`
         self._options = {task: dict(values) for task, values in options.items()}
         self._processes = processes
         self._timeout = timeout_seconds
-        self._on_failure = on_failure
         self._sandbox = sandbox
-        self._max_waiting = max_waiting_samples
-        self._queue = Queue(self._wake_runners)
-        self._queue_filled = asyncio.Event()
         self._times = FunctionTimes()
         self._pool = Pool(self._launch, title="worker pool", on_failure=on_failure)
         self._runners = 0
-        self._idle = 0  # runners that wait for samples
         self.stuck = 0  # runners whose sample runs much longer than usual
         self._lately_stuck = 0  # samples that got stuck in the last _SPARE_SECONDS
-        self._mean_seconds = 0.0
-        self.busy = 0  # runners that score samples, or wait for a worker
-        self.seconds = Histogram()  # of each sample that got a worker
 
     async def start(self) -> None:
         """Start the workers and load the verifier in each. Afterwards `verifier` has its version.
@@ -114,26 +110,6 @@ class WorkerPool:
             raise ConfigError(f"reward.function: {error}") from None
         for _ in range(self._processes):
             self._add_runner()
-
-    async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
-        """Score samples and return their outcomes in order.
-
-        Args:
-            jobs: at least one.
-            timeout: seconds; samples without an outcome then get an error, and the others keep theirs.
-
-        Raises:
-            Overloaded: the queue is full. No sample was queued.
-        """
-        check_room(
-            jobs,
-            waiting=len(self._queue),
-            waiting_bytes=self._queue.size_bytes,
-            max_waiting=self._max_waiting,
-            seconds_per_sample=self._mean_seconds / self._processes,
-        )
-        outcomes = await self._queue.put(jobs, timeout=timeout)
-        return [outcome or self._too_late() for outcome in outcomes]
 
     async def close(self) -> None:
         """Stop the runners and kill the workers. Queued samples get no outcome."""
@@ -149,10 +125,6 @@ class WorkerPool:
         """Return `processes`, or more while extra workers run."""
         return max(self._processes, self._runners)
 
-    @property
-    def waiting_samples(self) -> int:
-        return len(self._queue)
-
     def worker_pids(self) -> list[int]:
         """Return the process ids of the running workers."""
         return self._pool.pids()
@@ -163,15 +135,15 @@ class WorkerPool:
         """Take samples from the queue: at most about 50 ms of work, and a share of each idle worker."""
         most = 1
         if mean := self._times.mean:  # without a known time a sample goes alone
-            share = max(-(-len(self._queue) // (1 + self._idle)), int(_UNDIVIDED_SECONDS / mean))
+            share = max(self._share, int(_UNDIVIDED_SECONDS / mean))
             most = max(min(int(_BATCH_SECONDS / mean), _BATCH_SAMPLES, share), 1)
         return self._queue.take(most, _BATCH_BYTES)
 
     # -- runners ------------------------------------------------------------------------------------------------------
 
-    def _wake_runners(self) -> None:
+    def _on_filled(self) -> None:
         """Let runners take samples; start extra ones in the place of stuck ones."""
-        self._queue_filled.set()
+        super()._on_filled()
         while self.stuck and self._queue and self._active < self._processes and self._runners < self._max_workers:
             self._add_runner()
 
@@ -195,18 +167,12 @@ class WorkerPool:
     def _add_runner(self) -> None:
         self._runners += 1
         self._resize()
-        self._pool.add_task(self._run())
+        self._pool.tasks.add(self._run())
 
     async def _run(self) -> None:
         while self._active <= self._processes:
-            while not self._queue:
-                self._queue_filled.clear()
-                self._idle += 1
-                try:
-                    await self._queue_filled.wait()
-                finally:
-                    self._idle -= 1
-            self.busy += 1
+            await self._wait_for_samples()
+            self.busy += 1  # also while it waits for a worker
             try:
                 await self._score_next()
             finally:
@@ -269,7 +235,7 @@ class WorkerPool:
         self._lately_stuck += 1
         asyncio.get_running_loop().call_later(_SPARE_SECONDS, self._forget_stuck)
         self._queue.put_back(batch.give_up_rest())
-        self._wake_runners()
+        self._on_filled()
         self._resize()
 
     def _forget_stuck(self) -> None:
@@ -315,11 +281,3 @@ class WorkerPool:
         self.reads = Reads(tokens=bool(reply["reads_tokens"]), messages=bool(reply["reads_messages"]))
         self.pure = reply["pure"] is True
         return replace(self.verifier, version=str(reply["version"]))
-
-    def _too_late(self) -> Outcome:
-        return Outcome.error(
-            "TIMEOUT",
-            f"not scored before the call's deadline; {len(self._queue)} samples wait for {self._processes} worker "
-            "processes: try again, give the call more time, or raise reward.processes",
-            code="UNAVAILABLE",
-        )

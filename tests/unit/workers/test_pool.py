@@ -147,6 +147,6 @@ async def test_the_error_of_a_task_is_a_failure_of_the_pool() -> None:
         raise KeyError("a bug")
 
     pool = Pool(Starts(), title="test pool", on_failure=failures.append)
-    pool.add_task(fail())
+    pool.tasks.add(fail())
     await rest()
     assert failures == ["the test pool failed: KeyError: 'a bug'"]

@@ -58,7 +58,7 @@ class EnvironmentPool:
         sandbox: WorkerSandbox,
         on_failure: Callable[[str], None],
     ) -> None:
-        """Create a pool; `start` starts the processes. `on_failure` gets a message if a slot ends because of a bug."""
+        """Create a pool; `start` starts the processes. `on_failure` gets a message if a task ends because of a bug."""
         self.loaded = Loaded(agent=False, wants_text=False, tools=())
         self._spec, self._count, self._sandbox = spec, processes, sandbox
         self.step_seconds = step_seconds
@@ -125,7 +125,7 @@ class EnvironmentPool:
             if isinstance(error, EnvironmentRaised | TimeoutError):
                 raise WorkerDied(str(error) or f"loading took longer than {_LOAD_SECONDS:g} s") from None
             raise
-        self._pool.add_task(self._watch(process))
+        self._pool.tasks.add(self._watch(process))
         return process
 
     async def _watch(self, process: EnvironmentProcess) -> None:

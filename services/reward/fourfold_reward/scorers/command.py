@@ -24,7 +24,7 @@ from fourfold.workers.pool import Pool
 from fourfold_reward.columns import parse_metadata, to_json
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome, outcome_of
-from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
+from fourfold_reward.scorers.sample_queue import SlotScorer
 from fourfold_reward.scores import InvalidSample
 from fourfold_reward.signatures import Reads
 from fourfold_reward.worker_sandbox import WorkerSandbox
@@ -46,7 +46,7 @@ class ProgramFault(Exception):
         self.reason = reason
 
 
-class CommandPool(QueuedScorer):
+class CommandPool(SlotScorer):
     """A backend of one program in several processes; see `fourfold_reward.backend.Backend`."""
 
     def __init__(
@@ -68,7 +68,7 @@ class CommandPool(QueuedScorer):
             raise ConfigError(f"reward.command: {error}") from None
         self._timeout, self._sandbox = timeout_seconds, sandbox
         self._pool = Pool(self._launch, title="command pool", on_failure=on_failure)
-        super().__init__(SampleQueue(self._score_batch, slots=processes, on_failure=on_failure))
+        super().__init__(slots=processes, on_failure=on_failure)
         self.reads = Reads()
 
     @property
@@ -78,7 +78,7 @@ class CommandPool(QueuedScorer):
 
     @property
     def process_count(self) -> int:
-        return self._queue.slot_count
+        return self._worker_count
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the running programs."""
@@ -96,10 +96,10 @@ class CommandPool(QueuedScorer):
                     f"reward.command = {self._title} {end} before the first sample; it must read lines from stdin "
                     f"until their end. Its errors are in the log of this service"
                 )
-        self._queue.start()
+        self.start_slots()
 
     async def close(self) -> None:
-        await self._queue.close()
+        await super().close()
         await self._pool.close()
 
     @property
@@ -117,7 +117,7 @@ class CommandPool(QueuedScorer):
         rights = self._sandbox.rights(scratch, builtin=False, timeout_seconds=0)
         return replace(rights, policy=rights.policy and replace(rights.policy, cpu_seconds=_CPU_SECONDS))
 
-    async def _score_batch(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
+    async def score_batch(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
         (job,) = jobs
         try:
             request = _request(job)

@@ -18,7 +18,7 @@ from fourfold.errors import ConfigError
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.scorers.rubric import GradePattern, Rubric
-from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
+from fourfold_reward.scorers.sample_queue import SlotScorer
 from fourfold_reward.scorers.web import JsonClient, WebError
 from fourfold_reward.scores import InvalidSample
 from fourfold_reward.signatures import Reads
@@ -43,7 +43,7 @@ class _Usage:
     cost_usd: float = 0.0
 
 
-class Judge(QueuedScorer):
+class Judge(SlotScorer):
     """A backend; see `fourfold_reward.backend.Backend`."""
 
     def __init__(self, judge: JudgeConfig, *, timeout_seconds: float, on_failure: Callable[[str], None]) -> None:
@@ -58,7 +58,7 @@ class Judge(QueuedScorer):
             max_bytes=_MAX_BYTES,
             headers=_authorization(judge.api_key_env),
         )
-        super().__init__(SampleQueue(self._score_batch, slots=judge.concurrency, on_failure=on_failure))
+        super().__init__(slots=judge.concurrency, on_failure=on_failure)
         self.reads = Reads(messages=True)
         self.tokens: Counter[str] = Counter()  # of all responses so far: prompt, completion
         self.cost_usd = 0.0  # of all responses so far
@@ -73,13 +73,13 @@ class Judge(QueuedScorer):
     async def start(self) -> None:
         """Open the client. The endpoint may start later: until then, samples have errors. Raises ConfigError."""
         self._client.start()
-        self._queue.start()
+        self.start_slots()
 
     async def close(self) -> None:
-        await self._queue.close()
+        await super().close()
         await self._client.close()
 
-    async def _score_batch(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
+    async def score_batch(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
         (job,) = jobs
         usage = _Usage()
         try:

@@ -17,7 +17,7 @@ from fourfold.reward.function import Score
 from fourfold_reward.columns import parse_metadata, take_answer
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import NO_SCORE, Outcome, outcome_of
-from fourfold_reward.scorers.sample_queue import QueuedScorer, SampleQueue
+from fourfold_reward.scorers.sample_queue import SlotScorer
 from fourfold_reward.scorers.web import JsonClient, WebError
 from fourfold_reward.scores import InvalidSample, components_of
 from fourfold_reward.signatures import Reads
@@ -32,7 +32,7 @@ _SINGLE_SECONDS: Final = 5.0
 _SINGLE: Final = frozenset({"BAD_RESPONSE", "OVERLOADED", "TIMEOUT"})
 
 
-class OpenRlhfServer(QueuedScorer):
+class OpenRlhfServer(SlotScorer):
     """A backend; see `fourfold_reward.backend.Backend`."""
 
     def __init__(self, url: str, *, timeout_seconds: float, on_failure: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class OpenRlhfServer(QueuedScorer):
         # A request of several samples that fails is repeated with one sample per request.
         self._client = JsonClient(url, key="reward.http", connections=BATCH * REQUESTS, max_bytes=_MAX_BYTES)
         self._timeout = timeout_seconds
-        super().__init__(SampleQueue(self._score_batch, slots=REQUESTS, batch=BATCH, on_failure=on_failure))
+        super().__init__(slots=REQUESTS, batch=BATCH, on_failure=on_failure)
         self.reads = Reads()
 
     @property
@@ -51,13 +51,13 @@ class OpenRlhfServer(QueuedScorer):
     async def start(self) -> None:
         """Open the client. The server may start later: until then, samples have errors. Raises ConfigError."""
         self._client.start()
-        self._queue.start()
+        self.start_slots()
 
     async def close(self) -> None:
-        await self._queue.close()
+        await super().close()
         await self._client.close()
 
-    async def _score_batch(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
+    async def score_batch(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._timeout + _SINGLE_SECONDS
         outcomes = await self._request(jobs, self._timeout)

@@ -71,9 +71,12 @@ async def test_a_killed_child_is_replaced_once() -> None:
     pool = make_pool(starts)
     await pool.start(1)
     await pool.kill(await pool.take())
-    assert (await pool.take()).pid == 2, "the user waits for the child that is started anyway"
+    waiting = asyncio.create_task(pool.take())
+    assert (await waiting).pid == 2, "the user waits for the child that is started anyway"
+    await pool.kill(await waiting)
     await rest()
-    assert next(starts.numbers) == 3
+    assert pool.pids() == [3], "also when no user waits"
+    assert next(starts.numbers) == 4
     await pool.close()
 
 

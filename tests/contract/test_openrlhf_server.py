@@ -228,7 +228,7 @@ async def test_the_deadline_of_a_call_ends_it_and_a_full_queue_refuses(
 
     server.respond = respond
     async with backend(server.url, timeout=60) as scorer:
-        monkeypatch.setattr(scorer._queue, "_max_waiting", 400)
+        monkeypatch.setattr(scorer, "_max_waiting", 400)
         outcomes = await scorer.score([job(number) for number in range(300)], timeout=0.3)
         assert {(o.error_reason, o.error_code) for o in outcomes} == {("TIMEOUT", "UNAVAILABLE")}
         assert scorer.waiting_samples == 0

@@ -44,7 +44,6 @@ from fourfold.plan.placement import gpu_plan, memory_warnings, node_plan
 from fourfold.plan.preflight import Preflight, check_recipe
 from fourfold.plan.speed import SpeedPredictor, load_predictor
 from fourfold.plan.weight_update import update_cost
-from fourfold.security.access import VIEWER, Security
 from fourfold.text import align_columns
 
 _WIDTH: Final = 110
@@ -81,6 +80,8 @@ def main(args: argparse.Namespace) -> int:
     if args.skip_checks:
         found = Preflight(config)
     else:
+        from fourfold.security.access import VIEWER, Security  # imports gRPC, which a plan without checks need not load
+
         Security.load(config.security, VIEWER)  # as `fourfold run` does first
         found = check_recipe(config, args.recipe, args.set)
     print(describe(config, found, predictor), end="")

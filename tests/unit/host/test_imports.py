@@ -6,6 +6,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,11 +42,13 @@ def test_collections_that_were_off_stay_off() -> None:
     assert not gc.isenabled()
 
 
-def test_an_optional_dependency_is_hidden_in_the_block_alone() -> None:
-    name = "wsgiref"
-    assert name not in sys.modules
+def test_an_optional_dependency_is_hidden_in_the_block_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "optional_dependency_of_a_test"
+    (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     with fast_imports(without=name), pytest.raises(ImportError):
         importlib.import_module(name)
     with fast_imports(without="gc"):
         assert importlib.import_module("gc") is gc
     importlib.import_module(name)
+    del sys.modules[name]

@@ -1,9 +1,9 @@
 """Defines the interface that puts received weights into an engine's model.
 
-    bake(manifest)   once per epoch: checks that the model takes exactly these tensors, without changing it begin()
-    per version; from here on the applier is a sink. The model is untouched until a tensor arrives finish()         the
-    model can run again, with the new weights abort()          at any time: the model can run again, "clean" with the
-    old weights, else "dirty"
+    bake(manifest)   once per epoch: checks that the model takes exactly these tensors, without changing it
+    begin()          per version; from here on the applier is a sink. The model is untouched until a tensor arrives
+    finish()         the model can run again, with the new weights
+    abort()          at any time: the model can run again, "clean" with the old weights, else "dirty"
 
 `DirectApplier` writes into the model's parameters in place. `ReloadApplier` uses the engine's own loaders; it works on
 every device, quantised or not. An engine uses the appliers that `proof` has proven with its model.
@@ -30,12 +30,12 @@ class TraceableModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyReport:
-    """The number of tensors of a manifest that an applier writes in place, and that it reloads."""
+    """The tensors of a manifest that an applier writes in place, that it reloads, and that it leaves out."""
 
     direct_tensor_count: int
     reload_tensor_count: int
     reload_reason: str = ""  # the reason for reloading tensors that could be written in place
-    elsewhere: tuple[str, ...] = ()  # number of tensors that belong to another stage of a pipeline
+    elsewhere: tuple[str, ...] = ()  # names of tensors that belong to another stage of a pipeline
 
 
 class CannotApply(Exception):

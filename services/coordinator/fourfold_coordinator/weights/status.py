@@ -2,9 +2,10 @@
 
 The updater and the broker report changes here; this module makes no decisions. Phases of an update:
 
-    join        trainer and engines open an epoch pause       engines stop sampling; those that have stopped, and the
-    trainer, wait for the others transfer    engines wait for the trainer, the trainer for the engines commit      each
-    engine on its own: switch to the new weights, probe, wait for the trainer's probe, release held
+    join        trainer and engines open an epoch
+    pause       engines stop sampling; those that have stopped, and the trainer, wait for the others
+    transfer    engines wait for the trainer, the trainer for the engines
+    commit      each engine on its own: switch to the new weights, probe, wait for the trainer's probe, release held
                 tokens
     abort       trainer and engines give up the update
 """

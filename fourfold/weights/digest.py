@@ -47,11 +47,6 @@ def unsummed_digest(manifest: Manifest, policy_version: int) -> bytes:
     return hashlib.sha256(b"unsummed" + manifest.sha256 + version).digest()
 
 
-def combine_digest(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
-    """Return the digest (32 bytes) of the weights that the ranks hold together, from the sums of each rank."""
-    return digest_of(manifest, add_sums(manifest, parts))
-
-
 def differing_tensors(manifest: bytes, left: bytes, right: bytes) -> list[str]:
     """Return the names of the tensors whose sums differ, in manifest order; none if a side computed no sums.
 

@@ -24,7 +24,7 @@ from fourfold.weights.transport.waiting import Deadline, aborted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendResult:
-    partial_sums: bytes  # sums of this rank's shard, for `combine_digest`; empty if they were skipped
+    partial_sums: bytes  # sums of this rank's shard, for `digest.add_sums`; empty if they were skipped
     sent_bytes: int
 
 

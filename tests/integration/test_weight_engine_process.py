@@ -15,7 +15,7 @@ import pytest
 import transformers
 
 from fourfold.errors import DeadlinePassed
-from fourfold.weights.digest import combine_digest
+from fourfold.weights.digest import digest_of
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.worker_control import unwrap
@@ -59,7 +59,7 @@ def test_verbs_cross_the_processes_and_the_engine_dies_with_its_service(
         verb("weights_open", 1, "shm", sender.manifest().to_bytes(), [offer], 1, 0, 10.0)
         sender.open(1, timeout=10)
         sent = sender.send(1, 1, timeout=10)
-        assert verb("weights_receive", 1, 1, 10.0) == combine_digest(sender.manifest(), [sent.partial_sums])
+        assert verb("weights_receive", 1, 1, 10.0) == digest_of(sender.manifest(), sent.partial_sums)
         verb("weights_commit", 1, 1)
         with pytest.raises(DeadlinePassed, match="version 2 from trainer rank 0"):
             verb("weights_receive", 1, 2, 0.2)

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 
 from fourfold.errors import WrongState
-from fourfold.weights.digest import combine_digest
+from fourfold.weights.digest import digest_of
 from fourfold.weights.tensor_sums import partial_sums
 from fourfold.weights.transport.base import TransferGroup, make_receiver
 from fourfold.weights.transport.waiting import Deadline
@@ -55,7 +55,7 @@ def stream(run: Run, out: Path, moment: str, *, epoch: int, backend: str = "shm"
     sent = run.engine.send_weights(epoch, epoch, timeout=_TIMEOUT)
     sink = Collector(manifest)
     receiver.receive(epoch, sink, Deadline(_TIMEOUT))
-    assert combine_digest(manifest, [partial_sums(manifest, sink.taken)]) == sent.weights_digest
+    assert digest_of(manifest, partial_sums(manifest, sink.taken)) == sent.weights_digest
     tensors = dict(zip((spec.name for spec in manifest.tensors), sink.tensors(), strict=True))
     safetensors.torch.save_file(tensors, out / f"{run.case.name} {moment}.safetensors")
     receiver.close()

@@ -221,13 +221,13 @@ class Publisher:
 
     async def send(self) -> None:
         """Send the version and check that both sides have the same digest."""
-        from fourfold.weights.digest import combine_digest
+        from fourfold.weights.digest import digest_of
 
         sent, digest = await asyncio.gather(
             asyncio.to_thread(self._sender.send, self.epoch, self.version, timeout=self._timeout),
             self._control.receive(epoch=self.epoch, policy_version=self.version, timeout=self._timeout),
         )
-        assert digest == combine_digest(self._sender.manifest(), [sent.partial_sums])
+        assert digest == digest_of(self._sender.manifest(), sent.partial_sums)
 
     async def commit(self, *, hold: bool = False) -> None:
         await self._control.commit(epoch=self.epoch, policy_version=self.version, hold=hold, timeout=self._timeout)

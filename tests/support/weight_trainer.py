@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from fourfold.errors import FourfoldError
-from fourfold.weights.digest import combine_digest
+from fourfold.weights.digest import add_sums, digest_of
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from tests.support.weight_engine import Engine
@@ -80,7 +80,8 @@ class Trainer:
         version = next_version()
         engine.start_verb("weights_receive", self.epoch, version, TIMEOUT)
         parts = [s.send(self.epoch, version, timeout=TIMEOUT).partial_sums for s in self.senders]
-        assert engine.finish_verb() == combine_digest(self.senders[0].manifest(), parts)
+        manifest = self.senders[0].manifest()
+        assert engine.finish_verb() == digest_of(manifest, add_sums(manifest, parts))
         engine.verb("weights_commit", self.epoch, version)
 
     def close(self, engine: Engine) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from fourfold.address import is_loopback
 from fourfold.errors import PEER_LOST, DeadlinePassed, StaleEpoch, Unavailable, WrongState
-from fourfold.weights.digest import combine_digest
+from fourfold.weights.digest import add_sums, digest_of
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
@@ -79,7 +79,7 @@ def test_two_ranks_reach_two_receivers_and_the_digests_agree() -> None:
                 peer.start("receive", version, _TIMEOUT)
             for peer in senders:
                 peer.start("send", 1, version, _TIMEOUT)
-            digest = combine_digest(manifest, [peer.result()[0] for peer in senders])
+            digest = digest_of(manifest, add_sums(manifest, [peer.result()[0] for peer in senders]))
             assert [peer.result() for peer in receivers] == [digest] * 2
             values = [p.float().flatten().tolist() for p in make_model(version).parameters()]
             assert receivers[1].call("values") == values
@@ -96,7 +96,7 @@ def test_several_buckets_arrive_whole_and_only_loopback_listens() -> None:
             assert listening
         peer.start("receive", 1, _TIMEOUT)
         sent = weights.send(1, 1, timeout=_TIMEOUT)
-        assert peer.result() == combine_digest(weights.manifest(), [sent.partial_sums])
+        assert peer.result() == digest_of(weights.manifest(), sent.partial_sums)
         assert sent.sent_bytes >= 2 * _BIG
         weights.close()
 
@@ -195,7 +195,7 @@ def test_a_killed_receiver_ends_the_send_and_the_next_epoch_works() -> None:
         _join(weights, other, epoch=2)
         other.start("receive", 1, _TIMEOUT)
         sent = weights.send(2, 1, timeout=_TIMEOUT)
-        assert other.result() == combine_digest(weights.manifest(), [sent.partial_sums])
+        assert other.result() == digest_of(weights.manifest(), sent.partial_sums)
 
 
 def test_another_version_than_the_expected_one_is_refused_and_the_sender_learns_of_it() -> None:

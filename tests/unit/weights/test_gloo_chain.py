@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from fourfold.errors import CONSEQUENCES, PEER_LOST, PEER_SLOW, DeadlinePassed, FourfoldError, Unavailable, WrongState
-from fourfold.weights.digest import combine_digest
+from fourfold.weights.digest import digest_of
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from tests.support.weight_peers import Peer, engine, make_model, receiver
@@ -47,7 +47,7 @@ class Chain:
             peer.start("receive", version, timeout)
         try:
             sums = self.weights.send(self._epoch, version, timeout=timeout).partial_sums
-            digest = combine_digest(self.weights.manifest(), [sums])
+            digest = digest_of(self.weights.manifest(), sums)
         except FourfoldError as error:
             assert error.reason in CONSEQUENCES
             digest = b""
@@ -152,7 +152,7 @@ def test_groups_are_sent_to_side_by_side() -> None:
             assert not sending.done()
             assert slow.call("receive", 1, _TIMEOUT) == digest
             sent = sending.result()
-        assert combine_digest(weights.manifest(), [sent.partial_sums]) == digest
+        assert digest_of(weights.manifest(), sent.partial_sums) == digest
         assert sent.sent_bytes >= 2 * weights.manifest().byte_count
         fast.start("receive", 2, 5.0)
         slow.kill()
@@ -175,7 +175,7 @@ def test_a_late_receiver_is_fed_by_one_that_holds_the_weights_and_the_sender_sen
         with pytest.raises(WrongState, match="does not hold version 1"):
             first.call("feed", 2, 1, _TIMEOUT)
         first.start("receive", 1, _TIMEOUT)
-        digest = combine_digest(weights.manifest(), [weights.send(1, 1, timeout=_TIMEOUT).partial_sums])
+        digest = digest_of(weights.manifest(), weights.send(1, 1, timeout=_TIMEOUT).partial_sums)
         assert first.result() == digest
         with pytest.raises(WrongState, match="does not hold version 1"):
             first.call("feed", 2, 1, _TIMEOUT)  # received, and not committed

@@ -8,7 +8,7 @@ import torch
 from fourfold.errors import WEIGHTS_REFUSED, DeadlinePassed, InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.apply.loader_trace import CopyRecorder, LoaderTrace, NamedTensors
 from fourfold.weights.apply.reload import ReloadApplier
-from fourfold.weights.digest import combine_digest, differing_tensors
+from fourfold.weights.digest import differing_tensors, digest_of
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.sender import WeightSender
@@ -79,7 +79,7 @@ class Pair:
             old.data.copy_(new.data)
         sent = self.sender.send(epoch, version, timeout=5)
         digest = self.receiver.receive(epoch, version, 5)
-        assert digest == combine_digest(self.sender.manifest(), [sent.partial_sums])
+        assert digest == digest_of(self.sender.manifest(), sent.partial_sums)
 
     def holds(self, version: int) -> bool:
         new = dict(make_model(version).named_parameters())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fourfold.errors import DeadlinePassed, StaleEpoch, Unavailable, WrongState
-from fourfold.weights.digest import combine_digest
+from fourfold.weights.digest import add_sums, digest_of
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
@@ -76,7 +76,7 @@ def test_three_ranks_tile_the_tensors_and_their_digests_add_up() -> None:
         for s in senders:
             s.open(1, timeout=5)
         parts = [s.send(1, 9, timeout=5).partial_sums for s in senders]
-        assert [peer.result() for peer in receivers] == [combine_digest(manifest, parts)] * 2
+        assert [peer.result() for peer in receivers] == [digest_of(manifest, add_sums(manifest, parts))] * 2
         assert receivers[0].call("values") == [p.float().flatten().tolist() for p in make_model(4).parameters()]
     finally:
         for peer in receivers:

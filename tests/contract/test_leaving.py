@@ -24,7 +24,7 @@ CLOSED_SECONDS = 0.6
 """After which the router has closed the channel of a member that left."""
 
 CALLS: dict[str, Callable[[Replica], Awaitable[object]]] = {
-    "one answer": lambda r: r.control.describe(timeout=5),
+    "one answer": lambda r: r.engine_control.describe(timeout=5),
     "a stream of answers": lambda r: r.rollout.complete(rollout.GenerateRequest(request_id="a"), timeout=5),
     "a stream of requests": lambda r: r.trainer.train_step(1, [], timeout=5),
 }
@@ -43,7 +43,7 @@ async def test_who_is_gone_is_not_called(make_stage: Callable[..., Stage], call:
         tokenizer_sha256=engine.tokenizer_sha256,
     )
     replica = Replica(member, open_channel(engine.target, None))
-    await replica.call(replica.control.describe(timeout=5))
+    await replica.call(replica.engine_control.describe(timeout=5))
     replica.leave(MemberChange.LEFT.value, cut=False)
     await replica.channel.close()
     with pytest.raises(Unavailable, match=rf"rollout-0 at {engine.target}: left") as refused:

@@ -162,11 +162,11 @@ class Replica:
         self.member, self.channel = member, channel
         self._clock, self._on_change = clock, on_change
         self.rollout = AsyncRolloutClient(channel, peer=member.peer)
-        self.control = RolloutControlClient(channel, peer=member.peer)
+        self.engine_control = RolloutControlClient(channel, peer=member.peer)
         self.reward = AsyncRewardClient(channel, peer=member.peer)
         self.reference = AsyncReferenceClient(channel, peer=member.peer)
         self.trainer = AsyncTrainerClient(channel, peer=member.peer)
-        self.weights = TrainerWeightClient(channel, peer=member.peer)
+        self.trainer_weights = TrainerWeightClient(channel, peer=member.peer)
         self._unusable_reason = NOT_INSPECTED
         self.gone = ""  # reason why the member left; empty while it is a member
         self._left_at = math.inf  # time at which it left, on the monotonic clock

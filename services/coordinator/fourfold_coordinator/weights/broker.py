@@ -221,7 +221,7 @@ class WeightBroker:
         With `feeder`, this engine sends them, and the trainer is not called.
         """
         asked = [*replicas, *([feeder] if feeder else [])]
-        about = await call_all({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in asked})
+        about = await call_all({r.key: r.call(r.engine_control.describe(timeout=INFO_SECONDS)) for r in asked})
         engines = [DescribedEngine(replica=replica, about=about[replica.key]) for replica in replicas]
         source = DescribedEngine(replica=feeder, about=about[feeder.key]) if feeder else None
         if source is None:
@@ -301,7 +301,7 @@ class WeightBroker:
         # An outdated engine allocates its KV cache after the commit, when it has weights to sample with.
         began = time.monotonic()
         calls = {
-            engine.key: engine.replica.call(engine.replica.control.wake(*tags, timeout=self._timeout))
+            engine.key: engine.replica.call(engine.replica.engine_control.wake(*tags, timeout=self._timeout))
             for engines, tags in ((current, ()), (outdated, ("weights",)))
             for engine in engines
             if engine.about.sleeping

@@ -36,7 +36,7 @@ class LoadedModel:
 
     async def _admit(self, replica: Replica) -> None:
         try:
-            about = await replica.call(replica.control.describe(timeout=INFO_SECONDS))
+            about = await replica.call(replica.engine_control.describe(timeout=INFO_SECONDS))
         except FourfoldError as error:
             self._router.record_failure(replica, error)
             return

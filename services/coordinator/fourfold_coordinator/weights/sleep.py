@@ -113,7 +113,7 @@ class EngineSleeper:
 
     async def _sleep(self, replica: Replica, *, timeout: float) -> None:
         """Call `SleepEngine`; a cancellation waits for its answer."""
-        call = asyncio.ensure_future(replica.call(replica.control.sleep(level=_LEVEL, timeout=timeout)))
+        call = asyncio.ensure_future(replica.call(replica.engine_control.sleep(level=_LEVEL, timeout=timeout)))
         try:
             await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -127,7 +127,7 @@ class EngineSleeper:
     async def _wake(self, replica: Replica) -> None:
         """Wake an engine that a failed update left half asleep: only an awake engine can go to sleep."""
         try:
-            await replica.call(replica.control.wake(timeout=self._timeout))
+            await replica.call(replica.engine_control.wake(timeout=self._timeout))
         except FourfoldError as error:
             log.warning("engine did not wake engine=%s error=%s", replica.member.member_id, error)
 

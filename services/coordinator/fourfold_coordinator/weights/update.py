@@ -186,7 +186,7 @@ class WeightUpdater:
         probe = self._probe
 
         async def check(engine: DescribedEngine) -> tuple[tuple[float, float], Float32Array]:
-            calls = engine.replica.control
+            calls = engine.replica.engine_control
             logprobs = await engine.replica.call(calls.probe(probe.token_ids, timeout=_PROBE_SECONDS))
             return probe.compare(engine.key, version, logprobs), logprobs
 
@@ -230,7 +230,7 @@ class WeightUpdater:
         timeout = self._weights.timeout_seconds
 
         async def open_trainer() -> None:
-            await self._session.try_once(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
+            await self._session.try_once(lambda r: r.trainer_weights.open(epoch=self._epoch, timeout=timeout))
             self._status.mark_done(self._session.name)
 
         await call_all(self._open_calls(offers), trainer=open_trainer())
@@ -245,7 +245,7 @@ class WeightUpdater:
         groups = group_by_backend("gloo", source, engines, host=host, interface=interface)
         self._next_epoch(groups, self._manifest)
         self._begin_phase(status.JOIN, engines, busy=[engine.name for engine in engines])
-        feed = feeder.replica.control.feed(
+        feed = feeder.replica.engine_control.feed(
             epoch=self._epoch,
             policy_version=version,
             receiver_count=groups[0].receiver_count,
@@ -271,7 +271,7 @@ class WeightUpdater:
         for group, offer in zip(self._groups, offers, strict=True):
             for engine in group.engines:
                 self._status.set_backend(engine.name, group.backend)
-                open_engine = engine.replica.control.open(
+                open_engine = engine.replica.engine_control.open(
                     epoch=self._epoch,
                     backend=group.backend,
                     manifest=self._manifest,
@@ -288,7 +288,9 @@ class WeightUpdater:
     async def _get_layout(self) -> weight.GetManifestResponse:
         """Return the trainer's manifest, host and GPUs, which are constant for one trainer process."""
         if self._layout is None or self._layout[0] != self._session.incarnation:
-            layout = await self._session.call("GetManifest", lambda r: r.weights.get_manifest(timeout=INFO_SECONDS))
+            layout = await self._session.call(
+                "GetManifest", lambda r: r.trainer_weights.get_manifest(timeout=INFO_SECONDS)
+            )
             if hashlib.sha256(layout.manifest).digest() != layout.manifest_sha256:
                 raise UpdateFailed({}, Internal("the trainer's manifest does not match its own digest"))
             self._layout = self._session.incarnation, layout
@@ -296,7 +298,7 @@ class WeightUpdater:
 
     async def _make_offers(self, group: BackendGroup, index: int, host: str) -> list[bytes]:
         return await self._session.try_once(
-            lambda r: r.weights.make_offer(
+            lambda r: r.trainer_weights.make_offer(
                 epoch=self._epoch,
                 backend=group.backend,
                 receiver_count=group.receiver_count,
@@ -323,7 +325,7 @@ class WeightUpdater:
         async def send() -> None:
             with self._timer.measure(m.SEND_SECONDS):
                 response = await self._session.try_once(
-                    lambda r: r.weights.send(
+                    lambda r: r.trainer_weights.send(
                         epoch=epoch, policy_version=version, skip_sums=skip, timeout=_seconds_until(end)
                     )
                 )
@@ -331,7 +333,7 @@ class WeightUpdater:
             self._status.mark_done(self._session.name)
 
         async def pause_and_receive(engine: DescribedEngine) -> bytes:
-            calls = engine.replica.control
+            calls = engine.replica.engine_control
             begin = calls.begin(epoch=epoch, policy_version=version, pause_mode=mode, timeout=_seconds_until(end))
             await self._call_engine(engine, begin)
             if await all_paused.wait() == 0:  # the last task to decrement gets 0
@@ -378,7 +380,7 @@ class WeightUpdater:
         end = time.monotonic() + _SUMS_SECONDS
         try:
             while not sums and time.monotonic() < end:  # the feeder computes the sums after it has sent all tensors
-                sums = await feeder.replica.call(feeder.replica.control.sums(epoch=epoch, timeout=_SUMS_SECONDS))
+                sums = await feeder.replica.call(feeder.replica.engine_control.sums(epoch=epoch, timeout=_SUMS_SECONDS))
                 await asyncio.sleep(0 if sums else _SUMS_POLL_SECONDS)
         except FourfoldError as error:
             raise UpdateFailed({}, error) from error
@@ -391,7 +393,9 @@ class WeightUpdater:
         which = "sums were not computed in this update"
         if sent.sums:
             try:
-                sums = await engine.replica.call(engine.replica.control.sums(epoch=self._epoch, timeout=_SUMS_SECONDS))
+                sums = await engine.replica.call(
+                    engine.replica.engine_control.sums(epoch=self._epoch, timeout=_SUMS_SECONDS)
+                )
                 tensors = differing_tensors(self._manifest, sent.sums, sums)
                 names = join_names(tensors) or "no tensor"
                 which = f"{names} differ" if len(tensors) > 1 else f"{names} differs"
@@ -417,7 +421,7 @@ class WeightUpdater:
 
         `lookup` gets the trainer's values of the probe; its error is returned, too.
         """
-        epoch, calls = self._epoch, engine.replica.control
+        epoch, calls = self._epoch, engine.replica.engine_control
         served = False
         try:
             with self._timer.measure(m.COMMIT_SECONDS):
@@ -466,7 +470,9 @@ class WeightUpdater:
 
         async def abort_trainer() -> None:
             if trainer:
-                await self._session.try_once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
+                await self._session.try_once(
+                    lambda r: r.trainer_weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS)
+                )
 
         trainer_result, *engine_results = await asyncio.gather(
             abort_trainer(), *(self._abort_engine(engine) for engine in engines), return_exceptions=True
@@ -483,7 +489,7 @@ class WeightUpdater:
         state = control.WEIGHT_STATE_UNSPECIFIED
         if not engine.replica.gone:
             try:
-                abort = engine.replica.control.abort(epoch=self._epoch, timeout=_ABORT_SECONDS)
+                abort = engine.replica.engine_control.abort(epoch=self._epoch, timeout=_ABORT_SECONDS)
                 state = await engine.replica.call(abort)
             except StaleEpoch:
                 return  # the engine never joined this epoch, so its weights are untouched

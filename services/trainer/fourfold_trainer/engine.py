@@ -3,9 +3,10 @@
     service -> step/train_step.py -> TrainerEngine   (rank 0; implemented by ranks/distributed_engine.py)
                                           |  rank channel
                                      ranks/rank_worker.py -> step/optimizer_step.py -> Policy, Critic (each rank; zero/)
+                                          '-> fourfold.weights.sender, reads `Policy.weight_source` -> engines
 
-service/ and train_step.py use `TrainerEngine` alone and are tested with a fake. `Policy` and `Critic` are in
-trained_model.py.
+service/state.py numbers the versions of the weights. service/ and train_step.py use `TrainerEngine` alone and are
+tested with a fake. `Policy` and `Critic` are in trained_model.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Defines the protocols of the models of one rank: `Policy` and `Critic`, which zero/ implements.
+"""Defines the protocols of the models of one rank: `Policy` and `Critic`, which zero/models.py implements.
 
-step/optimizer_step.py and ranks/worker.py use them alone; the step on rank 0 uses `TrainerEngine` (engine.py).
+step/optimizer_step.py and ranks/rank_worker.py use them alone; the step on rank 0 uses `TrainerEngine` (engine.py).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Policy(TrainedModel, Protocol):
         """Gather the weights, or their average; rank 0 writes them."""
 
     def weight_source(self) -> WeightSource:
-        """Return the source of this rank's weights for transfers."""
+        """Return the source from which `WeightSender` reads this rank's weights."""
 
 
 class Critic(TrainedModel, Protocol):

@@ -174,7 +174,8 @@ class TrainingLoop:
         if await self.recipe.update():
             record.lag_change = "; ".join(filter(None, (record.lag_change, self._follow_recipe())))
             await self.history.record(self.config)
-        self.producer.publish(self.broker.version, self.config.asynchrony, lag_limit=self.lag.limit)
+        # Again after `on_sampling`: limit and recipe may have changed, and a skipped step calls no `on_sampling`.
+        self.producer.mark_trained(self.broker.version, self.config.asynchrony, lag_limit=self.lag.limit)
         self.board.set_step(step=step, policy_version=self.broker.version)
         await self._evaluate_if_due(record)
         await self.reporter.diagnose(record)
@@ -289,7 +290,7 @@ class TrainingLoop:
             trained.policy_version,
             step=trained.step,
             # Admit the next groups when the engines can sample them, before the last probe is compared.
-            on_sampling=lambda: self.producer.publish(trained.policy_version, rule, lag_limit=limit),
+            on_sampling=lambda: self.producer.mark_trained(trained.policy_version, rule, lag_limit=limit),
         )
 
     def _pause_mode(self) -> PauseMode:

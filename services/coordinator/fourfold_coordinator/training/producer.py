@@ -95,7 +95,7 @@ class GroupProducer:
         self._changed = asyncio.Event()
 
     async def resume(self, position: RunPosition, *, version: int, rule: AsynchronyConfig, lag_limit: int) -> None:
-        """Continue at a position of the run; for the other arguments see `publish`."""
+        """Continue at a position of the run; for the other arguments see `mark_trained`."""
         if self._curriculum is not None:  # samples.jsonl now has only the steps up to this position
             await asyncio.to_thread(self._curriculum.restore, self._context.folder / SAMPLES_FILE)
         self.rule, self.lag_limit = rule, lag_limit
@@ -113,8 +113,8 @@ class GroupProducer:
         """Whether groups are in generation or scoring."""
         return self._running > 0
 
-    def publish(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
-        """Note that the batch that was taken last is trained, and that engines serve `version`.
+    def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
+        """Note that the batch that was taken last is trained, and that engines sample `version`; wake `run`.
 
         Args:
             version: Policy version that new groups are sampled with.

@@ -234,7 +234,7 @@ class FakeEngine:
         self.log.append(f"feed {terms.policy_version} to {terms.receiver_count} at {terms.host}{terms.interface}")
         return [b"offer"]
 
-    async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
+    async def mark_served(self, *, epoch: int, policy_version: int) -> None:
         """Note it, or raise `commit_error`."""
         if self.commit_error is not None:
             raise self.commit_error

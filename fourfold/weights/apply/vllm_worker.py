@@ -5,8 +5,8 @@ vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls`), and th
 take and return plain values and never raise: see `fourfold.weights.worker_control`.
 
 vLLM's core waits for a `collective_rpc` in the thread that schedules, so the engine samples nothing until all workers
-have replied. `weights_open` therefore needs no pause, but while it waits for senders (with NCCL for all receivers too),
-the engine stands still.
+have replied. So `weights_open` needs no pause: the engine stands still until it returns. It waits for the senders, with
+NCCL also for all receivers.
 
 This works with vLLM 0.26 to 0.32, whose layerwise reload has the same names.
 """
@@ -399,7 +399,7 @@ class WeightWorker:
         return _reply(lambda: self._fourfold_weights().sums(epoch))
 
     def weights_commit(self, epoch: int, policy_version: int) -> Any:
-        """Record that the received version is served; return None, or an error."""
+        """Record that the received version is served (services with hold: at the release); return None, or an error."""
         return _reply(lambda: self._fourfold_weights().commit(epoch, policy_version))
 
     def weights_abort(self, epoch: int) -> Any:

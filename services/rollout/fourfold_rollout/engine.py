@@ -104,7 +104,10 @@ class SampleSink(Protocol):
     """Receives the outputs of one call's samples, on the event loop, from `submit` on. No method may block."""
 
     def put(self, index: int, output: SampleOutput) -> None:
-        """Take the next tokens of a sample. No output follows one with `finish`."""
+        """Take the next tokens of a sample. No output follows one with `finish`.
+
+        An output has no version: `CallOutputs.put` reads that of its tokens from `token_hold.version`.
+        """
 
     def boundary(self, index: int, token_count: int) -> None:
         """Note that sampling is paused with `token_count` tokens sampled, `put` or not.
@@ -272,8 +275,8 @@ class RolloutEngine(Protocol):
     async def feed_weights(self, terms: FeedTerms, *, timeout: float) -> list[bytes]:
         """Begin to send the served weights to late engines; return their offers. See `WeightReceiver.feed`."""
 
-    async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
-        """Record that the engine serves the received version now."""
+    async def mark_served(self, *, epoch: int, policy_version: int) -> None:
+        """Tell the workers that the received version is served: at the commit, or with hold at the release."""
 
     async def abort_weights(self, *, epoch: int) -> bool:
         """Close the epoch; return whether the loaded weights are exactly those of the served version."""

@@ -208,7 +208,7 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """Return the policy version that the broker has verified; -1 for none."""
+        """Return the policy version that it samples, from the commit on and before its probe agrees; -1 for none."""
         return self._version
 
     @version.setter

@@ -103,7 +103,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 
 
 def _in_order(method: _Method) -> _Method:
-    """Run a method after the calls before it and to its end; it gets the seconds left of its `timeout` at its start."""
+    """Queue a method behind earlier calls. It is not cancelled with its caller.
+
+    Its `timeout` is what is left when it begins.
+    """
 
     @functools.wraps(method)
     async def call(self: WeightController, *args: Any, timeout: float, **kwargs: Any) -> Any:
@@ -254,6 +257,7 @@ class WeightController:
     async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> float:
         """Sample with the received version; with `hold`, keep its tokens back until `release`.
 
+        The workers learn of the commit when the tokens may leave: with `hold`, only at the release (`_serve`).
         Returns the seconds for which sampling stopped; 0 in a repetition, which does nothing.
         """
         if self._is_served(epoch, policy_version):
@@ -268,7 +272,7 @@ class WeightController:
             if hold:
                 self.token_hold.hold()
             update.enter(UpdatePhase.COMMITTED)
-            # Resume before the call to the workers (`_serve`): until here nothing is sampled.
+            # Resume now: with hold, the workers learn of the commit only at the release (`_serve`).
             await self._sampling.resume()
             paused = update.pause_seconds
         if not hold:
@@ -351,7 +355,7 @@ class WeightController:
     async def _serve(self, epoch: int) -> None:
         """End a committed update with success and deliver the held tokens."""
         version = self._update.version
-        await self._engine.commit_weights(epoch=epoch, policy_version=version)
+        await self._engine.mark_served(epoch=epoch, policy_version=version)
         self._sampling.sleep_state.lost_weights = False
         self.token_hold.release()
         self._end_update(dirty=False)

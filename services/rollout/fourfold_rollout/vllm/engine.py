@@ -234,7 +234,7 @@ class VllmEngine:
         replies = await self._call("weights_feed", *numbers, terms.host, terms.interface, timeout, timeout=timeout)
         return [bytes(offer) for offer in unwrap(replies)[0]]
 
-    async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
+    async def mark_served(self, *, epoch: int, policy_version: int) -> None:
         unwrap_same(await self._call("weights_commit", epoch, policy_version, timeout=_ABORT_SECONDS))
 
     async def abort_weights(self, *, epoch: int) -> bool:
@@ -332,7 +332,7 @@ class VllmEngine:
             task.exception()  # retrieved; the calls that wait for a dead engine raise the reason
 
     async def _call(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        """Call a method of every worker, which enforces the deadline of `timeout` seconds itself."""
+        """Call a method of `RolloutWorker` or `WeightWorker` in every worker, which keeps to `timeout` itself."""
         work: Awaitable[list[Any]] = self._llm.collective_rpc(method, args=args)
         return await self._unless_dead(work, timeout + _STUCK_SECONDS)
 

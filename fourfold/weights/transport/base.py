@@ -1,6 +1,6 @@
 """Defines the interface of every transport: backends, sinks, the sender's protocol, the receiver's base class, offers.
 
-A transport is one pair of classes. To add one, write a module with such a pair and a row of `_BACKENDS`.
+A transport is one pair of classes. To add one, write a module with such a pair, and see "Extending" in ../README.md.
 
     trainer rank r                    coordinator                 engine worker i (receiver i)
     make_sender(backend, source)
@@ -115,7 +115,7 @@ class SendTransport(Protocol):
     """The end of one trainer rank."""
 
     through_host: bool
-    """Whether `send` works in main memory, and so in a thread of its own while other groups are sent to."""
+    """Whether `send` copies through main memory. It may then run in a pool's thread, beside sends to other groups."""
 
     def offer(self) -> bytes:
         """Return the rendezvous data for the receivers: secret, at most MAX_OFFER_BYTES."""
@@ -238,7 +238,7 @@ def check_header(rank: int, found: tuple[int, int], due: tuple[int, int]) -> Non
 
 
 # A backend's module is imported when it is used: CuPy and gloo are not installed everywhere.
-# Its module is named like the backend. Number in offers, and prefix of the names of both classes:
+# Backend -> (number in offers, prefix of its two classes). The module has the backend's name.
 _BACKENDS: Final = {
     Backend.CUDA_IPC: (4, "CudaIpc"),
     Backend.NCCL: (3, "Nccl"),

@@ -148,6 +148,7 @@ class WeightSender:
 
     def _send(self, transports: Sequence[SendTransport], policy_version: int, deadline: Deadline) -> int:
         """Send to all groups side by side: engines of a fast group would otherwise wait for those of a slow one."""
+        # `here` send in this thread: those from GPU memory, else the first. `others` send in threads of a pool.
         here = [transport for transport in transports if not transport.through_host] or transports[:1]
         others = [transport for transport in transports if transport not in here]
         if others and self._spans:

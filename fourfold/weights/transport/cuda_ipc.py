@@ -194,7 +194,7 @@ class _MappedShard(SenderLink):
         self.page.close()
 
     def _part(self, row: int, window_count: int) -> tuple[Span, int, bytes]:
-        """Read and check a row of the table: a part, whose offset is that in its allocation, window and handle."""
+        """Return a part, its window and its handle. The part's `offset` is in its CUDA allocation, not in the shard."""
         tensor, start, count, window, offset, handle = _PART.unpack_from(
             self.page.memory, self._table + row * _PART.size
         )

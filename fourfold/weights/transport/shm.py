@@ -62,7 +62,7 @@ class _MappedArena(SenderLink):
     def __init__(self, group: TransferGroup, rank: int, offer: bytes) -> None:
         self.page = MappedPage(group, rank, offer)
         self.shard = _as_tensor(self.page.memory, group.manifest.shard_bytes[rank])
-        self.taken = 0  # sequence number of the version that `receive` handed over last
+        self.taken = 0  # sequence number, always even, of the version that `receive` handed over last
 
     def close(self) -> None:
         self.page.close()
@@ -85,7 +85,7 @@ class ShmReceiver(ReceiveTransport[bytes, _MappedArena]):
     def _receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
         what = f"the arrival of version {policy_version}"
         for arena in self._links:
-            sequence = arena.page.wait(arena.taken // 2 * 2 + 2, self._abort, deadline, what)
+            sequence = arena.page.wait(arena.taken + 2, self._abort, deadline, what)
             while sequence % 2:  # the sender started to overwrite the arena before this receiver replied
                 sequence = arena.page.wait(sequence + 1, self._abort, deadline, what)
             arena.page.check_version(policy_version)

@@ -2,8 +2,8 @@
 
 `weights.backend = "auto"` takes the first of these that can work:
 
-    cuda_ipc   same host, every worker's GPU can read the ranks' memory, and each worker either shares its GPU with a
-               rank or there are at most as many workers on other GPUs as ranks (each of them reads all weights)
+    cuda_ipc   same host, every worker's GPU can read the ranks' memory, and all workers of the engine are on GPUs of
+               ranks, or no more workers than ranks are on other GPUs (each of them reads all weights)
     nccl       trainer and engine are on GPUs and share none; on two hosts both are known by addresses of one network
     cuda_ipc   same host and readable memory, with more workers than ranks, where NCCL cannot work
     shm        same host

@@ -72,9 +72,9 @@ async def call_all(
     """Run one call per engine, and one to the trainer, concurrently; return the engines' answers.
 
     Raises:
-        UpdateFailed: with the errors within a second of the first, or until a member failed for a reason of its own.
-        Members that failed only because of that member (`errors.CONSEQUENCES`) are not listed. Running calls are
-        cancelled.
+        UpdateFailed: with all errors of the second after the first; if those are only consequences
+            (`errors.CONSEQUENCES`), it waits up to 10 s for the cause. Consequences of a known cause are not listed.
+            Running calls are cancelled.
         TrainerRestarted: the trainer is a new process.
     """
     sender: asyncio.Future[object] | None = None if trainer is None else asyncio.ensure_future(trainer)

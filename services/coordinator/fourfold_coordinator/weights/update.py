@@ -1,4 +1,6 @@
-"""Runs a two-phase weight update: afterwards all engines of the update serve the new version, or none of them serves.
+"""Runs a weight update in two phases.
+
+Before all digests agree, an error aborts it on every engine; after that, only on the engine that failed.
 
     epoch (once per membership)   MakeOffer(trainer, per group) -> OpenWeights(trainer and engines concurrently)
     version (every update)        SendWeights(trainer) and BeginWeights(engines) concurrently -> when all engines have
@@ -7,10 +9,9 @@
     meanwhile, each engine        CommitWeights: it samples, and holds the tokens back -> ProbeLogprobs
     then, each engine             ReleaseWeights, if its probe agrees with the trainer's
 
-An error before the digests agree aborts the update everywhere: an engine serves its old version again, or is dirty.
-After that every engine has the weights, and an engine that fails is aborted alone. The pause of an engine lasts from
-the end of BeginWeights to the start of CommitWeights; the engine measures it. The trainer computes the probe after the
-transfer, because it computes and sends on one thread: its 0.1 s then pass while the engines sample.
+After an abort an engine serves its old version again, or is dirty. The pause of an engine lasts from the end of
+BeginWeights to the start of CommitWeights; the engine measures it. The trainer computes the probe after the transfer,
+because it computes and sends on one thread: its 0.1 s then pass while the engines sample.
 
 A late engine can get the weights from an engine that has them, while the trainer computes: `FeedWeights` of that engine
 replaces MakeOffer, OpenWeights and SendWeights of the trainer.
@@ -140,8 +141,8 @@ class WeightUpdater:
         on, and delivers their tokens when its probe has agreed; otherwise these requests fail.
 
         Raises:
-            UpdateFailed: lists the engines to blame; they do not serve. The other engines all serve the version when
-                it had arrived everywhere, else none does.
+            UpdateFailed: lists the engines to blame; they do not serve. If the version had arrived everywhere, all
+                other engines serve it; otherwise none does.
             TrainerRestarted: the trainer lost the weights.
             FourfoldError: the trainer did not compute the probe; none of the engines serves.
         """

@@ -42,7 +42,7 @@ class RolloutScheduler(DecodingScheduler):
         ) and _applied("Fast decode path", lambda: obstacle(self))
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; the probe of a new version, whose tokens are held back until then, comes first.
+        """Queue a request; the probe comes first, because the new version's tokens are held back until it is compared.
 
         Samples that wait for memory, or whose tokens are computed again, would delay the probe by minutes.
         """

@@ -123,7 +123,7 @@ class EngineSample(Protocol):
     """A sample in the engine."""
 
     def flush(self) -> None:
-        """`put` the tokens that were not put yet. If there are none, put the next tokens when they are sampled.
+        """Give the sink all tokens that it lacks now; if it lacks none, the next ones as soon as they are sampled.
 
         Raises nothing. Does nothing after the end of the sample.
         """

@@ -72,9 +72,10 @@ class ExperienceStore:
             raise
 
     async def keep(self, trajectory: Trajectory) -> None:
-        """Make the attempt of an agent durable, before its group is READY; raise DiskFull, or WrongState if it is lost.
+        """Make the attempt of an agent durable, before its group is READY, and its sample ROLLED.
 
-        The sample becomes ROLLED. It is of use only with its whole group, which a new coordinator issues again.
+        The record is read only if its group becomes READY; otherwise a new coordinator issues the group again. Raises
+        DiskFull, or WrongState if the ledger has dropped the attempt meanwhile.
         """
         async with self._lock:  # `release` must not delete a segment that has no row yet
             places = await self._disk.write_in_thread(self._append, [trajectory])

@@ -70,7 +70,8 @@ class Trajectory(TrajectoryRecord):
     dropped: str = ""  # reason why it is not trained on; empty if it is
     first_prompt: str = ""  # of an agent, without special tokens; empty: the prompt of the task
     components: Mapping[str, float] = field(default_factory=dict)  # parts of the scores, as SCORER/NAME
-    agent_rewards: Float32Array | None = None  # token rewards without those of scorers; None: scorers gave none
+    agent_rewards: Float32Array | None = None
+    """Token rewards as the agent sent them, before those of scorers were added; None: none were added."""
     last_turn: str | None = None  # text of the last sampled turn, for scorers; None: the completion
 
     @property

@@ -62,7 +62,7 @@ class TaskSource:
     queue: TaskQueue
     experiences: ExperienceStore
     faults: FaultLog
-    vocabulary_size: Callable[[], int]  # longest context of the engines; 0 without engines
+    vocabulary_size: Callable[[], int]  # the largest of the engines; 0 without engines
     newest_version: Callable[[], int]  # highest policy version that an engine may have received
 
 

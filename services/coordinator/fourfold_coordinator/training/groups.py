@@ -5,8 +5,8 @@
             +--> greedy ----> score --+      no: filtered out          every failure: DROPPED(reason), the group is lost
                  (remax)
 
-In a run of agents, `tasks/task_queue.py` replaces `generate`: the samples are attempts that gateways lease. Attempts
-without a reward of their agent are scored when the group is closed; missing attempts are DROPPED(reason).
+In a run of agents, `tasks/task_queue.py` replaces `generate`: the samples are attempts that gateways lease. When the
+group is closed, attempts for which their agent gave no reward are scored; missing attempts are DROPPED(reason).
 
 Samples are scored as they finish (`_FinishedSamples`), so that a group then waits only for the score of its slowest
 sample. Without a filter, reference log-probabilities are computed at the same time as the scores. A READY group is
@@ -77,7 +77,7 @@ class GroupDraft:
     seed: int
     version: int
     budget: RetryBudget
-    on_sent: Callable[[], None]  # called when an engine gets a request
+    on_sent: Callable[[], None]  # called when an engine gets a request or an agent the first task
     issued: IssuedGroup
     sample_ids: tuple[str, ...]  # samples to train on
     baseline_ids: tuple[str, ...]  # of the greedy completion, whose score is the baseline of ReMax: none or one
@@ -182,7 +182,7 @@ class GroupMaker:
             position: Of the prompt in the endless order.
             step: The step whose batch is collected now.
             version: Lowest policy version that may sample it.
-            on_sent: Called when an engine gets a request of the group.
+            on_sent: Called when an engine gets a request of the group, or an agent the first task.
 
         Returns:
             The draft with its group, or without one if a service failed too often.

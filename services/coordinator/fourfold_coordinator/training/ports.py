@@ -75,7 +75,7 @@ class Scores(Protocol):
 
     @property
     def revision(self) -> int:
-        """Revision of the scorers, which a group has that is scored now."""
+        """Number of the present set of scorers; a group that is scored now gets it."""
 
 
 class ShadowScores(Protocol):

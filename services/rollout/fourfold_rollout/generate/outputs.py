@@ -32,8 +32,8 @@ _FINISH_REASONS: Final = {
 class SampleVersions:
     """The boundaries between the versions in one sample.
 
-    At each change of weights the engine reports how many tokens the sample has. Tokens that are put later, or all at
-    once at the end, are attributed by these counts.
+    When sampling pauses for new weights, the engine reports how many tokens exist. Tokens may be put later; these
+    counts tell which version sampled each.
     """
 
     def __init__(self) -> None:

@@ -302,7 +302,8 @@ async def test_a_cancelled_turn_does_not_belong_to_the_session(gateway: Gateway)
     gateway.engine.on_generate = None
     (session,) = gateway.core.sessions.live
     await until(lambda: session.turns_in_flight == 0)
-    assert (session.trajectory.turn_count, session.trajectory.pending_count) == (0, 0)
+    assert session.trajectory.turn_count == 0
+    await gateway.turn([USER], sample_count=8)  # each may open one of 8 segments, if the cancelled turn counts no more
 
 
 async def test_a_repeated_turn_has_the_version_of_each_token(gateway: Gateway) -> None:
@@ -360,7 +361,7 @@ async def test_a_turn_that_cannot_be_stored_does_not_belong_to_the_session(
         with pytest.raises(Unavailable, match="full"):
             await gateway.turn(messages, request_id="2")
     (session,) = gateway.core.sessions.live
-    assert (session.trajectory.turn_count, session.trajectory.pending_count) == (1, 0)
+    assert session.trajectory.turn_count == 1
     (second,) = await gateway.turn(messages, request_id="2")
     await gateway.turn([*messages, second.message, USER], request_id="3")
     await gateway.stop()
@@ -421,7 +422,7 @@ async def test_a_session_without_a_task_can_be_exported_and_is_not_sent(gateway:
     assert (await gateway.close(reward=1.0)).state == CLOSED
     exported = await gateway.call("ExportSession", pb.ExportSessionRequest(session_id="s"))
     assert (len(exported.segments), exported.turns[0].message) == (1, chunk.message)
-    assert await gateway.store.count_outbox() == 0
+    assert await gateway.store.read_outbox() == []
 
 
 async def test_open_sessions_are_limited_and_the_quota_tells(tmp_path: Path) -> None:

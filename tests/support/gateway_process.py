@@ -19,7 +19,7 @@ from fourfold.cli.main import main
 from fourfold_gateway import sessions, trajectory, turn_sampler
 
 CENSUS_VARIABLE = "FOURFOLD_TEST_CENSUS"
-_KINDS = {"sessions": sessions.Session, "trajectories": trajectory.Trajectory, "turns in flight": turn_sampler._Turn}
+_KINDS = {"sessions": sessions.Session, "trajectories": trajectory.SessionTokens, "turns in flight": turn_sampler._Turn}
 
 
 def census() -> dict[str, int]:

@@ -1,10 +1,10 @@
-"""The operations of the gateway, by the messages of `fourfold.agent.v1`: gRPC and HTTP are two forms of them.
+"""The operations of the gateway, by the messages of `fourfold.agent.v1`: gRPC and HTTP both call them.
 
     gRPC AgentService --> servicer.py --+
                                         +--> AgentApi (core.py) --> sessions, engines, coordinator
     HTTP /v1/...      --> http/       --+
 
-Both forms authenticate the caller and convert messages and errors; everything else is here once.
+Both authenticate the caller and convert messages and errors; everything else is here once.
 """
 
 from __future__ import annotations

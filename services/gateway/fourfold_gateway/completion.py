@@ -40,7 +40,7 @@ class TextStream:
         return text[len(before) :]
 
 
-class Completion:
+class TurnText:
     """The tokens and the text of one sample in progress."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, stop: Sequence[str]) -> None:

@@ -28,12 +28,11 @@ from fourfold.arrays import Int32Array
 from fourfold.errors import InvalidInput
 from fourfold.model.chat import argument_value, template_message, template_tool
 from fourfold.model.tokenizer import Tokenizer
-
-from .encoding import PromptLimits
-from .trajectory import Trajectory, Turn
+from fourfold_gateway.encoding import PromptLimits
+from fourfold_gateway.trajectory import SessionTokens, Turn
 
 _ANSWER: Final = "4F6rAnswer"  # placeholder for a reply in a rendering, to find the text after it
-_BASE: Final = struct.Struct("<ii")  # segment that a stored turn continues, and its messages in the turn; -1, 0: none
+_BASE: Final = struct.Struct("<ii")  # segment whose messages a stored turn repeats, and their number; (-1, 0): none
 _NO_BASE: Final = -1
 _MAX_VARIABLE: Final = 200  # most characters of an agent's variable for the chat template
 
@@ -73,7 +72,8 @@ class ChatPrompt:
     thread: _Thread
     """The messages of the request; `replies` lists those whose sampled tokens are in the ids."""
     base: int
-    """Segment that begins with the same entries; -1: none."""
+    """Segment whose thread begins with the same entries; -1: none. For `record` only: `SessionTokens` finds the segment
+    by ids."""
     base_count: int
     """Number of these entries."""
 
@@ -234,14 +234,14 @@ class ChatTemplate:
 class Conversation:
     """The messages of one session. `make_prompt` may run in any thread, the other methods on the event loop."""
 
-    def __init__(self, template: ChatTemplate, trajectory: Trajectory) -> None:
+    def __init__(self, template: ChatTemplate, trajectory: SessionTokens) -> None:
         self._template, self._trajectory = template, trajectory
         self._threads: dict[int, _Thread] = {}  # by segment; only segments of finished turns with messages have one
         self._replies: dict[int, pb.Message] = {}  # by number of the turn
 
     @staticmethod
     def restore(
-        template: ChatTemplate, trajectory: Trajectory, turns: Iterable[tuple[Turn, bytes, bytes]]
+        template: ChatTemplate, trajectory: SessionTokens, turns: Iterable[tuple[Turn, bytes, bytes]]
     ) -> Conversation:
         """Return the conversation of a restored trajectory.
 
@@ -302,7 +302,7 @@ class Conversation:
 
         Args:
             prompt: from `make_prompt`; several turns may have the same one.
-            turn: from `Trajectory.finish_turn`, with the ids of the prompt.
+            turn: from `SessionTokens.finish_turn`, with the ids of the prompt.
             reply: the assistant's message as the agent gets it.
 
         Returns:
@@ -311,7 +311,9 @@ class Conversation:
         base, count = prompt.base, prompt.base_count
         thread = self._threads.get(base)
         if thread is None or thread.entries[:count] != prompt.thread.entries[:count]:
-            base, count = _NO_BASE, 0  # another turn with equal ids and other messages finished first
+            # Since `make_prompt`, a turn whose other messages have equal ids replaced the thread, or the turn that
+            # began the thread could not be stored.
+            base, count = _NO_BASE, 0
         chat = pb.Chat(
             messages=[entry.message for entry in prompt.thread.entries[count:]],
             tools=[pb.Tool.FromString(tool) for tool in prompt.thread.tools] if base == _NO_BASE else [],

@@ -83,8 +83,8 @@ class CoordinatorLink:
         self._store, self._peer, self._clock = store, peer, clock
         self._on_delivered, self._on_gone = on_delivered, on_gone
         self._gateway, self._sessions = gateway, sessions
-        # Set when the run has the first renewal, which names all tasks of the last process of this gateway. The run
-        # would treat a task that is leased before this renewal as one that the gateway lost.
+        # Set after the first RenewTasks call. It names all tasks that this gateway had before its restart; the run
+        # would treat a task that is leased before this call as one that the gateway lost.
         self._named = asyncio.Event()
         self._tracked: set[tuple[str, str]] = set()  # (task, lease) of open sessions and of the outbox
         self._ttl = 3 * FIRST_RENEWAL_SECONDS

@@ -98,7 +98,8 @@ class PromptEncoder:
             Overloaded: the caller has too many tokens in flight, or too many prompts wait.
         """
         size = self.limits.check(prompt)
-        # Reserve at most the whole quota: the estimate may be too high. The exact number is checked afterwards.
+        # The size is only an estimate, so it never asks for more than the whole quota; `Generator.generate` charges the
+        # exact number.
         most = min(self._quotas.usage(principal)[0].tokens_in_flight, self.limits.max_context_tokens)
         with self._quotas.tokens(principal, int(min(size // _CHARGED_BYTES_PER_TOKEN, most))):
             if size <= _INLINE_BYTES:

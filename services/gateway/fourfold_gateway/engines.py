@@ -120,7 +120,7 @@ class Engine:
             self._on_freed(samples)
 
     def has_room(self, samples: int) -> bool:
-        """Return whether the engine has room for the samples of a call, in addition to those of this gateway.
+        """Return whether the engine has room for the samples of a call, beside those that this gateway has there.
 
         A call always fits into an engine without samples: if it is too large, the engine's error says why.
         """

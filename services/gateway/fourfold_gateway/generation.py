@@ -28,7 +28,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import check_id, pack_floats, pack_ints
 from fourfold.rpc.limits import Quotas
 from fourfold_gateway.api import Caller
-from fourfold_gateway.completion import Completion
+from fourfold_gateway.completion import TurnText
 from fourfold_gateway.conversation import ChatPrompt, ChatTemplate
 from fourfold_gateway.encoding import PromptEncoder
 from fourfold_gateway.engines import EnginePool
@@ -281,7 +281,7 @@ class Generator:
         try:
             for _ in range(plan.count):
                 pending.append(session.trajectory.begin_turn(plan.prompt_ids, plan.sampling))
-            completions: dict[int, Completion] = {}
+            completions: dict[int, TurnText] = {}
             async with aclosing(self._chunks(plan, timeout, completions)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
@@ -303,7 +303,7 @@ class Generator:
         session: Session,
         plan: _Plan,
         pending: list[PendingTurn],
-        completions: dict[int, Completion],
+        completions: dict[int, TurnText],
         last: list[pb.TurnChunk],
         digest: bytes,
     ) -> None:
@@ -336,12 +336,12 @@ class Generator:
         session.set(session.stored)  # wakes the watchers of the session
 
     async def _chunks(
-        self, plan: _Plan, timeout: float, completions: dict[int, Completion]
+        self, plan: _Plan, timeout: float, completions: dict[int, TurnText]
     ) -> AsyncGenerator[pb.TurnChunk, None]:
         """Yield the chunks of all samples; the last chunk of each has its message."""
         stop, whole = plan.request.sampling_params.stop, not plan.request.HasField("flush_interval")
         for index in range(plan.count):
-            completions[index] = Completion(index, self._tokenizer, stop)
+            completions[index] = TurnText(index, self._tokenizer, stop)
         early: dict[int, list[pb.TurnChunk]] = {}
         finished = 0
         async with aclosing(self._sampler.sample(plan.turn, timeout=timeout)) as chunks:
@@ -363,7 +363,7 @@ class Generator:
                 if finished == plan.count:
                     return
 
-    async def _finish(self, plan: _Plan, completion: Completion, chunk: pb.TurnChunk) -> None:
+    async def _finish(self, plan: _Plan, completion: TurnText, chunk: pb.TurnChunk) -> None:
         """Complete the last chunk of a sample."""
         self.turns += 1
         self.tokens += len(completion.ids)
@@ -376,7 +376,7 @@ class Generator:
                 reason = pb.FINISH_REASON_TOOL_CALLS
         chunk.finish_reason = reason
 
-    async def _message(self, plan: _Plan, completion: Completion) -> pb.Message:
+    async def _message(self, plan: _Plan, completion: TurnText) -> pb.Message:
         """Return the assistant's message; an engine parses tool calls and reasoning where its recipe names parsers."""
         message = pb.Message(role="assistant", content=completion.text)
         tools = plan.request.chat.tools
@@ -406,7 +406,7 @@ class Generator:
     def _replay(self, session: Session, request: pb.GenerateRequest, turn: Turn) -> list[pb.TurnChunk]:
         """Return the chunks of a stored turn with its text, one for each policy version."""
         tokens, reply = turn.completion, session.conversation.reply_of(turn)
-        completion = Completion(turn.sample_index, self._tokenizer, request.sampling_params.stop)
+        completion = TurnText(turn.sample_index, self._tokenizer, request.sampling_params.stop)
         chunks, begin = list[pb.TurnChunk](), 0
         for span in tokens.version_spans:
             part = slice(begin, begin + span.token_count)
@@ -416,7 +416,8 @@ class Generator:
                 logprobs=pack_floats(tokens.logprobs[part]),
                 policy_version=span.policy_version,
             )
-            if begin == tokens.token_ids.size:  # replaced below by the finish reason of the turn
+            # This only tells `add` that the text is complete; the turn's own finish reason follows below.
+            if begin == tokens.token_ids.size:
                 sampled.finish_reason = rollout.FINISH_REASON_STOP
             chunks.append(completion.add(sampled))
         chunks[-1].finish_reason = turn.finish_reason
@@ -431,7 +432,7 @@ def _stored_turns(session: Session, request: pb.GenerateRequest, digest: bytes) 
     """Return the stored turns of an earlier call with this request_id; raise if that call had another request."""
     turns = [turn for turn in session.trajectory.turns if turn.request_id == request.request_id]
     if turns and turns[0].request_sha256 != digest:
-        # ABORTED is reported as this error.
+        # StaleEpoch, because its code is ABORTED, which AgentService documents for this case; no epoch is meant.
         raise StaleEpoch(
             f"request_id {request.request_id} belongs to another turn of this session; choose a new one",
             reason="REQUEST_ID_REUSED",

@@ -28,7 +28,7 @@ from fourfold.security.principal import Principal
 from fourfold_gateway.api import Caller
 from fourfold_gateway.conversation import ChatTemplate, Conversation
 from fourfold_gateway.store import SessionStore, StoredSession
-from fourfold_gateway.trajectory import Limits, Trajectory
+from fourfold_gateway.trajectory import Limits, SessionTokens
 
 _log = logging.getLogger("fourfold.gateway.sessions")
 
@@ -48,7 +48,9 @@ def owner_of(principal: Principal) -> str:
 class Session:
     """One session with its tokens."""
 
-    def __init__(self, stored: StoredSession, trajectory: Trajectory, conversation: Conversation, *, key: str) -> None:
+    def __init__(
+        self, stored: StoredSession, trajectory: SessionTokens, conversation: Conversation, *, key: str
+    ) -> None:
         self.stored, self.trajectory, self.conversation = stored, trajectory, conversation
         task = self.task
         self.lease = task.lease if task is not None else ""  # cached, because the task never changes
@@ -160,7 +162,7 @@ class Sessions:
                 session, damaged = await self._build(stored, key=""), False
             except (ValueError, LookupError, struct.error, DecodeError) as error:
                 _log.error("session cannot be restored: session=%s error=%r", stored.session_id, error)
-                trajectory = Trajectory(self._limits)
+                trajectory = SessionTokens(self._limits)
                 session, damaged = Session(stored, trajectory, Conversation(self._template, trajectory), key=""), True
             self._add(session)
             if damaged and stored.state == pb.SESSION_STATE_OPEN:  # the trajectory of a closed session is in the outbox
@@ -237,7 +239,7 @@ class Sessions:
             created_at=now,
             used_at=now,
         )
-        trajectory = Trajectory(self._limits)
+        trajectory = SessionTokens(self._limits)
         session = Session(stored, trajectory, Conversation(self._template, trajectory), key=key)
         self._add(session)
         try:
@@ -288,7 +290,7 @@ class Sessions:
 
     async def _build(self, stored: StoredSession, *, key: str) -> Session:
         turns = await self.store.load_turns(stored.session_id)
-        trajectory = Trajectory.restore(self._limits, [each.turn for each in turns])
+        trajectory = SessionTokens.restore(self._limits, [each.turn for each in turns])
         triples = [(each.turn, each.chat, each.reply) for each in turns]
         return Session(stored, trajectory, Conversation.restore(self._template, trajectory, triples), key=key)
 

@@ -31,8 +31,7 @@ from fourfold.rpc import codec
 from fourfold.sample import VersionSpan
 from fourfold.sample.sampled import SampledTokens, pack_columns, read_columns
 from fourfold.sample.token_columns import SAMPLED_COLUMNS
-
-from .trajectory import Sampling, Turn
+from fourfold_gateway.trajectory import Sampling, Turn
 
 T = TypeVar("T")
 
@@ -215,10 +214,6 @@ class SessionStore:
 
         return await self._do(read)
 
-    async def count_outbox(self) -> int:
-        """Return the number of trajectories in the outbox."""
-        return await self._do(lambda db: int(db.execute("SELECT COUNT(*) FROM outbox").fetchone()[0]))
-
     async def load_session(self, session_id: str) -> StoredSession | None:
         """Return a session; None if there is none, or it was pruned."""
 
@@ -234,7 +229,7 @@ class SessionStore:
         return await self._do(lambda db: [_session(row) for row in db.execute(query)])
 
     async def load_turns(self, session_id: str) -> list[StoredTurn]:
-        """Return the turns of a session in the order in which they finished, as `Trajectory.restore` takes them."""
+        """Return the turns of a session in the order in which they finished, as `SessionTokens.restore` takes them."""
         return await self._do(lambda db: [_turn(row) for row in db.execute(_GET_TURNS, (session_id,))])
 
     async def prune(self, settled_before: float, *, max_count: int = 1_000) -> int:

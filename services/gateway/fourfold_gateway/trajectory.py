@@ -56,7 +56,7 @@ class Turn:
     """A finished turn, and the tokens that it adds to its segment."""
 
     number: int
-    """Number in the order of `begin_turn`, with gaps for cancelled turns. `Trajectory.turns` has this order."""
+    """Number in the order of `begin_turn`, with gaps for cancelled turns. `SessionTokens.turns` has this order."""
     segment_index: int
     prompt_token_count: int
     """Tokens of the segment before the completion."""
@@ -100,20 +100,21 @@ class Segment:
         return sample_columns([(turn.observation, turn.completion) for turn in self.turns])
 
 
-class Trajectory:
+class SessionTokens:
     """The segments and turns of one session. Not thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._segments: list[Segment] = []
         self._turns: dict[int, Turn] = {}  # by number
-        self._claims: dict[int, int | None] = {}  # segment that each pending turn extends; None: it opens one
+        # Segment that each pending turn probably extends; None: it probably opens one. Only for the limit of segments.
+        self._claims: dict[int, int | None] = {}
         self._next_number = 0
 
     @staticmethod
-    def restore(limits: Limits, turns: Iterable[Turn]) -> Trajectory:
+    def restore(limits: Limits, turns: Iterable[Turn]) -> SessionTokens:
         """Return the trajectory with these turns, given in the order in which they finished."""
-        trajectory = Trajectory(limits)
+        trajectory = SessionTokens(limits)
         for turn in turns:
             trajectory._add(turn)
         return trajectory
@@ -132,15 +133,13 @@ class Trajectory:
         return len(self._turns)
 
     @property
-    def pending_count(self) -> int:
-        return len(self._claims)
-
-    @property
     def token_count(self) -> int:
         return sum(segment.token_ids.size for segment in self._segments)
 
     def begin_turn(self, prompt_ids: Sequence[int] | Int32Array, sampling: Sampling) -> PendingTurn:
-        """Reserve the place of a turn; end it with `finish_turn` or `cancel_turn`.
+        """Begin a turn, and count the segment that it may open; end it with `finish_turn` or `cancel_turn`.
+
+        Which segment it extends is decided in `finish_turn`.
 
         Args:
             prompt_ids: int [p], at least one, all in the vocabulary.
@@ -170,10 +169,6 @@ class Trajectory:
         self._next_number += 1
         self._claims[pending.number] = claim
         return pending
-
-    def segment_of(self, pending: PendingTurn) -> int | None:
-        """Return the segment that a pending turn extends if no other turn does so first; None: it opens one."""
-        return self._claims[pending.number]
 
     def cancel_turn(self, pending: PendingTurn) -> None:
         """Give up the place of a turn. Does nothing for a turn that has ended."""
@@ -241,7 +236,8 @@ class Trajectory:
             trajectory_id: id of the task, and of segment 0; segment k > 0 is f"{trajectory_id}-seg{k}".
             group_id: of the task.
             turn_rewards: by the index of the turn in `turns`; finite.
-            truncated: a budget ended the trajectory. So does the end of its last turn by max_tokens or the context.
+            truncated: a budget ended the trajectory. A last turn that ended by max_tokens or the context makes it
+                truncated, too.
 
         Raises:
             WrongState: no turn has finished.

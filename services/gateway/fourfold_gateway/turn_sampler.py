@@ -39,9 +39,13 @@ class TurnRequest:
 
     group: GroupRequest
     key: str  # calls with equal keys prefer the same engine
-    flush_seconds: float | None  # longest delay of tokens; None: the agent gets finished samples
+    flush_seconds: float | None
+    """Longest time for which the engines and this class keep tokens; None: until their sample is finished. With stop
+    strings it is short even if the agent gets finished samples."""
     separate: bool = False  # make one call per sample, so that each can end alone
-    stopped: set[int] = field(default_factory=set)  # samples that the reader of the chunks ends; needs `separate`
+    stopped: set[int] = field(default_factory=set)
+    """Samples in which the reader of the chunks found a stop string: it adds them here, and their calls are cancelled.
+    Needs `separate`."""
 
 
 class TurnSampler:

@@ -9,7 +9,7 @@ import pytest
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats, pack_ints
-from fourfold_gateway.completion import Completion
+from fourfold_gateway.completion import TurnText
 from tests.support.chat_templates import FAMILIES, family_tokenizer
 
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
@@ -29,8 +29,8 @@ def test_parsers_read_special_tokens_without_the_one_that_ends_the_turn(family: 
         assert stop_text not in completion.text
 
 
-def sampled(tokenizer: Tokenizer, ids: list[int], finish: rollout.FinishReason.ValueType) -> Completion:
-    completion = Completion(0, tokenizer, ())
+def sampled(tokenizer: Tokenizer, ids: list[int], finish: rollout.FinishReason.ValueType) -> TurnText:
+    completion = TurnText(0, tokenizer, ())
     completion.add(
         rollout.SampleChunk(token_ids=pack_ints(ids), logprobs=pack_floats([-0.5] * len(ids)), finish_reason=finish)
     )

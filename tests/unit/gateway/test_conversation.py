@@ -20,7 +20,7 @@ from fourfold.sample import VersionSpan
 from fourfold.sample.sampled import SampledTokens
 from fourfold_gateway.conversation import ChatTemplate, Conversation
 from fourfold_gateway.encoding import PromptLimits
-from fourfold_gateway.trajectory import Limits, Sampling, Segment, Trajectory, Turn
+from fourfold_gateway.trajectory import Limits, Sampling, Segment, SessionTokens, Turn
 from tests.support.chat_templates import FAMILIES, SPECIAL, SPECIAL_MISTRAL, family_tokenizer
 
 LIMITS = Limits(max_segments=64, max_context_tokens=1 << 20)
@@ -81,7 +81,7 @@ class Driver:
     def __init__(self, family: str) -> None:
         self.template = template_of(family)
         self.tokenizer = self.template.tokenizer
-        self.trajectory = Trajectory(LIMITS)
+        self.trajectory = SessionTokens(LIMITS)
         self.conversation = Conversation(self.template, self.trajectory)
         self.rows: list[tuple[Turn, bytes, bytes]] = []
 
@@ -345,7 +345,7 @@ def check_sampled(driver: Driver) -> None:
 
 def check_restored(driver: Driver, requests: list[pb.Chat]) -> None:
     """Check that a session that was read from the store continues like the one that was not."""
-    trajectory = Trajectory.restore(LIMITS, [turn for turn, _, _ in driver.rows])
+    trajectory = SessionTokens.restore(LIMITS, [turn for turn, _, _ in driver.rows])
     conversation = Conversation.restore(driver.template, trajectory, driver.rows)
     for ours, theirs in zip(driver.trajectory.segments, trajectory.segments, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()

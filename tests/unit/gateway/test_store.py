@@ -25,7 +25,7 @@ from fourfold.sample import VersionSpan
 from fourfold.sample.sampled import SampledTokens
 from fourfold_gateway import store as store_module
 from fourfold_gateway.store import SessionStore, StoredSession, StoredTurn, StoreFull
-from fourfold_gateway.trajectory import Limits, Sampling, Trajectory, Turn
+from fourfold_gateway.trajectory import Limits, Sampling, SessionTokens, Turn
 
 LIMITS = Limits(max_segments=8, max_context_tokens=1000)
 OPEN = StoredSession(session_id="a", owner="agent", key_digest=b"k", state=pb.SESSION_STATE_OPEN)
@@ -35,7 +35,7 @@ STORED = dataclasses.replace(CLOSED, state=pb.SESSION_STATE_STORED, settled_at=1
 
 def some_turns(count: int = 2) -> list[Turn]:
     """Return turns of one trajectory: the odd ones open segments."""
-    trajectory = Trajectory(LIMITS)
+    trajectory = SessionTokens(LIMITS)
     turns = []
     for index in range(count):
         prompt = [index] if index % 2 else [*(trajectory.segments[0].token_ids.tolist() if index else []), 7]
@@ -89,7 +89,7 @@ async def test_sessions_and_turns_come_back_as_they_were(store: SessionStore, tm
         assert ours.logprobs.tobytes() == theirs.logprobs.tobytes()
         assert ours.version_spans == theirs.version_spans
         assert ours.constrained.tolist() == theirs.constrained.tolist()
-    restored = Trajectory.restore(LIMITS, [row.turn for row in rows])
+    restored = SessionTokens.restore(LIMITS, [row.turn for row in rows])
     assert len(restored.segments) == 2
     await again.stop()
 
@@ -104,7 +104,6 @@ async def test_a_closed_session_is_in_the_outbox_until_it_is_settled(store: Sess
     assert len(await store.read_outbox(max_bytes=1)) == 1, "a large trajectory is not stuck"
     await store.settle(dataclasses.replace(STORED, session_id="a"))
     assert [entry.session_id for entry in await store.read_outbox()] == ["b", "c"]
-    assert await store.count_outbox() == 2
     assert await store.load_session("a") == dataclasses.replace(STORED, session_id="a")
     assert [session.session_id for session in await store.load_unsettled()] == ["b", "c"]
     assert await store.load_session("d") is None
@@ -276,7 +275,7 @@ async def test_a_killed_gateway_keeps_what_it_reported(tmp_path: Path) -> None:
         assert session is not None
         turns = {str(row.turn.number) for row in await store.load_turns(name)}
         assert turns >= {number for kind, other, number in reported if (kind, other) == ("turn", name)}
-        Trajectory.restore(LIMITS, [row.turn for row in await store.load_turns(name)])
+        SessionTokens.restore(LIMITS, [row.turn for row in await store.load_turns(name)])
     closed = [name for kind, name, _ in reported if kind == "closed"]
     outbox = [entry.session_id for entry in await store.read_outbox(max_count=10_000)]
     assert closed
@@ -374,4 +373,4 @@ async def test_ten_thousand_sessions_leave_memory_flat(store: SessionStore, tmp_
     assert blocks[-1] < blocks[1] + 4_000, "less than one block of memory for each session"
     assert files[-1] < 2 * files[1] + (1 << 20), "pruned rows leave their space to others"
     assert await store.load_unsettled() == []
-    assert await store.count_outbox() == 0
+    assert await store.read_outbox() == []

@@ -18,15 +18,15 @@ from fourfold_gateway.trajectory import (
     Limits,
     PendingTurn,
     Sampling,
-    Trajectory,
+    SessionTokens,
     Turn,
 )
 
 SAMPLING = Sampling(temperature=0.75)
 
 
-def trajectory(*, max_segments: int = 8, max_context_tokens: int = 100) -> Trajectory:
-    return Trajectory(Limits(max_segments=max_segments, max_context_tokens=max_context_tokens))
+def trajectory(*, max_segments: int = 8, max_context_tokens: int = 100) -> SessionTokens:
+    return SessionTokens(Limits(max_segments=max_segments, max_context_tokens=max_context_tokens))
 
 
 def sampled(*ids: int, version: int = 1, constrained: tuple[int, ...] = ()) -> SampledTokens:
@@ -39,7 +39,7 @@ def sampled(*ids: int, version: int = 1, constrained: tuple[int, ...] = ()) -> S
 
 
 def finish(
-    sessions: Trajectory,
+    sessions: SessionTokens,
     pending: PendingTurn,
     completion: SampledTokens,
     reason: pb.FinishReason.ValueType = pb.FINISH_REASON_STOP,
@@ -47,7 +47,7 @@ def finish(
     return sessions.finish_turn(pending, completion, finish_reason=reason)
 
 
-def turn(session: Trajectory, prompt: list[int], completion: SampledTokens, sampling: Sampling = SAMPLING) -> Turn:
+def turn(session: SessionTokens, prompt: list[int], completion: SampledTokens, sampling: Sampling = SAMPLING) -> Turn:
     return finish(session, session.begin_turn(prompt, sampling), completion)
 
 
@@ -100,12 +100,12 @@ def test_another_temperature_opens_a_segment() -> None:
 
 
 def test_of_overlapping_turns_the_first_extends_and_the_others_open() -> None:
-    session = trajectory()
+    session = trajectory(max_segments=2)
     turn(session, [1], sampled(2))
     first, second = (session.begin_turn([1, 2, 3], SAMPLING) for _ in range(2))
-    assert (session.segment_of(first), session.segment_of(second)) == (0, None)
     assert finish(session, second, sampled(5)).segment_index == 0
-    assert session.segment_of(first) is None
+    with pytest.raises(WrongState, match="may open 1 more"):  # the first turn, since the second extended the segment
+        session.begin_turn([7], SAMPLING)
     assert finish(session, first, sampled(4)).segment_index == 1
     assert [segment.token_ids.tolist() for segment in session.segments] == [[1, 2, 3, 5], [1, 2, 3, 4]]
     assert [turn.number for turn in session.turns] == [0, 1, 2], "turns keep the order in which they began"
@@ -125,12 +125,12 @@ def test_no_interleaving_makes_more_segments_than_allowed() -> None:
     finish(session, first, sampled(4))
     with pytest.raises(WrongState):
         session.begin_turn([7], SAMPLING)
-    session.begin_turn([1, 2, 3, 4], SAMPLING)
+    third = session.begin_turn([1, 2, 3, 4], SAMPLING)
     session.cancel_turn(second)
     session.cancel_turn(second)
     turn(session, [7], sampled(8))
     assert len(session.segments) == 2
-    assert session.pending_count == 1
+    assert finish(session, third, sampled(5)).segment_index == 0
 
 
 def test_a_trajectory_that_the_run_would_not_take_takes_no_further_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,13 +229,13 @@ def test_wrong_rewards_and_empty_sessions_are_refused() -> None:
 def test_a_restored_trajectory_goes_on() -> None:
     session = trajectory()
     rows = [turn(session, [1], sampled(2)), turn(session, [7], sampled(8)), turn(session, [1, 2, 3], sampled(4))]
-    restored = Trajectory.restore(Limits(max_segments=8, max_context_tokens=100), rows)
+    restored = SessionTokens.restore(Limits(max_segments=8, max_context_tokens=100), rows)
     assert [t.number for t in restored.turns] == [t.number for t in session.turns] == [0, 1, 2]
     assert [s.token_ids.tolist() for s in restored.segments] == [s.token_ids.tolist() for s in session.segments]
     assert turn(restored, [1, 2, 3, 4], sampled(5)).number == 3
     assert restored.token_count == 7
     with pytest.raises(ValueError, match="does not continue segment 0 at its end"):
-        Trajectory.restore(Limits(max_segments=8, max_context_tokens=100), rows[2:])
+        SessionTokens.restore(Limits(max_segments=8, max_context_tokens=100), rows[2:])
 
 
 def test_a_completion_across_versions_keeps_them() -> None:

@@ -116,10 +116,10 @@ def samples_of_a_session(folder: Path) -> list[Any]:
     from fourfold.agent.v1.agent_service_pb2 import FINISH_REASON_STOP
     from fourfold.sample.wire import decode
     from fourfold_gateway.store import SessionStore, StoredTurn
-    from fourfold_gateway.trajectory import Limits, Sampling, Trajectory
+    from fourfold_gateway.trajectory import Limits, Sampling, SessionTokens
 
     limits = Limits(max_segments=4, max_context_tokens=50)
-    session, turns = Trajectory(limits), []
+    session, turns = SessionTokens(limits), []
     for prompt, first in (([1], 0), ([1, 10, 2], 1), ([3], 2)):
         pending = session.begin_turn(prompt, Sampling(temperature=1.0))
         turns.append(session.finish_turn(pending, completion(**tokens(first, 1)), finish_reason=FINISH_REASON_STOP))
@@ -132,7 +132,7 @@ def samples_of_a_session(folder: Path) -> list[Any]:
         return found
 
     stored = asyncio.run(store_and_load())
-    messages = Trajectory.restore(limits, [each.turn for each in stored]).to_experiences("t", "g")
+    messages = SessionTokens.restore(limits, [each.turn for each in stored]).to_experiences("t", "g")
     return [decode(message, vocabulary_size=100, max_tokens=50) for message in messages]
 
 

@@ -32,7 +32,7 @@ from fourfold_gateway.http.errors import (
     status_of,
 )
 from fourfold_gateway.http.fields import Fields, parse_json
-from fourfold_gateway.http.turns import TURN_SECONDS, TokenTexts, Turn, TurnOptions
+from fourfold_gateway.http.turns import TURN_SECONDS, HttpTurn, TokenTexts, TurnOptions
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -261,7 +261,7 @@ class _Exchange:
             if fields.table(variables) is not None and not app._api.is_neutral(fields.raw(variables)):
                 fields.refuse(variables, "would change what the run's chat template writes; leave it out")
             info = await app.info(caller)
-            turn = Turn(app._api, caller, options, info.model)
+            turn = HttpTurn(app._api, caller, options, info.model)
             if options.stream:
                 live = not info.separates_reasoning and not options.request.chat.tools
                 await self._stream(route.turns.Stream(turn, app._texts, live=live))

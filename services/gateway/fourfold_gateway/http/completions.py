@@ -10,7 +10,7 @@ from fourfold_gateway.http import sampling
 from fourfold_gateway.http.chat import DONE, FINISH
 from fourfold_gateway.http.errors import encode
 from fourfold_gateway.http.fields import Fields, Refusal
-from fourfold_gateway.http.turns import Sample, TokenTexts, Turn, TurnOptions, finite
+from fourfold_gateway.http.turns import Answer, HttpTurn, TokenTexts, TurnOptions, finite
 
 USED: Final = sampling.EXTENSIONS | {
     "prompt", "model", "stream", "stream_options", "n", "stop", "logprobs", "seed", "max_tokens", "temperature",
@@ -57,7 +57,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     )
 
 
-async def respond(turn: Turn, texts: TokenTexts) -> dict[str, Any]:
+async def respond(turn: HttpTurn, texts: TokenTexts) -> dict[str, Any]:
     """Run the turn, and return the response."""
     await turn.finish()
     choices = []
@@ -81,7 +81,7 @@ async def respond(turn: Turn, texts: TokenTexts) -> dict[str, Any]:
     }
 
 
-async def _logprobs(turn: Turn, texts: TokenTexts, sample: Sample, begin: int = 0) -> dict[str, Any] | None:
+async def _logprobs(turn: HttpTurn, texts: TokenTexts, sample: Answer, begin: int = 0) -> dict[str, Any] | None:
     if not turn.options.logprobs:
         return None
     words = await texts.of(turn.caller, sample.ids)
@@ -99,7 +99,7 @@ async def _logprobs(turn: Turn, texts: TokenTexts, sample: Sample, begin: int = 
 class Stream:
     """Writes the chunks of a turn as server-sent events."""
 
-    def __init__(self, turn: Turn, texts: TokenTexts, *, live: bool) -> None:
+    def __init__(self, turn: HttpTurn, texts: TokenTexts, *, live: bool) -> None:
         """Make a stream. Text is always sent as it comes: a completion has no message."""
         self._turn, self._texts = turn, texts
         head = encode({

@@ -9,7 +9,7 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold_gateway.http import sampling
 from fourfold_gateway.http.errors import RequestError, encode
 from fourfold_gateway.http.fields import Fields, Refusal
-from fourfold_gateway.http.turns import Sample, TokenTexts, Turn, TurnOptions, parse_arguments
+from fourfold_gateway.http.turns import Answer, HttpTurn, TokenTexts, TurnOptions, parse_arguments
 
 USED: Final = sampling.EXTENSIONS | {
     "messages", "model", "stream", "system", "tools", "tool_choice", "stop_sequences", "max_tokens", "temperature",
@@ -128,7 +128,7 @@ def _add_user(chat: pb.Chat, fields: Fields, role: str) -> None:
         chat.messages.add(role=role, content="\n".join(texts))
 
 
-async def respond(turn: Turn, texts: TokenTexts) -> dict[str, Any]:
+async def respond(turn: HttpTurn, texts: TokenTexts) -> dict[str, Any]:
     """Run the turn, and return the response."""
     await turn.finish()
     sample = turn.samples[0]
@@ -138,7 +138,7 @@ async def respond(turn: Turn, texts: TokenTexts) -> dict[str, Any]:
     return response
 
 
-def _message(turn: Turn, blocks: list[dict[str, Any]], reason: str | None, tokens: int) -> dict[str, Any]:
+def _message(turn: HttpTurn, blocks: list[dict[str, Any]], reason: str | None, tokens: int) -> dict[str, Any]:
     return {
         "id": f"msg_{turn.id}",
         "type": "message",
@@ -151,7 +151,7 @@ def _message(turn: Turn, blocks: list[dict[str, Any]], reason: str | None, token
     }
 
 
-def _blocks(sample: Sample) -> list[dict[str, Any]]:
+def _blocks(sample: Answer) -> list[dict[str, Any]]:
     message = sample.message
     blocks: list[dict[str, Any]] = []
     if message is not None and message.reasoning:
@@ -168,7 +168,7 @@ def _blocks(sample: Sample) -> list[dict[str, Any]]:
 class Stream:
     """Writes the chunks of a turn as server-sent events of Anthropic's format."""
 
-    def __init__(self, turn: Turn, texts: TokenTexts, *, live: bool) -> None:
+    def __init__(self, turn: HttpTurn, texts: TokenTexts, *, live: bool) -> None:
         """Make a stream. `live`: send text as it comes; otherwise the message, when it is complete."""
         self._turn, self._live = turn, live
 
@@ -193,7 +193,7 @@ class Stream:
         finally:
             await chunks.aclose()
 
-    def _end(self, sample: Sample) -> bytes:
+    def _end(self, sample: Answer) -> bytes:
         if self._live:
             out = event({"type": "content_block_stop", "index": 0})
         else:

@@ -10,7 +10,7 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold_gateway.http import sampling
 from fourfold_gateway.http.errors import encode
 from fourfold_gateway.http.fields import Fields, Refusal
-from fourfold_gateway.http.turns import Sample, TokenTexts, Turn, TurnOptions, finite
+from fourfold_gateway.http.turns import Answer, HttpTurn, TokenTexts, TurnOptions, finite
 
 USED: Final = sampling.EXTENSIONS | {
     "input", "model", "stream", "instructions", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p",
@@ -121,13 +121,13 @@ def _choose_tool(request: pb.GenerateRequest, fields: Fields) -> None:
     sampling.set_tool_choice(request, fields, "function", table.text("name"))
 
 
-async def respond(turn: Turn, texts: TokenTexts) -> dict[str, Any]:
+async def respond(turn: HttpTurn, texts: TokenTexts) -> dict[str, Any]:
     """Run the turn, and return the response."""
     await turn.finish()
     return _response(turn, await _items(turn, texts))
 
 
-def _response(turn: Turn, output: list[dict[str, Any]] | None) -> dict[str, Any]:
+def _response(turn: HttpTurn, output: list[dict[str, Any]] | None) -> dict[str, Any]:
     """Return the response object; `output` is None before the end."""
     sample, chat = turn.samples[0], turn.options.request.chat
     cut = sample.finish == pb.FINISH_REASON_LENGTH
@@ -162,7 +162,7 @@ def _response(turn: Turn, output: list[dict[str, Any]] | None) -> dict[str, Any]
     return response
 
 
-async def _items(turn: Turn, texts: TokenTexts) -> list[dict[str, Any]]:
+async def _items(turn: HttpTurn, texts: TokenTexts) -> list[dict[str, Any]]:
     sample = turn.samples[0]
     message, items = sample.message, list[dict[str, Any]]()
     status = "incomplete" if sample.finish == pb.FINISH_REASON_LENGTH else "completed"
@@ -181,7 +181,7 @@ async def _items(turn: Turn, texts: TokenTexts) -> list[dict[str, Any]]:
     return items
 
 
-async def _logprobs(turn: Turn, sample: Sample, texts: TokenTexts) -> list[dict[str, Any]]:
+async def _logprobs(turn: HttpTurn, sample: Answer, texts: TokenTexts) -> list[dict[str, Any]]:
     if not turn.options.logprobs:
         return []
     tokens = await texts.json_of(turn.caller, sample.ids)
@@ -195,14 +195,14 @@ def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _message_item(turn: Turn, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+def _message_item(turn: HttpTurn, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "message", "id": f"msg_{turn.id}", "role": "assistant", "status": status, "content": content}
 
 
 class Stream:
     """Writes the chunks of a turn as server-sent events with sequence numbers."""
 
-    def __init__(self, turn: Turn, texts: TokenTexts, *, live: bool) -> None:
+    def __init__(self, turn: HttpTurn, texts: TokenTexts, *, live: bool) -> None:
         """Make a stream. `live`: send text as it comes; otherwise the items, when they are complete."""
         self._turn, self._texts, self._live = turn, texts, live
         self.next_number = 0

@@ -36,7 +36,7 @@ class TurnOptions:
 
 
 @dataclass(slots=True)
-class Sample:
+class Answer:
     """The received part of one sample of a turn."""
 
     index: int
@@ -90,20 +90,20 @@ class Sample:
         }
 
 
-class Turn:
+class HttpTurn:
     """A turn while it runs. Closing the iterator of `chunks` aborts it."""
 
     def __init__(self, api: AgentApi, caller: Caller, options: TurnOptions, model: str) -> None:
         self.api, self.caller, self.options, self.model = api, caller, options, model
         request = options.request
-        self.samples = [Sample(i) for i in range(request.sample_count)]
+        self.samples = [Answer(i) for i in range(request.sample_count)]
         self.prompt_tokens = len(request.token_ids.ids)
         self.created = int(time.time())
         self.id = secrets.token_hex(12)
         if options.stream:
             request.flush_interval.nanos = _FLUSH_NANOSECONDS
 
-    async def chunks(self) -> AsyncGenerator[tuple[Sample, pb.TurnChunk], None]:
+    async def chunks(self) -> AsyncGenerator[tuple[Answer, pb.TurnChunk], None]:
         """Yield each chunk and its sample, after the chunk was added to the sample.
 
         Raises:

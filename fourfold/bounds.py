@@ -1,11 +1,12 @@
-"""Bounds of numbers that grow during a run: steps, policy versions, epochs, parts.
+"""Bounds of numbers that grow during a run (steps, versions, epochs, parts), and limits that several services check.
 
-They travel as int64. Services add 1 to them, so a value at the end of int64 would break every later response. No run
-reaches 2^53, below which numbers are also exact in languages that store them as doubles (JSON, JavaScript, Lua).
+The numbers travel as int64. Services add 1 to them, so a value at the end of int64 would break every later response. No
+run reaches 2^53, below which numbers are also exact in languages that store them as doubles (JSON, JavaScript, Lua).
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from fourfold.errors import InvalidInput
@@ -17,6 +18,16 @@ MAX_RAISED_VERSION: Final = 2**52
 MAX_RECEIVERS: Final = 4096
 # Tokens of ScoreTokens. vLLM computes the logits of all positions at once: float32 [tokens, vocabulary].
 MAX_SCORED_TOKENS: Final = 4096
+# Samples of one Generate call of an agent or of an engine.
+MAX_SAMPLES_PER_CALL: Final = 256
+# Stop strings of a turn, and characters of each. Engines get none: the gateway finds them in the text.
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 256
+# Encoded bytes, metrics and names of metrics of an agent's trajectory: its gateway checks them, and then the run.
+MAX_TRAJECTORY_BYTES: Final = 8 << 20
+MAX_TRAJECTORY_METRICS: Final = 64
+TRAJECTORY_METRIC: Final = re.compile(r"[A-Za-z0-9_./-]{1,63}")
+MAX_FLOAT32: Final = 3.4028234663852886e38  # largest reward
 # Experiences in one message of TrainStep. A step has any number of messages, and a sample is in one.
 TRAIN_MESSAGE_BYTES: Final = 4 << 20
 # A chunk costs about 0.3 ms beside its bytes, and the time of one chunk is added to a transfer for each engine of a

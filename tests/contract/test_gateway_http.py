@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.bounds import MAX_SAMPLES_PER_CALL
 from fourfold.config.agents import GatewayConfig
 from fourfold.errors import InvalidInput
-from fourfold_gateway.generation import MAX_SAMPLES
 from fourfold_gateway.http.server import serve_http
 from tests.contract.test_gateway import Gateway, running_gateway
 
@@ -75,4 +75,4 @@ async def test_every_seed_that_openai_allows_gives_valid_seeds_to_all_samples(ga
     async with connected(gateway) as client:
         response = await client.post("/v1/chat/completions", json=CHAT | {"seed": seed, "n": 2})
     assert (response.status_code, len(response.json()["choices"])) == (200, 2)
-    assert 0 <= gateway.engine.requests[0].sampling_params.seed <= (1 << 53) - MAX_SAMPLES
+    assert 0 <= gateway.engine.requests[0].sampling_params.seed <= (1 << 53) - MAX_SAMPLES_PER_CALL

@@ -19,7 +19,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 import fourfold
 from fourfold.agent.v1 import agent_service_pb2 as agent
-from fourfold.bounds import MAX_NUMBER
+from fourfold.bounds import MAX_NUMBER, MAX_SAMPLES_PER_CALL
 from fourfold.config.agents import GatewayConfig
 from fourfold.contract import DESCRIPTOR_SET, PROTO_DIR
 from fourfold.coordinator.v1 import run_service_pb2 as run
@@ -299,7 +299,7 @@ def test_the_contract_page_has_the_limits_of_the_code() -> None:
         f"{AGENT_LIMITS.concurrent_calls}",
         f"{AGENT_LIMITS.calls_per_second:g}",
         f"{gateway.max_open_sessions_per_agent}",
-        *map(str, (admission.MAX_SAMPLES_PER_CALL, admission._MAX_STOP_TOKENS)),
+        *map(str, (MAX_SAMPLES_PER_CALL, admission._MAX_STOP_TOKENS)),
         f"`{ID_PATTERN.pattern}`",
         f"{SCORE_BYTES} bytes",
         f"{MAX_RETRY_SECONDS:g} s",

@@ -23,6 +23,7 @@ from typing import Any, Final
 import grpc
 from google.rpc import code_pb2
 
+from fourfold.bounds import MAX_TRAJECTORY_BYTES
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
 from fourfold.coordinator.v1.experience_service_pb2_grpc import ExperienceServiceStub
 from fourfold.errors import FourfoldError, InvalidInput, NotFound, PeerFault, Unavailable, WrongState
@@ -43,8 +44,6 @@ FIRST_RENEWAL_SECONDS: Final = 5.0
 _PUT_COUNT: Final = 32
 # Largest sum of encoded trajectories in one Put, which may have 8 MiB. A single trajectory may be larger than this.
 _PUT_BYTES: Final = 4 << 20
-MAX_TRAJECTORY_BYTES: Final = 8 << 20
-"""Size of the largest encoded trajectory; the run refuses larger ones."""
 _MAX_RENEWALS: Final = 10_000  # leases in one call
 _MAX_STOP_IDS: Final = 64
 # Most calls that wait at the coordinator; further agents wait here. Otherwise waiting agents could use up the calls

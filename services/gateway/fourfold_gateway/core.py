@@ -15,7 +15,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
-from fourfold.bounds import MAX_SCORED_TOKENS
+from fourfold.bounds import (
+    MAX_FLOAT32,
+    MAX_SCORED_TOKENS,
+    MAX_TRAJECTORY_BYTES,
+    MAX_TRAJECTORY_METRICS,
+    TRAJECTORY_METRIC,
+)
 from fourfold.config import Config
 from fourfold.contract import CONTRACT_VERSION
 from fourfold.coordinator.v1 import experience_service_pb2 as experience
@@ -39,7 +45,7 @@ from fourfold.security.principal import LOCAL_AGENT, Principal
 from fourfold.security.tokens import check_token
 from fourfold_gateway.api import Caller
 from fourfold_gateway.conversation import ChatTemplate
-from fourfold_gateway.coordinator_link import FIRST_RENEWAL_SECONDS, MAX_TRAJECTORY_BYTES, CoordinatorLink
+from fourfold_gateway.coordinator_link import FIRST_RENEWAL_SECONDS, CoordinatorLink
 from fourfold_gateway.encoding import PromptEncoder, PromptLimits
 from fourfold_gateway.engines import EnginePool
 from fourfold_gateway.generation import Generator
@@ -56,10 +62,6 @@ _FEW_TOKENS: Final = 64
 _SCORE_SECONDS: Final = 60.0
 _TICK_SECONDS: Final = 0.5
 _PRUNE_SECONDS: Final = 60.0
-_MAX_METRICS: Final = 64
-# Names of metrics. The run refuses a trajectory with any other name.
-_METRIC: Final = re.compile(r"[A-Za-z0-9_./-]{1,63}")
-_MAX_REWARD: Final = 3.4028234663852886e38
 _MAX_LEASED: Final = 10_000
 _REASON: Final = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 # Reasons of environment services that are not the fault of the task. The task is attempted again, a few times at most.
@@ -486,14 +488,14 @@ def _check_outcome(request: pb.CloseSessionRequest) -> str:
     ]
     if wrong := next((f"{what} is {value}" for what, value in numbers if not math.isfinite(value)), ""):
         raise InvalidInput(f"{wrong}; it must be a finite number")
-    if abs(request.reward) > _MAX_REWARD:
-        raise InvalidInput(f"reward is {request.reward}; it must be a float32, at most {_MAX_REWARD:.4g} in size")
-    if (unnamed := next((name for name in request.metrics if not _METRIC.fullmatch(name)), None)) is not None:
+    if abs(request.reward) > MAX_FLOAT32:
+        raise InvalidInput(f"reward is {request.reward}; it must be a float32, at most {MAX_FLOAT32:.4g} in size")
+    if (unnamed := next((name for name in request.metrics if not TRAJECTORY_METRIC.fullmatch(name)), None)) is not None:
         raise InvalidInput(f"metric {unnamed[:80]!r}: a name has 1 to 63 characters of [A-Za-z0-9_./-]")
     if kind == "abandon_reason" and not _REASON.fullmatch(request.abandon_reason):
         raise InvalidInput(f"abandon_reason is {request.abandon_reason[:80]!r}; give UPPER_SNAKE_CASE, at most 63")
-    if len(request.metrics) > _MAX_METRICS:
-        raise InvalidInput(f"{len(request.metrics)} metrics; at most {_MAX_METRICS}")
+    if len(request.metrics) > MAX_TRAJECTORY_METRICS:
+        raise InvalidInput(f"{len(request.metrics)} metrics; at most {MAX_TRAJECTORY_METRICS}")
     if len({turn.turn_index for turn in request.turn_rewards}) < len(request.turn_rewards):
         raise InvalidInput("turn_rewards has two rewards of one turn; give at most one for each")
     return str(kind)

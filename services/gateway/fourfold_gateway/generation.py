@@ -18,6 +18,7 @@ import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.arrays import Int32Array
+from fourfold.bounds import MAX_SAMPLES_PER_CALL, MAX_STOP_CHARACTERS, MAX_STOPS
 from fourfold.config.agents import CONSTRAINED_TOOL_PARSERS
 from fourfold.coordinator.v1 import experience_service_pb2 as experience
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
@@ -101,9 +102,6 @@ def _schema(tool: pb.Tool) -> dict[str, Any]:
 
 _log = logging.getLogger("fourfold.gateway.generation")
 
-MAX_SAMPLES: Final = 256
-_MAX_STOPS: Final = 16
-_MAX_STOP_CHARACTERS: Final = 256
 _MAX_STOP_IDS: Final = 64
 _MAX_SEED: Final = 1 << 53
 _MAX_FLUSH_SECONDS: Final = 10.0
@@ -202,7 +200,7 @@ class Generator:
         if int(ids.view(np.uint32).max()) >= self._engines.vocabulary_size:
             raise InvalidInput(f"a token id is outside the vocabulary [0, {self._engines.vocabulary_size})")
         count = request.sample_count if request.HasField("sample_count") else 1
-        _check("sample_count", count, 1, MAX_SAMPLES)
+        _check("sample_count", count, 1, MAX_SAMPLES_PER_CALL)
         _check("min_policy_version", request.min_policy_version, 0, _MAX_SEED)
         params = self._params(request, room, training=session is not None and session.task is not None)
         flush = request.flush_interval.ToNanoseconds() / 1e9 if request.HasField("flush_interval") else None
@@ -237,13 +235,13 @@ class Generator:
 
     def _params(self, request: pb.GenerateRequest, room: int, *, training: bool) -> rollout.SamplingParams:
         asked = request.sampling_params
-        _check("sampling_params.stop", len(asked.stop), 0, _MAX_STOPS)
-        if any(not 1 <= len(stop) <= _MAX_STOP_CHARACTERS for stop in asked.stop):
-            raise InvalidInput(f"sampling_params.stop: each text must have 1 to {_MAX_STOP_CHARACTERS} characters")
+        _check("sampling_params.stop", len(asked.stop), 0, MAX_STOPS)
+        if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in asked.stop):
+            raise InvalidInput(f"sampling_params.stop: each text must have 1 to {MAX_STOP_CHARACTERS} characters")
         _check("sampling_params.stop_token_ids", len(asked.stop_token_ids), 0, _MAX_STOP_IDS)
         seed = asked.seed if asked.HasField("seed") else secrets.randbelow(_MAX_SEED)
         _check("sampling_params.seed", seed, 0, _MAX_SEED - 1)
-        seed %= _MAX_SEED - MAX_SAMPLES  # so that the seed of the last sample is valid, too
+        seed %= _MAX_SEED - MAX_SAMPLES_PER_CALL  # so that the seed of the last sample is valid, too
         if asked.HasField("max_tokens"):
             _check("sampling_params.max_tokens", asked.max_tokens, 1, 1 << 30)
             room = min(room, asked.max_tokens)

@@ -18,6 +18,7 @@ import numpy as np
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.arrays import EMPTY_FLOATS, Int32Array
+from fourfold.bounds import MAX_FLOAT32
 from fourfold.errors import InvalidInput, WrongState
 from fourfold.sample import Sample
 from fourfold.sample.sampled import SampledTokens, sample_columns
@@ -29,7 +30,6 @@ TOO_MANY_SEGMENTS: Final = "TOO_MANY_SEGMENTS"
 TOO_LARGE: Final = "TRAJECTORY_TOO_LARGE"
 # Most tokens of all segments: a token takes 9 bytes, and the run refuses trajectories above 8 MiB.
 _MAX_TOKENS: Final = 900_000
-_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +342,7 @@ def _rewards_by_number(rewards: Mapping[int, float], turns: Sequence[Turn]) -> d
     for index, reward in rewards.items():
         if not 0 <= index < len(turns):
             raise InvalidInput(f"turn_rewards has turn {index}; the session has the turns 0 to {len(turns) - 1}")
-        if not abs(reward) <= _MAX_FLOAT32:  # also for NaN
+        if not abs(reward) <= MAX_FLOAT32:  # also for NaN
             raise InvalidInput(f"the reward of turn {index} is {reward}; it must be a finite float32")
     return {turns[index].number: reward for index, reward in rewards.items()}
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
+from fourfold.bounds import MAX_FLOAT32, MAX_TRAJECTORY_BYTES, MAX_TRAJECTORY_METRICS, TRAJECTORY_METRIC
 from fourfold.coordinator.v1 import experience_service_pb2 as pb
 from fourfold.errors import InvalidInput
 from fourfold.sample import Sample
 from fourfold.sample.wire import decode
 from fourfold.types.v1.experience_pb2 import Experience
-
-MAX_BYTES: Final = 8 << 20
-_MAX_METRICS: Final = 64
-_MAX_REWARD: Final = float(np.finfo(np.float32).max)
-_METRIC: Final = re.compile(r"[A-Za-z0-9_./-]{1,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +37,15 @@ def check_trajectory(message: pb.Trajectory, *, group_id: str, rules: Trajectory
     count = len(message.segments)
     if not 1 <= count <= rules.max_segments:
         raise InvalidInput(f"task {task}: {count} segments; it must have 1 to {rules.max_segments}")
-    if message.ByteSize() > MAX_BYTES:
-        raise InvalidInput(f"task {task}: {message.ByteSize()} bytes; a trajectory has at most {MAX_BYTES}")
+    if message.ByteSize() > MAX_TRAJECTORY_BYTES:
+        raise InvalidInput(f"task {task}: {message.ByteSize()} bytes; a trajectory has at most {MAX_TRAJECTORY_BYTES}")
     if message.turn_count < 1:
         raise InvalidInput(f"task {task}: turn_count is {message.turn_count}; it must be at least 1")
     if rules.needs_reward and not message.HasField("reward"):
         raise InvalidInput(
             f'task {task}: no reward, and the run has no scorer for agents; send one, or set agents.reward = "service"'
         )
-    if not abs(message.reward) <= _MAX_REWARD:  # also for NaN
+    if not abs(message.reward) <= MAX_FLOAT32:  # also for NaN
         raise InvalidInput(f"task {task}: reward is {message.reward}; it must be a finite float32")
     _check_metrics(message)
     segments = tuple(_check_segment(s, k, count, task, group_id, rules) for k, s in enumerate(message.segments))
@@ -67,10 +61,12 @@ def check_trajectory(message: pb.Trajectory, *, group_id: str, rules: Trajectory
 
 
 def _check_metrics(message: pb.Trajectory) -> None:
-    if len(message.metrics) > _MAX_METRICS:
-        raise InvalidInput(f"task {message.task_id}: {len(message.metrics)} metrics; it may have {_MAX_METRICS}")
+    if len(message.metrics) > MAX_TRAJECTORY_METRICS:
+        raise InvalidInput(
+            f"task {message.task_id}: {len(message.metrics)} metrics; it may have {MAX_TRAJECTORY_METRICS}"
+        )
     for name, value in message.metrics.items():
-        if not _METRIC.fullmatch(name) or not math.isfinite(value):
+        if not TRAJECTORY_METRIC.fullmatch(name) or not math.isfinite(value):
             raise InvalidInput(
                 f"task {message.task_id}: metric {name[:80]!r} is {value}; names are 1 to 63 characters of "
                 f"[A-Za-z0-9_./-], and values are finite"

@@ -7,6 +7,7 @@ from json.encoder import encode_basestring
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.bounds import MAX_SAMPLES_PER_CALL
 from fourfold_gateway.http import sampling
 from fourfold_gateway.http.errors import encode
 from fourfold_gateway.http.fields import Fields, Refusal
@@ -42,7 +43,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     """Return the turn that a request asks for; raise RequestError for a wrong parameter."""
     fields.check_known(USED, IGNORED, REFUSED)
     request = sampling.new_request(fields, session_id, request_id)
-    request.sample_count = fields.integer("n", 1, 256) or 1
+    request.sample_count = fields.integer("n", 1, MAX_SAMPLES_PER_CALL) or 1
     sampling.set_max_tokens(request, fields, "max_completion_tokens", "max_tokens")
     sampling.set_stop(request, fields, "stop")
     sampling.set_seed(request, fields)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from json.encoder import encode_basestring
 from typing import Any, Final
 
+from fourfold.bounds import MAX_SAMPLES_PER_CALL
 from fourfold_gateway.http import sampling
 from fourfold_gateway.http.chat import DONE, FINISH
 from fourfold_gateway.http.errors import encode
@@ -30,7 +31,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
     """Return the turn that a request asks for; raise RequestError for a wrong parameter."""
     fields.check_known(USED, IGNORED, REFUSED)
     request = sampling.new_request(fields, session_id, request_id)
-    request.sample_count = fields.integer("n", 1, 256) or 1
+    request.sample_count = fields.integer("n", 1, MAX_SAMPLES_PER_CALL) or 1
     request.sampling_params.max_tokens = _DEFAULT_TOKENS
     sampling.set_max_tokens(request, fields, "max_tokens")
     sampling.set_stop(request, fields, "stop")

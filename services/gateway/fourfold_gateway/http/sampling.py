@@ -7,6 +7,7 @@ import re
 from typing import Any, Final
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
+from fourfold.bounds import MAX_STOP_CHARACTERS, MAX_STOPS
 from fourfold_gateway.http.errors import RequestError
 from fourfold_gateway.http.fields import Fields, Refusal
 
@@ -90,8 +91,8 @@ def set_max_tokens(request: pb.GenerateRequest, fields: Fields, *names: str) -> 
 def set_stop(request: pb.GenerateRequest, fields: Fields, name: str) -> None:
     """Set the texts that end a turn."""
     stop = fields.texts(name)
-    if len(stop) > 16 or not all(0 < len(text) <= 256 for text in stop):
-        fields.refuse(name, "must have at most 16 texts of 1 to 256 characters")
+    if len(stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in stop):
+        fields.refuse(name, f"must have at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters")
     request.sampling_params.stop.extend(stop)
 
 

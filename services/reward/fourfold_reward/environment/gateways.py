@@ -17,6 +17,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.agent.v1 import agent_service_pb2_grpc as pb_grpc
+from fourfold.bounds import MAX_TRAJECTORY_METRICS
 from fourfold.errors import DeadlinePassed, FourfoldError, Overloaded, PeerFault, Unavailable
 from fourfold.rpc.channel import call, stream
 
@@ -32,7 +33,6 @@ _WAIT_SECONDS: Final = 10
 # CloseSession refuses other names of metrics, and more of them.
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_./-]")
 _MAX_NAME: Final = 63
-_MAX_METRICS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,4 +190,6 @@ def session_url(info: pb.GetInfoResponse, session_id: str) -> str:
 
 def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
     """Return at most as many metrics as a session takes, with characters of names that it takes."""
-    return {_NOT_IN_NAMES.sub("_", name)[:_MAX_NAME]: value for name, value in list(values.items())[:_MAX_METRICS]}
+    return {
+        _NOT_IN_NAMES.sub("_", name)[:_MAX_NAME]: value for name, value in list(values.items())[:MAX_TRAJECTORY_METRICS]
+    }

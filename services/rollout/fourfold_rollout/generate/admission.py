@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fourfold.bounds import MAX_SCORED_TOKENS
+from fourfold.bounds import MAX_SAMPLES_PER_CALL, MAX_SCORED_TOKENS
 from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import AlreadyExists, InvalidInput, Overloaded, PermissionDenied
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
@@ -26,7 +26,6 @@ from fourfold.rpc.limits import Quotas
 from fourfold.security.principal import Principal
 from fourfold_rollout.engine import GrammarConstraint, SampleRequest, SampleSink
 
-MAX_SAMPLES_PER_CALL: Final = 256
 _MAX_STOP_TOKENS: Final = 64
 _MAX_SEED: Final = 2**53
 _MAX_FLUSH_SECONDS: Final = 10.0

@@ -170,7 +170,10 @@ class TaskQueue:
     # -- for the makers of groups -----------------------------------------------------------------------------------
 
     async def collect(self, group: TaskGroup) -> None:
-        """Open a group, and return when it is closed: each attempt is TAKEN or MISSING then."""
+        """Open a group, and return when it is closed: each attempt is TAKEN or MISSING then.
+
+        Its users are `training/groups.py`, and `training/evaluation/evaluator.py` for held-out prompts.
+        """
         self._groups[group.group_id] = group
         self._tasks |= {attempt.task_id: attempt for attempt in group.attempts}
         if group.own is not None:

@@ -47,7 +47,7 @@ class ServiceCalls:
         policy version that an engine may have received. `stop_token_ids` are the model's own.
         """
         self._config, self._router, self._texts = config, router, TextDecoder(decode)
-        self.scoring, self.score = scoring, scoring.score
+        self.scoring = scoring
         self._sampler = GroupSampler(
             router,
             timeout=config.trainer.step_timeout_seconds,
@@ -153,6 +153,12 @@ class ServiceCalls:
             replace(t, first_prompt=prompt, completion=completion, last_turn=turn)
             for t, prompt, completion, turn in zip(trajectories, texts, texts, texts, strict=True)
         ]
+
+    async def score(
+        self, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool = False
+    ) -> list[Trajectory]:
+        """Return trajectories of one group with their scores; see `Scores.score`."""
+        return await self.scoring.score(trajectories, budget, evaluation=evaluation)
 
     async def reference(self, samples: Sequence[Sample], budget: RetryBudget) -> list[Float32Array]:
         """Return the log-probabilities of samples under the frozen reference policy, float32 [n] each.

@@ -1,4 +1,12 @@
-"""Samples the turns of agents, in sessions and outside of them: checks the request, calls engines, stores the turn."""
+"""Samples the turns of agents, in sessions and outside of them: checks the request, calls engines, stores the turn.
+
+Sampled tokens wait in three places: without `flush_interval` and without stop strings, in `_Turn._held` of the sampler
+until their sample is finished; without `flush_interval` and with stop strings, in `early` (`_chunks`) until then; in a
+session, the last chunk of each sample also waits in `last` (`_sample_in_session`) until the turn is stored.
+
+Two drafts collect the same tokens: the sampler's `CompletionDraft` to continue them on another engine, and that of
+`TurnText` to store them, cut at a stop string.
+"""
 
 from __future__ import annotations
 

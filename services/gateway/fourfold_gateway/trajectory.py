@@ -107,7 +107,8 @@ class SessionTokens:
         self._limits = limits
         self._segments: list[Segment] = []
         self._turns: dict[int, Turn] = {}  # by number
-        # Segment that each pending turn probably extends; None: it probably opens one. Only for the limit of segments.
+        # By pending turn: the segment that it probably extends; None: it probably opens one. The values are only for
+        # the limit of segments.
         self._claims: dict[int, int | None] = {}
         self._next_number = 0
 

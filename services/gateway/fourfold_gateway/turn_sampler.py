@@ -40,7 +40,7 @@ class TurnRequest:
     group: GroupRequest
     key: str  # calls with equal keys prefer the same engine
     flush_seconds: float | None
-    """Longest time for which the engines and this class keep tokens; None: until their sample is finished. With stop
+    """Longest time for which the engines and the sampler keep tokens; None: until their sample is finished. With stop
     strings it is short even if the agent gets finished samples."""
     separate: bool = False  # make one call per sample, so that each can end alone
     stopped: set[int] = field(default_factory=set)

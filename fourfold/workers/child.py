@@ -112,11 +112,12 @@ class Child:
     async def _spawn(
         cls, module: str, words: Sequence[str], rights_for: RightsFor, messages: Messages, purpose: str, *passed: int
     ) -> Self:
-        scratch = Scratch(purpose)
         tag = secrets.token_hex(16)
         reader, writer = os.pipe()
-        os.set_blocking(reader, False)
+        scratch: Scratch | None = None
         try:
+            os.set_blocking(reader, False)
+            scratch = Scratch(purpose)
             rights = rights_for(scratch.path)
             variables = {**rights.variables, **tag_variable(tag)}
             process = await asyncio.create_subprocess_exec(
@@ -135,7 +136,8 @@ class Child:
                 start_new_session=True,
             )
         except BaseException:
-            scratch.remove()
+            if scratch is not None:
+                scratch.remove()
             os.close(reader)
             raise
         finally:

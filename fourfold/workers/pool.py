@@ -83,12 +83,20 @@ class Pool(Generic[ChildT]):
 
     async def take(self) -> ChildT:
         """Return a child when one is free; `put` or `kill` it. Raises WorkerDied, OSError: one cannot be started."""
-        while self.free:
-            child = self.free.popleft()
-            if not (fault := await child.idle_fault()):
+        while True:
+            child = self.free.popleft() if self.free else await self._next_free()
+            try:
+                fault = await child.idle_fault()
+            except BaseException:
+                self._end(child)
+                raise
+            if not fault:
                 return child
             _log.warning("worker lost while it had no work: pid=%d cause=%s", child.pid, fault)
             await self.kill(child)
+
+    async def _next_free(self) -> ChildT:
+        """Wait until a child gets free."""
         taker: asyncio.Future[ChildT] = asyncio.get_running_loop().create_future()
         self._takers.append(taker)
         self._fill()

@@ -17,15 +17,20 @@ class Tasks:
         """`on_failure` gets a message with `title` if a task ends because of a bug."""
         self._title, self._on_failure = title, on_failure
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def add(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task until it ends, or until `close`."""
+        """Run a task until it ends, or until `close`; after that it does not begin."""
+        if self._closed:
+            work.close()
+            return
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
 
     async def close(self) -> None:
         """Cancel the tasks and wait for their end."""
+        self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -327,7 +327,7 @@ class SessionTokens:
             segment = self._segments[turn.segment_index]
             turns, parts = [*segment.turns, turn], [segment.token_ids, *parts]
         token_ids = np.concatenate(parts, dtype=np.int32)
-        if token_ids.size != turn.end:
+        if turn.segment_index > len(self._segments) or token_ids.size != turn.end:
             raise ValueError(f"turn {turn.number} does not continue segment {turn.segment_index} at its end")
         self._segments[turn.segment_index : turn.segment_index + 1] = [Segment(turns=tuple(turns), token_ids=token_ids)]
         self._turns[turn.number] = turn

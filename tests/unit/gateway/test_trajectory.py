@@ -236,6 +236,9 @@ def test_a_restored_trajectory_goes_on() -> None:
     assert restored.token_count == 7
     with pytest.raises(ValueError, match="does not continue segment 0 at its end"):
         SessionTokens.restore(Limits(max_segments=8, max_context_tokens=100), rows[2:])
+    third = turn(session, [9], sampled(1))
+    with pytest.raises(ValueError, match="does not continue segment 2 at its end"):
+        SessionTokens.restore(Limits(max_segments=8, max_context_tokens=100), [rows[0], third])
 
 
 def test_a_completion_across_versions_keeps_them() -> None:

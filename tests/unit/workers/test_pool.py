@@ -89,6 +89,18 @@ async def test_a_child_that_died_without_work_is_not_given_away(caplog: pytest.L
     await pool.close()
 
 
+async def test_a_child_that_died_with_its_last_work_is_not_given_to_a_waiting_user() -> None:
+    pool = make_pool(Starts())
+    await pool.start(1)
+    child = await pool.take()
+    waiting = asyncio.create_task(pool.take())
+    await rest()
+    cast(Any, child).fault = "ended with exit code 7"
+    pool.put(child)
+    assert (await waiting).pid == 2
+    await pool.close()
+
+
 async def test_a_failed_start_is_the_error_of_one_user_and_is_tried_again() -> None:
     starts = Starts(2, 3)
     pool = make_pool(starts)
@@ -141,6 +153,11 @@ async def test_close_kills_the_children_and_starts_none() -> None:
     await asyncio.sleep(0)
     await pool.close()
     assert pool.pids() == [] and all(child.killed for child in children)
+    number = next(starts.numbers)
+    late = asyncio.create_task(pool.take())
+    await rest()
+    assert next(starts.numbers) == number + 1, "a late call starts none, too"
+    late.cancel()
 
 
 async def test_the_error_of_a_task_is_a_failure_of_the_pool() -> None:

@@ -207,7 +207,7 @@ class TrainerCore:
         measured[metrics.SKIPPED_STEPS] = float(skipped)
         measured[metrics.TIME_TRAIN] = seconds
         seconds -= measured.get(metrics.SHADOW_SECONDS, 0.0)  # speeds include only training
-        measured[metrics.TRAIN_SPEED] = sum(len(s.token_ids) for s in samples) / seconds
+        measured[metrics.TRAIN_SPEED] = int(samples.lengths.sum()) / seconds
         measured |= flops.speed(
             self.engine.machine,
             result.policy_work,

@@ -27,8 +27,17 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import StaleEpoch, WrongState
 from tests.support.signals import go_on, kill, stop, terminate
 from tests.support.trainer_driver import REPOSITORY, trainer_environment
-from tests.support.weight_coordinator import Coordinator, after, ends_in, ends_well, repeat, until, write_task
-from tests.support.weight_fleet import BACKENDS, UPDATE_SECONDS, Engine, Fleet
+from tests.support.weight_coordinator import (
+    UPDATE_SECONDS,
+    Coordinator,
+    after,
+    ends_in,
+    ends_well,
+    repeat,
+    until,
+    write_task,
+)
+from tests.support.weight_fleet import BACKENDS, Engine, Fleet
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(500)]
 

@@ -194,7 +194,8 @@ def differences(found: Record, wanted: Record) -> list[str]:
 
 def _is_close(value: Any, old: Any) -> bool:
     if not isinstance(value, float) or not isinstance(old, float):
-        return bool(value == old) or isinstance(old, str | list)  # sentences may have rounded values
+        # Sentences may have rounded values.
+        return bool(value == old) or (isinstance(old, str | list) and type(value) is type(old))
     return bool(np.isclose(value, old, rtol=METRIC_TOLERANCE, atol=1e-4))
 
 

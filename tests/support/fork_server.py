@@ -196,6 +196,7 @@ class _ForkedRank:
         reading, self._writing = os.pipe()
         self.pid = _fork(partial(self._wait_and_run, reading))
         os.close(reading)
+        self._ended = False
 
     def start(self, argv: Sequence[str], *, stdout: Any, env: Mapping[str, str], **_: Any) -> _ForkedRank:
         """Give the process what a new one would get."""
@@ -205,12 +206,14 @@ class _ForkedRank:
         return self
 
     def wait(self, timeout: float) -> None:
-        """Reap the process. Raises TimeoutExpired if it lives."""
+        """Reap the process. Any number of times. Raises TimeoutExpired if it lives."""
         end = time.monotonic() + timeout
-        while not os.waitpid(self.pid, os.WNOHANG)[0]:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(_RANK_PROGRAM, timeout)
-            time.sleep(0.01)
+        while not self._ended:
+            self._ended = bool(os.waitpid(self.pid, os.WNOHANG)[0])
+            if not self._ended:
+                if time.monotonic() > end:
+                    raise subprocess.TimeoutExpired(_RANK_PROGRAM, timeout)
+                time.sleep(0.01)
 
     @staticmethod
     def _wait_and_run(reading: int) -> int:

@@ -45,7 +45,8 @@ from fourfold_coordinator.weights.broker import WeightBroker
 from fourfold_coordinator.weights.status import WeightPlaneStatus
 
 _log = logging.getLogger(__name__)
-_ABORT_SECONDS: Final = 4.0
+UPDATE_SECONDS: Final = float(os.environ.get("FOURFOLD_FAULTS_SECONDS", "6"))
+_ABORT_SECONDS: Final = UPDATE_SECONDS * 2 / 3
 """Longest time of an abort, in place of 15 s: tests wait for it where a process does not answer."""
 MIXED: Final = "auto"
 """Backend of a recipe for GPUs that cannot read each other's memory: cuda_ipc on one GPU, nccl between two."""

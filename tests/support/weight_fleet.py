@@ -6,7 +6,7 @@ them provides the expected completions, with which those of updated engines are 
 
     FOURFOLD_FAULTS_BACKEND   shm, gloo (default: each where it matters), nccl, cuda_ipc
     FOURFOLD_FAULTS_DEVICE    cpu (default), cuda: one GPU or more, for nccl two or more
-    FOURFOLD_FAULTS_SECONDS   longest time of an update (default 6); more on a busy machine
+    FOURFOLD_FAULTS_SECONDS   time of an update (default 6), and 1.5 times that of an abort; more on a busy machine
 
 On GPUs the trainer has two ranks if there are GPUs for two, else one (`two_ranks`). NCCL refuses two ranks on one GPU:
 with two GPUs, one engine runs on the trainer's GPU and reads by cuda_ipc, and the other one gets its weights by nccl,
@@ -45,12 +45,11 @@ from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
 from fourfold_coordinator.routing.registry import Member
 from tests.support.trainer_driver import batch, trainer_environment
-from tests.support.weight_coordinator import MIXED
+from tests.support.weight_coordinator import MIXED, UPDATE_SECONDS
 
 BACKEND: Final = os.environ.get("FOURFOLD_FAULTS_BACKEND", "")
 DEVICE: Final = os.environ.get("FOURFOLD_FAULTS_DEVICE", "cpu")
 BACKENDS: Final = (BACKEND,) if BACKEND else ("shm", "gloo")
-UPDATE_SECONDS: Final = float(os.environ.get("FOURFOLD_FAULTS_SECONDS", "6"))
 """Longest time of an update, weights.timeout_seconds."""
 _START_SECONDS: Final = 240.0
 _CALL_SECONDS: Final = 60.0

@@ -85,8 +85,8 @@ def test_a_signal_ends_all(folder: Path, step: str, number: signal.Signals, code
 
 def test_the_limit_ends_all_and_is_named(folder: Path) -> None:
     (folder / "wait-lock").touch()
-    process = start(folder, seconds=1)
+    process = start(folder, seconds=3)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 124 and out.splitlines() == ["ran test", "ran lock"]
-    assert err == "CI: the limit of 1 s has passed; the last command was: make lock\n"
+    assert err == "CI: the limit of 3 s has passed; the last command was: make lock\n"
     assert not waiting(folder)

@@ -208,7 +208,7 @@ async def test_a_task_that_agents_give_back_again_and_again_is_missing() -> None
     assert (attempt.state, attempt.reason) == (AttemptState.MISSING, "ENVIRONMENT_DIED")
 
 
-async def test_the_board_tells_for_which_sessions_it_waits_and_what_ends_that(tmp_path: Path) -> None:
+async def test_the_queue_tells_for_which_sessions_it_waits_and_what_ends_that(tmp_path: Path) -> None:
     clock = FakeClock()
     queue = make_queue(clock)
     servicer = make_servicer(tmp_path, queue, cast(Any, None))

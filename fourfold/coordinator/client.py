@@ -36,6 +36,8 @@ _MIN_TTL_SECONDS: Final = 0.01
 _MAX_TTL_SECONDS: Final = 3600.0
 
 _MAX_STEP_ROWS: Final = 1000  # of a status
+TAIL_BYTES: Final = 1 << 16
+"""Bytes before `ReadFileRequest.offset` whose SHA-256 the request has, unless the reader has fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,10 +335,6 @@ def _deployment(targets: Sequence[str]) -> scorers.NewDeployment:
     if isinstance(targets, str):
         raise InvalidInput(f"targets = {targets!r:.200} is a text; give a list of addresses, [{targets!r:.200}]")
     return scorers.NewDeployment(targets=targets)
-
-
-TAIL_BYTES: Final = 1 << 16
-"""Bytes before `ReadFileRequest.offset` whose SHA-256 the request has, unless the reader has fewer."""
 
 
 def tail_sha256(file: BinaryIO, offset: int) -> bytes:

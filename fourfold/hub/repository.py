@@ -1,7 +1,7 @@
 """Finds repositories of the Hugging Face Hub in the local cache, and downloads them through `huggingface_hub`.
 
     hf:OWNER/NAME@REVISION --refs of the cache--> commit --list of its files--> all there? --yes--> folder
-                                                                                          \--no--> download
+                                                                                          \\--no--> download
 
 A branch, such as main, stays at the commit that was downloaded until `fourfold get` asks the hub again. Token, cache,
 address and offline mode are those of huggingface_hub (HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE).

@@ -134,9 +134,8 @@ def _load_security(certs: Path, token: str, caller: Principal) -> Security | Non
     # A file is ca.pem, which an agent has instead of a folder. Without a token, the server refuses such a caller.
     if token or certs.is_file():
         return Security.for_agent(certs / "ca.pem" if certs.is_dir() else certs)
-    from fourfold.config.schema import (
-        SecurityConfig,  # the schema takes 0.2 s to import, and a caller with a token needs none
-    )
+    # The schema takes 0.2 s to import, and a caller with a token needs none.
+    from fourfold.config.schema import SecurityConfig
 
     return Security.load(SecurityConfig(directory=str(certs)), caller)
 

@@ -221,7 +221,7 @@ class GlooSender:
         return pack_offer(Backend.GLOO, self._group, self._rank, body)
 
     def open(self, deadline: Deadline) -> None:
-        client = StoreClient(self._address, self._store.port, self._store.nonce, "this rank's board", deadline)
+        client = StoreClient(self._address, self._store.port, self._store.nonce, "this rank's store", deadline)
         self._member = _Membership(client, _TRAINER, self._address, self._abort)
         self._pair = _Pair(self._member, client, "link-0", upper=True, neighbour=0)
         self._pair.join(deadline)

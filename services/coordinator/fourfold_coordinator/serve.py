@@ -125,7 +125,7 @@ def main(options: ServeOptions) -> int:
                 f"give --run-dir for another run.\n"
             )
             return 0
-        write_stop_reason(folder, "")  # remove the address of an earlier start
+        write_stop_reason(folder, "")  # forget the stop reason of an earlier start
         check_sinks(options.config.logging.sinks)
         if warning := check_room(folder):
             log.warning("%s", warning)

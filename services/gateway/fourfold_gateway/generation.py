@@ -46,6 +46,14 @@ from fourfold_gateway.store import SessionStore, StoredTurn
 from fourfold_gateway.trajectory import CONTEXT_LENGTH, PendingTurn, Sampling, Turn
 from fourfold_gateway.turn_sampler import TurnRequest, TurnSampler
 
+_log = logging.getLogger("fourfold.gateway.generation")
+
+_MAX_STOP_IDS: Final = 64
+_MAX_SEED: Final = 1 << 53
+_MAX_FLUSH_SECONDS: Final = 10.0
+_STOP_FLUSH_SECONDS: Final = 0.05  # delay until a stop string is found; the tokens sampled meanwhile are wasted
+_PARSE_SECONDS: Final = 10.0
+
 
 def engine_grammar(grammar: pb.Grammar, tools: Sequence[pb.Tool], tool_parser: str) -> rollout.Grammar:
     """Return the grammar for an engine.
@@ -106,15 +114,6 @@ def _schema(tool: pb.Tool) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InvalidInput(f"tool {tool.name!r:.80}: parameters_json must be a JSON object, a JSON Schema")
     return schema
-
-
-_log = logging.getLogger("fourfold.gateway.generation")
-
-_MAX_STOP_IDS: Final = 64
-_MAX_SEED: Final = 1 << 53
-_MAX_FLUSH_SECONDS: Final = 10.0
-_STOP_FLUSH_SECONDS: Final = 0.05  # delay until a stop string is found; the tokens sampled meanwhile are wasted
-_PARSE_SECONDS: Final = 10.0
 
 
 @dataclass(slots=True)

@@ -159,7 +159,7 @@ class Conversation:
 
     def ask(self, text: str) -> list[int]:
         """Return the prompt that adds a turn of the user. The caller sets `token_ids` when it has the answer."""
-        if not self._is_chat:  # the same text as data/prompts.py makes for training
+        if not self._is_chat:  # the same text as data/load_prompts.py makes for training
             return self.tokenizer.encode("\n\n".join(filter(None, (self._system, text))), add_special=True)
         user = {"role": "user", "content": text}
         if not self.token_ids:

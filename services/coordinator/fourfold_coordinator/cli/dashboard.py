@@ -258,10 +258,10 @@ class Dashboard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The number of steps and the intervals of evaluations and checkpoints in a recipe."""
+    """The number of steps of a recipe, and the steps of its evaluations and checkpoints."""
 
     samples_per_step: int = 0  # 0: unknown
-    evaluations: Sequence[int] = ()  # interval of steps after which the run waits for an evaluation
+    evaluations: Sequence[int] = ()  # steps after which the run waits for an evaluation
     checkpoints: Sequence[int] = ()
 
     @classmethod

@@ -172,8 +172,8 @@ class Fleet:
         known = not assignments or dump(load(self._recipe)) == dump(config)
         self._assignments = () if known else assignments
         self._recipe_before = b"" if known else self._recipe.read_bytes()
-        self._deadline: float | None = None  # time of the first start of all processes
-        self._listen_deadline: float | None = None  # restart time of the coordinator
+        self._deadline: float | None = None  # by which all processes must have started
+        self._listen_deadline: float | None = None  # by which a coordinator that was restarted must listen
 
     @property
     def assignments(self) -> Sequence[str]:

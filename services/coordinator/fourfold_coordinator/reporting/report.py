@@ -58,6 +58,8 @@ from ..state.samples import SampleGroup, digest
 from .diagnosis import summarize_findings
 from .run_totals import RunTotals
 
+FIRST_STEP = "first_step"
+
 # Title and metric of each small panel. Panels without values are left out.
 _PANELS: Final = (
     ("tokens of a completion", m.RESPONSE_LENGTH),
@@ -137,9 +139,6 @@ def _distances(row: EvalRow) -> tuple[float, float]:
 def points_of(steps: Sequence[StepRow], name: str) -> list[tuple[int, float]]:
     """Return the steps that have a metric, with its values."""
     return [(row.step, float(value)) for row in steps if (value := row.metrics.get(name)) is not None]
-
-
-FIRST_STEP = "first_step"
 
 
 def first_step_facts(groups: Sequence[SampleGroup]) -> str:

@@ -55,7 +55,7 @@ ROLE_NAMES: Final[dict[int, str]] = {
 }
 
 
-_WITHOUT_TOKENIZER: Final = (Role.ROLE_REWARD, Role.ROLE_ENVIRONMENT)  # viewers may only read
+_WITHOUT_TOKENIZER: Final = (Role.ROLE_REWARD, Role.ROLE_ENVIRONMENT)  # they work on texts
 
 
 class MemberChange(Enum):
@@ -378,7 +378,7 @@ class Registry:
 
     def _remove(self, lease: _Lease, change: MemberChange) -> None:
         del self._leases[lease.member.member_id]
-        self._by_token.pop(lease.token, None)  # a permanent member has no owner
+        self._by_token.pop(lease.token, None)  # the token of a permanent member is not in the table
         self._notify(lease.member, change)
 
     def _notify(self, member: Member, change: MemberChange) -> None:

@@ -87,7 +87,7 @@ class DiskWriter:
         return await self._until_room(attempt)
 
     async def _until_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        end = math.inf  # the thread runs until an attempt fails
+        end = math.inf  # no limit until an attempt fails
         self._begun.append(began := self._clock.monotonic())
         try:
             while True:

@@ -45,7 +45,7 @@ class SegmentFiles:
         self._lock = threading.Lock()
         folder.mkdir(exist_ok=True)
         self._number = max(self._numbers(), default=0)
-        self._descriptor = -1  # number of the open segment; -1 until the first append
+        self._descriptor = -1  # of the segment that is appended to; -1 until the first append
         self._end = 0  # its size
         if self._number:
             self._cut_torn_tail(self._number)

@@ -52,7 +52,7 @@ class Timeline:
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._running = defaultdict[_Row, int](int)
-        self._began: dict[_Row, float] = {}  # rows with running calls
+        self._began: dict[_Row, float] = {}  # start times of rows with running calls
         self._done = defaultdict[_Row, list[list[float]]](list)
         self._taken = clock.monotonic()
 

@@ -66,7 +66,7 @@ class StandstillMonitor:
         self._seen: tuple[object, ...] = ()
         self._phase = board.status.phase
         self._moved_at = clock.monotonic()
-        self._longest = 0.0  # whether this visit of the phase had a standstill
+        self._longest = 0.0  # seconds, the longest standstill of this visit of the phase
         self._usual: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL))  # by phase
 
     async def run(self) -> None:

@@ -269,7 +269,7 @@ class FolderReader:
         self._lock = threading.Lock()
         self._lines = defaultdict[str, _Lines](_Lines)
         self._faults: dict[str, str] = {}  # by file
-        self._state = -_STATE_SECONDS, ""  # fault and its time, on the monotonic clock
+        self._state = -_STATE_SECONDS, ""  # when the state was found, on the monotonic clock, and the state
         self._plane: tuple[float, pb.GetWeightPlaneResponse | None] = (-_PLANE_SECONDS, None)
         self._tokenizer: Tokenizer | None = None
         self._asked = 0.0  # last request for the index, on the monotonic clock

@@ -12,6 +12,14 @@ from fourfold.errors import CANNOT_SLEEP, DeadlinePassed, FourfoldError, Invalid
 from fourfold_rollout.engine import EngineDescription, RolloutEngine
 from fourfold_rollout.pause.hold import TokenHold
 
+# An interrupt misses samples that reach the engine during it, so it is repeated at this interval.
+_INTERRUPT_INTERVAL_SECONDS: Final = 0.05
+_END_SECONDS: Final = 10.0
+_RETRY_SECONDS: Final = 1.0
+_WEIGHTS: Final = "weights"
+_TAGS: Final = (_WEIGHTS, "kv_cache")
+_LEVELS: Final = (1, 2)
+
 
 class RequestLease:
     """The right of one request to have samples in the engine."""
@@ -100,11 +108,6 @@ class RequestGate:
                 event.set()
 
 
-_WEIGHTS: Final = "weights"
-_TAGS: Final = (_WEIGHTS, "kv_cache")
-_LEVELS: Final = (1, 2)
-
-
 class SleepState:
     """The freed memory of one engine; none at first. vLLM frees all at once, and allocates it whole or in parts."""
 
@@ -159,12 +162,6 @@ class SleepState:
 
     def woke(self, tag: str) -> None:
         self._asleep = tuple(other for other in self._asleep if other != tag)
-
-
-# An interrupt misses samples that reach the engine during it, so it is repeated at this interval.
-_INTERRUPT_INTERVAL_SECONDS: Final = 0.05
-_END_SECONDS: Final = 10.0
-_RETRY_SECONDS: Final = 1.0
 
 
 class PauseMode(Enum):

@@ -70,7 +70,7 @@ def main() -> int:
             config,
             Path(start["model_folder"]),
             RankPlacement(**start["place"]),
-            store_address=start["meeting"],
+            store_address=start["store_address"],
             run_dir=Path(start["run_dir"]),
         )
 

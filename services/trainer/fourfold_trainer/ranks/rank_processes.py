@@ -247,7 +247,7 @@ class RankProcesses:
         start = {
             "config": self._config.model_dump(mode="json"),
             "model_folder": str(self._model_folder),
-            "meeting": self._store_address,
+            "store_address": self._store_address,
             "run_dir": str(self._run_dir),
         }
         for place, connection in zip(places, connections, strict=True):

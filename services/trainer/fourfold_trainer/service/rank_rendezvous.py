@@ -43,6 +43,12 @@ PART_BYTES: Final = 1 << 20
 MAX_PART_BYTES: Final = 4 << 20
 _HELLO_SECONDS: Final = 30.0
 _PARTS_AHEAD: Final = 4  # of each rank
+_CALL_SECONDS: Final = 5.0
+_RETRY_SECONDS: Final = 1.0
+# A collective breaks a moment before the stream of the machine that is lost.
+_LOSS_SECONDS: Final = 5.0
+# In the environment of a program that replaced itself: how often it did so after a failure, without a checkpoint since.
+_FAILURES_VARIABLE: Final = "FOURFOLD_TRAINER_FAILURES"
 
 T = TypeVar("T")
 # A stream may end in either way when a process is killed.
@@ -169,14 +175,6 @@ async def _then_end(work: Awaitable[T], parts: asyncio.Queue[pb.AttachRanksRespo
         raise
     await parts.put(None)
     return result
-
-
-_CALL_SECONDS: Final = 5.0
-_RETRY_SECONDS: Final = 1.0
-# A collective breaks a moment before the stream of the machine that is lost.
-_LOSS_SECONDS: Final = 5.0
-# In the environment of a program that replaced itself: how often it did so after a failure, without a checkpoint since.
-_FAILURES_VARIABLE: Final = "FOURFOLD_TRAINER_FAILURES"
 
 
 class RankRendezvous:

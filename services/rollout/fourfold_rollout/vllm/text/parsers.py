@@ -65,7 +65,7 @@ class Parsers:
                 parsed = tool_parser.extract_tool_calls(content, request)
                 calls = [[str(call.function.name), str(call.function.arguments)] for call in parsed.tool_calls]
                 if not all(name for name, _ in calls):
-                    calls = []  # without tools, calls could not be executed
+                    calls = []  # a call without a name could not be executed
                 elif parsed.tools_called:
                     content = parsed.content or ""
             except Exception:

@@ -1,6 +1,6 @@
 """Runs reward functions in worker processes, with a hard time limit for each sample.
 
-    score() --> bounded queue --> runner 0 --> worker process
+    score() --> bounded queue --> runner 0 --> worker process        score() and the queue: sample_queue.py
                               |-> runner 1 --> worker process
                               '-> extra runner, while the sample of another one is stuck
 
@@ -36,7 +36,7 @@ from fourfold_reward.backend import MAX_WAITING_SAMPLES
 from fourfold_reward.batch import Batch, FunctionTimes, QueuedJob, Worker
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import MAX_REPLY_BYTES, Outcome
-from fourfold_reward.scorers.sample_queue import QueuedScorer
+from fourfold_reward.sample_queue import QueuedScorer
 from fourfold_reward.signatures import Reads
 from fourfold_reward.verifiers import GymOptions
 from fourfold_reward.worker_sandbox import WorkerSandbox

@@ -24,7 +24,7 @@ from fourfold.workers.pool import Pool
 from fourfold_reward.columns import parse_metadata, to_json
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome, outcome_of
-from fourfold_reward.scorers.sample_queue import SlotScorer
+from fourfold_reward.sample_queue import SlotScorer
 from fourfold_reward.scores import InvalidSample
 from fourfold_reward.signatures import Reads
 from fourfold_reward.worker_sandbox import WorkerSandbox

@@ -17,8 +17,8 @@ from fourfold.config.reward import JudgeConfig
 from fourfold.errors import ConfigError
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
+from fourfold_reward.sample_queue import SlotScorer
 from fourfold_reward.scorers.rubric import GradePattern, Rubric
-from fourfold_reward.scorers.sample_queue import SlotScorer
 from fourfold_reward.scorers.web import JsonClient, WebError
 from fourfold_reward.scores import InvalidSample
 from fourfold_reward.signatures import Reads

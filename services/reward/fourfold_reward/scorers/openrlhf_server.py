@@ -17,7 +17,7 @@ from fourfold.reward.function import Score
 from fourfold_reward.columns import parse_metadata, take_answer
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import NO_SCORE, Outcome, outcome_of
-from fourfold_reward.scorers.sample_queue import SlotScorer
+from fourfold_reward.sample_queue import SlotScorer
 from fourfold_reward.scorers.web import JsonClient, WebError
 from fourfold_reward.scores import InvalidSample, components_of
 from fourfold_reward.signatures import Reads

@@ -169,7 +169,7 @@ _FIELDS: Final = tuple(each.name for each in fields(Outcome))
 
 
 def outcome_of(result: object) -> Outcome:
-    """Convert the return value of a reward function (see `sample.Result`).
+    """Convert the return value of a reward function (see `Result` in fourfold/reward/function.py).
 
     The other numbers of a dictionary become components, as those of verl; its texts and other values are left out.
 

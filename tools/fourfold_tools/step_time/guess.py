@@ -163,7 +163,7 @@ def parameters_per_token(shape: ModelShape) -> int:
 
 
 def _forward_flop(shape: ModelShape, tokens: float, *, head: bool = True) -> float:
-    """Return the FLOP of one token in a forward pass over a sample (services/trainer, flops.py)."""
+    """Return the FLOP of one token in a forward pass over a sample (services/trainer, fourfold_trainer/flops.py)."""
     used = parameters_per_token(shape) - (0 if head else shape.vocabulary * shape.hidden)
     return 2 * used + 2 * shape.layers * shape.heads * shape.head_dim * tokens
 

@@ -146,7 +146,7 @@ class PromptSet:
             seed: of the order.
             weights: relative share of each training source, by name. Empty: all prompts form one pool.
             shuffled: whether every pass is shuffled; otherwise each is in the order of the files.
-            left_out: number of training rows that are too short or too long.
+            left_out: number of training rows that are longer than `data.max_prompt_tokens`.
             warnings: probable mistakes in the data.
 
         Raises:

@@ -1,7 +1,7 @@
 """Reads the rows of a data set: JSON, CSV, Parquet, a dataset folder, one of the hub, or a reasoning-gym generator.
 
-A row is a plain dictionary; `prompts.py` interprets its columns. Dataset folders are read as the Arrow files that they
-consist of, because the `datasets` library would bring pandas and an HTTP client into the coordinator.
+A row is a plain dictionary; `load_prompts.py` interprets its columns. Dataset folders are read as the Arrow files that
+they consist of, because the `datasets` library would bring pandas and an HTTP client into the coordinator.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class GroupRequest:
             number: Unique in the group; part of the request ids.
             flush_seconds: Longest time for which an engine keeps tokens; None: until their sample is finished.
         """
-        # Indices of neighbours minus their positions are equal; the key of a sample with tokens is unique.
+        # Consecutive samples without tokens have the same index - position, and so form a group. The key of a sample
+        # with tokens is its index, so that it has a group of its own.
         numbered = enumerate(unfinished.items())
         runs = groupby(numbered, key=lambda e: (e[1][0], True) if e[1][1] else (e[1][0] - e[0], False))
         samples = [[index for _, (index, _) in run] for _, run in runs]

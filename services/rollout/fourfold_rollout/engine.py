@@ -110,7 +110,7 @@ class SampleSink(Protocol):
         """
 
     def boundary(self, index: int, token_count: int) -> None:
-        """Note that sampling is paused with `token_count` tokens sampled, `put` or not.
+        """Note that sampling is paused with `token_count` tokens sampled so far, including tokens not yet `put`.
 
         Later tokens may come from other weights.
         """

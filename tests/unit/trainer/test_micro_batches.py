@@ -185,14 +185,14 @@ def test_a_micro_batch_is_made_when_its_rank_reads_it() -> None:
 
     def note(ids: Sequence[int]) -> PolicyBatch:
         made.append(list(ids))
-        return next(batch for share in shares for batch, s in zip(share, share.shares, strict=True) if s == ids)
+        return next(batch for share in shares for batch, s in zip(share, share.members, strict=True) if s == ids)
 
-    share = MicroBatches(shares[1].shares, note, dummy_policy_batch(with_old=False, with_reference=False))
+    share = MicroBatches(shares[1].members, note, dummy_policy_batch(with_old=False, with_reference=False))
     batches = SharedBatches([], [share, shares[0]], sequence=1)
     received = ReceivedBatches(PolicyBatch, batches)
     assert len(received) == 3 and not made
     assert [batch.advantages.tolist() for batch in received] == [b.advantages.tolist() for b in shares[1]]
-    assert made == list(share.shares), "each once, in order"
+    assert made == list(share.members), "each once, in order"
 
 
 @pytest.mark.parametrize(

@@ -442,8 +442,7 @@ class Router:
                     self.on_wait("")
                 return chosen
             if room_will_come:
-                # This wait has no limit of its own. The deadlines of the calls in flight limit it, or the retries of
-                # calls to replicas whose breaker is open.
+                # Restart the limit: a call in flight, which has a deadline, or a breaker's retry will end this wait.
                 end = now + seconds
             elif now >= end:
                 raise self._missing(role, wanted.wait, pool=wanted.pool, samples=demand.samples if usable else 0)

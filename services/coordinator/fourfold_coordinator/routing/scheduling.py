@@ -57,7 +57,7 @@ class Candidate:
 
 
 def choose_replica(candidates: Sequence[Candidate], size: int, *, backlog_seconds: float = 0.0) -> Candidate:
-    """Return the candidate that is expected to finish a call of `size` first; if it is full, the call waits for it.
+    """Return the candidate that is expected to finish a call of `size` first; if it is full, the caller waits for it.
 
         seconds = wait + (outstanding + size - held) / speed
 
@@ -66,11 +66,14 @@ def choose_replica(candidates: Sequence[Candidate], size: int, *, backlog_second
     another one still finishes earlier. A call that does not fit into a KV cache waits in that engine's queue, however
     fast the engine is, so candidates with room come first. Ties are broken by name.
 
-    A call waits for a full replica under two conditions. It then finishes earlier than at any replica with room. And
-    the best replica with room would finish it only after `backlog_seconds`, when all replicas together have done all
-    other work: as long as many calls wait, every replica with room is useful. Both speeds must be known. A replica that
-    was just filled has no room before the work of a whole round is done. A replica that is quiet for longer than all
-    its work should take may hang, so no call waits for it.
+    If some candidates have room, the caller waits for a full one under two conditions:
+
+    - The full one finishes the call earlier than the best one with room. Both speeds must be known.
+    - The best one with room finishes it after `backlog_seconds`, when all replicas together have done all other work:
+      as long as many calls wait, every replica with room is useful.
+
+    A replica that was just filled has no room before the work of a whole round is done. A replica that is quiet for
+    longer than all its work should take may hang, so no call waits for it.
     """
     known = [candidate.speed for candidate in candidates if candidate.speed is not None]
     mean_speed = fmean(known) if known else 1.0

@@ -8,8 +8,8 @@
 Admission: with a lag limit of L, at most (L + 1) * B groups are between their admission and the publication of the
 step that trains them, where B is `batch.prompts_per_step`. Groups are trained strictly in order of admission. So a
 group that was admitted at version v trains version v + L at most, and short completions are not preferred. A place
-whose group is filtered out or lost is free at once. The places of the next batch are admitted in any case, further ones
-only while engines have room.
+whose group is filtered out or lost is free at once. The B places of the next batch are admitted even if no engine has
+room, as long as fewer than 512 groups wait for an engine (with agents, any number). Places beyond them need room.
 
 A group whose scorers are not in use any more when a batch takes it is scored again first (`rewards/scorers.py`).
 
@@ -178,7 +178,9 @@ class GroupProducer:
     # -- admission --------------------------------------------------------------------------------------------------
 
     def _may_admit(self) -> bool:
-        """Return whether the lag limit and the limits of the window let one more prompt be drawn."""
+        """Return whether one more prompt may be drawn: by the lag limit, the number of steps that are left, and the
+        limits on lost and filtered groups since the last batch (`_window`).
+        """
         published = self._step - (1 if self._in_training else 0)
         limit = min(self.lag_limit + 1, self._steps - published) * self._count
         return len(self._places) + self._in_training < limit and self._may_draw()

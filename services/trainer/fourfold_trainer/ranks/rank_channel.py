@@ -2,7 +2,8 @@
 
     u32 header bytes | u64 body bytes | header: name and small fields as JSON | body: arrays as raw bytes
 
-There is no pickle, although both ends belong to one user on one machine.
+There is no pickle, although both ends belong to one user on one machine (service/rank_rendezvous.py relays
+the bytes of ranks on other machines).
 """
 
 from __future__ import annotations

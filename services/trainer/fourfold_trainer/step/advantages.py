@@ -159,7 +159,7 @@ def _compare(
 def _terms(batch: TrainBatch, outcomes: Float64Array, streams: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Return the terms of each trajectory's score, NaN where there is none, and their weights, both [B, K].
 
-    A score without terms is a term of its own, and so are token rewards, with weight 1.
+    A score without terms counts as one term; the sum of token rewards, less a KL penalty, is one more. Both weigh 1.
     """
     columns: dict[str, int] = {}
     found: list[tuple[ScoreTerm, ...]] = batch.values("terms")

@@ -149,8 +149,8 @@ def _run(
 def mini_batches(bounds: Int64Array, config: Config, *, step: int) -> list[list[int]]:
     """Return the samples of each optimizer step. Every epoch splits all trajectories into mini-batches at random.
 
-    A mini-batch that has all trajectories keeps their order, so that each epoch has the micro-batches of the first,
-    whose log-probabilities have no noise of packing.
+    A mini-batch that has all trajectories keeps their order. So each epoch has the micro-batches of the first, and
+    packing adds no difference to their log-probabilities.
 
     `bounds` are those of `TrainBatch`: the segments of a trajectory are in one optimizer step, which gives the weight
     of one sample to them together.
@@ -328,12 +328,12 @@ def _policy_shares(batch: TrainBatch, config: Config, members: Sequence[int]) ->
 class MicroBatches(Sequence[T]):
     """The micro-batches of one rank, each made when it is read: together they take four times the memory of a step."""
 
-    def __init__(self, shares: Sequence[Sequence[int]], make: Callable[[Sequence[int]], T], dummy: T) -> None:
-        """`shares` are the samples of each micro-batch, as `_split` returns them for one rank."""
-        self.shares, self._make, self._dummy = shares, make, dummy
+    def __init__(self, members: Sequence[Sequence[int]], make: Callable[[Sequence[int]], T], dummy: T) -> None:
+        """`members` are the samples of each micro-batch, as `_split` returns them for one rank."""
+        self.members, self._make, self._dummy = members, make, dummy
 
     def __len__(self) -> int:
-        return len(self.shares)
+        return len(self.members)
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -341,8 +341,8 @@ class MicroBatches(Sequence[T]):
     def __getitem__(self, index: slice) -> MicroBatches[T]: ...
     def __getitem__(self, index: int | slice) -> T | MicroBatches[T]:
         if isinstance(index, slice):
-            return MicroBatches(self.shares[index], self._make, self._dummy)
-        members = self.shares[index]
+            return MicroBatches(self.members[index], self._make, self._dummy)
+        members = self.members[index]
         return self._make(members) if members else self._dummy
 
 

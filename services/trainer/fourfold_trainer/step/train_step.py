@@ -137,7 +137,7 @@ def _update_policy(
     result.policy.add(sums)
     result.trained.update(tokens.batch.trajectory_of[members].tolist())
     result.policy_work.add(lengths, rows=int(tokens.batch.loss_lengths[members].sum()), backward=True)
-    dummies = sum(not members for share in shares for members in share.shares)
+    dummies = sum(not members for share in shares for members in share.members)
     result.micro_batch_count += sum(map(len, shares))
     result.dummy_count += dummies
     result.forwarded_tokens += sum(lengths) + dummies * dummy_tokens().token_count

@@ -47,6 +47,8 @@ READMES += sorted(path for path in ROOT.glob("docs/**/*.md") if path.name != "cl
 UNSAFE_NAMES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "recv_pyobj", "send_pyobj"}
 UNSAFE_NAMES |= {"send_object_list", "recv_object_list"}
 UNSAFE_SETTING = re.compile("VLLM_ALLOW_INSECURE_" + r"SERIALIZATION\W+(1|true)", re.IGNORECASE)
+NAMED_FILE = re.compile(r"[\w./-]*\w\.py\b")
+PLACEHOLDER = re.compile(r"[A-Z]|\bfile\.py")  # such as FILE.py
 # In any program: statements that make a part of a schema.
 CREATES = re.compile(r"\bCREATE\s+((TEMP|TEMPORARY|UNIQUE|VIRTUAL)\s+)*(TABLE|INDEX|VIEW|TRIGGER)\s", re.IGNORECASE)
 # Written in parts, so that this file does not hold what it looks for.
@@ -163,6 +165,44 @@ def test_nothing_runs_code_out_of_bytes() -> None:
 def test_unsafe_code_is_found(tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.py").write_text(text)
     assert _parse(tmp_path / "bad.py").unsafe
+
+
+def _named_files(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield each Python file that a comment or docstring names, after its line."""
+    with tokenize.open(path) as file:
+        comments = [
+            (t.start[0], t.string) for t in tokenize.generate_tokens(file.readline) if t.type == tokenize.COMMENT
+        ]
+    values = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr)]
+    docs = [(value.lineno, str(value.value)) for value in values if isinstance(value, ast.Constant)]
+    for line, text in comments + docs:
+        yield from ((line, name) for name in NAMED_FILE.findall(text) if not PLACEHOLDER.search(name))
+
+
+def _distribution(path: Path) -> Path:
+    parts = path.relative_to(ROOT).parts
+    return ROOT.joinpath(*parts[: 2 if parts[0] == "services" else 1])
+
+
+def test_every_file_that_a_comment_names_exists() -> None:
+    """A name with a folder may be anywhere; a bare one is in the same distribution, or in `fourfold`."""
+    files = [path for path in _committed() if path.suffix == ".py"]
+    named = {"/".join(path.parts[-count:]) for path in files for count in range(2, len(path.parts))}
+    bare = {(_distribution(path), path.name) for path in files}
+    found = []
+    for path in _sources():
+        if path.is_relative_to(ROOT / "tests") or ".py" not in path.read_text():
+            continue
+        homes = (_distribution(path), ROOT / "fourfold")
+        for line, name in _named_files(path):
+            if name not in named and not any((home, name) in bare for home in homes):
+                found.append(f"{_where(path, line)}: {name}")
+    assert found == []
+
+
+def test_a_file_that_does_not_exist_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text('"""See b/c.py, FILE.py."""\nX = "d.py"  # of e.py\n')
+    assert sorted(_named_files(tmp_path / "a.py")) == [(1, "b/c.py"), (2, "e.py")]
 
 
 def _crashing_indexes(source: str) -> list[str]:

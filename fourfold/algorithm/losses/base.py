@@ -9,8 +9,8 @@
     segments      int64 [k]  trajectory of each token, 0 to s - 1
 
 A loss is computed in the precision of p and is not yet weighted: see aggregation.py and corrections.py. As long as
-p = o = u, every policy loss has the gradient of REINFORCE, -A; GMPO and the sequence form of GSPO have its mean over the
-sample.
+p = o = u, every policy loss has the gradient of REINFORCE, -A; GMPO and the sequence form of GSPO have its mean over
+the sample.
 
 The modules of this package import no torch and call only methods of its tensors: `fourfold plan` reads
 keys and formulas on machines without torch.

@@ -2,8 +2,8 @@
 
 A row belongs to one running sample; cell i is for its token i. The worker writes a cell before it returns the token;
 the service reads it when the token has arrived. The number of the row travels with the request (`SLOT`). No torch here.
-The writer is the sampler of `patches/logprobs_v1.py` or `logprobs_v2.py`, which `logprobs_open` of `worker_extension.py`
-installs.
+The writer is the sampler of `patches/logprobs_v1.py` or `logprobs_v2.py`: `logprobs_open` in `worker_extension.py`
+installs it.
 
 Behind the cells is a byte for each: 1 if a grammar forbade any token. The scheduler writes it before the worker samples
 the token (`patches/grammars.py`), and only for samples with a grammar.

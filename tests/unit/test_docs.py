@@ -308,6 +308,16 @@ def test_the_contract_page_has_the_limits_of_the_code() -> None:
     assert [value for _, value in _rows("| limit |")] == expected
 
 
+def test_the_path_of_a_sample_names_functions_of_its_files() -> None:
+    page = (ROOT / "docs/concepts.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| `([\w/]+\.py)` \| `(?:(\w+)\.)?(\w+)` \|", page, re.MULTILINE)
+    assert len(rows) > 25
+    for service, file, owner, function in rows:
+        text = (ROOT / f"services/{service}/fourfold_{service}/{file}").read_text()
+        assert re.search(rf"\bdef {function}\(", text), f"{file} has no {function}"
+        assert not owner or re.search(rf"^class {owner}\b", text, re.MULTILINE), f"{file} has no {owner}"
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}

@@ -2,6 +2,7 @@
 
     shape_rewards        scores -> outcomes: normalisation and length penalties                        [B]
     compute_advantages   outcomes and the KL penalty -> advantages and returns of every action token   [k]
+                         compare -> rewards of tokens -> spread -> whiten
 
     B   trajectories of the step, each of one or more samples
     k   their action tokens, packed: all samples one after another
@@ -89,77 +90,127 @@ def compute_advantages(
         outputs: old log-probabilities are needed for a KL term in the reward, the others by some estimators.
         kl_coef: of this step.
     """
-    algorithm, lengths, compared_turns = config.algorithm, batch.trajectory_lengths, 0
-    streams = bool(batch.samples.present["token_rewards"].any())
-    relative, turns, sums = outcomes, np.empty(0, np.float64), np.zeros_like(outcomes)
-    distances, in_reward = _reference_kl(batch, outputs.old_logprobs, algorithm), algorithm.kl.placement == "reward"
-    if algorithm.advantage.compares_turns:
-        turns, relative, streams = _compare_turns(batch, outcomes, algorithm), np.zeros_like(outcomes), False
+    algorithm = config.algorithm
+    distances = _reference_kl(batch, outputs.old_logprobs, algorithm)
+    penalties = distances if algorithm.kl.placement == "reward" else None
+    turns = _compare_turns(batch, outcomes, algorithm) if algorithm.advantage.compares_turns else None
+    if turns is None:
+        parts = _compare(batch, outcomes, penalties, algorithm, kl_coef=kl_coef)
     else:
-        whole = algorithm.compares_samples and not algorithm.advantage.compares_tokens
-        if streams and whole:  # trajectories are compared by their sums
-            parts = [_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))]
-            sums, streams = batch.total(np.array(parts, np.float64)), False
-        if distances is not None and in_reward and algorithm.advantage.compares_kl:
-            penalties = np.array([part.sum() for part in distances], np.float64)
-            sums, in_reward = sums - kl_coef * batch.total(penalties), False
-        relative = _clipped(_compare(batch, outcomes, sums, algorithm), algorithm)
-    advantages, returns = list[Float64Array](), list[Float64Array]()
-    for trajectories, members in batch.chunks():
-        counts, chunk = batch.lengths[members], slice(members.start, members.stop)
-        packed = PackedRewards(
-            rewards=rewards.token_rewards(
-                relative[trajectories],
-                lengths[trajectories],
-                stream=_token_rewards(batch, members) if streams else None,
-                kl=np.concatenate(distances[chunk]) if distances is not None and in_reward else None,
-                kl_coef=kl_coef,
-            ),
-            values=None if outputs.values is None else np.concatenate(outputs.values[chunk]).astype(np.float64),
-            lengths=lengths[trajectories],
-            gaps=batch.gaps(members),
-        )
-        advantage, target = algorithm.advantage.spread(packed)
-        if algorithm.advantage.compares_turns:
-            following = compared_turns + len(packed.turn_ends())
-            advantage = advantage + packed.repeat_turns(turns[compared_turns:following])
-            compared_turns = following
-        advantages += unpack(advantage, counts)
-        returns += unpack(target, counts) if target is not None else []
-    if outputs.energies is not None:
-        advantages = _compare_tokens(batch, advantages, outputs.energies, algorithm)
-    if algorithm.whiten != "off":
-        selected = np.concatenate([batch.selected(i) for i in range(len(batch.samples))])
-        white = whiten(np.concatenate(advantages), selected, scale=algorithm.whiten == "full")
-        advantages = unpack(white, batch.lengths)
+        parts = _RewardParts(scores=np.zeros_like(outcomes), token_rewards=False, penalties=penalties)
+    spread, returns = _spread(batch, parts, turns, outputs.values, algorithm, kl_coef=kl_coef)
+    compared = spread if outputs.energies is None else _compare_tokens(batch, spread, outputs.energies, algorithm)
+    advantages = compared if algorithm.whiten == "off" else _whiten(batch, compared, algorithm)
     return TokenTargets(advantages=advantages, returns=returns or None, outputs=outputs, kl=distances)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _RewardParts:
+    """What the reward of every token is made of; see `rewards.token_rewards`."""
+
+    scores: Float64Array  # of trajectories, [B]
+    token_rewards: bool  # whether the scorer's rewards of single tokens are a part
+    penalties: Sequence[Float64Array] | None  # KL of each sample's action tokens; None: not a part
+
+
 def _compare(
-    batch: TrainBatch, outcomes: Float64Array, streams: Float64Array, algorithm: AlgorithmConfig
-) -> Float64Array:
-    """Return the score of each trajectory relative to others, [B]; `streams`: the sum of its token rewards, [B]."""
+    batch: TrainBatch,
+    outcomes: Float64Array,
+    penalties: Sequence[Float64Array] | None,
+    algorithm: AlgorithmConfig,
+    *,
+    kl_coef: float,
+) -> _RewardParts:
+    """Compare trajectories. Token rewards and penalties whose sums are compared are no parts of the result."""
+    advantage = algorithm.advantage
+    has_token_rewards = bool(batch.samples.present["token_rewards"].any())
+    compares_token_rewards = has_token_rewards and algorithm.compares_samples and not advantage.compares_tokens
+    reward_sums = _sum_token_rewards(batch) if compares_token_rewards else np.zeros_like(outcomes)
+    if penalties is not None and advantage.compares_kl:
+        sums = reward_sums - kl_coef * batch.total(np.array([part.sum() for part in penalties], np.float64))
+    else:
+        sums = reward_sums
     terms = weights = None
-    if algorithm.advantage.compares_terms:
-        terms, weights = _terms(batch, outcomes, streams)
-    return algorithm.advantage.compare(
+    if advantage.compares_terms:
+        terms, weights = _terms(batch, outcomes, sums)
+    greedy = np.array(batch.values("baseline_score"), np.float64) if advantage.needs_greedy_sample else None
+    relative = advantage.compare(
         ScoredSamples(
-            scores=outcomes + streams,
+            scores=outcomes + sums,
             groups=batch.values("group_id"),
             lengths=batch.trajectory_lengths,
-            greedy_scores=np.array(batch.values("baseline_score"), np.float64)
-            if algorithm.advantage.needs_greedy_sample
-            else None,
+            greedy_scores=greedy,
             terms=terms,
             weights=weights,
         )
     )
+    return _RewardParts(
+        scores=_clipped(relative, algorithm),
+        token_rewards=has_token_rewards and not compares_token_rewards,
+        penalties=None if advantage.compares_kl else penalties,
+    )
 
 
-def _terms(batch: TrainBatch, outcomes: Float64Array, streams: Float64Array) -> tuple[Float64Array, Float64Array]:
+def _pack_rewards(
+    batch: TrainBatch,
+    parts: _RewardParts,
+    trajectories: range,
+    members: range,
+    *,
+    values: Sequence[Float32Array] | None = None,
+    kl_coef: float = 0.0,
+) -> PackedRewards:
+    """Return the rewards of some trajectories, whose samples are `members`."""
+    lengths, chunk = batch.trajectory_lengths[trajectories], slice(members.start, members.stop)
+    return PackedRewards(
+        rewards=rewards.token_rewards(
+            parts.scores[trajectories],
+            lengths,
+            stream=_token_rewards(batch, members) if parts.token_rewards else None,
+            kl=np.concatenate(parts.penalties[chunk]) if parts.penalties is not None else None,
+            kl_coef=kl_coef,
+        ),
+        values=None if values is None else np.concatenate(values[chunk]).astype(np.float64),
+        lengths=lengths,
+        gaps=batch.gaps(members),
+    )
+
+
+def _spread(
+    batch: TrainBatch,
+    parts: _RewardParts,
+    turns: Float64Array | None,
+    values: Sequence[Float32Array] | None,
+    algorithm: AlgorithmConfig,
+    *,
+    kl_coef: float,
+) -> tuple[list[Float64Array], list[Float64Array]]:
+    """Return the advantages of each sample's action tokens, and their returns; no returns without a critic.
+
+    `turns`: the advantage of each turn, [u], if turns are compared.
+    """
+    advantages, returns, first_turn = list[Float64Array](), list[Float64Array](), 0
+    for trajectories, members in batch.chunks():
+        packed = _pack_rewards(batch, parts, trajectories, members, values=values, kl_coef=kl_coef)
+        advantage, target = algorithm.advantage.spread(packed)
+        if turns is not None:
+            next_turn = first_turn + len(packed.turn_ends())
+            advantage = advantage + packed.repeat_turns(turns[first_turn:next_turn])
+            first_turn = next_turn
+        advantages += unpack(advantage, batch.lengths[members])
+        returns += unpack(target, batch.lengths[members]) if target is not None else []
+    return advantages, returns
+
+
+def _whiten(batch: TrainBatch, advantages: Sequence[Float64Array], algorithm: AlgorithmConfig) -> list[Float64Array]:
+    selected = np.concatenate([batch.selected(i) for i in range(len(batch.samples))])
+    return unpack(whiten(np.concatenate(advantages), selected, scale=algorithm.whiten == "full"), batch.lengths)
+
+
+def _terms(batch: TrainBatch, outcomes: Float64Array, sums: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Return the terms of each trajectory's score, NaN where there is none, and their weights, both [B, K].
 
-    A score without terms counts as one term; the sum of token rewards, less a KL penalty, is one more. Both weigh 1.
+    A score without terms counts as one term; `sums`, those that `_compare` adds, are one more. Both weigh 1.
     """
     columns: dict[str, int] = {}
     found: list[tuple[ScoreTerm, ...]] = batch.values("terms")
@@ -174,25 +225,17 @@ def _terms(batch: TrainBatch, outcomes: Float64Array, streams: Float64Array) -> 
                 terms[row, columns[term.name]], weights[row, columns[term.name]] = term.score, term.weight
         if not parts:
             terms[row, columns[""]], weights[row, columns[""]] = outcomes[row], 1.0
-    if streams.any():
-        terms, weights = np.column_stack([terms, streams]), np.column_stack([weights, np.ones(len(streams))])
+    if sums.any():
+        terms, weights = np.column_stack([terms, sums]), np.column_stack([weights, np.ones(len(sums))])
     return terms, weights
 
 
 def _compare_turns(batch: TrainBatch, outcomes: Float64Array, algorithm: AlgorithmConfig) -> Float64Array:
     """Return the advantage of each turn of all trajectories, [u]."""
-    lengths = batch.trajectory_lengths
+    parts = _RewardParts(scores=outcomes, token_rewards=True, penalties=None)
     sums, counts = list[Float64Array](), list[Int64Array]()
     for trajectories, members in batch.chunks():
-        stream = _token_rewards(batch, members)
-        packed = PackedRewards(
-            rewards=rewards.token_rewards(
-                outcomes[trajectories], lengths[trajectories], stream=stream, kl=None, kl_coef=0
-            ),
-            values=None,
-            lengths=lengths[trajectories],
-            gaps=batch.gaps(members),
-        )
+        packed = _pack_rewards(batch, parts, trajectories, members)
         sums.append(packed.turn_sums())
         counts.append(packed.turn_counts())
     turns = ScoredTurns(
@@ -261,6 +304,12 @@ def next_kl_coef(
 def _token_rewards(batch: TrainBatch, members: Iterable[int]) -> Float64Array:
     """Return the scorer's rewards of single tokens, packed; 0 for a sample without any."""
     return batch.pack("token_rewards", members).astype(np.float64)
+
+
+def _sum_token_rewards(batch: TrainBatch) -> Float64Array:
+    """Return the sum of the rewards of each trajectory's tokens, [B]."""
+    sums = [_token_rewards(batch, [i]).sum() for i in range(len(batch.samples))]
+    return batch.total(np.array(sums, np.float64))
 
 
 def _reference_kl(

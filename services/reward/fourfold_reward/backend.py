@@ -18,11 +18,11 @@ _MAX_RETRY_AFTER_SECONDS: Final = 30.0
 class Backend(Protocol):
     """Scores samples; `backends.py` chooses one of these for a table [[reward]]:
 
-        functions               pool.py                      worker processes; on the queue of sample_queue.py
-        programs                scorers/command.py           on sample_queue.py, like the next two
-        other projects' servers scorers/openrlhf_server.py
-        language-model judges   scorers/judge.py
-        reward models           models/backend.py            with a queue of its own
+    functions               pool.py                      worker processes; on the queue of sample_queue.py
+    programs                scorers/command.py           on sample_queue.py, like the next two
+    other projects' servers scorers/openrlhf_server.py
+    language-model judges   scorers/judge.py
+    reward models           models/backend.py            with a queue of its own
     """
 
     reads: Reads

@@ -174,7 +174,6 @@ class TrainingLoop:
         if await self.recipe.update():
             record.lag_change = "; ".join(filter(None, (record.lag_change, self._follow_recipe())))
             await self.history.record(self.config)
-        # Again after `on_sampling`: limit and recipe may have changed, and a skipped step calls no `on_sampling`.
         self.producer.mark_trained(self.broker.version, self.config.asynchrony, lag_limit=self.lag.limit)
         self.board.set_step(step=step, policy_version=self.broker.version)
         await self._evaluate_if_due(record)

@@ -116,6 +116,9 @@ class GroupProducer:
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """Note that the batch that was taken last is trained, and that engines sample `version`; wake `run`.
 
+        The loop calls it when the engines sample, and again at the end of a step: a skipped step has no such moment,
+        and the recipe and the limit may have changed.
+
         Args:
             version: Policy version that new groups are sampled with.
             rule: The table of the recipe; it may change during a run.

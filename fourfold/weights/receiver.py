@@ -67,11 +67,13 @@ class WeightFeed:
         self.offers = [sender.offer() for sender in self._senders]
         self.sums = b""
         """Sums of the weights sent; empty until everything was sent."""
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(version, timeout), name="weights-feed", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the transfer. Any number of times."""
+        self._ending.set()
         for sender in self._senders:
             sender.abort()
         self._thread.join(_JOIN_SECONDS)
@@ -85,6 +87,8 @@ class WeightFeed:
                 sender.send(version, deadline)
             self.sums = partial_sums(self._manifest, ((span, self._source.read(span)) for span in self._manifest.spans))
             _log.info("Weights sent to late engines. version=%d", version)
+            # The last bytes may be on their way still, and senders that close tell receivers of an abort.
+            self._ending.wait(deadline.remaining)
         except FourfoldError as error:  # the late engines report errors, and the coordinator chooses another sender
             level = logging.INFO if error.reason in CONSEQUENCES else logging.WARNING
             _log.log(level, "Late engines could not be fed. version=%d error=%s", version, error)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from fourfold.errors import WEIGHTS_REFUSED, DeadlinePassed, InvalidInput, StaleEpoch, WrongState
+from fourfold.weights import receiver as receiver_module
 from fourfold.weights.apply.loader_trace import CopyRecorder, LoaderTrace, NamedTensors
 from fourfold.weights.apply.reload import ReloadApplier
 from fourfold.weights.digest import differing_tensors, digest_of
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
-from fourfold.weights.receiver import WeightReceiver
+from fourfold.weights.receiver import WeightFeed, WeightReceiver
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
+from fourfold.weights.transport.base import TransferGroup
+from fourfold.weights.transport.waiting import Deadline
 from tests.support.weight_peers import SHAPES, make_model
 
 
@@ -332,3 +337,42 @@ def test_an_update_whose_tensor_lacks_a_span_does_not_end_well() -> None:
         applier.finish()
     assert applier.abort() == "dirty"
     assert not model.loading
+
+
+class FeedSender:
+    """A sender whose transfer ends at once."""
+
+    def __init__(self, *_: object) -> None:
+        self.closed = False
+
+    def offer(self) -> bytes:
+        return b"offer"
+
+    def open(self, deadline: Deadline) -> None:
+        pass
+
+    def send(self, version: int, deadline: Deadline) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_feed_stays_open_until_its_receivers_can_have_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = FeedSender()
+    monkeypatch.setattr(receiver_module, "make_sender", lambda *_: sender)
+    source = DenseSource(make_model(1))
+    manifest = source.manifest()
+    shard = torch.cat([source.read(span).reshape(-1).view(torch.uint8) for span in manifest.spans])
+    group = TransferGroup(epoch=1, manifest=manifest, receiver_count=1)
+    feed = WeightFeed(group, [shard], 1, timeout=30.0)
+    end = time.monotonic() + 20
+    while not feed.sums and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert feed.sums and not sender.closed
+    feed.close()
+    assert sender.closed

@@ -166,13 +166,19 @@ async def test_leaving_gives_the_lease_back_once_and_never_fails(clock: FakeCloc
     assert [name for _, name in client.calls] == ["register", "deregister"]
 
 
-async def test_leaving_gives_back_a_lease_that_is_on_its_way(clock: FakeClock) -> None:
-    client = Client(clock)
+async def stopped_while_it_registers(client: Client, clock: FakeClock) -> Membership:
+    """Return a member whose registration waits for `client.accepts`."""
     client.accepts.clear()
     membership = member(client, clock, [])
     task = asyncio.create_task(membership.run())
     await clock.advance(0)
     await stopped(task)
+    return membership
+
+
+async def test_leaving_gives_back_a_lease_that_is_on_its_way(clock: FakeClock) -> None:
+    client = Client(clock)
+    membership = await stopped_while_it_registers(client, clock)
     leaving = asyncio.create_task(membership.leave(timeout=5))
     await clock.advance(0)
     assert not leaving.done()
@@ -184,11 +190,7 @@ async def test_leaving_gives_back_a_lease_that_is_on_its_way(clock: FakeClock) -
 
 async def test_leaving_waits_no_longer_than_its_timeout_for_a_lease(clock: FakeClock) -> None:
     client = Client(clock)
-    client.accepts.clear()
-    membership = member(client, clock, [])
-    task = asyncio.create_task(membership.run())
-    await clock.advance(0)
-    await stopped(task)
+    membership = await stopped_while_it_registers(client, clock)
     await asyncio.wait_for(membership.leave(timeout=0.01), 5)
     client.accepts.set()
     await clock.advance(0)

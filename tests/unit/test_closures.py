@@ -30,7 +30,10 @@ def _module_files() -> dict[str, Path]:
 
 
 def _imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """Yield the modules that one imports anywhere: also in functions, and for type checkers alone."""
+    """Yield the modules that one imports anywhere: also in functions, and for type checkers alone.
+
+    The `__init__` of a package counts only where it is imported itself.
+    """
     package = name.split(".")[: None if path.name == "__init__.py" else -1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

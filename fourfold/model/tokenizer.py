@@ -88,6 +88,10 @@ MARK: Final = "\udcff"
 
 _DEFAULT_TEMPLATE: Final = "default"
 _TOOL_TEMPLATE: Final = "tool_use"  # name of the template for conversations with tools, if a model has several
+# What {% generation %} and {% endgeneration %} write where these variables of the template are set. Elsewhere they are
+# undefined, and Jinja writes nothing for an undefined variable. Like MARK, these halves of a character are no text.
+_MARKS: Final = {"_fourfold_begin": "\udcfd", "_fourfold_end": "\udcfe"}
+_BEGIN, _END = _MARKS.values()
 
 
 def tokenizer_sha256(folder: Path) -> bytes:
@@ -192,7 +196,16 @@ class Tokenizer:
     @property
     def begin_token_id(self) -> int | None:
         """Id of the token that begins a text, from tokenizer_config.json; None if there is none."""
-        text = self._special.get("bos_token")
+        return self._special_id("bos_token")
+
+    @property
+    def end_token_id(self) -> int | None:
+        """Id of the token that ends a text: `eos_token`, else the first of `stop_token_ids`; None if there is none."""
+        token_id = self._special_id("eos_token")
+        return next(iter(self.stop_token_ids), None) if token_id is None else token_id
+
+    def _special_id(self, name: str) -> int | None:
+        text = self._special.get(name)
         token_id: int | None = None if text is None else self._tokenizer.token_to_id(text)
         return token_id
 
@@ -217,6 +230,31 @@ class Tokenizer:
             ConfigError: the model has no chat template.
             InvalidInput: the template cannot render the messages.
         """
+        return self._render(messages, tools, add_generation_prompt, variables)
+
+    def render_marked(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the messages as `render_chat` without a generation prompt, and the spans that the template marks.
+
+        Returns:
+            The text, and begin and end (exclusive) in characters of each part between {% generation %} and
+            {% endgeneration %}, in order, without empty ones. A template without such marks has no span.
+
+        Raises:
+            ConfigError: the model has no chat template.
+            InvalidInput: the template cannot render the messages.
+        """
+        return _take_marks(self._render(messages, tools, False, {}, _MARKS))
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        marks: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
         name = _TOOL_TEMPLATE if tools and _TOOL_TEMPLATE in self._templates else _DEFAULT_TEMPLATE
         if name not in self._templates:
             raise ConfigError(
@@ -234,7 +272,7 @@ class Tokenizer:
         if clash := variables.keys() & values:
             raise InvalidInput(f"the variables {sorted(clash)} of the chat template are not for the caller to set")
         try:
-            return template.render({**variables, **values})
+            return template.render({**variables, **values, **marks})
         except _render_errors() as error:
             roles = [m.get("role") for m in messages]
             raise InvalidInput(f"the chat template refuses messages with the roles {roles}: {error}") from None
@@ -352,7 +390,11 @@ def _compile(source: str, folder: Path, date: str, special: Mapping[str, str]) -
 
 
 def _generation_tag() -> type[jinja2.ext.Extension]:
-    """Return an extension for {% generation %}, which marks the assistant's part and does not change the rendering."""
+    """Return an extension for {% generation %}, which marks the assistant's part.
+
+    The marks are variables, so that the rendering without them stays as it is, and so that they stay around the text
+    when a template assigns or joins it. (Positions in the output, as transformers records them, would be lost then.)
+    """
     import jinja2.ext
     import jinja2.nodes
     import jinja2.parser
@@ -362,9 +404,28 @@ def _generation_tag() -> type[jinja2.ext.Extension]:
 
         def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
             next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")]) for name in _MARKS)
+            return [begin, *parser.parse_statements(("name:endgeneration",), drop_needle=True), end]
 
     return Generation
+
+
+def _take_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a text without the marks of {% generation %}, and what they enclosed; of nested marks, the outermost."""
+    parts, spans = list[str](), list[tuple[int, int]]()
+    length = depth = begin = 0
+    for part in re.split(f"([{_BEGIN}{_END}])", text):
+        if part == _BEGIN:
+            begin = begin if depth else length
+            depth += 1
+        elif part == _END:
+            depth -= 1
+            if not depth and length > begin:
+                spans.append((begin, length))
+        else:
+            parts.append(part)
+            length += len(part)
+    return "".join(parts), spans
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -154,15 +154,15 @@ def family_tokenizer(folder: Path, family: str) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def write_tokenizer(folder: Path, template: str, config: Mapping[str, str]) -> None:
-    """Write a byte-level tokenizer with the special tokens of all families."""
+def write_tokenizer(folder: Path, template: str, config: Mapping[str, str], special: Sequence[str] = ()) -> None:
+    """Write a byte-level tokenizer with the special tokens of all families, and with further ones."""
     vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for merge in MERGES:
         vocabulary[merge.replace(" ", "")] = len(vocabulary)
     library = Library(models.BPE(vocab=vocabulary, merges=[(m.split()[0], m.split()[1]) for m in MERGES]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(text, special=True) for text in (*SPECIAL, *SPECIAL_MISTRAL)])
+    library.add_special_tokens([AddedToken(text, special=True) for text in (*SPECIAL, *SPECIAL_MISTRAL, *special)])
     library.add_tokens([AddedToken(text, special=False) for text in ADDED])
     library.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)

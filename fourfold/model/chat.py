@@ -19,8 +19,9 @@ from fourfold.text import clean
 _ROLES: Final = ("system", "user", "assistant", "tool", "developer")
 _CALLS: Final = ("function_call", "tool_call")  # roles of a message whose text is a tool call, or a list of them
 _OTHER_ROLES: Final = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool", "function": "tool",
-    "function_response": "tool", "tool_response": "tool", **dict.fromkeys(_CALLS, "assistant"),
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", *_CALLS), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
 }  # fmt: skip
 _OWN: Final = frozenset(
     {"role", "content", "name", "tool_call_id", "reasoning_content", "reasoning", "tool_calls", "function_call"}

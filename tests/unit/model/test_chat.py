@@ -212,7 +212,7 @@ def test_an_agent_gets_the_messages_of_a_row_with_calls_and_results(name: str) -
     [
         ([], "a prompt is a text, or a list of messages with `role` and `content`"),
         (["hi"], "a prompt is a text, or a list of messages"),
-        ([said("user", "a"), said("bot", "b")], "message 1 has the role 'bot'; a role is one of system, user,"),
+        ([said("user", "a"), said("wizard", "b")], "message 1 has the role 'wizard'; a role is one of system, user,"),
         ([{"content": "a"}], "message 0 has the role None"),
         ([said("user", None)], "message 0 has the content None; the `content` of a message is text"),
         ([said("user", [{"type": "image"}])], r"message 0 has the content \[\{'type': 'image'\}\]"),

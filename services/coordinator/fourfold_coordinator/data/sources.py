@@ -39,7 +39,7 @@ def read_rows(source: DataSourceConfig) -> Iterator[Row]:
     if source.reasoning_gym:
         yield from _reasoning_gym(source)
         return
-    rows = itertools.chain.from_iterable(map(_file_rows, _files(source)))
+    rows = itertools.chain.from_iterable(map(_file_rows, source_files(source)))
     yield from itertools.islice(rows, source.size) if source.size else rows
 
 
@@ -48,8 +48,13 @@ def describe(source: DataSourceConfig) -> str:
     return source.path or f"reasoning_gym {source.reasoning_gym!r}"
 
 
-def _files(source: DataSourceConfig) -> list[Path]:
-    """Return the files of a source in order, or its dataset folder."""
+def source_files(source: DataSourceConfig) -> list[Path]:
+    """Return the files of a source in order, or its dataset folder; a generator has none. Downloads those of the hub.
+
+    Raises ConfigError: there are none.
+    """
+    if source.reasoning_gym:
+        return []
     if source.path.startswith(hub.PREFIX):
         return hub.dataset_files(source.path, config=source.config, split=source.split)
     where = f"path = {source.path!r}"

@@ -1,0 +1,276 @@
+"""Encodes a block of rows: from the columns of each row to the tokens of its samples, or the reason why it has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from fourfold.arrays import Float32Array, Int32Array
+from fourfold.errors import ConfigError, InvalidInput
+from fourfold.model.conversation import (
+    EncodedAnswer,
+    EncodingRule,
+    Piece,
+    RenderedAnswer,
+    Span,
+    encode_each,
+    plain_answer,
+    render_answers,
+    steps_answer,
+)
+from fourfold.model.tokenizer import Tokenizer
+
+from .forms import Row, normalise
+from .normal import READS, Chat, Form, NormalRow, Plain, Reason, RowFields, Side, Steps, Tokens
+
+INDEX: Final = np.dtype(
+    [
+        ("offset", "<i8"),  # of its first token in ids.bin
+        ("length", "<i4"),  # in tokens
+        ("prompt", "<i4"),  # tokens before the first one of the loss
+        ("row", "<i4"),  # number in the source
+        ("unit", "<i4"),  # the samples of a unit stay together: the two of a pair
+        ("value", "<f4"),  # weight, margin or label; NaN: the row has none
+        ("group", "<u8"),  # equal for rows with equal prompts, which are held out together
+    ]
+)
+"""A sample in index.bin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodingSettings:
+    """Everything that decides the tokens of a row, besides the tokenizer."""
+
+    form: Form
+    fields: RowFields = field(default_factory=RowFields)
+    rule: EncodingRule = field(default_factory=EncodingRule)
+    max_tokens: int
+    """Most tokens of a sample: model.max_context_tokens."""
+    too_long: Literal["drop", "cut", "split"] = "drop"
+    """cut: on the right. split: a text without a prompt becomes several samples; others are dropped."""
+    bad_rows: Literal["error", "drop"] = "error"
+
+
+@dataclass(slots=True)
+class Block:
+    """The samples of some rows."""
+
+    ids: list[Int32Array] = field(default_factory=list)
+    loss: list[np.ndarray[Any, np.dtype[np.uint8]]] = field(default_factory=list)
+    labels: list[Float32Array] = field(default_factory=list)  # of steps, one value per token; empty: no steps
+    index: list[tuple[int, int, int, int, int, float, int]] = field(default_factory=list)  # offset, unit: of the block
+    units: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    dropped: list[tuple[int, Reason, str]] = field(default_factory=list)  # row, reason, text of a bad one
+    doubled_begins: int = 0
+
+    def add(self, row: int, samples: Sequence[_Sample], value: float, group: int, *, one_unit: bool) -> None:
+        """Add the samples of a row; each is a unit of its own, unless all are one."""
+        for number, sample in enumerate(samples):
+            mask = np.zeros(len(sample.ids), np.uint8)
+            for begin, end in sample.spans:
+                mask[begin:end] = 1
+            unit = self.units + (0 if one_unit else number)
+            self.index.append((self.tokens, len(mask), sample.spans[0][0], row, unit, value, group))
+            self.ids.append(sample.ids)
+            self.loss.append(mask)
+            if sample.labels is not None:
+                self.labels.append(sample.labels)
+            self.tokens += len(mask)
+            self.loss_tokens += int(mask.sum())
+        self.units += 1 if one_unit else len(samples)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sample:
+    ids: Int32Array
+    spans: Sequence[Span]
+    labels: Float32Array | None = None
+
+
+@dataclass(slots=True)
+class _RenderedRow:
+    """A row between rendering and encoding."""
+
+    number: int
+    row: NormalRow
+    sides: list[list[RenderedAnswer]]  # empty for tokens
+
+
+class _Dropped(Exception):
+    def __init__(self, reason: Reason) -> None:
+        self.reason = reason
+
+
+def render_block(
+    rows: Sequence[tuple[int, Row]], settings: EncodingSettings, tokenizer: Tokenizer, where: str
+) -> tuple[list[_RenderedRow], Block]:
+    """Render the rows of a block, each with its number.
+
+    Returns:
+        The rendered rows, and a block with those that are dropped already.
+
+    Raises:
+        ConfigError: a column is missing, a row is bad and `bad_rows` is "error", or the model has no chat template.
+    """
+    rendered, block = list[_RenderedRow](), Block()
+    rule = settings.rule
+    if READS[settings.form] != "answers":  # a label is that of an answer, and not of those in its prompt
+        rule = dataclasses.replace(rule, loss_on="completion")
+    for number, row in rows:
+        try:
+            normal = normalise(row, settings.form, settings.fields)
+            sides = [_render(side, rule, tokenizer) for side in normal.sides]
+            rendered.append(_RenderedRow(number, normal, sides))
+        except InvalidInput as error:
+            _refuse(number, error, settings, where, block)
+        except RecursionError:
+            _refuse(number, InvalidInput("is nested too deeply; flatten its columns"), settings, where, block)
+        except ConfigError as error:
+            raise ConfigError(f"{where}, row {number}: {error.message}") from None
+    return rendered, block
+
+
+def encode_block(
+    rendered: Sequence[_RenderedRow], block: Block, settings: EncodingSettings, tokenizer: Tokenizer, where: str
+) -> Block:
+    """Encode the rows of `render_block` in one batch, and add them to its block.
+
+    Raises:
+        ConfigError: a row is bad, and `bad_rows` is "error".
+    """
+    encoded = encode_each([answer for one in rendered for side in one.sides for answer in side], tokenizer)
+    for one in rendered:
+        answers = [[next(encoded) for _ in side] for side in one.sides]
+        try:
+            _add_row(one, answers, block, settings, tokenizer)
+        except InvalidInput as error:
+            _refuse(one.number, error, settings, where, block)
+        except _Dropped as dropped:
+            block.dropped.append((one.number, dropped.reason, ""))
+    return block
+
+
+def _refuse(number: int, error: InvalidInput, settings: EncodingSettings, where: str, block: Block) -> None:
+    if settings.bad_rows == "error":
+        raise ConfigError(
+            f"{where}, row {number}: {error.message}; correct the row, or leave such rows out with "
+            f'data.bad_rows = "drop"'
+        )
+    block.dropped.append((number, Reason.BAD_ROW, error.message))
+
+
+def _render(side: Side, rule: EncodingRule, tokenizer: Tokenizer) -> list[RenderedAnswer]:
+    if isinstance(side, Chat):
+        return render_answers(side.messages, side.tools, tokenizer, rule, answers_from=side.answers_from)
+    if isinstance(side, Plain):
+        return [plain_answer(side.prompt, side.answer)]
+    if isinstance(side, Tokens):
+        return []
+    if isinstance(side.prompt, str):
+        return [steps_answer(plain_answer(side.prompt, ""), side.steps)]
+    messages, tools, steps = side.prompt.messages, side.prompt.tools, side.steps
+    if not rule.trust_special_tokens:
+        messages, tools, steps = (tokenizer.escape(value) for value in (messages, tools, steps))
+    prompt = RenderedAnswer(pieces=(Piece(tokenizer.render_chat(messages, tools=tools)),))
+    return [steps_answer(prompt, steps)]
+
+
+def _add_row(
+    one: _RenderedRow,
+    answers: Sequence[Sequence[EncodedAnswer | InvalidInput]],
+    block: Block,
+    settings: EncodingSettings,
+    tokenizer: Tokenizer,
+) -> None:
+    """Add the samples of a row to a block. Raises _Dropped or InvalidInput: it has none."""
+    is_pair = len(one.row.sides) == 2
+    sides = list[list[_Sample]]()
+    for side, found in zip(one.row.sides, answers, strict=True):
+        samples = list(_samples(side, found, tokenizer))
+        if not any(sample.spans for sample in samples):
+            raise _Dropped(Reason.EMPTY_SIDE if is_pair else Reason.NO_LOSS_TOKENS)
+        sides.append([sample for sample in samples if sample.spans])
+    if is_pair:
+        if any(len(side) > 1 for side in sides):
+            raise InvalidInput(
+                'the answers of this pair have several turns, and data.turns = "each" would tear them apart; use a '
+                'template that writes earlier turns as they were, or data.loss_on = "last"'
+            )
+        if np.array_equal(sides[0][0].ids, sides[1][0].ids):
+            raise _Dropped(Reason.EQUAL_PAIR)
+    whole = [sample for side in sides for sample in side]
+    fitting = [part for sample in whole for part in _fit(sample, settings)]
+    if not fitting or (is_pair and len(fitting) < 2):
+        raise _Dropped(Reason.TOO_LONG if settings.too_long != "cut" else Reason.NO_LOSS_TOKENS)
+    block.doubled_begins += sum(isinstance(a, EncodedAnswer) and a.doubled_begin for side in answers for a in side)
+    value = np.nan if one.row.value is None else one.row.value
+    block.add(one.number, fitting, value, _group(whole[0], one.number), one_unit=is_pair)
+
+
+def _samples(side: Side, found: Sequence[EncodedAnswer | InvalidInput], tokenizer: Tokenizer) -> Sequence[_Sample]:
+    """Return the samples of one side; those without a token in the loss have no span."""
+    if isinstance(side, Tokens):
+        return [_sample_of_tokens(side, tokenizer)]
+    samples = list[_Sample]()
+    for answer in found:
+        if isinstance(answer, InvalidInput):
+            raise answer
+        labels = None
+        if isinstance(side, Steps):
+            labels = np.zeros(len(answer.token_ids), np.float32)
+            if len(answer.spans) != len(side.labels):
+                raise InvalidInput("a step has no token; each step is a text")
+            ends = [end - 1 for _, end in answer.spans]
+            labels[ends] = side.labels
+            # The label of a step is a statement about its last token alone.
+            spans: Sequence[Span] = [(end, end + 1) for end in ends]
+        else:
+            spans = answer.spans
+        samples.append(_Sample(answer.token_ids, spans, labels))
+    return samples
+
+
+def _sample_of_tokens(side: Tokens, tokenizer: Tokenizer) -> _Sample:
+    size = tokenizer.vocabulary_size
+    if side.token_ids and (most := max(side.token_ids)) >= size:
+        raise InvalidInput(f"input_ids holds {most}, and the model has {size:,} tokens; encode with its tokenizer")
+    in_loss = np.array(side.in_loss, np.bool_)
+    in_loss[:1] = False
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], in_loss, [False]]).astype(np.int8)))
+    spans = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+    return _Sample(np.array(side.token_ids[: spans[-1][1] if spans else None], np.int32), spans)
+
+
+def _fit(sample: _Sample, settings: EncodingSettings) -> Sequence[_Sample]:
+    """Return a sample, or what is left of one that is too long."""
+    most, length = settings.max_tokens, len(sample.ids)
+    if length <= most:
+        return [sample]
+    if settings.too_long == "cut":
+        windows = [(0, most)]
+    elif settings.too_long == "split" and settings.form == Form.TEXT:
+        windows = [(begin, min(begin + most, length)) for begin in range(0, length, most)]
+    else:
+        return []
+    parts = []
+    for begin, end in windows:
+        clipped = ((max(a - begin, 1), min(b, end) - begin) for a, b in sample.spans)
+        spans = [(a, b) for a, b in clipped if b > a]
+        labels = None if sample.labels is None else sample.labels[begin : begin + spans[-1][1]] if spans else None
+        if spans:
+            parts.append(_Sample(sample.ids[begin : begin + spans[-1][1]], spans, labels))
+    return parts
+
+
+def _group(sample: _Sample, row: int) -> int:
+    """Return a number for rows with the same prompt; a row without a prompt is a group of its own."""
+    prompt = sample.spans[0][0]
+    data = sample.ids[:prompt].tobytes() if prompt > 1 else f"row {row}".encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -1,0 +1,185 @@
+"""Takes the samples of each step out of token stores, in the order of `data/order.py`.
+
+A step has `rows_per_step` units: answers, or pairs. The last step of a pass is smaller, so that each unit is in exactly
+one step of a pass. A checkpoint stores one number, the position of the next unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.arrays import EMPTY_FLOATS, Int64Array
+from fourfold.config.sources import block_counts
+from fourfold.errors import ConfigError
+from fourfold.sample.sample import Sample
+from fourfold.seeds import derive_seed
+
+from ..data.order import MixtureOrder, PassOrder
+from .normal import READS, Reads
+from .store import StoredSample, TokenStore
+
+_DEFAULT_SCORE: dict[Reads, float | None] = {"answers": 1.0, "pairs": 0.0, "labels": None, "steps": None}
+"""Score of a row without a value of its own: weight 1, margin 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBatch:
+    """The samples of one step."""
+
+    samples: tuple[Sample, ...]  # the samples of a unit are neighbours; of a pair, the chosen answer is the first
+    first_position: int
+    next_position: int  # of the unit after the step
+
+    @property
+    def units(self) -> int:
+        """Number of answers or of pairs."""
+        return self.next_position - self.first_position
+
+
+class RowSource:
+    """The samples of a run of rows, step by step."""
+
+    def __init__(
+        self,
+        stores: Sequence[TokenStore],
+        *,
+        rows_per_step: int,
+        seed: int,
+        units: Int64Array | None = None,
+        weights: Sequence[float] = (),
+        shuffled: bool = True,
+        passes: float | None = None,
+        position: int = 0,
+    ) -> None:
+        """Order the units of some stores, which are numbered one store after another.
+
+        Args:
+            stores: at least one.
+            rows_per_step: units of a step.
+            seed: of the order.
+            units: numbers of the units to train on, ascending, int64 [n]; None: all.
+            weights: relative share of each store, or none: then all units form one pool.
+            shuffled: whether every pass is shuffled; otherwise each is in the order of the files.
+            passes: number of passes over the units of one pool; None: endless.
+            position: of the first unit to take.
+
+        Raises:
+            ConfigError: there are fewer units than a step has, a store has no unit, or a mixture is to have passes.
+        """
+        self._stores, self._rows_per_step, self.position = tuple(stores), rows_per_step, position
+        self._firsts = np.cumsum([0, *map(len, stores)], dtype=np.int64)
+        self._units = np.arange(self._firsts[-1], dtype=np.int64) if units is None else units
+        count = len(self._units)
+        if count < rows_per_step:
+            raise ConfigError(
+                f"batch.rows_per_step = {rows_per_step}, and the data has {count} rows to train on; lower it, or give "
+                f"more data"
+            )
+        self._order: PassOrder | MixtureOrder
+        if weights:
+            if passes is not None:
+                raise ConfigError(
+                    f"data.passes = {passes:g}: a mixture with weights draws its sources at different rates, so that a "
+                    f"pass has no end; set steps, or remove the weights"
+                )
+            edges = np.searchsorted(self._units, self._firsts)
+            sources = [range(int(a), int(b)) for a, b in itertools.pairwise(edges)]
+            if empty := next((s for s, source in zip(stores, sources, strict=True) if not source), None):
+                raise ConfigError(f"{empty.meta.source}: no row is left to train on; give more data, or remove it")
+            self._order = MixtureOrder(sources, weights, seed=seed, shuffled=shuffled)
+        else:
+            self._order = PassOrder(count, seed=seed, shuffled=shuffled)
+        self._digest_parts = [
+            *(store.meta.digest for store in stores), repr(block_counts(weights)), repr(shuffled),
+            hashlib.sha256(self._units.astype("<i8").tobytes()).hexdigest(),
+        ]  # fmt: skip
+        self._pass_units = 0 if weights else count  # 0: passes have no end
+        self._end = None if passes is None else max(math.floor(passes * count + 0.5), 1)
+
+    @property
+    def steps(self) -> int | None:
+        """Number of steps of all passes from position 0; None: endless."""
+        if self._end is None:
+            return None
+        whole, rest = divmod(self._end, self._pass_units)
+        return whole * math.ceil(self._pass_units / self._rows_per_step) + math.ceil(rest / self._rows_per_step)
+
+    @property
+    def passes_done(self) -> float:
+        """Passes over the data that have been taken, as 0.38; of a mixture, by the number of units alone."""
+        return self.position / len(self._units)
+
+    def digest(self) -> str:
+        """Return a SHA-256 (hex) of tokens, units and order; a resumed run must have the same data."""
+        return hashlib.sha256("\n".join(self._digest_parts).encode()).hexdigest()
+
+    def take(self, step: int) -> RowBatch | None:
+        """Return the samples of the next step and go on behind them; None: all passes are done.
+
+        Args:
+            step: number of the step, for the ids of the samples.
+        """
+        first, end = self.position, self.position + self._rows_per_step
+        if self._pass_units:
+            end = min(end, (first // self._pass_units + 1) * self._pass_units)
+        if self._end is not None and (end := min(end, self._end)) <= first:
+            return None
+        self.position = end
+        samples = [sample for position in range(first, end) for sample in self._samples_at(position, step)]
+        return RowBatch(samples=tuple(samples), first_position=first, next_position=end)
+
+    def _samples_at(self, position: int, step: int) -> list[Sample]:
+        unit = int(self._units[self._order.at(position)])
+        number = int(np.searchsorted(self._firsts, unit, side="right")) - 1
+        store, group_id = self._stores[number], f"s{step:07d}-{position}"
+        default = _DEFAULT_SCORE[READS[store.meta.form]]
+        return [
+            to_sample(store.sample(i), sample_id=f"{group_id}-{side}", group_id=group_id, default_score=default)
+            for side, i in enumerate(store.samples_of(unit - int(self._firsts[number])))
+        ]
+
+
+def to_sample(stored: StoredSample, *, sample_id: str, group_id: str, default_score: float | None) -> Sample:
+    """Return a stored sample as one for the trainer: without log-probabilities and versions, as no engine sampled it.
+
+    `action_mask` is 1 from the first token of the loss on. The score is the row's weight, margin or label.
+    """
+    return Sample(
+        sample_id=sample_id,
+        group_id=group_id,
+        token_ids=stored.token_ids,
+        behavior_logprobs=EMPTY_FLOATS,
+        action_mask=np.arange(len(stored.token_ids)) >= stored.prompt_length,
+        loss_mask=stored.loss_mask,
+        version_spans=(),
+        temperature=1.0,
+        score=default_score if stored.value is None else stored.value,
+        token_rewards=stored.labels,
+    )
+
+
+def split_held_out(stores: Sequence[TokenStore], groups: int, *, seed: int) -> tuple[Int64Array, Int64Array]:
+    """Return the numbers of the units to train on and of those that are held out, int64, ascending.
+
+    The seed draws `groups` prompts; all units with one of them are held out, so that no prompt is in both.
+
+    Raises:
+        ConfigError: the data has no more prompts than that.
+    """
+    found = np.concatenate([store.groups() for store in stores])
+    distinct = np.unique(found)
+    if len(distinct) <= groups:
+        raise ConfigError(
+            f"data.holdout.groups = {groups}, but the data has {len(distinct)} prompts; hold fewer out, or give "
+            f"more data"
+        )
+    drawn = random.Random(derive_seed(seed, "holdout")).sample(range(len(distinct)), groups)
+    held = np.isin(found, distinct[drawn])
+    return np.flatnonzero(~held).astype(np.int64), np.flatnonzero(held).astype(np.int64)

@@ -346,8 +346,8 @@ def test_a_path_to_no_answer_is_named(tmp_path: Path, load: Callable[..., Prompt
             r"a.jsonl, row 0: message 0 has the content None; the `content` of a mess",
         ),
         (
-            '{"question": [{"role": "bot", "content": ""}]}\n',
-            r"a.jsonl, row 0: message 0 has the role 'bot'; a role is",
+            '{"question": [{"role": "wizard", "content": ""}]}\n',
+            r"a.jsonl, row 0: message 0 has the role 'wizard'; a role is",
         ),
         ("", r"no prompt is left: it is empty"),
     ],

@@ -196,6 +196,13 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error_with_the_row(tmp_pat
         prepare_store(source, settings, load(tmp_path, "qwen3"), tmp_path / "tokens")
 
 
+@pytest.mark.parametrize("key", [{"template": "{a}?"}, {"skip": "x"}])
+def test_keys_of_prompts_are_refused(tmp_path: Path, tokenizer: Tokenizer, key: dict[str, str]) -> None:
+    source = write(tmp_path / "rows.jsonl", CHATS).model_copy(update=key)
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl: {next(iter(key))} = .* is for prompts"):
+        prepare_store(source, EncodingSettings(form=Form.MESSAGES, max_tokens=200), tokenizer, tmp_path)
+
+
 def test_model_without_a_template_is_an_error(tmp_path: Path) -> None:
     load(tmp_path, "qwen25")
     (tmp_path / "chat_template.jinja").unlink()

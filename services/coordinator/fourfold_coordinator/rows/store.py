@@ -150,8 +150,15 @@ def prepare_store(
         block_rows: rows that are in memory at a time.
 
     Raises:
-        ConfigError: the source cannot be read, a row is bad, the store was changed, or the disk is full.
+        ConfigError: the source cannot be read or has keys of prompts, a row is bad, the store was changed, or the disk
+            is full.
     """
+    for key in ("template", "skip"):
+        if value := getattr(source, key):
+            raise ConfigError(
+                f"{describe(source)}: {key} = {value!r:.200} is for prompts of a policy, and rows are read as they "
+                f"are; remove it, and change the rows of the file"
+            )
     digest = store_digest(source, settings, tokenizer, keys or {})
     target = folder / digest
     if not (target / META_FILE).exists():

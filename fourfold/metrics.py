@@ -36,6 +36,7 @@ TOTAL_LENGTH: Final = "length/total_mean"
 TURNS: Final = "length/turns_mean"
 TRUNCATION_RATE: Final = "length/truncation_rate"
 NO_ACTION_RATE: Final = "length/no_action_rate"
+NLL: Final = "loss/nll"
 POLICY_LOSS: Final = "policy/loss"
 APPROX_KL: Final = "policy/approx_kl"
 APPROX_KL_K1: Final = "policy/approx_kl_k1"
@@ -184,6 +185,7 @@ METRICS: Final[dict[str, str]] = {
     TRUNCATION_RATE: "share in [0, 1]: completions that were ended by a limit, before the filter",
     NO_ACTION_RATE: "share in [0, 1]: samples without a sampled token, before the filter",
     POLICY_LOSS: "minimised policy loss, aggregated as in the recipe; mean over the updates of the step",
+    NLL: "nats per token: mean negative log-likelihood of the tokens of the updates, without weights",
     APPROX_KL: "nats per token: k3 estimate of KL(old || current) over the tokens of the updates",
     APPROX_KL_K1: "nats per token: k1 estimate of KL(old || current); may be negative",
     CLIP_FRACTION_LOW: "share in [0, 1]: tokens of the updates with A below 0 that the loss clips or leaves out",

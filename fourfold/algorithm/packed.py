@@ -57,6 +57,13 @@ class PackedRewards:
         """Return a number of every turn, [u], for each of its tokens, [k]."""
         return np.repeat(values, np.diff(self.turn_ends(), prepend=-1))
 
+    def totals(self) -> Float64Array:
+        """Return the sum of all rewards of a trajectory for each of its tokens, [k]."""
+        alive = self.lengths[self.lengths > 0]
+        if not len(alive):
+            return self.rewards
+        return np.repeat(np.add.reduceat(self.rewards, np.cumsum(alive) - alive), alive)
+
     def turn_factors(self, discount: float) -> Float64Array:
         """Return the discount of what follows an action, [k]: `discount` at the end of a turn, 1 within it."""
         factors = np.ones(len(self.rewards), np.float64)

@@ -292,6 +292,11 @@ class AlgorithmConfig(Table):
         return self.advantage.needs_critic
 
     @property
+    def needs_entropies(self) -> bool:
+        """True if a term of the loss or a metric reads the entropies of the loss tokens."""
+        return self.loss.reports_entropy or self.entropy_coef > 0
+
+    @property
     def needs_whole_trajectories(self) -> bool:
         """True if a token's loss depends on its trajectory, whose segments must then fit in one micro-batch."""
         return not self.loss.token_wise or self.correction.kind not in ("none", *corrections.OF_SINGLE_TOKENS)

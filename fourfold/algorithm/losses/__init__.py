@@ -9,6 +9,8 @@ from fourfold.algorithm.losses.cispo import CispoLoss as CispoLoss
 from fourfold.algorithm.losses.dppo import DppoLoss as DppoLoss
 from fourfold.algorithm.losses.gmpo import GmpoLoss as GmpoLoss
 from fourfold.algorithm.losses.gspo import GspoLoss as GspoLoss
+from fourfold.algorithm.losses.likelihood import DftLoss as DftLoss
+from fourfold.algorithm.losses.likelihood import NllLoss as NllLoss
 from fourfold.algorithm.losses.ppo import PpoLoss as PpoLoss
 from fourfold.algorithm.losses.reinforce import ReinforceLoss as ReinforceLoss
 from fourfold.algorithm.losses.sapo import SapoLoss as SapoLoss

@@ -10,7 +10,7 @@
 
 A loss is computed in the precision of p and is not yet weighted: see aggregation.py and corrections.py. As long as
 p = o = u, every policy loss has the gradient of REINFORCE, -A; GMPO and the sequence form of GSPO have its mean over
-the sample.
+the sample, and DFT has exp(p) times it.
 
 The modules of this package import no torch and call only methods of its tensors: `fourfold plan` reads
 keys and formulas on machines without torch.
@@ -84,6 +84,9 @@ class PolicyLoss(Definition):
     trains_without_advantage: ClassVar[bool] = True
     """False if a trajectory whose advantages are all 0 adds nothing to the gradient: the trainer then makes no pass for
     it. True is safe for every loss."""
+    reports_entropy: ClassVar[bool] = True
+    """False: the metric policy/entropy is left out, and the trainer computes no entropies unless `entropy_coef` is
+    above 0."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

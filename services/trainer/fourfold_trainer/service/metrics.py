@@ -35,7 +35,7 @@ _SMALL: Final = 1e-5
 
 def summarise(result: StepResult, config: Config) -> dict[str, float]:
     """Return the metrics of a step, except those that the coordinator computes without the model."""
-    found = _advantages(result) | _policy(result) | _mismatch(result) | _coverage(result)
+    found = _advantages(result) | _policy(result) | _mismatch(result) | _coverage(result, config)
     distance = result.targets.kl
     free = int(result.batch.free_lengths.sum())
     if distance is not None and free and config.algorithm.kl.placement == "reward":
@@ -103,7 +103,7 @@ def _policy(result: StepResult) -> dict[str, float]:
     return found | sums.lowest | sums.highest
 
 
-def _coverage(result: StepResult) -> dict[str, float]:
+def _coverage(result: StepResult, config: Config) -> dict[str, float]:
     """Return the shares of the batch's tokens that the metrics of tokens cover, and the entropy that covers all."""
     batch, free = result.batch, int(result.batch.free_lengths.sum())
     if not free:
@@ -111,11 +111,12 @@ def _coverage(result: StepResult) -> dict[str, float]:
     in_updates = int(batch.loss_lengths[np.isin(batch.trajectory_of, list(result.trained))].sum()) / free
     found = {
         m.COVERED: in_updates,
-        m.ENTROPY_COVERED: in_updates,
         m.MISMATCH_COVERED: len(result.policy.mismatches) / free,
     }
     entropy = result.targets.outputs.entropy
-    return found if entropy is None else found | {m.ENTROPY: entropy, m.ENTROPY_COVERED: 1.0}
+    if entropy is not None:
+        return found | {m.ENTROPY: entropy, m.ENTROPY_COVERED: 1.0}
+    return found | {m.ENTROPY_COVERED: in_updates} if config.algorithm.needs_entropies else found
 
 
 def _mismatch(result: StepResult) -> dict[str, float]:

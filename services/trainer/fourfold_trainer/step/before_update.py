@@ -83,7 +83,7 @@ def compute_before(
         trained = [[i for i in members if batch.loss_lengths[i]] for members in steps]
         energies = config.algorithm.advantage.compares_tokens
         # The kernel that makes log-probabilities makes entropies anyway. On CPU they would add a tenth to the pass.
-        entropies = config.trainer.device == "cuda" and not energies
+        entropies = config.trainer.device == "cuda" and config.algorithm.needs_entropies and not energies
         compute = partial(engine.compute_logprobs, entropies=entropies, energies=energies)
         _add_forward(work[0], batch, [*chain(*trained), *masked])
         rows = compute_as_updates(compute, batch, config, [*trained, masked])

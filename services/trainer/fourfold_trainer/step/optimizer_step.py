@@ -55,10 +55,9 @@ def compute_gradient(
         if policy.routers is not None:
             policy.routers.weight = settings.router_coef * share * rank_count
             policy.routers.token_count = batch.tokens.token_count
-        logprobs, entropy = policy.logprobs(batch.tokens, entropy=True)
+        logprobs, entropy = policy.logprobs(batch.tokens, entropy=algorithm.needs_entropies)
         if policy.routers is not None:
             accumulator.add_routing(policy.routers.routed(), share)
-        assert entropy is not None, "entropy was requested"
         loss = _policy_objective(logprobs, entropy, batch, algorithm, settings, accumulator)
         # Made while the device computes: the backward pass waits for it, and 73,728 tokens take 8 ms to pack.
         upcoming = next(stream, None)
@@ -89,7 +88,7 @@ def update_policy(
 
 def _policy_objective(
     logprobs: Tensor,
-    entropy: Tensor,
+    entropy: Tensor | None,
     batch: PolicyBatch,
     algorithm: AlgorithmConfig,
     settings: UpdateSettings,
@@ -129,10 +128,11 @@ def _policy_objective(
         means[metrics.KL_CLAMPED] = kl.is_clamped(
             current, reference, algorithm.kl.estimator, k3_max=algorithm.kl.k3_max
         )
-    if algorithm.entropy_coef:
+    if algorithm.entropy_coef and entropy is not None:
         loss = loss - algorithm.entropy_coef * _weighted_sum(entropy, weights)
 
-    means[metrics.ENTROPY] = entropy.detach()
+    if entropy is not None:
+        means[metrics.ENTROPY] = entropy.detach()
     means |= policy_distances(current, old)
     accumulator.add_loss(policy_loss.detach(), real=real, means=means)
     accumulator.add_ratios(current - old, real=real, any_accepted=accepted.any())

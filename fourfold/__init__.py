@@ -33,7 +33,10 @@ if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
     from fourfold.algorithm.advantages import ScoredSamples as ScoredSamples
     from fourfold.algorithm.losses import LossInputs as LossInputs
     from fourfold.algorithm.losses import PolicyLoss as PolicyLoss
+    from fourfold.algorithm.losses import SampleInputs as SampleInputs
+    from fourfold.algorithm.losses import SampleLoss as SampleLoss
     from fourfold.algorithm.losses import TokenLoss as TokenLoss
+    from fourfold.algorithm.losses import UnitLoss as UnitLoss
     from fourfold.algorithm.packed import PackedRewards as PackedRewards
     from fourfold.coordinator.client import AsyncCoordinatorClient as AsyncCoordinatorClient
     from fourfold.coordinator.client import AsyncScorerClient as AsyncScorerClient
@@ -130,7 +133,7 @@ _MODULES: Final[dict[str, tuple[str, ...]]] = {
     "fourfold.types.v1.experience_pb2": ("Experience",),
     "fourfold.sample": ("Sample", "VersionSpan"),
     "fourfold.model.tokenizer": ("Tokenizer",),
-    "fourfold.algorithm.losses": ("PolicyLoss", "LossInputs", "TokenLoss"),
+    "fourfold.algorithm.losses": ("PolicyLoss", "LossInputs", "TokenLoss", "SampleLoss", "SampleInputs", "UnitLoss"),
     "fourfold.algorithm.advantages": ("AdvantageEstimator", "GroupEstimator", "ScoredSamples"),
     "fourfold.algorithm.packed": ("PackedRewards",),
     "fourfold.metrics": ("METRICS",),

@@ -37,6 +37,12 @@ TURNS: Final = "length/turns_mean"
 TRUNCATION_RATE: Final = "length/truncation_rate"
 NO_ACTION_RATE: Final = "length/no_action_rate"
 NLL: Final = "loss/nll"
+PAIR_ACCURACY: Final = "pair/accuracy"
+PAIR_MARGIN: Final = "pair/margin"
+PAIR_CHOSEN_REWARD: Final = "pair/chosen_reward"
+PAIR_REJECTED_REWARD: Final = "pair/rejected_reward"
+KTO_DISTANCE: Final = "kto/distance"
+KTO_ACCURACY: Final = "kto/accuracy"
 POLICY_LOSS: Final = "policy/loss"
 APPROX_KL: Final = "policy/approx_kl"
 APPROX_KL_K1: Final = "policy/approx_kl_k1"
@@ -186,6 +192,13 @@ METRICS: Final[dict[str, str]] = {
     NO_ACTION_RATE: "share in [0, 1]: samples without a sampled token, before the filter",
     POLICY_LOSS: "minimised policy loss, aggregated as in the recipe; mean over the updates of the step",
     NLL: "nats per token: mean negative log-likelihood of the tokens of the updates, without weights",
+    PAIR_ACCURACY: "share in [0, 1]: pairs of the updates whose preferred answer has the greater reward; the reward of "
+    "a loss of pairs is what it compares, times its beta, or the score of a reward model",
+    PAIR_MARGIN: "mean difference of these rewards, preferred less other answer",
+    PAIR_CHOSEN_REWARD: "mean reward of the preferred answers",
+    PAIR_REJECTED_REWARD: "mean reward of the other answers",
+    KTO_DISTANCE: "nats: mean log-ratio of policy and reference over answers of other prompts, at least 0",
+    KTO_ACCURACY: "share in [0, 1]: answers of the updates on the side of kto/distance that their label asks for",
     APPROX_KL: "nats per token: k3 estimate of KL(old || current) over the tokens of the updates",
     APPROX_KL_K1: "nats per token: k1 estimate of KL(old || current); may be negative",
     CLIP_FRACTION_LOW: "share in [0, 1]: tokens of the updates with A below 0 that the loss clips or leaves out",

@@ -21,8 +21,9 @@ from fourfold.algorithm import corrections, kl
 from fourfold.algorithm.advantages.base import AnyAdvantage
 from fourfold.algorithm.advantages.grpo import Grpo
 from fourfold.algorithm.aggregation import Mode
-from fourfold.algorithm.losses.base import AnyPolicyLoss
+from fourfold.algorithm.losses.base import AnyLoss
 from fourfold.algorithm.losses.ppo import PpoLoss
+from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.table import Table
 from fourfold.text import choices
 
@@ -271,11 +272,13 @@ class AlgorithmConfig(Table):
     advantage: AnyAdvantage = Grpo()
     whiten: Literal["off", "center", "full"] = "off"
     """Whitening of the advantages over the batch's tokens. center: subtract the mean. full: divide by the std, too."""
-    loss: AnyPolicyLoss = PpoLoss()
+    loss: AnyLoss = PpoLoss()
     aggregation: Mode = "token-mean"
     """Reduction of token losses to one number; constant-length divides by sampling.max_new_tokens."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    sft_coef: float = Field(default=0.0, ge=0)
+    """Weight of the mean negative log-likelihood of the preferred answers' tokens, beside a loss of pairs."""
     kl: KlConfig = KlConfig()
     correction: CorrectionConfig = CorrectionConfig()
     shaping: ShapingConfig = ShapingConfig()
@@ -311,9 +314,38 @@ class AlgorithmConfig(Table):
             raise ValueError(f"preset = {name!r} is unknown; {choices(name, PRESETS)}")
         return merged(default_tables(name), given)
 
+    def _check_units(self) -> None:
+        loss = self.loss
+        if self.sft_coef and loss.reads != "pairs":
+            raise ValueError(
+                f"sft_coef = {self.sft_coef:g} weighs the preferred answers of pairs, but loss.kind = `{loss.kind}` "
+                f"reads {loss.reads}; remove it, or use a loss of pairs, such as `dpo`"
+            )
+        if not isinstance(loss, SampleLoss):
+            return
+        if loss.trains == "scores":
+            raise ValueError(
+                f"loss.kind = `{loss.kind}` trains the head of a reward model; the trainer trains policies only: use "
+                f"a loss of the policy, such as `dpo`"
+            )
+        unread = {
+            "kl.coef": self.kl.coef > 0,
+            "entropy_coef": self.entropy_coef > 0,
+            "correction.kind": self.correction.kind != "none",
+            "advantage.kind": self.needs_critic or self.advantage.needs_greedy_sample,
+            "whiten": self.whiten != "off",
+            "shaping": self.shaping != ShapingConfig(),
+        }
+        if found := [key for key, is_set in unread.items() if is_set]:
+            raise ValueError(
+                f"{found[0]} has no effect on loss.kind = `{loss.kind}`, which reads whole answers and no advantages; "
+                f"remove it, or, if the preset has it, set it to its default"
+            )
+
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         shaping = self.shaping
+        self._check_units()
         if self.advantage.needs_greedy_sample and (
             shaping.normalize or shaping.overlong_buffer or shaping.truncated is not None
         ):
@@ -334,10 +366,15 @@ class AlgorithmConfig(Table):
 
     def check_batch(self, *, group_size: int, samples_per_step: int) -> None:
         """Raise ValueError when a batch of this shape cannot be trained on."""
-        if self.compares_samples and group_size < 2:
+        if self.compares_samples and group_size < 2 and not isinstance(self.loss, SampleLoss):
             raise ValueError(
                 f"batch.group_size = {group_size}, but algorithm.advantage.kind = `{self.advantage.kind}` compares the "
                 f"samples of a prompt; raise it to at least 2, or use `gae` or `reinforce`"
+            )
+        if self.loss.reads == "pairs" and (group_size != 2 or self.filter.keep != "varied"):
+            raise ValueError(
+                f"algorithm.loss.kind = `{self.loss.kind}` reads pairs of different scores, but batch.group_size = "
+                f"{group_size}, algorithm.filter.keep = `{self.filter.keep}`; set group_size = 2 and keep = `varied`"
             )
         if self.filter.keep == "varied" and group_size < 2:
             raise ValueError(

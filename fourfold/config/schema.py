@@ -516,7 +516,7 @@ class Config(Table):
     @property
     def needs_reference(self) -> bool:
         """True if the algorithm uses the reference policy."""
-        return self.algorithm.kl.coef > 0
+        return self.algorithm.kl.coef > 0 or self.algorithm.loss.needs_reference
 
     @property
     def needs_scorer(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Final
 
 from fourfold.algorithm import aggregation, corrections, kl
 from fourfold.algorithm.advantages.base import factor
+from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.algorithm.registry import Definition, foreign_code
 from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig, KlConfig
@@ -45,6 +46,9 @@ def noise_warnings(config: Config) -> list[str]:
 def algorithm_plan(config: Config) -> list[str]:
     """Return one paragraph for each part of the algorithm that is switched on."""
     algorithm = config.algorithm
+    if isinstance(algorithm.loss, SampleLoss):
+        of_units = _legend(config), _units(algorithm), _routers(config), _filter(config), _curriculum(config)
+        return [text for text in of_units if text]
     paragraphs = (
         _legend(config),
         _reward(config),
@@ -61,6 +65,16 @@ def algorithm_plan(config: Config) -> list[str]:
     return [text for text in paragraphs if text]
 
 
+def _units(algorithm: AlgorithmConfig) -> str:
+    """Describe the loss of whole answers and its reduction to one number."""
+    unit = "pair" if algorithm.loss.reads == "pairs" else "answer"
+    text = f"loss of {'a pair' if unit == 'pair' else 'an answer'}: {_formula(algorithm.loss)}; r is its label. "
+    text += f"The loss of a step is the mean over its {unit}s"
+    if algorithm.sft_coef:
+        text += f", + {factor(algorithm.sft_coef)}the mean of -p over the tokens of the preferred answers"
+    return f"{text}."
+
+
 def _formula(definition: Definition) -> str:
     with foreign_code(f"algorithm: the formula of kind {definition.kind!r} of {type(definition).__module__} failed"):
         return definition.formula()
@@ -68,13 +82,14 @@ def _formula(definition: Definition) -> str:
 
 def _legend(config: Config) -> str:
     """Define the log-probabilities of the formulas."""
-    names = ["o before the step"]
+    names = ["o before the step"] if config.algorithm.loss.compares_with_old else []
     if config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag:
         names.append("u in its engine")
     if config.needs_reference:
         names.append("f under the reference")
     ratio = "; ratio = exp(p - o)" if "ratio" in _formula(config.algorithm.loss) else ""
-    return f"p is the log-probability of a sampled token now, {', '.join(names)}{ratio}."
+    token = "token of an answer" if isinstance(config.algorithm.loss, SampleLoss) else "sampled token"
+    return f"p is the log-probability of a {token}{', '.join([' now', *names])}{ratio}."
 
 
 def _reward(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Defines policy losses: their inputs, their results, and the registry of `[algorithm.loss]`.
+"""Defines losses of tokens: their inputs, their results, and the registry of `[algorithm.loss]`.
 
     k             loss tokens of a micro-batch, all samples one after another
     p             [k]  current log-probability of each token; carries the gradient
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, SerializeAsAny
 
@@ -31,6 +31,8 @@ from fourfold.text import is_metric_name
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Reads = Literal["trajectories", "pairs", "labels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,9 +72,13 @@ class TokenLoss:
             raise ValueError(f"a loss has a metric named {wrong[0]!r}; write a name such as my-loss/penalty")
 
 
-class PolicyLoss(Definition):
-    """A loss of the policy: `[algorithm.loss]`."""
+class Loss(Definition):
+    """A loss of the model that is trained: of tokens (`PolicyLoss`) or of whole answers (`SampleLoss`)."""
 
+    reads: ClassVar[Reads] = "trajectories"
+    """Units of the loss, which stay in one micro-batch: trajectories, pairs of them, or trajectories with a label."""
+    needs_reference: ClassVar[bool] = False
+    """True: the loss reads the log-probabilities of the reference, which each sample must have."""
     compares_with_old: ClassVar[bool] = True
     """False if the loss does not read the old log-probabilities."""
     token_wise: ClassVar[bool] = False
@@ -88,6 +94,14 @@ class PolicyLoss(Definition):
     """False: the metric policy/entropy is left out, and the trainer computes no entropies unless `entropy_coef` is
     above 0."""
 
+    def narrowest_clip(self) -> float:
+        """Return the smallest |p - o|, in nats, that the loss clips; inf if there is none."""
+        return math.inf
+
+
+class PolicyLoss(Loss):
+    """A loss of the policy's tokens: `[algorithm.loss]`."""
+
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         # They describe the `compute` of their class: a subclass of PpoLoss, or a mixin before it, may add a term that
@@ -97,17 +111,13 @@ class PolicyLoss(Definition):
             if not any(name in vars(base) for base in cls.__mro__[: at + 1]):
                 setattr(cls, name, getattr(PolicyLoss, name))
 
-    def narrowest_clip(self) -> float:
-        """Return the smallest |p - o|, in nats, that the loss clips; inf if there is none."""
-        return math.inf
-
     @abstractmethod
     def compute(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of every token, [k]."""
 
 
-LOSSES: Final = Registry("losses", PolicyLoss)  # type: ignore[type-abstract]
-AnyPolicyLoss = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.parse)]
+LOSSES: Final = Registry("losses", Loss)  # type: ignore[type-abstract]
+AnyLoss = Annotated[SerializeAsAny[Loss], BeforeValidator(LOSSES.parse)]
 
 
 def log_likelihood_loss(p: Tensor, weight: Tensor) -> Tensor:

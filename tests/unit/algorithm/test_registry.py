@@ -199,9 +199,7 @@ def test_a_definition_that_raises_is_named(installed: Path, tmp_path: Path, monk
 
 
 def test_without_the_distribution_the_known_kinds_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="kind = 'quadratic' is unknown; choose one of .*, gmpo, gspo, "
-    ):
+    with pytest.raises(ConfigError, match=r"kind = 'quadratic' is unknown; choose one of .*, gmpo, gspo, "):
         configuration.load(write(tmp_path))
 
 

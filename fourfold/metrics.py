@@ -41,6 +41,10 @@ PAIR_ACCURACY: Final = "pair/accuracy"
 PAIR_MARGIN: Final = "pair/margin"
 PAIR_CHOSEN_REWARD: Final = "pair/chosen_reward"
 PAIR_REJECTED_REWARD: Final = "pair/rejected_reward"
+PAIR_CHOSEN_LOGPROB: Final = "pair/chosen_logprob"
+PAIR_REJECTED_LOGPROB: Final = "pair/rejected_logprob"
+PAIR_LENGTH_DIFFERENCE: Final = "pair/length_difference"
+PAIR_NLL: Final = "pair/chosen_nll"
 KTO_DISTANCE: Final = "kto/distance"
 KTO_ACCURACY: Final = "kto/accuracy"
 POLICY_LOSS: Final = "policy/loss"
@@ -192,11 +196,14 @@ METRICS: Final[dict[str, str]] = {
     NO_ACTION_RATE: "share in [0, 1]: samples without a sampled token, before the filter",
     POLICY_LOSS: "minimised policy loss, aggregated as in the recipe; mean over the updates of the step",
     NLL: "nats per token: mean negative log-likelihood of the tokens of the updates, without weights",
-    PAIR_ACCURACY: "share in [0, 1]: pairs of the updates whose preferred answer has the greater reward; the reward of "
-    "a loss of pairs is what it compares, times its beta, or the score of a reward model",
-    PAIR_MARGIN: "mean difference of these rewards, preferred less other answer",
+    PAIR_ACCURACY: "share in [0, 1]: pairs of the updates whose preferred answer has the greater reward",
+    PAIR_MARGIN: "mean reward of the preferred answer less that of the other; the reward is what the loss compares",
     PAIR_CHOSEN_REWARD: "mean reward of the preferred answers",
     PAIR_REJECTED_REWARD: "mean reward of the other answers",
+    PAIR_CHOSEN_LOGPROB: "nats: mean summed log-probability of the preferred answers, before each update",
+    PAIR_REJECTED_LOGPROB: "nats: the same of the other answers",
+    PAIR_LENGTH_DIFFERENCE: "tokens: mean length of the preferred answers less that of the others",
+    PAIR_NLL: "nats per token: term of algorithm.sft_coef, without it; mean over the updates of the step",
     KTO_DISTANCE: "nats: mean log-ratio of policy and reference over answers of other prompts, at least 0",
     KTO_ACCURACY: "share in [0, 1]: answers of the updates on the side of kto/distance that their label asks for",
     APPROX_KL: "nats per token: k3 estimate of KL(old || current) over the tokens of the updates",

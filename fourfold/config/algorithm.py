@@ -23,7 +23,6 @@ from fourfold.algorithm.advantages.grpo import Grpo
 from fourfold.algorithm.aggregation import Mode
 from fourfold.algorithm.losses.base import AnyLoss
 from fourfold.algorithm.losses.ppo import PpoLoss
-from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.table import Table
 from fourfold.text import choices
 
@@ -321,7 +320,7 @@ class AlgorithmConfig(Table):
                 f"sft_coef = {self.sft_coef:g} weighs the preferred answers of pairs, but loss.kind = `{loss.kind}` "
                 f"reads {loss.reads}; remove it, or use a loss of pairs, such as `dpo`"
             )
-        if not isinstance(loss, SampleLoss):
+        if not loss.of_answers:
             return
         if loss.trains == "scores":
             raise ValueError(
@@ -366,7 +365,7 @@ class AlgorithmConfig(Table):
 
     def check_batch(self, *, group_size: int, samples_per_step: int) -> None:
         """Raise ValueError when a batch of this shape cannot be trained on."""
-        if self.compares_samples and group_size < 2 and not isinstance(self.loss, SampleLoss):
+        if self.compares_samples and group_size < 2 and not self.loss.of_answers:
             raise ValueError(
                 f"batch.group_size = {group_size}, but algorithm.advantage.kind = `{self.advantage.kind}` compares the "
                 f"samples of a prompt; raise it to at least 2, or use `gae` or `reinforce`"

@@ -10,7 +10,6 @@ from typing import Final
 
 from fourfold.algorithm import aggregation, corrections, kl
 from fourfold.algorithm.advantages.base import factor
-from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.algorithm.registry import Definition, foreign_code
 from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig, KlConfig
@@ -46,7 +45,7 @@ def noise_warnings(config: Config) -> list[str]:
 def algorithm_plan(config: Config) -> list[str]:
     """Return one paragraph for each part of the algorithm that is switched on."""
     algorithm = config.algorithm
-    if isinstance(algorithm.loss, SampleLoss):
+    if algorithm.loss.of_answers:
         of_units = _legend(config), _units(algorithm), _routers(config), _filter(config), _curriculum(config)
         return [text for text in of_units if text]
     paragraphs = (
@@ -88,7 +87,7 @@ def _legend(config: Config) -> str:
     if config.needs_reference:
         names.append("f under the reference")
     ratio = "; ratio = exp(p - o)" if "ratio" in _formula(config.algorithm.loss) else ""
-    token = "token of an answer" if isinstance(config.algorithm.loss, SampleLoss) else "sampled token"
+    token = "token of an answer" if config.algorithm.loss.of_answers else "sampled token"
     return f"p is the log-probability of a {token}{', '.join([' now', *names])}{ratio}."
 
 

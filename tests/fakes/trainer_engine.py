@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class FakeEngine:
     def vocabulary_size(self) -> int:
         return VOCABULARY
 
-    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+    def update_policy(self, shares: Sequence[Sequence[Any]], settings: UpdateSettings) -> UpdateSums:
         self._change("update_policy")
         self._wait()
         self.shares.append(shares)
@@ -78,11 +78,11 @@ class FakeEngine:
             grad_norm=self.grad_norm,
         )
 
-    def keep_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> int:
+    def keep_gradient(self, shares: Sequence[Sequence[Any]], settings: UpdateSettings) -> int:
         self._change("keep_gradient")
         return 4000
 
-    def compare_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> list[float]:
+    def compare_gradient(self, shares: Sequence[Sequence[Any]], settings: UpdateSettings) -> list[float]:
         self._change("compare_gradient")
         return [3.0, 4.0, 9.0]
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Reads = Literal["trajectories", "pairs", "labels"]
+Trained = Literal["policy", "scores"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,6 +78,8 @@ class Loss(Definition):
 
     reads: ClassVar[Reads] = "trajectories"
     """Units of the loss, which stay in one micro-batch: trajectories, pairs of them, or trajectories with a label."""
+    trains: ClassVar[Trained] = "policy"
+    """Model whose outputs the loss reads: the policy's log-probabilities, or the scores of a reward model's head."""
     needs_reference: ClassVar[bool] = False
     """True: the loss reads the log-probabilities of the reference, which each sample must have."""
     compares_with_old: ClassVar[bool] = True
@@ -91,8 +94,12 @@ class Loss(Definition):
     """False if a trajectory whose advantages are all 0 adds nothing to the gradient: the trainer then makes no pass for
     it. True is safe for every loss."""
     reports_entropy: ClassVar[bool] = True
-    """False: the metric policy/entropy is left out, and the trainer computes no entropies unless `entropy_coef` is
-    above 0."""
+    """False: there is no metric policy/entropy, and no entropies are computed unless `entropy_coef` is above 0."""
+
+    @property
+    def of_answers(self) -> bool:
+        """True for a loss of whole answers (`SampleLoss`), which reads no advantages."""
+        return self.reads != "trajectories"
 
     def narrowest_clip(self) -> float:
         """Return the smallest |p - o|, in nats, that the loss clips; inf if there is none."""

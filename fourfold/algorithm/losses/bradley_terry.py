@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fourfold.algorithm.losses.base import LOSSES
-from fourfold.algorithm.losses.units import SampleInputs, SampleLoss, Trained, UnitLoss, log_sigmoid
+from fourfold.algorithm.losses.base import LOSSES, Trained
+from fourfold.algorithm.losses.units import SampleInputs, SampleLoss, UnitLoss, log_sigmoid
 
 
 @LOSSES.register

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from fourfold import metrics
 from fourfold.algorithm.losses.base import Loss, Reads
@@ -26,8 +26,6 @@ from fourfold.text import is_metric_name
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Trained = Literal["policy", "scores"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,8 +89,6 @@ class SampleLoss(Loss):
     reads: ClassVar[Reads] = "pairs"
     compares_with_old: ClassVar[bool] = False
     reports_entropy: ClassVar[bool] = False
-    trains: ClassVar[Trained] = "policy"
-    """Source of `sums`: log-probabilities of the policy, or the scores of a reward model's head."""
     measures_distance: ClassVar[bool] = False
     """True: `distance` is measured before each optimizer step, on the samples without a score."""
 

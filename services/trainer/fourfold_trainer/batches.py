@@ -12,11 +12,13 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int32Array
+from fourfold.arrays import EMPTY_FLOATS, Float32Array, Float64Array, Int32Array, Int64Array
 from fourfold.nn.batching import TokenBatch, pack
 
 Array = NDArray[Any]
-MicroBatch: TypeAlias = "TokenBatch | PolicyBatch | ValueBatch | WeightedBatch"
+MicroBatch: TypeAlias = "TokenBatch | PolicyBatch | UnitBatch | ValueBatch | WeightedBatch"
+UpdateBatch: TypeAlias = "PolicyBatch | UnitBatch"
+"""A micro-batch of an update of the policy: its class follows from the loss."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -31,7 +33,7 @@ class PolicyBatch:
     trajectories: Int32Array  # [k], trajectory of each token, 0 for the first
     weights: Float32Array  # [k], weight of each token's loss; 0: a dummy, which counts nowhere
     advantages: Float32Array  # [k]
-    behavior_logprobs: Float32Array  # [k]
+    behavior_logprobs: Float32Array  # [k], or [0] where no engine sampled the tokens
     old_logprobs: Float32Array  # [k], or [0] before the first update, when they equal the current ones
     reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
 
@@ -39,6 +41,24 @@ class PolicyBatch:
     def is_dummy(self) -> bool:
         """Return true if no token counts."""
         return not self.weights.any()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnitBatch:
+    """One forward and backward pass of the policy on one rank, for a loss of whole answers."""
+
+    tokens: TokenBatch  # the k loss tokens of s samples, one sample after another
+    counts: Int64Array  # [s], loss tokens of each sample
+    labels: Float64Array  # [s]
+    unit_weights: Float64Array  # [u], weight of each unit's loss; 0: a dummy. Samples 2j and 2j + 1 are pair j
+    nll_weights: Float64Array  # [s], weight of the negative log-likelihood of each sample's tokens
+    reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
+    factors: Float32Array  # [k], factor of each token in the sums of the loss, or [0]: all are 1
+
+    @property
+    def is_dummy(self) -> bool:
+        """Return true if no unit counts."""
+        return not self.unit_weights.any()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,16 +84,30 @@ def dummy_tokens() -> TokenBatch:
     return pack([np.zeros(2, np.int32)], [np.ones(1, np.int64)], [1.0])
 
 
-def dummy_policy_batch(*, with_old: bool, with_reference: bool) -> PolicyBatch:
+def dummy_policy_batch(*, with_old: bool, with_reference: bool, with_behavior: bool = True) -> PolicyBatch:
     """Return a dummy with the columns of the real batches."""
     return PolicyBatch(
         tokens=dummy_tokens(),
         trajectories=np.zeros(1, np.int32),
         weights=_ZERO,
         advantages=_ZERO,
-        behavior_logprobs=_ZERO,
+        behavior_logprobs=_ZERO if with_behavior else EMPTY_FLOATS,
         old_logprobs=_ZERO if with_old else EMPTY_FLOATS,
         reference_logprobs=_ZERO if with_reference else EMPTY_FLOATS,
+    )
+
+
+def dummy_unit_batch(*, pairs: bool, with_reference: bool, with_factors: bool) -> UnitBatch:
+    """Return a dummy with the columns of the real batches: one sample of a token, and with pairs one without."""
+    samples = 2 if pairs else 1
+    return UnitBatch(
+        tokens=dummy_tokens(),
+        counts=np.array([1, 0][:samples], np.int64),
+        labels=np.array([1.0, 0.0][:samples], np.float64),
+        unit_weights=np.zeros(1, np.float64),
+        nll_weights=np.zeros(samples, np.float64),
+        reference_logprobs=_ZERO if with_reference else EMPTY_FLOATS,
+        factors=_ZERO if with_factors else EMPTY_FLOATS,
     )
 
 

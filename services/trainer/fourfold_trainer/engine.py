@@ -24,7 +24,7 @@ from fourfold.address import LOOPBACK
 from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest
-from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.batches import UpdateBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.flops import Machine
 
 T = TypeVar("T")
@@ -33,6 +33,7 @@ T = TypeVar("T")
 RATIO_SUM: Final = "sum of the mismatch ratio"
 RATIO_SQUARE_SUM: Final = "sum of the squared mismatch ratio"
 SAMPLE_COUNT: Final = "samples with loss tokens"
+UNIT_COUNT: Final = "units of a loss of whole answers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class UpdateSettings:
     kl_coef: float = 0.0  # coefficient of the KL term in the loss; the controller may have changed the recipe's
     router_coef: float = 0.0  # coefficient of the routers' load-balancing loss
     token_count: int = 0  # tokens in the micro-batches of all ranks, without dummies
+    distance: float = 0.0  # mean log-ratio of mismatched answers, for a loss that measures it
     first_epoch: bool = True  # False: the step's earlier updates have measured the mismatch of these samples
 
 
@@ -119,17 +121,17 @@ class TrainerEngine(Protocol):
         If the number grew during a call that failed, the state of the ranks is unknown, and the service ends.
         """
 
-    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+    def update_policy(self, shares: Sequence[Sequence[UpdateBatch]], settings: UpdateSettings) -> UpdateSums:
         """Run one optimizer step of the policy. `shares` has the same number of batches for every rank."""
 
-    def keep_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> int:
+    def keep_gradient(self, shares: Sequence[Sequence[UpdateBatch]], settings: UpdateSettings) -> int:
         """Compute the gradient that `update_policy` would apply, and keep it on the ranks for `compare_gradient`.
 
         Weights and optimizer stay as they are. Returns the bytes that a rank keeps, of the rank with the most; 0: the
         gradient is not finite, and nothing was kept.
         """
 
-    def compare_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> list[float]:
+    def compare_gradient(self, shares: Sequence[Sequence[UpdateBatch]], settings: UpdateSettings) -> list[float]:
         """Compute another such gradient and compare it with the kept one; forget both.
 
         Returns their dot product, the squared L2 norm of the kept one, and that of the other; empty: the other is not

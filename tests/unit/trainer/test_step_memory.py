@@ -6,6 +6,7 @@ import itertools
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from fourfold.rpc.codec import encode_stream
 from fourfold.sample import Sample, VersionSpan
 from fourfold.sample.wire import decode, encode_parts
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepRequest
-from fourfold_trainer.batches import PolicyBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.service.batch_stream import IncomingBatch
 from fourfold_trainer.service.metrics import summarise
@@ -31,7 +31,7 @@ SAMPLES, GROUP, TOKENS, PROMPT = 512, 8, 512, 64
 class LastingEngine(FakeEngine):
     """An engine that keeps no batch, and returns what a rank measures of each token."""
 
-    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+    def update_policy(self, shares: Sequence[Sequence[Any]], settings: UpdateSettings) -> UpdateSums:
         tokens = sum(len(batch.advantages) for share in shares for batch in share)
         return UpdateSums(loss=1.0, token_count=tokens, grad_norm=1.0)
 

@@ -22,7 +22,7 @@ from fourfold.errors import FourfoldError
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
-from fourfold_trainer.batches import MicroBatch, PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.batches import MicroBatch, UpdateBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.checkpoint.machines import FileCopy, copies_to_keep, copies_to_read, newest_complete
 from fourfold_trainer.checkpoint.store import STATE_FILE
 from fourfold_trainer.engine import SentWeights, UpdateSettings, UpdateSums
@@ -112,17 +112,17 @@ class DistributedEngine:
     def change_count(self) -> int:
         return sum(group.change_count for group in self._groups)
 
-    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+    def update_policy(self, shares: Sequence[Sequence[UpdateBatch]], settings: UpdateSettings) -> UpdateSums:
         return _update(self._policy, "update_policy", shares, settings)
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
         return _update(self._critic, "update_critic", shares, settings)
 
-    def keep_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> int:
+    def keep_gradient(self, shares: Sequence[Sequence[UpdateBatch]], settings: UpdateSettings) -> int:
         answers = self._policy.call_on_shares("keep_gradient", shares, fields=asdict(settings))
         return max(int(answer.fields["byte_count"]) for answer in answers)
 
-    def compare_gradient(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> list[float]:
+    def compare_gradient(self, shares: Sequence[Sequence[UpdateBatch]], settings: UpdateSettings) -> list[float]:
         answers = self._policy.call_on_shares("compare_gradient", shares, fields=asdict(settings))
         return list(answers[0].fields["products"])
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fourfold import errors, metrics
+from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal
 from fourfold.nn.batching import TokenBatch
@@ -24,7 +25,16 @@ from fourfold.nn.gpu_errors import explain_out_of_memory
 from fourfold.plan.placement import memory_advice
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.transport.base import available_backends
-from fourfold_trainer.batches import Array, PolicyBatch, ReceivedBatches, ValueBatch, WeightedBatch
+from fourfold_trainer.batches import (
+    Array,
+    Batches,
+    PolicyBatch,
+    ReceivedBatches,
+    UnitBatch,
+    UpdateBatch,
+    ValueBatch,
+    WeightedBatch,
+)
 from fourfold_trainer.checkpoint import machines
 from fourfold_trainer.checkpoint.shards import Shard
 from fourfold_trainer.checkpoint.store import STATE_FILE, remove_partial, writing
@@ -122,7 +132,7 @@ class RankWorker:
         next(iter(self._models.values())).close()  # one process group serves all models
 
     def _update_policy(self, command: RankMessage) -> RankMessage:
-        batches, settings = ReceivedBatches(PolicyBatch, command.batches), UpdateSettings(**command.fields)
+        batches, settings = self._update_batches(command), UpdateSettings(**command.fields)
         algorithm = self._config.algorithm
         sums = update_policy(self.policy, batches, settings, algorithm, rank_count=self._rank_count)
         if self._config.trainer.device == "cuda":
@@ -145,8 +155,12 @@ class RankWorker:
 
     def _compute_gradient(self, command: RankMessage) -> None:
         # The peak of the GPU's memory is not reset: the step's first update reports that of the comparison, too.
-        batches, settings = ReceivedBatches(PolicyBatch, command.batches), UpdateSettings(**command.fields)
+        batches, settings = self._update_batches(command), UpdateSettings(**command.fields)
         compute_gradient(self.policy, batches, settings, self._config.algorithm, rank_count=self._rank_count)
+
+    def _update_batches(self, command: RankMessage) -> Batches[UpdateBatch]:
+        of_units = isinstance(self._config.algorithm.loss, SampleLoss)
+        return ReceivedBatches[UpdateBatch](UnitBatch if of_units else PolicyBatch, command.batches)
 
     def _forward_backward(self, command: RankMessage) -> RankMessage:
         batches = ReceivedBatches(WeightedBatch, command.batches)

@@ -12,17 +12,18 @@ from numpy.typing import NDArray
 from fourfold import metrics as m
 from fourfold.arrays import Float64Array
 from fourfold.config import Config
-from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT
+from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT, UNIT_COUNT
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.step_result import StepResult
 
 # Terms of an update's loss; their metrics are means over the updates.
-_UPDATE_MEANS: Final = (m.KL_LOSS, m.ROUTER_LOSS)
-# Sums of a step that are not divided by its tokens. All others are, whatever names a loss gives its metrics.
+_UPDATE_MEANS: Final = (m.KL_LOSS, m.ROUTER_LOSS, m.PAIR_NLL)
+# Sums of a step that are not divided by its tokens or units. All others are, whatever names a loss gives its metrics.
 _OTHER_SUMS: Final = {
     *_UPDATE_MEANS,
     m.REJECTED_SAMPLES,
     SAMPLE_COUNT,
+    UNIT_COUNT,
     m.MISMATCH_NONFINITE,
     m.MISMATCH_PROBABILITY,
     m.MISMATCH_KL,
@@ -50,13 +51,15 @@ def summarise(result: StepResult, config: Config) -> dict[str, float]:
 
 
 def _advantages(result: StepResult) -> dict[str, float]:
-    scores = np.array(result.batch.values("score"), np.float64)
     found = {
-        m.SCORE_MEAN: float(scores.mean()),
-        m.REWARD_PENALTY: float((result.outcomes - scores).mean()),
-        m.TRAINED_SEGMENTS: len(result.batch.samples) / len(scores),
+        m.TRAINED_SEGMENTS: len(result.batch.samples) / (len(result.batch.bounds) - 1),
         m.TRAINED_TURNS: float(result.batch.turn_counts.mean()),
     }
+    if not result.targets.advantages:  # the scores are the labels of whole answers
+        return found
+    scores = np.array(result.batch.values("score"), np.float64)
+    found[m.SCORE_MEAN] = float(scores.mean())
+    found[m.REWARD_PENALTY] = float((result.outcomes - scores).mean())
     # Sample by sample, because all advantages together would take as much memory as the samples.
     count = int(result.batch.loss_lengths.sum())
     if count:
@@ -76,7 +79,7 @@ def _selected(result: StepResult, parts: Sequence[NDArray[Any]]) -> Iterator[NDA
 
 
 def _policy(result: StepResult) -> dict[str, float]:
-    sums, count = result.policy, max(result.policy.token_count, 1)
+    sums, count = result.policy, float(max(result.policy.token_count, 1))
     found = {
         m.UPDATES: float(result.policy_updates),
         m.TRAINED_TOKENS: float(sums.token_count),
@@ -99,6 +102,7 @@ def _policy(result: StepResult) -> dict[str, float]:
         found[m.ROUTER_VIOLATION] = float((loads.max(1) / loads.mean(1)).max() - 1)
     if SAMPLE_COUNT in sums.sums:
         found[m.REJECTED_SAMPLES] = sums.sums[m.REJECTED_SAMPLES] / max(sums.sums[SAMPLE_COUNT], 1)
+    count = sums.sums.get(UNIT_COUNT) or count
     found |= {name: total / count for name, total in sums.sums.items() if name not in _OTHER_SUMS}
     return found | sums.lowest | sums.highest
 

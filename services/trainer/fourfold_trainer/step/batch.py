@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.algorithm.advantages.base import group_members
+from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.arrays import BoolArray, Float32Array, Int64Array
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.schema import Config
@@ -44,6 +45,9 @@ class TrainBatch:
         """Order samples by trajectory, in the order of their first samples, and count their action tokens."""
         samples = Samples.of(found)
         members = group_members(samples.trajectories)
+        if algorithm.loss.reads != "trajectories":  # the samples of a group are neighbours, as those of a pair are read
+            groups = group_members([samples.values["group_id"][part[0]] for part in members])
+            members = [members[j] for group in groups for j in group]
         order = [i for part in members for i in sorted(part, key=samples.values["segment_index"].__getitem__)]
         if order != list(range(len(samples))):
             samples = Samples.of([samples[i] for i in order])
@@ -65,6 +69,13 @@ class TrainBatch:
         """Return a field of the first segment of each trajectory, [B]: it has the score and the group of all."""
         column = self.samples.values[name]
         return [column[i] for i in self.bounds[:-1]]
+
+    @property
+    def group_bounds(self) -> Int64Array:
+        """The first sample of each run of samples of one group, and S, [G + 1]; one run per group for `SampleLoss`."""
+        ids = self.samples.values["group_id"]
+        starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1]]
+        return np.array([*starts, len(ids)], np.int64)
 
     @property
     def trajectory_of(self) -> Int64Array:
@@ -159,29 +170,63 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
     alike = ["group_id", "segment_count", "score", "baseline_score", "shadow_score"]
     alike += ["terms"] if algorithm.advantage.compares_terms else []
     _check_segments(samples, alike, most_tokens=budget if algorithm.needs_whole_trajectories else None)
+    loss = algorithm.loss
+    measured = isinstance(loss, SampleLoss) and loss.measures_distance
+    _check_units(samples, config, measured=measured)
     for sample in samples:
         name = f"sample {sample.sample_id}"
-        if sample.score is None:
+        if sample.score is None and not measured:
             raise InvalidInput(f"{name} has no score; score it first, or leave it out of the batch")
         if sample.top_p < 1 or sample.top_k:
             raise InvalidInput(
                 f"{name} was sampled with top_p = {sample.top_p:g}, top_k = {sample.top_k}; the engine's "
                 f"log-probabilities are then renormalised and cannot be trained on: sample with temperature alone"
             )
-        if algorithm.kl.coef > 0 and not len(sample.reference_logprobs):
-            raise InvalidInput(
-                f"{name} has no reference_logprobs; algorithm.kl.coef = {algorithm.kl.coef:g} needs them"
-            )
+        if (algorithm.kl.coef > 0 or loss.needs_reference) and not len(sample.reference_logprobs):
+            reader = f"loss.kind = `{loss.kind}`" if loss.needs_reference else f"kl.coef = {algorithm.kl.coef:g}"
+            raise InvalidInput(f"{name} has no reference_logprobs; algorithm.{reader} needs them")
         if algorithm.advantage.needs_greedy_sample and sample.baseline_score is None:
             kind = algorithm.advantage.kind
             raise InvalidInput(f"{name} has no baseline_score; algorithm.advantage.kind = `{kind}` needs it")
-        if algorithm.correction.kind == "none" and not algorithm.loss.corrects_lag:
-            _check_behavior(sample)
+        _check_behavior(sample, algorithm)
         newest = max((span.policy_version for span in sample.version_spans), default=-1)
         if newest > policy_version:
             raise InvalidInput(
                 f"{name} was sampled by policy version {newest}; the trainer is at {policy_version} and has not "
                 f"published that one: restore the right checkpoint, or raise the policy version"
+            )
+
+
+def _check_units(samples: Sequence[Sample], config: Config, *, measured: bool) -> None:
+    """Refuse samples that are not the units that the loss reads; `measured`: it measures a distance."""
+    loss = config.algorithm.loss
+    if loss.reads == "pairs":
+        _check_pairs(samples, most_tokens=config.batch.tokens_per_micro_batch)
+    if measured and all(sample.score is not None for sample in samples):
+        raise InvalidInput(
+            f"each of the {len(samples)} samples has a score; algorithm.loss.kind = `{loss.kind}` measures its "
+            f"distance on samples without one: send the answer of another prompt with each prompt"
+        )
+
+
+def _check_pairs(samples: Sequence[Sample], *, most_tokens: int) -> None:
+    """Refuse a group that is not two trajectories of different scores, or does not fit in one micro-batch."""
+    for members in group_members([sample.group_id for sample in samples]):
+        pair = [samples[i] for i in members]
+        scores = {sample.trajectory: sample.score for sample in pair}
+        group = f"group {pair[0].group_id}"
+        if len(scores) != 2:
+            raise InvalidInput(f"{group} has {len(scores)} samples; a pair has 2: send one pair per group")
+        if len(set(scores.values())) != 2:
+            raise InvalidInput(
+                f"{group}: both samples have the score {pair[0].score}; the preferred one of a pair has the greater "
+                f"score: leave the pair out"
+            )
+        tokens = sum(len(sample.token_ids) for sample in pair)
+        if tokens > most_tokens:
+            raise InvalidInput(
+                f"{group} has {tokens} tokens, more than a micro-batch of {most_tokens}, in which a pair stays "
+                f"together: raise batch.tokens_per_micro_batch, or leave the pair out"
             )
 
 
@@ -228,8 +273,22 @@ def _any_truncated(samples: Samples, bounds: Int64Array) -> BoolArray:
     return found
 
 
-def _check_behavior(sample: Sample) -> None:
-    """Refuse a sampled token of probability 0: corrections reject it, but without one it would be trained on."""
+def _check_behavior(sample: Sample, algorithm: AlgorithmConfig) -> None:
+    """Refuse a sample without the engine's log-probabilities that something reads, or with a token of probability 0.
+
+    Corrections reject such a token, but without one it would be trained on.
+    """
+    kind = algorithm.loss.kind
+    if not len(sample.behavior_logprobs):
+        if algorithm.correction.kind != "none" or algorithm.loss.corrects_lag:
+            raise InvalidInput(
+                f"sample {sample.sample_id} has no behavior_logprobs; algorithm.correction.kind = "
+                f"`{algorithm.correction.kind}`, loss.kind = `{kind}` read them: for tokens that no engine sampled, "
+                f"set correction.kind = `none` and a loss such as `nll`"
+            )
+        return
+    if algorithm.correction.kind != "none" or algorithm.loss.corrects_lag:
+        return
     (impossible,) = np.nonzero(np.isneginf(sample.behavior_logprobs) & sample.loss_mask)
     if len(impossible):
         raise InvalidInput(

@@ -88,16 +88,17 @@ class MetricAccumulator:
     accepted: list[Tensor] = field(default_factory=list)  # bool scalars: a token of the micro-batch was not rejected
     expert_counts: list[Tensor] = field(default_factory=list)
 
-    def add_loss(self, loss: Tensor, *, real: Tensor, means: dict[str, Tensor]) -> None:
-        """Add the loss of a micro-batch, and the metrics that are means over the tokens of the step.
+    def add_loss(self, loss: Tensor, *, real: Tensor, means: dict[str, Tensor], count: Tensor | None = None) -> None:
+        """Add the loss of a micro-batch, and the metrics that are means over the tokens, or the units, of the step.
 
         Args:
             loss: the micro-batch's part of the step's loss, a scalar.
             real: bool [k]; False for the tokens of a dummy, which count nowhere.
             means: values of each token, [k], by metric name.
+            count: loss tokens, where `real` and `means` are of units, [u].
         """
         self.losses.append(loss.double())
-        self.counts.append(real.sum())
+        self.counts.append(real.sum() if count is None else count)
         for name, values in means.items():
             self.add_sum(name, torch.where(real, values, 0).double().sum())
 

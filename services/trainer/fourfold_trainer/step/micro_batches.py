@@ -65,8 +65,8 @@ def compute_per_token(
     """
     asked = [[i] for i, count in enumerate(counts) if count]
     shares = _split(samples, asked, config, ranks=ranks or config.trainer.data_parallel_size, gradient=False)
-    make = partial(_pack_tokens, samples, positions)
-    return _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, counts)
+    make = partial(pack_tokens, samples, positions)
+    return _run(compute, fill(shares, make, batches.dummy_tokens()), shares, counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,9 +123,9 @@ def add_gradient(
 
     def make(members: Sequence[int]) -> WeightedBatch:
         chosen = np.concatenate([weights[i][positions[i]] for i in members])
-        return WeightedBatch(tokens=_pack_tokens(samples, positions.__getitem__, members), weights=chosen)
+        return WeightedBatch(tokens=pack_tokens(samples, positions.__getitem__, members), weights=chosen)
 
-    return _run(compute, _fill(shares, make, batches.dummy_weighted_batch()), shares, [len(p) for p in positions])
+    return _run(compute, fill(shares, make, batches.dummy_weighted_batch()), shares, [len(p) for p in positions])
 
 
 def _run(
@@ -149,8 +149,9 @@ def _run(
 def mini_batches(bounds: Int64Array, config: Config, *, step: int) -> list[list[int]]:
     """Return the samples of each optimizer step. Every epoch splits all trajectories into mini-batches at random.
 
-    A mini-batch that has all trajectories keeps their order. So each epoch has the micro-batches of the first, and
-    packing adds no difference to their log-probabilities.
+    With `group_bounds` of the batch in place of `bounds`, whole groups are dealt. A mini-batch that has all
+    trajectories keeps their order. So each epoch has the micro-batches of the first, and packing adds no difference to
+    their log-probabilities.
 
     `bounds` are those of `TrainBatch`: the segments of a trajectory are in one optimizer step, which gives the weight
     of one sample to them together.
@@ -211,34 +212,42 @@ class LossTokens:
     ) -> list[MicroBatches[PolicyBatch]]:
         """Return each rank's micro-batches of `members`, each of which has loss tokens."""
         with_old = self.targets.outputs.old_logprobs is not None
-        dummy = batches.dummy_policy_batch(with_old=with_old, with_reference=self.kl_in_loss)
-        return _fill(
-            _policy_shares(self.batch, self.config, members), lambda ids: self._policy_batch(ids, weights), dummy
+        dummy = batches.dummy_policy_batch(
+            with_old=with_old, with_reference=self.kl_in_loss, with_behavior=self._with_behavior
+        )
+        return fill(
+            policy_shares(self.batch, self.config, members), lambda ids: self._policy_batch(ids, weights), dummy
         )
 
     def value_micro_batches(self, members: Sequence[int], weights: dict[int, float]) -> list[MicroBatches[ValueBatch]]:
         """Return each rank's micro-batches of `members` for the critic."""
         units = [[i] for i in members]
         shares = _split(self.batch.samples, units, self.config, ranks=self.config.critic_data_parallel_size)
-        return _fill(shares, lambda ids: self._value_batch(ids, weights), batches.dummy_value_batch())
+        return fill(shares, lambda ids: self._value_batch(ids, weights), batches.dummy_value_batch())
 
     def _policy_batch(self, members: Sequence[int], weights: dict[int, float]) -> PolicyBatch:
         counts = self.batch.loss_lengths[list(members)]
         reference = [self._aligned("reference_logprobs", i) for i in members] if self.kl_in_loss else None
         return PolicyBatch(
-            tokens=_pack_tokens(self.batch.samples, self.batch.loss_positions, members),
+            tokens=pack_tokens(self.batch.samples, self.batch.loss_positions, members),
             trajectories=np.repeat(_numbered(self.batch.trajectory_of[list(members)]), counts),
             weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
             advantages=self._join(self.targets.advantages, members),
-            behavior_logprobs=np.concatenate([self._aligned("behavior_logprobs", i) for i in members]),
+            behavior_logprobs=np.concatenate([self._aligned("behavior_logprobs", i) for i in members])
+            if self._with_behavior
+            else EMPTY_FLOATS,
             old_logprobs=self._join(self.targets.outputs.old_logprobs, members),
             reference_logprobs=EMPTY_FLOATS if reference is None else np.concatenate(reference),
         )
 
+    @property
+    def _with_behavior(self) -> bool:
+        return bool(self.batch.samples.present["behavior_logprobs"].any())
+
     def _value_batch(self, members: Sequence[int], weights: dict[int, float]) -> ValueBatch:
         counts = self.batch.loss_lengths[list(members)]
         return ValueBatch(
-            tokens=_pack_tokens(self.batch.samples, self.batch.loss_positions, members),
+            tokens=pack_tokens(self.batch.samples, self.batch.loss_positions, members),
             weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
             returns=self._join(self.targets.returns, members),
             old_values=self._join(self.targets.outputs.values, members),
@@ -298,26 +307,33 @@ def compute_as_updates(
     """
     shares: list[list[list[int]]] = [[] for _ in range(config.trainer.data_parallel_size)]
     for members in filter(None, updates):
-        for share, part in zip(shares, _policy_shares(batch, config, members), strict=True):
+        for share, part in zip(shares, policy_shares(batch, config, members), strict=True):
             share += part[:limit]
 
     def positions(index: int) -> Int64Array:
         return batch.positions(index)[batch.free(index)]
 
-    make = partial(_pack_tokens, batch.samples, positions)
-    return _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, batch.free_lengths)
+    make = partial(pack_tokens, batch.samples, positions)
+    return _run(compute, fill(shares, make, batches.dummy_tokens()), shares, batch.free_lengths)
 
 
-def _policy_shares(batch: TrainBatch, config: Config, members: Sequence[int]) -> list[list[list[int]]]:
+def unit_of(batch: TrainBatch, config: Config) -> Int64Array:
+    """Return the unit of each sample, [S]: its trajectory, or its group where the loss reads pairs."""
+    if config.algorithm.loss.reads != "pairs":
+        return batch.trajectory_of
+    return np.repeat(np.arange(len(batch.group_bounds) - 1), np.diff(batch.group_bounds))
+
+
+def policy_shares(batch: TrainBatch, config: Config, members: Sequence[int]) -> list[list[list[int]]]:
     """Return for each rank the micro-batches of an update on `members`, as `_split` does.
 
-    The members of a trajectory stay in one micro-batch if they fit in one. Otherwise, they are split, unless a token's
-    loss depends on the whole trajectory.
+    The members of a unit stay in one micro-batch if they fit in one. Otherwise, they are split, unless a token's loss
+    depends on the whole unit.
     """
-    trajectory_of, lengths, budget = batch.trajectory_of, batch.samples.lengths, config.batch.tokens_per_micro_batch
+    numbers, lengths, budget = unit_of(batch, config), batch.samples.lengths, config.batch.tokens_per_micro_batch
     units: dict[int, list[int]] = {}
     for i in members:
-        units.setdefault(int(trajectory_of[i]), []).append(i)
+        units.setdefault(int(numbers[i]), []).append(i)
     result = []
     for unit in units.values():
         whole = lengths[unit].sum() <= budget or config.algorithm.needs_whole_trajectories
@@ -382,14 +398,14 @@ def deal(lengths: Sequence[int], rank_count: int) -> list[list[int]]:
     return shares
 
 
-def _fill(
+def fill(
     shares: Sequence[Sequence[Sequence[int]]], make: Callable[[Sequence[int]], T], dummy: T
 ) -> list[MicroBatches[T]]:
     """Return the shares of `_split` as micro-batches."""
     return [MicroBatches(share, make, dummy) for share in shares]
 
 
-def _pack_tokens(samples: Samples, positions: Positions, members: Sequence[int]) -> TokenBatch:
+def pack_tokens(samples: Samples, positions: Positions, members: Sequence[int]) -> TokenBatch:
     """Return one micro-batch of `members` that asks for the tokens at their positions, each in [1, n)."""
     temperatures = samples.values["temperature"]
     ids = [samples.array("token_ids", i) for i in members]

@@ -5,6 +5,7 @@ Every rank runs these functions at the same time, each on its share of the sampl
     policy   sum over tokens of  c * (w * loss(p, o, A) + kl_coef * kl(p, f) - entropy_coef * H)
              + sum over micro-batches of  router_coef * share * router loss
     critic   sum over tokens of  c * value_loss(V, G)
+    units    see unit_objective.py, for a loss of whole answers
 
     p current, o old, u behavior, f reference log-probability; A advantage; V value, G return; H entropy
     c weight of a token, from the lengths of all samples (algorithm/aggregation.py)
@@ -24,20 +25,21 @@ from torch import Tensor
 
 from fourfold import metrics
 from fourfold.algorithm import corrections, kl
-from fourfold.algorithm.losses.base import LossInputs
+from fourfold.algorithm.losses.base import LossInputs, PolicyLoss
 from fourfold.algorithm.losses.value import value_loss
 from fourfold.config.algorithm import AlgorithmConfig, KlConfig
 from fourfold.config.trainer import CriticConfig
 from fourfold.nn.sequence import to_device
-from fourfold_trainer.batches import Batches, PolicyBatch, ValueBatch
+from fourfold_trainer.batches import Batches, PolicyBatch, UnitBatch, UpdateBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.step.metric_accumulator import MetricAccumulator, policy_distances
+from fourfold_trainer.step.unit_objective import unit_objective
 from fourfold_trainer.trained_model import Critic, Policy
 
 
 def compute_gradient(
     policy: Policy,
-    batches: Batches[PolicyBatch],
+    batches: Batches[UpdateBatch],
     settings: UpdateSettings,
     algorithm: AlgorithmConfig,
     *,
@@ -58,7 +60,10 @@ def compute_gradient(
         logprobs, entropy = policy.logprobs(batch.tokens, entropy=algorithm.needs_entropies)
         if policy.routers is not None:
             accumulator.add_routing(policy.routers.routed(), share)
-        loss = _policy_objective(logprobs, entropy, batch, algorithm, settings, accumulator)
+        if isinstance(batch, UnitBatch):
+            loss = unit_objective(logprobs, batch, algorithm, settings, accumulator)
+        else:
+            loss = _policy_objective(logprobs, entropy, batch, algorithm, settings, accumulator)
         # Made while the device computes: the backward pass waits for it, and 73,728 tokens take 8 ms to pack.
         upcoming = next(stream, None)
         last = upcoming is None
@@ -75,7 +80,7 @@ def compute_gradient(
 
 def update_policy(
     policy: Policy,
-    batches: Batches[PolicyBatch],
+    batches: Batches[UpdateBatch],
     settings: UpdateSettings,
     algorithm: AlgorithmConfig,
     *,
@@ -102,11 +107,14 @@ def _policy_objective(
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=old,
-        behavior_logprobs=to_device(batch.behavior_logprobs, device),
+        behavior_logprobs=to_device(batch.behavior_logprobs, device)
+        if len(batch.behavior_logprobs)
+        else old * math.nan,
         advantages=to_device(batch.advantages, device),
         segments=to_device(batch.trajectories, device, torch.int64),
         segment_count=int(batch.trajectories.max()) + 1,
     )
+    assert isinstance(algorithm.loss, PolicyLoss), "a loss of whole answers has a UnitBatch"
     token_loss = algorithm.loss.compute(inputs)
     losses, means = token_loss.loss, dict(token_loss.means)
     real = accepted = weights > 0
@@ -136,7 +144,7 @@ def _policy_objective(
     means |= policy_distances(current, old)
     accumulator.add_loss(policy_loss.detach(), real=real, means=means)
     accumulator.add_ratios(current - old, real=real, any_accepted=accepted.any())
-    if settings.first_epoch:  # the mismatch is the same in all epochs
+    if settings.first_epoch and len(batch.behavior_logprobs):  # the mismatch is the same in all epochs
         accumulator.add_mismatch(old, inputs.behavior_logprobs, real=real)
     return loss
 

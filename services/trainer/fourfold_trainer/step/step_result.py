@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Float64Array
+from fourfold_trainer.batches import dummy_tokens
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.before_update import LaterNoise
-from fourfold_trainer.step.micro_batches import LossTokens
+from fourfold_trainer.step.micro_batches import LossTokens, MicroBatches
 
 Measure: TypeAlias = Callable[[LossTokens, UpdateSettings], dict[str, float]]
 """Returns further metrics of a step from its loss tokens and the settings of its updates."""
@@ -54,6 +55,22 @@ class StepResult:
     real_tokens: int = 0  # the same without dummies
     skipped_reason: str = ""
     """The reason why nothing was learned; empty when the policy changed, or the critic while it is trained alone."""
+
+    def add_update(self, sums: UpdateSums, members: Sequence[int], shares: Sequence[MicroBatches[Any]]) -> None:
+        """Add an optimizer step of the policy on some samples, and the micro-batches that it had."""
+        lengths: list[int] = self.batch.samples.lengths[list(members)].tolist()
+        if not math.isfinite(sums.grad_norm):
+            self.skipped_reason = ALL_REJECTED if sums.all_rejected else NOT_FINITE
+        self.policy_norms.append(sums.grad_norm)
+        self.nonfinite_losses += not math.isfinite(sums.loss)
+        self.policy.add(sums)
+        self.trained.update(self.batch.trajectory_of[list(members)].tolist())
+        self.policy_work.add(lengths, rows=int(self.batch.loss_lengths[list(members)].sum()), backward=True)
+        dummies = sum(not part for share in shares for part in share.members)
+        self.micro_batch_count += sum(map(len, shares))
+        self.dummy_count += dummies
+        self.forwarded_tokens += sum(lengths) + dummies * dummy_tokens().token_count
+        self.real_tokens += sum(lengths)
 
     @property
     def policy_updates(self) -> int:

@@ -7,21 +7,22 @@
     update_policy        one optimizer step on every rank: loss, backward, step        optimizer_step.py
     update_critic
 
+A loss of whole answers has a step of its own, without advantages: unit_step.py.
+
 The method that is trained is the recipe's: `algorithm.advantage` and `algorithm.loss` are definitions in
 fourfold/algorithm/.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.config.schema import Config
 from fourfold.sample import Sample
-from fourfold_trainer.batches import dummy_tokens
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
@@ -30,7 +31,8 @@ from fourfold_trainer.step.before_update import compute_before, later_noise, wit
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.metric_accumulator import untrained_mismatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
-from fourfold_trainer.step.step_result import ALL_REJECTED, NOT_FINITE, Measure, StepResult
+from fourfold_trainer.step.step_result import Measure, StepResult
+from fourfold_trainer.step.unit_step import train_units
 
 
 def train_step(
@@ -47,11 +49,13 @@ def train_step(
     Args:
         step: 1 for the first.
         state: of the algorithm, after the previous step.
-        measure: called before the first update of the policy; must not change the models.
+        measure: called before the first update, but not of a loss of whole answers; must not change the models.
     """
     algorithm = config.algorithm
-    kl_coef = algorithm.kl.coef if state.kl_coef is None else state.kl_coef
     batch = TrainBatch.of(samples, algorithm)
+    if isinstance(algorithm.loss, SampleLoss):
+        return train_units(engine, batch, config, algorithm.loss, step=step, state=state)
+    kl_coef = algorithm.kl.coef if state.kl_coef is None else state.kl_coef
     outcomes, following = shape_rewards(batch, config, state)
     policy_work, critic_work = Work(), Work()
     steps = mini_batches(batch.bounds, config, step=step)
@@ -125,23 +129,11 @@ def _update_policy(
     if not members:
         return
     shares = tokens.policy_micro_batches(members, tokens.weights(mini_batch))
-    lengths: list[int] = tokens.batch.samples.lengths[members].tolist()
-    settings = replace(settings, token_count=sum(lengths))
+    settings = replace(settings, token_count=int(tokens.batch.samples.lengths[members].sum()))
     sums = engine.update_policy(shares, settings)  # optimizer_step.py, on every rank
     if not result.policy_norms and tokens.targets.outputs.old_logprobs is not None:
         result.logprob_noise = sums.largest_log_ratio()
-    if not math.isfinite(sums.grad_norm):
-        result.skipped_reason = ALL_REJECTED if sums.all_rejected else NOT_FINITE
-    result.policy_norms.append(sums.grad_norm)
-    result.nonfinite_losses += not math.isfinite(sums.loss)
-    result.policy.add(sums)
-    result.trained.update(tokens.batch.trajectory_of[members].tolist())
-    result.policy_work.add(lengths, rows=int(tokens.batch.loss_lengths[members].sum()), backward=True)
-    dummies = sum(not members for share in shares for members in share.members)
-    result.micro_batch_count += sum(map(len, shares))
-    result.dummy_count += dummies
-    result.forwarded_tokens += sum(lengths) + dummies * dummy_tokens().token_count
-    result.real_tokens += sum(lengths)
+    result.add_update(sums, members, shares)
 
 
 def _update_critic(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequence[int], result: StepResult) -> None:

@@ -1,0 +1,128 @@
+"""Makes the micro-batches of a loss of whole answers, with weights that are known before the first pass.
+
+A unit is a pair of trajectories of one group, or a trajectory with a label. It stays in one micro-batch, and counts if
+each of its trajectories has a loss token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.algorithm.losses.units import SampleLoss
+from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int64Array
+from fourfold.config.schema import Config
+from fourfold_trainer import batches
+from fourfold_trainer.batches import UnitBatch
+from fourfold_trainer.engine import TrainerEngine
+from fourfold_trainer.flops import Work
+from fourfold_trainer.step.batch import TrainBatch
+from fourfold_trainer.step.micro_batches import (
+    MicroBatches,
+    compute_as_updates,
+    fill,
+    pack_tokens,
+    policy_shares,
+    unit_of,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossUnits:
+    """The units of a step's samples."""
+
+    config: Config
+    batch: TrainBatch
+    loss: SampleLoss
+
+    def to_train(self, members: Sequence[int]) -> list[int]:
+        """Return the members whose unit has loss tokens on every side, and a label."""
+        trajectories = self._trajectories(members)
+        lengths, scores = self.batch.total(self.batch.loss_lengths), self.batch.values("score")
+        units = unit_of(self.batch, self.config)
+        empty = {int(units[self.batch.bounds[j]]) for j in trajectories if not lengths[j] or scores[j] is None}
+        return [i for i in members if int(units[i]) not in empty and self.batch.loss_lengths[i]]
+
+    def micro_batches(self, members: Sequence[int]) -> list[MicroBatches[UnitBatch]]:
+        """Return each rank's micro-batches of the members that `to_train` returned, which make one optimizer step."""
+        pairs = self.loss.reads == "pairs"
+        unit_weight = 1 / len(np.unique(unit_of(self.batch, self.config)[list(members)]))
+        preferred = self._preferred(members) if pairs and self.config.algorithm.sft_coef else set()
+        lengths = self.batch.total(self.batch.loss_lengths)
+        tokens = sum(int(lengths[j]) for j in preferred)
+        nll_weights = dict.fromkeys(preferred, 1 / max(tokens, 1))
+
+        def make(found: Sequence[int]) -> UnitBatch:
+            return self._unit_batch(found, unit_weight, nll_weights)
+
+        dummy = batches.dummy_unit_batch(
+            pairs=pairs, with_reference=self.loss.needs_reference, with_factors=self.loss.tail_weight != 1
+        )
+        return fill(policy_shares(self.batch, self.config, members), make, dummy)
+
+    def distance(self, engine: TrainerEngine, members: Sequence[int], work: Work) -> float:
+        """Return the mean over the trajectories without a label of the sum of p - f; 0 if the loss measures none.
+
+        p are the current log-probabilities, f those of the reference. The pass is added to `work`.
+        """
+        if not self.loss.measures_distance:
+            return 0.0
+        scores = self.batch.samples.values["score"]
+        asked = [i for i in members if scores[i] is None and self.batch.loss_lengths[i]]
+        if not asked:
+            return 0.0
+        work.add(
+            self.batch.samples.lengths[asked].tolist(), rows=int(self.batch.free_lengths[asked].sum()), backward=False
+        )
+        rows = compute_as_updates(engine.compute_logprobs, self.batch, self.config, [asked])
+        differences = [rows[i].astype(np.float64) - self._aligned("reference_logprobs", i) for i in asked]
+        return math.fsum(float(d.sum()) for d in differences) / len(self._trajectories(asked))
+
+    def _trajectories(self, members: Sequence[int]) -> list[int]:
+        return list(dict.fromkeys(self.batch.trajectory_of[list(members)].tolist()))
+
+    def _preferred(self, members: Sequence[int]) -> set[int]:
+        """Return the trajectory of each pair that has the greater score."""
+        best: dict[int, int] = {}
+        units, scores = unit_of(self.batch, self.config), self.batch.values("score")
+        for j in self._trajectories(members):
+            unit = int(units[self.batch.bounds[j]])
+            other = best.setdefault(unit, j)
+            best[unit] = j if scores[j] > scores[other] else other
+        return set(best.values())
+
+    def _unit_batch(self, members: Sequence[int], unit_weight: float, nll_weights: dict[int, float]) -> UnitBatch:
+        trajectories, scores = self._trajectories(members), self.batch.values("score")
+        counts: Int64Array = self.batch.total(self.batch.loss_lengths)[trajectories]
+        reference = [self._aligned("reference_logprobs", i) for i in members] if self.loss.needs_reference else []
+        units = len(trajectories) // (2 if self.loss.reads == "pairs" else 1)
+        return UnitBatch(
+            tokens=pack_tokens(self.batch.samples, self.batch.loss_positions, members),
+            counts=counts,
+            labels=np.array([scores[j] for j in trajectories], np.float64),
+            unit_weights=np.full(units, unit_weight, np.float64),
+            nll_weights=np.array([nll_weights.get(j, 0.0) for j in trajectories], np.float64),
+            reference_logprobs=np.concatenate(reference) if reference else EMPTY_FLOATS,
+            factors=tail_factors(counts, self.loss.tail_weight),
+        )
+
+    def _aligned(self, name: str, index: int) -> Float32Array:
+        """Return the token column `name` of a sample at its loss tokens."""
+        values: Float32Array = self.batch.samples.array(name, index)[self.batch.loss_positions(index)]
+        return values
+
+
+def tail_factors(counts: Int64Array, weight: float) -> Float32Array:
+    """Return the factor of each token in the sums, [k]: `weight` beyond the shorter of two answers, else 1.
+
+    [0] if the weight is 1. `counts` are those of the loss tokens of each answer, both of a pair one after the other.
+    """
+    if weight == 1:
+        return EMPTY_FLOATS
+    shorter = np.repeat(counts.reshape(-1, 2).min(1), 2)
+    parts = [np.where(np.arange(n) < least, 1.0, weight) for n, least in zip(counts, shorter, strict=True)]
+    factors: Float32Array = np.concatenate(parts).astype(np.float32)
+    return factors

@@ -1,0 +1,291 @@
+"""A step of a loss of whole answers on a toy policy: every split has the loss and the gradient of the whole step."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fourfold import metrics as m
+from fourfold.algorithm.losses import SampleInputs, SampleLoss
+from fourfold.algorithm.state import AlgorithmState
+from fourfold.arrays import EMPTY_FLOATS
+from fourfold.config import Config
+from fourfold.errors import InvalidInput
+from fourfold.sample import Sample
+from fourfold_trainer.batches import UnitBatch, dummy_unit_batch, from_arrays, to_arrays
+from fourfold_trainer.service import metrics
+from fourfold_trainer.step.batch import TrainBatch, check_samples
+from fourfold_trainer.step.loss_units import tail_factors
+from fourfold_trainer.step.micro_batches import mini_batches
+from fourfold_trainer.step.step_result import StepResult
+from fourfold_trainer.step.train_step import train_step
+from fourfold_trainer.step.unit_objective import sample_sums
+from tests.fakes.toy_engine import ToyEngine
+from tests.fakes.trainer_engine import sample
+from tests.support.recipes import make_recipe
+
+LOSSES: Final[dict[str, dict[str, Any]]] = {
+    "dpo": {"loss": {"kind": "dpo", "beta": 0.3}},
+    "ipo": {"loss": {"kind": "dpo", "form": "ipo"}},
+    "ld": {"loss": {"kind": "dpo", "ld_alpha": 0.25}, "sft_coef": 0.5},
+    "simpo": {"loss": {"kind": "simpo"}, "sft_coef": 0.2},
+    "orpo": {"loss": {"kind": "orpo"}, "sft_coef": 1.0},
+    "kto": {"loss": {"kind": "kto", "undesirable_weight": 0.5}},
+}
+every_loss = pytest.mark.parametrize("name", LOSSES)
+
+
+def recipe(name: str, *, ranks: int = 1, budget: int = 1000, **batch: int) -> Config:
+    return make_recipe(
+        batch={"group_size": 2, "tokens_per_micro_batch": budget, **batch},
+        trainer={"ranks": ranks, "learning_rate": 0.5},
+        algorithm={**LOSSES[name], "filter": {"keep": "varied"}},
+    )
+
+
+def answer(number: int, group: str, score: float | None, completion: int) -> Sample:
+    return sample(f"{group}{number}", group=group, score=score, completion=completion, reference=True, seed=number)
+
+
+def pairs() -> list[Sample]:
+    """Five pairs of uneven answers: in one the second is better, one has two segments, and one an empty answer."""
+    found: list[Sample] = []
+    for index, (chosen, rejected) in enumerate([(2, 9), (12, 1), (4, 4), (1, 7), (6, 0)]):
+        pair = [answer(0, "abcde"[index], 1.0, chosen), answer(1, "abcde"[index], 0.0, rejected)]
+        found += reversed(pair) if index == 1 else pair
+    one = replace(found[4], trajectory_id="c", segment_count=2)
+    other = replace(answer(7, "c", 1.0, 3), trajectory_id="c", segment_index=1, segment_count=2)
+    return [one, *found[:4], other, *found[5:]]
+
+
+def labelled() -> list[Sample]:
+    """Labelled answers, and for each the answer of another prompt, without a label."""
+    found = []
+    for index, length in enumerate([3, 8, 1, 5, 2]):
+        found.append(answer(0, "abcde"[index], float(index % 2), length))
+        found.append(answer(1, "abcde"[index], None, [3, 8, 1, 5, 2][index - 1]))
+    return found
+
+
+def samples(name: str) -> list[Sample]:
+    return labelled() if name == "kto" else pairs()
+
+
+def run(found: Sequence[Sample], config: Config) -> tuple[ToyEngine, StepResult]:
+    engine = ToyEngine(config)
+    check_samples(found, config, policy_version=0)
+    return engine, train_step(engine, found, config, step=1, state=AlgorithmState())  # type: ignore[arg-type]
+
+
+def truth(name: str, found: Sequence[Sample], config: Config, table: Tensor) -> tuple[float, Tensor]:
+    """Return the loss and the gradient of the whole step: trajectory by trajectory, pair by pair, without batches."""
+    table = table.detach().clone().requires_grad_()
+    rows = torch.log_softmax(table, 0)
+    by_trajectory: dict[str, list[Sample]] = {}
+    for one in sorted(found, key=lambda s: s.segment_index):
+        by_trajectory.setdefault(one.trajectory, []).append(one)
+    groups: dict[str, list[tuple[float | None, Tensor, Tensor]]] = {}
+    for segments in by_trajectory.values():
+        p = torch.cat([rows[torch.from_numpy(s.token_ids[s.loss_mask]).long()] for s in segments])
+        f = torch.cat([torch.from_numpy(s.reference_logprobs[s.loss_mask]).double() for s in segments])
+        groups.setdefault(segments[0].group_id, []).append((segments[0].score, p, f))
+    units = [[(s, p, f) for s, p, f in group if s is not None] for group in groups.values()]
+    units = [unit for unit in units if all(len(p) for _, p, _ in unit)]
+    distances = [float((p.detach().float().double() - f).sum()) for g in groups.values() for s, p, f in g if s is None]
+    loss: Any = config.algorithm.loss
+    assert isinstance(loss, SampleLoss)
+    total = torch.zeros((), dtype=torch.float64)
+    for unit in units:
+        least = min(len(p) for _, p, _ in unit)
+        factors = [torch.where(torch.arange(len(p)) < least, 1.0, loss.tail_weight).double() for _, p, _ in unit]
+        inputs = SampleInputs(
+            sums=torch.stack([(w * p).sum() for w, (_, p, _) in zip(factors, unit, strict=True)]),
+            counts=torch.tensor([len(p) for _, p, _ in unit]),
+            labels=torch.tensor([s for s, _, _ in unit]),
+            reference_sums=torch.stack([(w * f).sum() for w, (_, _, f) in zip(factors, unit, strict=True)]),
+            distance=float(np.mean(distances)) if distances else 0.0,
+        )
+        total = total + loss.compute(inputs).loss.sum() / len(units)
+    value = float(total.detach())
+    if config.algorithm.sft_coef:
+        preferred = torch.cat([max(unit, key=lambda part: part[0] or 0.0)[1] for unit in units])
+        total = total - config.algorithm.sft_coef * preferred.mean()
+    (gradient,) = torch.autograd.grad(total, table)
+    return value, gradient
+
+
+@every_loss
+def test_every_split_has_the_loss_and_the_gradient_of_the_whole_step(name: str) -> None:
+    found = samples(name)
+    counts = set()
+    for ranks, budget in itertools.product([1, 2, 3, 8], [23, 40, 64, 1000]):
+        config = recipe(name, ranks=ranks, budget=budget)
+        value, gradient = truth(name, found, config, ToyEngine(config).policy)
+        engine, result = run(found, config)
+        counts.add(result.micro_batch_count)
+        assert result.policy.loss == pytest.approx(value, rel=1e-12)
+        torch.testing.assert_close(engine.gradients[0], gradient, rtol=1e-12, atol=1e-14)
+        assert not result.skipped_reason and result.policy_updates == 1
+    assert len(counts) > 3
+
+
+@every_loss
+def test_a_repeated_step_has_the_same_bits(name: str) -> None:
+    one, two = (run(samples(name), recipe(name, budget=40))[0].gradients[0] for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_the_two_answers_of_a_pair_are_in_one_micro_batch() -> None:
+    engine, _ = run(pairs(), recipe("dpo", ranks=2, budget=23))
+    found: Any = [batch for share in engine.policy_shares[0] for batch in share if not batch.is_dummy]
+    assert sum(len(batch.unit_weights) for batch in found) == 4
+    for batch in found:
+        assert len(batch.labels) == 2 * len(batch.unit_weights)
+        assert set(batch.unit_weights) == {0.25}
+        assert sorted(batch.labels[:2]) == [0.0, 1.0]
+        assert batch.counts.sum() == len(batch.reference_logprobs) == len(batch.tokens.targets)
+
+
+def test_mini_batches_have_whole_groups() -> None:
+    config = recipe("dpo", mini_batches_per_step=2)
+    batch = TrainBatch.of(pairs(), config.algorithm)
+    groups = batch.samples.values["group_id"]
+    parts = mini_batches(batch.group_bounds, config, step=1)
+    assert len(parts) == 2 and sorted(itertools.chain(*parts)) == list(range(11))
+    assert not {groups[i] for i in parts[0]} & {groups[i] for i in parts[1]}
+    _, result = run(pairs(), config)
+    assert result.policy_updates == 2
+
+
+def test_a_sum_does_not_depend_on_its_neighbours() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1000, generator=generator)
+    counts = torch.tensor([300, 0, 1, 699])
+    found = sample_sums(values, counts)
+    assert found.dtype == torch.float64
+    for one, part in zip(found, torch.split(values, counts.tolist()), strict=True):
+        assert one == sample_sums(part, torch.tensor([len(part)]))[0]
+        assert float(one) == pytest.approx(float(part.double().sum()), rel=1e-12)
+
+
+def test_tokens_beyond_the_shorter_answer_weigh_less() -> None:
+    assert tail_factors(np.array([2, 3, 1, 1]), 0.5).tolist() == [1, 1, 1, 1, 0.5, 1, 1]
+    assert len(tail_factors(np.array([2, 3]), 1.0)) == 0
+
+
+def test_ktos_distance_is_one_number_of_the_step_that_its_labels_do_not_change() -> None:
+    config = recipe("kto", ranks=2, budget=23)
+    _, result = run(labelled(), config)
+    rows = torch.log_softmax(ToyEngine(config).policy.detach(), 0)
+    sums = [
+        float(
+            (
+                rows[torch.from_numpy(s.token_ids[s.loss_mask]).long()]
+                - torch.from_numpy(s.reference_logprobs[s.loss_mask])
+            ).sum()
+        )
+        for s in labelled()
+        if s.score is None
+    ]
+    found = metrics.summarise(result, config)
+    assert found[m.KTO_DISTANCE] == pytest.approx(max(0.0, float(np.mean(sums))), rel=1e-5)
+    assert found[m.TRAINED_SAMPLES] == 5
+
+
+def test_ktos_distance_of_a_policy_that_is_its_reference_is_0_to_the_bit() -> None:
+    config = recipe("kto", ranks=2, budget=23)
+    exact = torch.log_softmax(ToyEngine(config).policy.detach(), 0).float().numpy()
+    _, result = run([replace(s, reference_logprobs=exact[s.token_ids]) for s in labelled()], config)
+    assert result.policy.sums[m.KTO_DISTANCE] == 0.0
+
+
+def test_the_metrics_are_means_over_pairs() -> None:
+    config = recipe("ld", ranks=2, budget=40)
+    _, result = run(pairs(), config)
+    found = metrics.summarise(result, config)
+    rows = torch.log_softmax(ToyEngine(config).policy.detach(), 0)
+
+    def logprob(ids: str) -> float:
+        chosen = [s for s in pairs() if s.trajectory == ids]
+        return sum(float(rows[torch.from_numpy(s.token_ids[s.loss_mask]).long()].sum()) for s in chosen)
+
+    chosen, rejected = [logprob(i) for i in ("a0", "b0", "c", "d0")], [logprob(i) for i in ("a1", "b1", "c1", "d1")]
+    assert found[m.PAIR_CHOSEN_LOGPROB] == pytest.approx(np.mean(chosen))
+    assert found[m.PAIR_REJECTED_LOGPROB] == pytest.approx(np.mean(rejected))
+    assert found[m.PAIR_LENGTH_DIFFERENCE] == pytest.approx((2 + 12 + 7 + 1 - 9 - 1 - 4 - 7) / 4)
+    assert found[m.PAIR_NLL] == pytest.approx(-sum(chosen) / 22)
+    assert found[m.PAIR_MARGIN] == pytest.approx(found[m.PAIR_CHOSEN_REWARD] - found[m.PAIR_REJECTED_REWARD])
+    assert found[m.TRAINED_TOKENS] == 22 + 21
+    assert set(found) <= m.METRICS.keys() and not {m.ENTROPY, m.SCORE_MEAN, m.APPROX_KL} & found.keys()
+
+
+def test_a_step_without_a_whole_pair_is_skipped() -> None:
+    engine, result = run(pairs()[-2:], recipe("dpo"))
+    assert result.skipped_reason == "NO_ACTION_TOKENS" and not engine.gradients
+
+
+def test_a_unit_batch_survives_the_rank_channel() -> None:
+    batch = dummy_unit_batch(pairs=True, with_reference=True, with_factors=True)
+    again = from_arrays(UnitBatch, to_arrays(batch))
+    assert again.is_dummy and again.counts.tolist() == [1, 0] and again.factors.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("dpo", lambda s: s[:1], "group a has 1 samples; a pair has 2"),
+        ("dpo", lambda s: [replace(s[0], score=0.0), s[1]], "group a: both samples have the score 0.0"),
+        ("dpo", lambda s: [replace(x, reference_logprobs=EMPTY_FLOATS) for x in s], "loss.kind = `dpo` needs them"),
+        ("kto", lambda s: [replace(x, score=1.0) for x in s], "each of the 2 samples has a score"),
+        ("dpo", lambda s: [replace(s[0], score=None), s[1]], "has no score"),
+    ],
+)
+def test_samples_that_are_no_units_are_refused(name: str, change: Any, message: str) -> None:
+    found = [answer(0, "a", 1.0, 3), answer(1, "a", None if name == "kto" else 0.0, 2)]
+    check_samples(found, recipe(name), policy_version=0)
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        check_samples(change(found), recipe(name), policy_version=0)
+
+
+def test_a_pair_that_is_longer_than_a_micro_batch_is_refused() -> None:
+    found = [answer(0, "a", 1.0, 10), answer(1, "a", 0.0, 10)]
+    with pytest.raises(InvalidInput, match="group a has 26 tokens, more than a micro-batch of 25"):
+        check_samples(found, recipe("dpo", budget=25), policy_version=0)
+
+
+# Tokens that no engine sampled
+
+
+def rows() -> list[Sample]:
+    found = [sample(f"r{i}", group=str(i), score=1.0 + i, completion=2 + i) for i in range(3)]
+    return [replace(s, behavior_logprobs=EMPTY_FLOATS, version_spans=()) for s in found]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_nll_trains_on_tokens_that_no_engine_sampled(ranks: int) -> None:
+    algorithm = {"loss": {"kind": "nll"}, "advantage": {"kind": "constant"}}
+    config = make_recipe(batch={"tokens_per_micro_batch": 16}, trainer={"ranks": ranks}, algorithm=algorithm)
+    engine, result = run(rows(), config)
+    table = ToyEngine(config).policy.detach().clone().requires_grad_()
+    p = torch.log_softmax(table, 0)
+    parts = [(1.0 + i) * p[torch.from_numpy(s.token_ids[s.loss_mask]).long()].sum() for i, s in enumerate(rows())]
+    (gradient,) = torch.autograd.grad(-sum(parts) / 9, table)  # type: ignore[arg-type]
+    torch.testing.assert_close(engine.gradients[0], gradient, rtol=1e-6, atol=1e-8)
+    found = metrics.summarise(result, config)
+    tokens = torch.cat([p[torch.from_numpy(s.token_ids[s.loss_mask]).long()] for s in rows()])
+    assert found[m.NLL] == pytest.approx(-float(tokens.detach().mean()))
+    assert not [key for key in found if key.startswith("mismatch/") and key != m.MISMATCH_COVERED]
+
+
+def test_a_loss_that_reads_the_engine_refuses_tokens_that_none_sampled() -> None:
+    config = make_recipe(algorithm={"loss": {"kind": "nll"}, "correction": {"kind": "tis"}})
+    with pytest.raises(InvalidInput, match="sample r0 has no behavior_logprobs"):
+        check_samples(rows(), config, policy_version=0)

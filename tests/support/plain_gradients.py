@@ -91,6 +91,25 @@ def policy_gradients(
     return _gradients(model, (-gain + kl_coef * kl - entropy_coef * entropy)[mask].sum() / mask.sum())
 
 
+def pair_gradients(model: Any, samples: Sequence[Sample], *, beta: float, sft_coef: float) -> Gradients:
+    """Return the gradients of DPO (arXiv 2305.18290, eq. 7) plus the likelihood of the preferred answers.
+
+    Args:
+        model: a causal language model in float64.
+        samples: the preferred and the other answer of each pair, one after the other.
+        beta: of DPO.
+        sft_coef: weight of the mean negative log-likelihood of the preferred tokens.
+    """
+    ids, attended, mask = _padded(samples)
+    logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
+    rows = torch.log_softmax(logits / torch.tensor([s.temperature for s in samples])[:, None, None].double(), -1)
+    logprobs = rows.gather(2, ids[:, 1:, None]).squeeze(2)
+    reference = _stacked([s.reference_logprobs[1:] for s in samples], ids.shape[1] - 1)
+    gains = torch.where(mask, logprobs - reference, 0.0).sum(1)
+    loss = torch.log(1 + torch.exp(-beta * (gains[0::2] - gains[1::2]))).mean()
+    return _gradients(model, loss - sft_coef * logprobs[0::2][mask[0::2]].mean())
+
+
 def value_gradients(model: Any, samples: Sequence[Sample]) -> tuple[Gradients, Tensor]:
     """Return the gradient of each of a critic's parameters, and the policy's advantages [B, T].
 

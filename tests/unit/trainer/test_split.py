@@ -24,7 +24,7 @@ from fourfold.config import Config
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
 from fourfold.sample import Sample
-from fourfold_trainer.batches import PolicyBatch, ValueBatch
+from fourfold_trainer.batches import UpdateBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.step.optimizer_step import update_critic, update_policy
 from fourfold_trainer.step.train_step import train_step
@@ -35,6 +35,7 @@ from tests.support.plain_gradients import (
     check_gradients,
     group_advantages,
     holed,
+    pair_gradients,
     policy_gradients,
     value_gradients,
 )
@@ -47,6 +48,7 @@ LONGEST: Final = 24
 ALGORITHMS: Final[dict[str, dict[str, Any]]] = {
     "policy": {"kl": {"coef": 0.1}, "entropy_coef": 0.01},
     "critic": {"preset": "ppo", "kl": {"coef": 0.0}},
+    "pairs": {"loss": {"kind": "dpo", "beta": 0.3}, "sft_coef": 0.5, "filter": {"keep": "varied"}},
 }
 
 
@@ -85,7 +87,7 @@ class Ranks:
     def __init__(self, config: Config, policy: Any, critic: Any) -> None:
         self.config, self.policy, self.critic = config, policy, critic
 
-    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+    def update_policy(self, shares: Sequence[Sequence[UpdateBatch]], settings: UpdateSettings) -> UpdateSums:
         assert len(shares) == self.config.trainer.ranks
         self.policy.zero_grad()
         rank: Any = Rank(self.policy, len(shares))
@@ -127,8 +129,8 @@ def models(name: str) -> tuple[Any, Any, Any, Any]:
 
 def recipe(algorithm: str, ranks: int, budget: int) -> Config:
     return make_recipe(
-        model={"max_context_tokens": LONGEST}, batch={"tokens_per_micro_batch": budget}, trainer={"ranks": ranks},
-        algorithm=ALGORITHMS[algorithm],
+        model={"max_context_tokens": LONGEST}, trainer={"ranks": ranks}, algorithm=ALGORITHMS[algorithm],
+        batch={"tokens_per_micro_batch": budget, "group_size": 2 if algorithm == "pairs" else 3},
     )  # fmt: skip
 
 
@@ -169,7 +171,7 @@ def test_a_split_step_has_the_gradients_of_one_padded_batch(
     name: str, samples: list[Sample], ranks: int, budget: int
 ) -> None:
     policy, critic, plain, head = models(name)
-    for algorithm in ALGORITHMS:
+    for algorithm in ("policy", "critic"):
         config = recipe(algorithm, ranks, budget)
         engine: Any = Ranks(config, policy, critic)
         train_step(engine, samples, config, step=1, state=AlgorithmState())
@@ -180,3 +182,23 @@ def test_a_split_step_has_the_gradients_of_one_padded_batch(
         else:
             wanted, _ = value_gradients(head, samples)
             check_gradients(gradients(critic, samples), wanted, TOLERANCE)
+
+
+@settings(max_examples=20)
+@given(data=st.data(), count=st.integers(1, 5), ranks=st.integers(1, 3), budget=st.integers(2 * LONGEST, 120))
+def test_pairs_split_in_any_way_have_the_gradients_of_one_padded_batch(
+    data: st.DataObject, count: int, ranks: int, budget: int
+) -> None:
+    policy, critic, plain, _ = models("qwen2")
+    samples = [
+        sample(
+            f"{number}{score}", group=str(number), score=score, prompt=5, reference=True, vocabulary=VOCABULARY,
+            completion=data.draw(st.integers(1, LONGEST - 5)),
+        )
+        for number in range(count) for score in (1.0, 0.0)
+    ]  # fmt: skip
+    engine: Any = Ranks(recipe("pairs", ranks, budget), policy, critic)
+    shuffled = data.draw(st.permutations(samples))
+    train_step(engine, shuffled, engine.config, step=1, state=AlgorithmState())
+    found = {name: p.grad for name, p in policy.named_parameters()}
+    check_gradients(found, pair_gradients(plain, samples, beta=0.3, sft_coef=0.5), TOLERANCE)

@@ -20,6 +20,7 @@ from fourfold.arrays import EMPTY_FLOATS
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.sample import Sample
+from fourfold.sample.mismatched import mismatched
 from fourfold_trainer.batches import UnitBatch, dummy_unit_batch, from_arrays, to_arrays
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.batch import TrainBatch, check_samples
@@ -68,11 +69,10 @@ def pairs() -> list[Sample]:
 
 def labelled() -> list[Sample]:
     """Labelled answers, and for each the answer of another prompt, without a label."""
-    found = []
-    for index, length in enumerate([3, 8, 1, 5, 2]):
-        found.append(answer(0, "abcde"[index], float(index % 2), length))
-        found.append(answer(1, "abcde"[index], None, [3, 8, 1, 5, 2][index - 1]))
-    return found
+    found = [answer(0, "abcde"[i], float(i % 2), length) for i, length in enumerate([3, 8, 1, 5, 2])]
+    others = [answer(1, one.group_id, None, len(one.token_ids)) for one in mismatched(found, max_tokens=20)]
+    known = zip(mismatched(found, max_tokens=20), others, strict=True)
+    return [*found, *(replace(one, reference_logprobs=o.reference_logprobs[: len(one.token_ids)]) for one, o in known)]
 
 
 def samples(name: str) -> list[Sample]:

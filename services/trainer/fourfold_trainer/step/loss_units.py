@@ -95,16 +95,18 @@ class LossUnits:
         return set(best.values())
 
     def _unit_batch(self, members: Sequence[int], unit_weight: float, nll_weights: dict[int, float]) -> UnitBatch:
-        trajectories, scores = self._trajectories(members), self.batch.values("score")
-        counts: Int64Array = self.batch.total(self.batch.loss_lengths)[trajectories]
+        # Per micro-batch, nothing here takes Python time for the other samples of the step.
+        numbers, scores = self.batch.trajectory_of[list(members)], self.batch.samples.values["score"]
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1))  # of the trajectories, whose segments are neighbours
+        counts: Int64Array = np.add.reduceat(self.batch.loss_lengths[list(members)], starts)
         reference = [self._aligned("reference_logprobs", i) for i in members] if self.loss.needs_reference else []
-        units = len(trajectories) // (2 if self.loss.reads == "pairs" else 1)
+        units = len(starts) // (2 if self.loss.reads == "pairs" else 1)
         return UnitBatch(
             tokens=pack_tokens(self.batch.samples, self.batch.loss_positions, members),
             counts=counts,
-            labels=np.array([scores[j] for j in trajectories], np.float64),
+            labels=np.array([scores[members[at]] for at in starts], np.float64),
             unit_weights=np.full(units, unit_weight, np.float64),
-            nll_weights=np.array([nll_weights.get(j, 0.0) for j in trajectories], np.float64),
+            nll_weights=np.array([nll_weights.get(j, 0.0) for j in numbers[starts].tolist()], np.float64),
             reference_logprobs=np.concatenate(reference) if reference else EMPTY_FLOATS,
             factors=tail_factors(counts, self.loss.tail_weight),
         )
